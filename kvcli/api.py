@@ -1,0 +1,93 @@
+"""The Python API that the commands are a skin over: load a model, generate, stream, chat.
+
+    import kvcli
+    m = kvcli.load("demo", profile="ngram", set={"sample.temperature": 0.0})
+    print(m.generate("Hello", max_new_tokens=32).text)
+
+The library never prints, never exits, and reads no environment: the commands pass all of that in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvcli.stats import Stats
+
+Finish = Literal["stop", "length", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Progress of reading the prompt, after each chunk."""
+
+    done: int  # tokens, cached ones included
+    total: int
+    cached: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of the answer, whole characters only; `ids` are the tokens the passes so far added for it."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The turn's stats so far: one object that keeps counting, safe to read from another thread."""
+
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The finished turn, last event of every stream."""
+
+    turn: Turn
+
+
+Event = Read | Text | Live | End
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer."""
+
+    text: str
+    ids: tuple[int, ...]  # tokens of the answer, the stop token included if one ended it
+    finish: Finish
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What was loaded."""
+
+    id: str  # as the user named it
+    path: str
+    family: str  # config.model_type
+    parameters: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype: str  # bfloat16 | float16 | float32 | float64
+    quant: str  # none | int8 | int4 | nf4
+    backend: str  # what runs the linear layers, in words: "torch", "torch packed int8", "bitsandbytes nf4"
+    device: str
+    limit: int  # the model's own context limit, tokens
+    weight_bytes: int
+    load_seconds: float
+    revision: str = ""
+    notes: tuple[str, ...] = field(default=())  # what the user should know, one line each
+
+
+Cancel = Callable[[], bool]  # asked between passes; True ends the turn and keeps the text
+Prompt = str | Sequence[int]
+Events = Iterator[Event]

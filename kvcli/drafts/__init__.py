@@ -1,0 +1,1 @@
+"""Drafters: which rows to try."""

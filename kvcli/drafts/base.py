@@ -1,0 +1,49 @@
+"""What a drafter is: something that proposes rows, and hears what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvcli.policies.base import Policy
+    from kvcli.rows import Draft
+    from kvcli.stats import Step
+
+
+class Drafter(Protocol):
+    """Proposes guesses. Nothing it does can change the text: the engine samples, then matches."""
+
+    @property
+    def view(self) -> Policy | None:
+        """How scouts read the past; None = they read all of it."""
+
+    def start(self, ids: Sequence[int]) -> None:
+        """The committed text is now `ids` (a new prompt, or an earlier point after an undo)."""
+
+    def propose(self, ids: Sequence[int], room: int) -> Draft:
+        """Guesses for what follows `ids`; no path deeper than `room` tokens. May be empty."""
+
+    def observe(self, step: Step) -> None:
+        """What one step made of the proposal; called once after each step, in order."""
+
+
+@dataclass(frozen=True)
+class Off:
+    """No drafting: one row a pass, the yardstick."""
+
+    @property
+    def view(self) -> Policy | None:
+        return None
+
+    def start(self, ids: Sequence[int]) -> None:
+        return
+
+    def propose(self, ids: Sequence[int], room: int) -> Draft:
+        from kvcli.rows import Draft  # late: reading a profile must not import torch
+
+        return Draft.none()
+
+    def observe(self, step: Step) -> None:
+        return

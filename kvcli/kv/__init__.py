@@ -1,0 +1,1 @@
+"""Storage of keys and values: floors of the past."""

@@ -1,0 +1,1 @@
+"""Policies: which slots to keep."""

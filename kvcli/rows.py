@@ -1,0 +1,120 @@
+"""Rows: the tokens of one pass, laid out as a verified tree and, behind it, scouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scouts:
+    """Rows that nobody verifies, run for the drafter's benefit (FAFO's fumbling, Lookahead's window)."""
+
+    ids: list[int]  # F tokens
+    offset: list[int]  # position minus the pending token's position, one per scout
+    sees: Tensor  # [F, F] bool: scout i attends scout j
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter proposes: a tree of guesses below the pending token.
+
+    `parent[i]` is an index into `ids`, or -1 for a child of the pending token; a parent comes before its children.
+    Siblings carry different ids.
+    """
+
+    ids: list[int]
+    parent: list[int]
+    scouts: Scouts | None = None
+
+    @staticmethod
+    def none() -> Draft:
+        return Draft([], [])
+
+    @staticmethod
+    def chain(ids: Sequence[int]) -> Draft:
+        """One guess after another."""
+        return Draft(list(ids), list(range(-1, len(ids) - 1)))
+
+    def depth(self) -> list[int]:
+        """Depth of each node: 1 for a child of the pending token."""
+        depth: list[int] = []
+        for p in self.parent:
+            depth.append(1 if p < 0 else depth[p] + 1)
+        return depth
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """N tokens for one pass."""
+
+    ids: Tensor  # [N] int64
+    pos: Tensor  # [N] int64, absolute
+    sees: Tensor | None  # [N, N] bool, row i attends fresh row j; None = causal chain
+    tree: int  # rows [0:tree] are the verified tree, row 0 the pending token; the rest are scouts
+    parent: tuple[int, ...]  # [tree], -1 for row 0
+
+    @property
+    def n_rows(self) -> int:
+        return self.ids.shape[0]
+
+    @staticmethod
+    def chain(ids: Sequence[int], start: int, device: torch.device | str = "cpu") -> Rows:
+        """A run of tokens at positions start, start + 1, ...: prefill, or one plain decoding row."""
+        n = len(ids)
+        return Rows(
+            ids=torch.tensor(list(ids), dtype=torch.int64, device=device),
+            pos=torch.arange(start, start + n, device=device),
+            sees=None,
+            tree=n,
+            parent=tuple(range(-1, n - 1)),
+        )
+
+    @staticmethod
+    def build(pending: int, at: int, draft: Draft, device: torch.device | str = "cpu") -> Rows:
+        """The pending token at position `at`, the draft's tree below it, then its scouts."""
+        if not draft.ids and draft.scouts is None:
+            return Rows.chain([pending], at, device)
+        parent = [-1, *(p + 1 for p in draft.parent)]  # node i of the draft is row i + 1
+        is_chain = all(p == i - 1 for i, p in enumerate(parent))
+        if is_chain and draft.scouts is None:
+            return Rows.chain([pending, *draft.ids], at, device)
+        tree = len(parent)
+        offset = [0, *draft.depth()]
+        ids = [pending, *draft.ids]
+        sees = _ancestors(parent)  # [tree, tree]
+        if draft.scouts is not None:
+            f = len(draft.scouts.ids)
+            whole = torch.zeros(tree + f, tree + f, dtype=torch.bool)
+            whole[:tree, :tree] = sees
+            whole[tree:, 0] = True  # a scout continues the text: it reads the pending token, never a guess
+            whole[tree:, tree:] = draft.scouts.sees
+            sees, ids, offset = whole, ids + draft.scouts.ids, offset + draft.scouts.offset
+        return Rows(
+            ids=torch.tensor(ids, dtype=torch.int64, device=device),
+            pos=at + torch.tensor(offset, dtype=torch.int64, device=device),
+            sees=sees.to(device),
+            tree=tree,
+            parent=tuple(parent),
+        )
+
+    def children(self) -> list[list[int]]:
+        """children()[i] lists the tree rows whose parent is row i."""
+        below: list[list[int]] = [[] for _ in range(self.tree)]
+        for row, p in enumerate(self.parent):
+            if p >= 0:
+                below[p].append(row)
+        return below
+
+
+def _ancestors(parent: Sequence[int]) -> Tensor:
+    """[N, N] bool: row i sees itself and its ancestors."""
+    n = len(parent)
+    sees = torch.eye(n, dtype=torch.bool)
+    for i, p in enumerate(parent):
+        if p >= 0:
+            sees[i] |= sees[p]
+    return sees

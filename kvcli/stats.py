@@ -1,0 +1,135 @@
+"""Stats: what a run of steps amounts to, acceptance in both definitions and bytes per tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it."""
+
+    rows: Rows
+    logits: Tensor  # [N, V], of the rows in `wanted` order (all tree rows first)
+    path: list[int]  # accepted rows, row 0 first
+    new: list[int]  # tokens added to the text
+    seconds: float  # wall time of the whole step, proposing included
+    queries: list[Tensor] = field(default_factory=list, repr=False)  # per layer [H, w, D], the last accepted rows
+
+    @property
+    def n_drafted(self) -> int:
+        """Guessed rows in this pass."""
+        return self.rows.tree - 1
+
+    @property
+    def n_accepted(self) -> int:
+        """Guessed rows that the model agreed with."""
+        return len(self.path) - 1
+
+
+@dataclass(slots=True)
+class Stats:
+    """Folded steps of one turn. Times in seconds, sizes in bytes, counts in tokens."""
+
+    prompt: int = 0
+    cached: int = 0
+    new: int = 0
+    load: float = 0.0
+    read: float = 0.0
+    first_token: float = 0.0
+    decode: float = 0.0
+    passes: int = 0
+    drafted_passes: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    paused_passes: int = 0
+    histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i guesses
+    recent: list[int] = field(default_factory=list)  # tokens gained by each of the last passes, for the sparkline
+    kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
+    kv_fp16: int = 0  # the same slots at 16 bit, for the compression factor
+    peak: int = 0
+    context: int = 0
+    limit: int = 0
+    plain_pass: float = 0.0  # median seconds of a pass with one row, 0 = not measured
+
+    def fold(self, step: Step) -> None:
+        """Count one decoding step."""
+        self.passes += 1
+        self.new += len(step.new)
+        self.decode += step.seconds
+        self.recent.append(len(step.new))
+        del self.recent[:-64]
+        if step.n_drafted:
+            accepted = step.n_accepted
+            self.drafted_passes += 1
+            self.draft_tokens += step.n_drafted
+            self.accepted_tokens += accepted
+            self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
+            self.histogram[accepted] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per pass that carried a draft: 1 + accepted / drafted passes."""
+        return 1 + self.accepted_tokens / self.drafted_passes if self.drafted_passes else 1.0
+
+    @property
+    def drafted_share(self) -> float:
+        """Share of passes that carried a draft."""
+        return self.drafted_passes / self.passes if self.passes else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per pass, passes without a draft included."""
+        return self.new / self.passes if self.passes else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of all guessed rows."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def per_position(self) -> list[float]:
+        """per_position[i]: share of drafted passes that accepted more than i guesses."""
+        total = sum(self.histogram)
+        return [sum(self.histogram[i + 1 :]) / total for i in range(len(self.histogram) - 1)] if total else []
+
+    @property
+    def decode_tok_s(self) -> float:
+        return self.new / self.decode if self.decode > 0 else 0.0
+
+    @property
+    def read_tok_s(self) -> float:
+        return (self.prompt - self.cached) / self.read if self.read > 0 else 0.0
+
+    @property
+    def vs_plain(self) -> float | None:
+        """Decoding speed over the estimate for one row a pass; None when no plain pass was measured."""
+        if self.plain_pass <= 0 or self.decode <= 0 or not self.new:
+            return None
+        return self.decode_tok_s * self.plain_pass
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(self.kv.values())
+
+    def as_spec(self, method: str) -> Mapping[str, object]:
+        """The `spec` object of the turn schema."""
+        return {
+            "method": method,
+            "passes": self.passes,
+            "drafted_passes": self.drafted_passes,
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "tokens_per_pass": self.tokens_per_pass,
+            "acceptance_rate": self.acceptance_rate,
+            "histogram": list(self.histogram),
+            "per_position": self.per_position,
+        }
