@@ -1,0 +1,132 @@
+"""Which model designs cannot run over rows and slots, and why, read from config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvcli.errors import BadModel
+
+Config = dict[str, Any]
+
+_ATTENTION = {"full_attention", "sliding_attention", "attention"}
+# Settings that only layers with a running state have; families are named where the config carries none.
+_STATE_KEYS = (
+    "ssm_cfg", "state_size", "mamba_d_state", "mamba_expand", "ssm_state_size", "linear_num_value_heads",
+    "linear_attn_config", "conv_L_cache", "attn_layer_period", "lru_width", "hybrid_override_pattern",
+)  # fmt: skip
+_STATE_FAMILIES = {
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "rwkv",
+    "xlstm",
+    "recurrent_gemma",
+    "minimax",
+    "jamba",
+    "zamba",
+    "zamba2",
+}
+_WRITES_TEXT = ("CausalLM", "ForConditionalGeneration", "LMHead", "ForImageTextToText")
+
+
+def refuse(config: Config, name: str) -> None:
+    """Raise BadModel if the design in `config` cannot be served."""
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
+    family = str(text.get("model_type") or config["model_type"])
+    for reason in _reasons:
+        why = reason(config, text, family)
+        if why:
+            raise BadModel(
+                f"{name} ({family}) is not supported: {why[0]}",
+                code="model_unsupported",
+                lines=why[1:],
+                detail={"family": family},
+                try_=["docs/models.md lists what runs", "kvcli engine list, for programs that serve this model"],
+            )
+
+
+def _encoder_decoder(config: Config, text: Config, family: str) -> list[str]:
+    if not config.get("is_encoder_decoder"):
+        return []
+    return [
+        "it is an encoder-decoder",
+        "kvcli stores the keys and values of one text; cross-attention reads a second one",
+    ]
+
+
+def _writes_no_text(config: Config, text: Config, family: str) -> list[str]:
+    names = config.get("architectures") or []
+    if "vision_config" in config and "text_config" not in config:
+        return ["its config has a vision part and no text decoder", f"architectures: {', '.join(names) or 'none'}"]
+    if names and not any(mark in n for n in names for mark in _WRITES_TEXT):
+        return [f"{names[0]} does not write text", "needed: a causal language model, such as LlamaForCausalLM"]
+    return []
+
+
+def _mla(config: Config, text: Config, family: str) -> list[str]:
+    if not text.get("kv_lora_rank"):
+        return []
+    return [
+        "it uses multi-head latent attention (MLA)",
+        f"one compressed vector per token (kv_lora_rank {text['kv_lora_rank']}) replaces the keys and values of the heads,",
+        "so there is nothing that per-head storage, eviction or quantization could act on",
+    ]
+
+
+def _recurrent(config: Config, text: Config, family: str) -> list[str]:
+    keys = [k for k in _STATE_KEYS if text.get(k)]
+    kinds = sorted(
+        {str(t) for t in _layer_types(text)} & {"linear_attention", "mamba", "mamba2", "conv", "hybrid", "recurrent"}
+    )
+    # Some families list the settings of their recurrent layers even when all layers are attention.
+    if not kinds and set(_layer_types(text)) <= _ATTENTION and any(_layer_types(text)):
+        return []
+    if not kinds and not keys and family not in _STATE_FAMILIES:
+        return []
+    sign = (
+        f"layer kinds {', '.join(kinds)}" if kinds else f"config has {', '.join(keys)}" if keys else f"family {family}"
+    )
+    return [
+        "it has recurrent layers",
+        f"they fold the text into a running state ({sign}), which cannot drop a rejected draft token",
+        "and holds no slots to evict, quantize or save",
+    ]
+
+
+def _odd_layers(config: Config, text: Config, family: str) -> list[str]:
+    kinds = sorted({str(t) for t in _layer_types(text)} - _ATTENTION)
+    if text.get("attention_chunk_size") or "chunked_attention" in kinds:
+        return [
+            "it uses chunked attention",
+            "a token sees its own chunk of the text only; kvcli serves full and sliding-window attention",
+        ]
+    if kinds:
+        return [f"its layers are of kind {', '.join(kinds)}", "kvcli serves full and sliding-window attention"]
+    return []
+
+
+def _alibi(config: Config, text: Config, family: str) -> list[str]:
+    attn = text.get("attn_config")
+    if text.get("alibi") or family == "bloom" or (isinstance(attn, dict) and attn.get("alibi")):
+        return [
+            "it uses ALiBi",
+            "it adds a bias that grows with distance to the scores; kvcli serves rotary embeddings, which act on the keys",
+        ]
+    return []
+
+
+def _layer_types(text: Config) -> Iterator[str]:
+    for key in ("layer_types", "layers_block_type", "block_types"):
+        yield from text.get(key) or ()
+
+
+_reasons: tuple[Callable[[Config, Config, str], list[str]], ...] = (
+    _encoder_decoder,
+    _mla,
+    _recurrent,
+    _odd_layers,
+    _alibi,
+    _writes_no_text,
+)

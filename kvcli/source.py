@@ -1,0 +1,340 @@
+"""Find the files of a model and check them before anything heavy is loaded. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcli.errors import BadModel
+from kvcli.refusals import refuse
+
+Config = dict[str, Any]
+
+_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
+    "U16": 16, "U8": 8, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor as its file announces it."""
+
+    dtype: str  # as safetensors spells it: BF16, F32, ...
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One file of weights; `tensors` is empty for a pickle, which says nothing before it is run."""
+
+    path: Path
+    nbytes: int
+    tensors: Mapping[str, TensorHeader]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model on disk whose files are all there."""
+
+    id: str  # as the user named it
+    path: Path
+    revision: str  # commit of the hub, "" for a folder
+    config: Config
+    files: tuple[WeightFile, ...]
+    is_pickle: bool
+
+    @property
+    def family(self) -> str:
+        return str(self.config["model_type"])
+
+    @property
+    def text_config(self) -> Config:
+        """The decoder's own settings: nested in `text_config` where the checkpoint also has a vision part."""
+        return text_config(self.config)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(f.nbytes for f in self.files)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers stored, 0 if unknown. A packed checkpoint stores several weights in one of them."""
+        return sum(math.prod(t.shape) for f in self.files for t in f.tensors.values())
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most bytes, as safetensors spells it; "" if unknown."""
+        held: Counter[str] = Counter()
+        for file in self.files:
+            for t in file.tensors.values():
+                held[t.dtype] += t.nbytes
+        return held.most_common(1)[0][0] if held else ""
+
+
+def find(
+    name: str,
+    *,
+    offline: bool = False,
+    revision: str | None = None,
+    demo_dir: Path | None = None,
+    allow_pickle: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> Source:
+    """`demo`, a folder, or a hub id, with every file checked.
+
+    A hub id is looked for in the local cache. It is downloaded only when `offline` is false and there is a `tell` to
+    say so to: a library that was given nobody to tell stays off the network.
+    """
+    if name == "demo":
+        path, commit = _demo(demo_dir), ""
+    elif Path(name).expanduser().exists():
+        path, commit = Path(name).expanduser(), ""
+    elif re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        path, commit = _hub(name, offline, revision, tell)
+    else:
+        raise BadModel(
+            f"{name} does not exist",
+            code="model_not_found",
+            try_=["kvcli models list", "give the folder that holds config.json"],
+        )
+    if not path.is_dir():
+        raise BadModel(
+            f"{name} is a file; a model is a folder with config.json and *.safetensors",
+            code="model_not_found",
+            lines=_hint_for_file(path),
+            try_=[f"kvcli chat {path.parent}"],
+        )
+    config = read_config(path, name)
+    refuse(config, name)
+    files, is_pickle = _weights(path, name, allow_pickle)
+    return Source(name, path, commit, config, files, is_pickle)
+
+
+# ---- where ----
+
+
+def _demo(demo_dir: Path | None) -> Path:
+    if demo_dir is None:
+        from kvcli.demo import weights_dir
+
+        demo_dir = weights_dir()
+    if not (demo_dir / "config.json").exists():
+        raise BadModel(
+            "the bundled demo model is missing from this installation",
+            code="model_not_found",
+            lines=[f"looked in {demo_dir}"],
+            try_=["pip install --force-reinstall kvcli"],
+        )
+    return demo_dir
+
+
+def _hub(name: str, offline: bool, revision: str | None, tell: Callable[[str], None] | None) -> tuple[Path, str]:
+    """The snapshot folder of a hub id and its commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    def fetch(local: bool) -> tuple[Path, str]:
+        path = Path(snapshot_download(name, revision=revision, local_files_only=local, allow_patterns=_DOWNLOAD))
+        return path, path.name
+
+    at = f"{name} at {revision}" if revision else name
+    try:
+        return fetch(local=True)
+    except HFValidationError as error:
+        raise BadModel(
+            f"{name} is neither a folder nor a hub id", code="model_not_found", lines=[str(error)]
+        ) from error
+    except LocalEntryNotFoundError as error:
+        if offline or tell is None:
+            raise BadModel(
+                f"{at} is neither a folder nor in the Hugging Face cache"
+                + (", and --offline is set" if offline else ""),
+                code="model_not_found",
+                try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
+            ) from error
+    tell(f"{at} is not in the cache: downloading it from huggingface.co")
+    try:
+        return fetch(local=False)
+    except (HfHubHTTPError, OSError) as error:
+        raise BadModel(
+            f"{at} could not be downloaded",
+            code="model_not_found",
+            lines=[str(error).splitlines()[0]],
+            try_=["check the name at huggingface.co", f"hf auth login, then hf download {name}"],
+        ) from error
+
+
+def _hint_for_file(path: Path) -> list[str]:
+    if path.suffix == ".gguf":
+        return ["GGUF files are for llama.cpp: run llama-server on it and use --engine llama-server"]
+    return []
+
+
+# ---- config.json ----
+
+
+def read_config(path: Path, name: str) -> Config:
+    """config.json of a folder, or an error with line and column."""
+    file = path / "config.json"
+    if not file.exists():
+        lines = [f"looked for {file}"]
+        if (path / "adapter_config.json").exists():
+            lines.append("adapter_config.json is there: this is an adapter; merge it into its base model first")
+        if any(path.glob("*.gguf")):
+            lines.append("it holds GGUF files: they are for llama.cpp (--engine llama-server)")
+        raise BadModel(f"{name} has no config.json", code="model_incomplete", lines=lines, try_=[f"ls {path}"])
+    config = _json(file, name)
+    if not isinstance(config.get("model_type"), str):
+        raise BadModel(
+            f"config.json of {name} names no model_type",
+            code="model_corrupt",
+            lines=[f"in {file}", "without it the architecture is unknown"],
+            try_=["download config.json again"],
+        )
+    return config
+
+
+def text_config(config: Config) -> Config:
+    """The settings of the text decoder inside `config`, or `config` itself."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def _json(file: Path, name: str) -> Config:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadModel(
+            f"{file.name} of {name} is not JSON",
+            code="model_corrupt",
+            lines=[f"{file}: {error}"],
+            try_=[f"download {file.name} again"],
+        ) from error
+    if not isinstance(value, dict):
+        raise BadModel(
+            f"{file.name} of {name} holds no JSON object", code="model_corrupt", try_=[f"download {file.name} again"]
+        )
+    return value
+
+
+# ---- weights ----
+
+
+def _weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFile, ...], bool]:
+    """Every weight file transformers will read, checked; and whether they are pickles."""
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        is_pickle = suffix == "bin"
+        single, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
+        if not single.exists() and not index.exists():
+            continue
+        if is_pickle and not allow_pickle:
+            raise BadModel(
+                f"the weights of {name} are pickle files, which can run any code when they are opened",
+                code="model_pickle",
+                lines=[f"found {(single if single.exists() else index).name}, no *.safetensors"],
+                try_=["look for a safetensors copy of the model", "--allow-pickle, if you trust its author"],
+            )
+        files = [single] if single.exists() else _shards(path, name, index)
+        checked = tuple(_pickle(f) if is_pickle else read_header(f) for f in files)
+        if not single.exists() and not is_pickle:
+            _check_index(name, _json(index, name)["weight_map"], checked)
+        return checked, is_pickle
+    raise BadModel(
+        f"{name} has no weights",
+        code="model_incomplete",
+        lines=[f"looked in {path} for model.safetensors and model.safetensors.index.json"],
+        try_=[f"ls {path}", "download the model again"],
+    )
+
+
+def _shards(path: Path, name: str, index: Path) -> list[Path]:
+    weight_map = _json(index, name).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadModel(
+            f"{index.name} of {name} lists no tensors", code="model_corrupt", try_=[f"download {index.name} again"]
+        )
+    shards = [path / shard for shard in sorted(set(weight_map.values()))]
+    missing = [s.name for s in shards if not s.exists()]
+    if missing:
+        raise BadModel(
+            f"the weights of {name} are incomplete: {len(missing)} of {len(shards)} shards are missing",
+            code="model_incomplete",
+            lines=[*missing[:4], *([f"and {len(missing) - 4} more"] if len(missing) > 4 else [])],
+            detail={"missing": missing, "shards": len(shards)},
+            try_=[f"download into {path} again"],
+        )
+    return shards
+
+
+def _check_index(name: str, weight_map: Mapping[str, str], files: Sequence[WeightFile]) -> None:
+    held = {f.path.name: f.tensors for f in files}
+    absent = [t for t, shard in weight_map.items() if t not in held[shard]]
+    if absent:
+        raise BadModel(
+            f"the shards of {name} do not hold what their index promises: {len(absent)} tensors are missing",
+            code="model_corrupt",
+            lines=[f"{absent[0]} is not in {weight_map[absent[0]]}"],
+            try_=["download the shards and the index of one revision again"],
+        )
+
+
+def _pickle(file: Path) -> WeightFile:
+    return WeightFile(file, file.stat().st_size, {})
+
+
+def read_header(file: Path) -> WeightFile:
+    """The tensors a safetensors file announces, after checking that the file is as long as it says."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        first = stream.read(8)
+        if first == b"version ":  # a git-lfs pointer, left by `git clone` without lfs
+            raise _corrupt(file, "it is a git-lfs pointer, not the weights", ["git lfs pull"])
+        if len(first) < 8:
+            raise _corrupt(file, f"it has {size} bytes")
+        (length,) = struct.unpack("<Q", first)
+        if length > size - 8:
+            raise _corrupt(file, f"its header needs {length + 8:,} bytes, the file has {size:,}")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        tensors = {k: _tensor(v) for k, v in header.items()}
+        end = max((int(v["data_offsets"][1]) for v in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _corrupt(file, f"its header cannot be read: {error}") from error
+    if size != 8 + length + end:
+        cut = f"{8 + length + end - size:,} bytes are missing" if size < 8 + length + end else "it has bytes too many"
+        raise _corrupt(file, f"its header announces {8 + length + end:,} bytes, the file has {size:,}: {cut}")
+    return WeightFile(file, size, tensors)
+
+
+def _tensor(entry: Mapping[str, Any]) -> TensorHeader:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(n) for n in entry["shape"])
+    nbytes = int(end) - int(begin)
+    bits = _BITS.get(entry["dtype"])
+    if nbytes < 0 or (bits is not None and math.prod(shape) * bits != nbytes * 8):
+        raise ValueError(f"a tensor of shape {list(shape)} in {entry['dtype']} cannot have {nbytes} bytes")
+    return TensorHeader(str(entry["dtype"]), shape, nbytes)
+
+
+def _corrupt(file: Path, why: str, try_: Sequence[str] = ()) -> BadModel:
+    return BadModel(
+        f"{file.name} is damaged or cut short",
+        code="model_corrupt",
+        lines=[f"{file}: {why}"],
+        detail={"file": str(file)},
+        try_=[*try_, f"download {file.name} again"],
+    )
