@@ -1,0 +1,252 @@
+"""A conversation with a loaded model: messages, attached documents, and the ids they become.
+
+    chat = kvcli.load("demo").chat(system="Answer briefly.")
+    chat.attach(read_document("report.md"))
+    print(chat.send("What is the depth of well Bethden?").text)
+
+Nothing here is stored beside the messages: every turn renders the whole conversation, and the model skips the
+tokens it has already read. So undoing, editing and dropping a document are edits of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from kvcli.api import Cancel, End, Event, Events, Finish, ModelInfo, Prompt, Text, Turn
+from kvcli.documents import Document, with_documents
+from kvcli.errors import BadInput
+from kvcli.text import decode, encode, render_text, resume_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Role = Literal["user", "assistant"]
+
+
+class Speaker(Protocol):
+    """The part of a loaded model that a conversation uses."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+        cancel: Cancel | None = None,
+    ) -> Events: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one side said. Documents stand before the text of the question they came with."""
+
+    role: Role
+    text: str
+    documents: tuple[Document, ...] = ()
+    finish: Finish | None = None  # of an answer: how it ended
+
+    @property
+    def content(self) -> str:
+        """What the model reads."""
+        return with_documents(self.text, self.documents)
+
+
+class Chat:
+    """Questions and answers in turn. Questions and answers alternate; the last message is an answer."""
+
+    def __init__(
+        self, model: Speaker, system: str | None = None, *, title: str | None = None, folder: Path | None = None
+    ) -> None:
+        """`folder` is where `save` puts conversations; the default is the user's data folder."""
+        self.model = model
+        self.system = system
+        self.title = title
+        self.folder = folder
+        self.path: Path | None = None  # the file it was saved to or loaded from
+        self.messages: list[Message] = []
+        self.pending: list[Document] = []  # attached, not asked about yet
+        self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
+        self._heard: tuple[str, list[int]] = ("", [])  # the last prompt with its answer, as text and as ids
+
+    # --- asking
+
+    def send(self, text: str, **options: Any) -> Turn:
+        """Ask and wait. Options are those of `stream`."""
+        for event in self.stream(text, **options):
+            if isinstance(event, End):
+                return event.turn
+        raise AssertionError("a stream ends with End")
+
+    def stream(
+        self,
+        text: str,
+        *,
+        cancel: Cancel | None = None,
+        max_new_tokens: int | None = None,
+        ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Event]:
+        """Ask, and get the answer in events, `End` last.
+
+        If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C or by closing the
+        iterator, what was said so far is kept and marked "interrupted"; if nothing was said, it is as before.
+        """
+        if not text.strip():
+            raise BadInput("the question is empty", code="empty_prompt")
+        question = Message("user", text, tuple(self.pending))
+        prompt, ids = self._prompt([*self.messages, question])
+        events = self.model.stream(ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, stop=stop, cancel=cancel)
+        said: list[str] = []
+        ended = False
+        try:
+            for event in events:
+                if isinstance(event, Text):
+                    said.append(event.text)
+                elif isinstance(event, End):
+                    ended = True
+                    self._keep(question, event.turn.text, event.turn.finish)
+                    self._heard = heard(self.model.tokenizer, prompt, ids, event.turn)
+                yield event
+        except (KeyboardInterrupt, GeneratorExit):
+            if not ended:
+                self._keep(question, "".join(said), "interrupted")
+            raise
+
+    def retry(self, **options: Any) -> Iterator[Event]:
+        """Ask the last question again in place of its answer."""
+        return self.edit(self.last_question, **options)
+
+    def edit(self, text: str, **options: Any) -> Iterator[Event]:
+        """Ask `text` in place of the last question, with the same documents. If it fails, nothing has changed."""
+        before, pending = list(self.messages), list(self.pending)
+        *_, question, _ = self.messages[-2:] or self._nothing("edit")
+        del self.messages[-2:]
+        self.pending[:0] = question.documents
+        kept = len(self.messages)
+        try:
+            yield from self.stream(text, **options)
+        finally:
+            if len(self.messages) == kept:
+                self.messages, self.pending = before, pending
+
+    @property
+    def last_question(self) -> str:
+        return (self.messages[-2:] or self._nothing("retry"))[0].text
+
+    # --- changing
+
+    def attach(self, document: Document) -> None:
+        """Put a document before the next question."""
+        self.pending.append(document)
+
+    @property
+    def documents(self) -> list[Document]:
+        """All documents, in the order they stand in the prompt, those of the next question last."""
+        return [d for m in self.messages for d in m.documents] + self.pending
+
+    def drop(self, i: int) -> Document:
+        """Take document `i` (as numbered by `documents`) out of the conversation. What follows it is read again."""
+        if not 0 <= i < len(self.documents):
+            have = f"{len(self.documents)} attached" if self.documents else "none is attached"
+            raise BadInput(f"there is no document {i + 1}: {have}", code="no_such_document")
+        dropped = self.documents[i]
+        for at, message in enumerate(self.messages):
+            if i < len(message.documents):
+                rest = message.documents[:i] + message.documents[i + 1 :]
+                self.messages[at] = replace(message, documents=rest)
+                return dropped
+            i -= len(message.documents)
+        del self.pending[i]
+        return dropped
+
+    def undo(self, n: int = 1) -> int:
+        """Forget the last `n` questions with their answers and documents; returns how many there were to forget."""
+        n = max(0, min(n, len(self.messages) // 2))
+        if n:
+            del self.messages[-2 * n :]
+        return n
+
+    def clear(self) -> None:
+        """Forget all messages and documents; the system text stays."""
+        self.messages.clear()
+        self.pending.clear()
+        self.path = None
+
+    # --- looking
+
+    def tokens(self) -> list[tuple[str, int]]:
+        """The context by message, documents apart; the last entry is what the chat template adds."""
+        tokenizer = self.model.tokenizer
+        rows: list[tuple[str, int]] = []
+        if self.system:
+            rows.append(("system", len(encode(tokenizer, self.system))))
+        for i, message in enumerate(self.messages):
+            rows += [(f"file {d.name}", d.tokens(tokenizer)) for d in message.documents]
+            label = f"{'question' if message.role == 'user' else 'answer'} {i // 2 + 1}"
+            rows.append((label, len(encode(tokenizer, message.text))))
+        rows += [(f"file {d.name}, next question", d.tokens(tokenizer)) for d in self.pending]
+        if self.messages:
+            pending = sum(d.tokens(tokenizer) for d in self.pending)
+            whole = len(self._prompt(self.messages)[1])
+            rows.append(("template", whole - (sum(n for _, n in rows) - pending)))
+        return rows
+
+    # --- keeping
+
+    def save(self, title: str | None = None) -> Path:
+        """Write the conversation to its file (a new one the first time) and return the path."""
+        from kvcli.transcript import save_chat
+
+        return save_chat(self, title)
+
+    def load(self, path: str | Path) -> Chat:
+        """Become the conversation saved in `path`. The model reads it with the next question."""
+        from kvcli.transcript import load_chat
+
+        load_chat(self, Path(path))
+        return self
+
+    def export(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the conversation for others to read: .md, .json or .jsonl."""
+        from kvcli.transcript import export_chat
+
+        return export_chat(self, Path(path), overwrite=overwrite)
+
+    # --- inside
+
+    def _keep(self, question: Message, answer: str, finish: Finish) -> None:
+        if finish == "interrupted" and not answer:
+            return
+        self.messages += [question, Message("assistant", answer, finish=finish)]
+        self.pending = [d for d in self.pending if not any(d is used for used in question.documents)]
+
+    def _prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
+        contents += [{"role": m.role, "content": m.content} for m in messages]
+        text, special = render_text(self.model.tokenizer, contents, note=self._note)
+        return text, resume_ids(self.model.tokenizer, text, self._heard, special=special)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _nothing(self, what: str) -> list[Message]:
+        raise BadInput(f"there is no question to {what}", code="no_question")
+
+
+def heard(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], turn: Turn) -> tuple[str, list[int]]:
+    """Prompt and answer as text and as the ids the model saw, without the stop token, which the template rewrites."""
+    answer = list(turn.ids)
+    if turn.finish == "stop" and answer and answer[-1] in tokenizer.all_special_ids:
+        answer.pop()
+    if decode(tokenizer, answer) != turn.text:  # a stop string cut the text shorter than the ids
+        return "", []
+    return prompt + turn.text, [*ids, *answer]
