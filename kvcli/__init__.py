@@ -1,0 +1,44 @@
+"""kvcli: chat with long documents on your own machine.
+
+    import kvcli
+    with kvcli.load("demo") as model:
+        print(model.generate("Hello").text)
+
+Importing this package imports nothing heavy; the names below are looked up when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvcli.api import Model, load
+    from kvcli.conversation import Chat
+    from kvcli.documents import Document, read_document
+    from kvcli.errors import KvcliError
+    from kvcli.profile import Profile
+
+_HOMES = {
+    "load": "kvcli.api",
+    "Model": "kvcli.api",
+    "Chat": "kvcli.conversation",
+    "Document": "kvcli.documents",
+    "read_document": "kvcli.documents",
+    "KvcliError": "kvcli.errors",
+    "Profile": "kvcli.profile",
+}
+
+__all__ = ["Chat", "Document", "KvcliError", "Model", "Profile", "__version__", "load", "read_document"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,5 @@
+"""`python -m kvcli`."""
+
+from kvcli.cli import main
+
+main()

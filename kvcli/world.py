@@ -1,0 +1,122 @@
+"""Everything a command may touch outside the program, in one object: streams, environment, places, clock.
+
+`cli.py` makes the real one; tests make their own. No other file reads `sys` streams or the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TextIO
+
+Stream = Literal["stdin", "stdout", "stderr"]
+
+
+@dataclass(slots=True)
+class Common:
+    """The options every command takes, before or after its name."""
+
+    profile: str | None = None
+    set: list[str] = field(default_factory=list)  # KEY=VALUE
+    config: Path | None = None
+    json: bool = False
+    plain: bool = False
+    quiet: bool = False
+    verbose: int = 0
+    log_file: Path | None = None
+    no_color: bool = False
+    no_input: bool = False
+    offline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Folders of this user; none is made before something is put in it."""
+
+    config: Path
+    data: Path
+    state: Path
+    cache: Path
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Paths:
+        """`KVCLI_HOME` moves all; otherwise the XDG variables, then what the system is used to."""
+        if home := environ.get("KVCLI_HOME"):
+            root = Path(home).expanduser().absolute()
+            return cls(root / "config", root / "data", root / "state", root / "cache")
+        import platformdirs
+
+        usual = platformdirs.PlatformDirs("kvcli", appauthor=False)
+        xdg = {kind: environ.get(f"XDG_{kind.upper()}_HOME") for kind in ("config", "data", "state", "cache")}
+        found = {kind: Path(base) / "kvcli" for kind, base in xdg.items() if base and Path(base).is_absolute()}
+        return cls(
+            config=found.get("config", usual.user_config_path),
+            data=found.get("data", usual.user_data_path),
+            state=found.get("state", usual.user_state_path),
+            cache=found.get("cache", usual.user_cache_path),
+        )
+
+
+@dataclass(slots=True)
+class World:
+    """What a command sees of the world. `options` are the common ones, as typed."""
+
+    stdin: TextIO
+    stdout: TextIO
+    stderr: TextIO
+    environ: Mapping[str, str]
+    cwd: Path
+    paths: Paths
+    clock: Callable[[], float] = time.perf_counter
+    options: Common = field(default_factory=Common)
+
+    @classmethod
+    def real(cls) -> World:
+        return cls(sys.stdin, sys.stdout, sys.stderr, os.environ, Path.cwd(), Paths.of(os.environ))
+
+    def stream(self, name: Stream) -> TextIO:
+        return {"stdin": self.stdin, "stdout": self.stdout, "stderr": self.stderr}[name]
+
+    def is_tty(self, name: Stream) -> bool:
+        """Whether the stream is a terminal; a closed or missing one is not."""
+        try:
+            return self.stream(name).isatty()
+        except (AttributeError, ValueError):
+            return False
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether a question to the user could be answered."""
+        return self.is_tty("stdin") and not self.options.no_input
+
+    def has_color(self, name: Stream) -> bool:
+        """Colour on a terminal, unless something says no; FORCE_COLOR says yes."""
+        if self.options.no_color or self.options.plain or self.environ.get("NO_COLOR"):
+            return False
+        if self.environ.get("FORCE_COLOR"):
+            return True
+        return self.is_tty(name) and self.environ.get("TERM") != "dumb"
+
+    def is_utf8(self, name: Stream) -> bool:
+        encoding = getattr(self.stream(name), "encoding", None) or "ascii"
+        return encoding.lower().replace("-", "").replace("_", "") == "utf8"
+
+    def width(self, name: Stream = "stdout") -> int:
+        """Columns of the terminal behind the stream; COLUMNS wins, 80 where there is none."""
+        columns = self.environ.get("COLUMNS", "")
+        if columns.isdecimal() and int(columns) > 0:
+            return int(columns)
+        try:
+            return os.get_terminal_size(self.stream(name).fileno()).columns or 80
+        except (AttributeError, OSError, ValueError):
+            return shutil.get_terminal_size().columns if self.is_tty(name) else 80
+
+    def read_stdin(self) -> bytes:
+        """All of standard input, as bytes."""
+        buffer = getattr(self.stdin, "buffer", None)
+        return buffer.read() if buffer is not None else self.stdin.read().encode()
