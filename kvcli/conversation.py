@@ -11,19 +11,18 @@ tokens it has already read. So undoing, editing and dropping a document are edit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcli.api import Cancel, End, Event, Events, Finish, ModelInfo, Prompt, Text, Turn
-from kvcli.documents import Document, with_documents
+from kvcli.documents import Document
 from kvcli.errors import BadInput
 from kvcli.text import decode, encode, render_text, resume_ids
+from kvcli.transcript import Message, export_chat, load_chat, save_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Role = Literal["user", "assistant"]
 
 
 class Speaker(Protocol):
@@ -42,21 +41,6 @@ class Speaker(Protocol):
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
     ) -> Events: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What one side said. Documents stand before the text of the question they came with."""
-
-    role: Role
-    text: str
-    documents: tuple[Document, ...] = ()
-    finish: Finish | None = None  # of an answer: how it ended
-
-    @property
-    def content(self) -> str:
-        """What the model reads."""
-        return with_documents(self.text, self.documents)
 
 
 class Chat:
@@ -203,21 +187,15 @@ class Chat:
 
     def save(self, title: str | None = None) -> Path:
         """Write the conversation to its file (a new one the first time) and return the path."""
-        from kvcli.transcript import save_chat
-
         return save_chat(self, title)
 
     def load(self, path: str | Path) -> Chat:
         """Become the conversation saved in `path`. The model reads it with the next question."""
-        from kvcli.transcript import load_chat
-
         load_chat(self, Path(path))
         return self
 
     def export(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the conversation for others to read: .md, .json or .jsonl."""
-        from kvcli.transcript import export_chat
-
         return export_chat(self, Path(path), overwrite=overwrite)
 
     # --- inside

@@ -1,23 +1,40 @@
-"""Conversations as files: the JSON a chat is resumed from, and the markdown or JSON it is exported as."""
+"""Messages as files: the JSON a chat is resumed from, and the markdown or JSON it is exported as."""
 
 from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvcli.api import Finish
-from kvcli.documents import Document
+from kvcli.documents import Document, with_documents
 from kvcli.errors import BadInput, UsageError
 from kvcli.files import private_folder, write_private
 
 if TYPE_CHECKING:
-    from kvcli.conversation import Chat, Message
+    from kvcli.conversation import Chat
 
+Role = Literal["user", "assistant"]
 SCHEMA = "kvcli.chat/1"
 FINISH_MARKS = {"stop": "", "interrupted": " *[stopped]*", "length": " *[cut at the length limit]*"}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one side said. Documents stand before the text of the question they came with."""
+
+    role: Role
+    text: str
+    documents: tuple[Document, ...] = ()
+    finish: Finish | None = None  # of an answer: how it ended
+
+    @property
+    def content(self) -> str:
+        """What the model reads."""
+        return with_documents(self.text, self.documents)
 
 
 def chats_folder() -> Path:
@@ -135,8 +152,6 @@ def _document(saved: dict[str, Any]) -> Document:
 
 
 def _message(saved: dict[str, Any]) -> Message:
-    from kvcli.conversation import Message
-
     if saved["role"] not in ("user", "assistant") or saved["finish"] not in (None, *get_args(Finish)):
         raise ValueError(f"unknown role or finish: {saved['role']!r}, {saved['finish']!r}")
     documents = tuple(_document(d) for d in saved["documents"])
