@@ -1,0 +1,94 @@
+"""Problems in configuration: where each is, what is wrong and what to write instead, with the line and a caret."""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvcli.errors import BadConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A point in a file, or in something typed (`--set`, an environment variable)."""
+
+    source: str  # as people name it: "~/.config/kvcli/config.toml", "--set", "env KVCLI_KV__DTYPE"
+    text: str = ""  # the line itself
+    line: int = 0  # from 1; 0 = the source has no lines
+    column: int = 1  # from 1, in characters
+    is_file: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing to change."""
+
+    place: Place
+    message: str
+    key: str = ""  # dotted, as written at that place
+    hint: str = ""  # stands behind the caret
+
+    def render(self) -> list[str]:
+        """The lines of cli.md's error form: place and message, the source line, the caret."""
+        at = self.place
+        where = f"{at.source}:{at.line}:{at.column}" if at.line else at.source
+        head = ": ".join(part for part in (where, self.key, self.message) if part)
+        if not at.text:
+            return [printable(head), *([f"      | {printable(self.hint)}"] if self.hint else [])]
+        number = f"{at.line:>5}" if at.line else " " * 5
+        caret = f"{_blank(at.text[: at.column - 1])}^ {self.hint}".rstrip()
+        return [printable(head), printable(f"{number} | {at.text}"), printable(f"      | {caret}")]
+
+    def as_detail(self) -> dict[str, object]:
+        at = self.place
+        return {
+            "source": at.source,
+            "line": at.line or None,
+            "column": at.column if at.line else None,
+            "key": self.key or None,
+            "message": self.message,
+            "hint": self.hint or None,
+        }
+
+
+def bad_config(problems: Sequence[Problem], try_: Sequence[str] = ()) -> BadConfig:
+    """One error for all of them, in the order of the sources and then of the lines."""
+    unique = list(dict.fromkeys(problems))
+    sources = list(dict.fromkeys(p.place.source for p in unique))
+    unique.sort(key=lambda p: (sources.index(p.place.source), p.place.line, p.place.column))
+    return BadConfig(
+        f"{len(unique)} problem{'s' * (len(unique) != 1)} in {_counted(unique)}",
+        lines=[line for p in unique for line in p.render()],
+        detail={"problems": [p.as_detail() for p in unique]},
+        try_=try_,
+    )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean "x"?`, or nothing when no known word is near."""
+    near = difflib.get_close_matches(word.lower(), list(known), n=1)
+    return f'did you mean "{near[0]}"?' if near else ""
+
+
+def any_of(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def printable(text: str) -> str:
+    """The text without characters that could steer a terminal: a cloned repository may have written it."""
+    return "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _blank(text: str) -> str:
+    """Spaces as wide as `text` on a terminal; tabs stay, so that both lines stop at the same place."""
+    return "".join("\t" if c == "\t" else " " * (1 + (unicodedata.east_asian_width(c) in "WF")) for c in text)
+
+
+def _counted(problems: Sequence[Problem]) -> str:
+    files = {p.place.source for p in problems if p.place.is_file}
+    parts = [f"{len(files)} file{'s' * (len(files) != 1)}"] if files else []
+    parts += dict.fromkeys(p.place.source for p in problems if not p.place.is_file)
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

@@ -1,0 +1,105 @@
+"""The tables of a profile: frozen dataclasses whose fields are the TOML keys, each with its default and its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+Exactness = Literal["exact", "certified", "approx"]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers allowed, for `Annotated[int, Range(0)]`. Infinity and nan never are."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def allows(self, value: float) -> bool:
+        return (
+            abs(value) < float("inf")
+            and (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def words(self) -> str:
+        named = (("from", self.least), ("above", self.above), ("to", self.most), ("below", self.below))
+        return " ".join(f"{word} {limit}" for word, limit in named if limit is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Text allowed, for `Annotated[str, Form(...)]`: a pattern, and the words that explain it."""
+
+    pattern: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Words of the plan that nothing honours yet: refused by name rather than as a typing error."""
+
+    words: tuple[str, ...]
+
+
+DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is loaded, and where to."""
+
+    quant: Literal["none", "int8", "int4", "nf4"] = "none"  # precision of the weights
+    dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # numbers the model computes in; auto = its own
+    device: Annotated[str, DEVICE] = "auto"  # where it runs; cuda:N = that GPU
+    threads: Annotated[int, Range(0)] = 0  # CPU threads; 0 = all
+    allow_pickle: bool = False  # load weights from pickle files, which can run code of whoever wrote them
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    verify: bool = True  # compare a few tokens with the stock model after loading
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """How the prompt is read."""
+
+    chunk: Annotated[int, Range(1)] = 2048  # tokens read in one pass
+
+
+@dataclass(frozen=True)
+class Kv:
+    """How keys and values are kept."""
+
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # numbers they are stored in; auto = the model's
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How the next token is drawn. A key that is absent follows the model's generation_config."""
+
+    temperature: Annotated[float, Range(0)] | None = None  # 0 = always the likeliest token
+    top_k: Annotated[int, Range(0)] | None = None  # tokens to draw from; 0 = all
+    top_p: Annotated[float, Range(above=0, most=1)] | None = None  # probability mass to draw from; 1 = all
+    min_p: Annotated[float, Range(0, below=1)] | None = None  # least probability, as a share of the likeliest one's
+    repetition_penalty: Annotated[float, Range(above=0)] | None = None  # above 1 = fewer repeats; 1 = none
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # same seed, same text
+    max_new_tokens: Annotated[int, Range(1)] = 1024  # tokens of one answer at most
+
+
+@dataclass(frozen=True)
+class Context:
+    """How long a conversation may get."""
+
+    limit: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # tokens; auto = the model's limit, or what fits
+    on_overflow: Annotated[Literal["error"], Later(("compress", "drop-oldest", "summarize"))] = "error"  # when full
+    reserve: Annotated[int, Range(1)] = 1024  # tokens kept free for the answer
+
+
+TABLES: Mapping[str, type] = {"load": Load, "prefill": Prefill, "kv": Kv, "sample": Sample, "context": Context}
+# tables filled by a method of their own: the key that names it, and the method that is meant when nobody names one
+METHODS: Mapping[str, tuple[str, str]] = {"spec": ("method", "off")}
+ORDER = ("load", "prefill", "kv", "spec", "sample", "context")  # as shown and documented
