@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.forward import Pass
     from kvcli.rows import Rows
 
 
@@ -21,7 +22,7 @@ class Step:
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the text
     seconds: float  # wall time of the whole step, proposing included
-    queries: list[Tensor] = field(default_factory=list, repr=False)  # per layer [H, w, D], the last accepted rows
+    made: Pass | None = field(default=None, repr=False)  # the pass itself: fresh keys, values and queries
 
     @property
     def n_drafted(self) -> int:

@@ -1,0 +1,21 @@
+"""Attention of rows over stored slots, with the log-sum-exp that lets parts merge.
+
+Layouts: q [H, N, D], k [K, S, D], v [K, S, D]; query head h reads KV head h // (H // K). No copy of K/V per query head
+is made. `mask` allows: [N, S] for all heads or [K, N, S]; None = every row sees every slot, which is the usual case, as
+stored slots are older than every row. Results: out [H, N, D] and lse [H, N]; a row that sees nothing has lse = -inf and
+out = 0. Strides of k and v are free except that D is contiguous.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvcli.kernels import dispatch
+from kvcli.kernels.merge import Part
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, softcap: float = 0.0, mask: Tensor | None = None
+) -> Part:
+    """Rows over slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; S may be 0."""
+    return Part(*dispatch.choose("attend", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, softcap, mask))

@@ -1,0 +1,49 @@
+"""Rows over slots in plain PyTorch: the specification of `attend`.
+
+The group of query heads that share a KV head is folded into the rows, so K/V are read once and never repeated; slots
+go in blocks, so that scores stay in cache; blocks meet again by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096  # slots; scores of 8 rows x 32 heads in float32 are then 4 MiB
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    h, n, d = q.shape
+    kv, s = k.shape[0], k.shape[1]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    rows = q.reshape(kv, (h // kv) * n, d).to(exact) * scale  # [K, G*N, D]
+    acc = torch.zeros(kv, rows.shape[1], v.shape[2], dtype=exact, device=q.device)
+    top = torch.full(rows.shape[:2], -torch.inf, dtype=exact, device=q.device)  # running maximum
+    mass = torch.zeros_like(top)
+    for a in range(0, s, BLOCK):
+        b = min(a + BLOCK, s)
+        score = rows @ k[:, a:b].to(exact).transpose(1, 2)  # [K, G*N, B]
+        if softcap > 0:
+            score = softcap * torch.tanh(score / softcap)
+        if mask is not None:
+            hidden = ~fold(mask[..., a:b], kv, h // kv)
+            score = score.masked_fill(hidden, -torch.inf)
+        new = torch.maximum(top, score.amax(-1))
+        safe = new.masked_fill(new == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
+        score = torch.exp(score - safe.unsqueeze(-1))
+        shrink = torch.exp(top - safe)
+        acc = acc * shrink.unsqueeze(-1) + score @ v[:, a:b].to(exact)
+        mass = mass * shrink + score.sum(-1)
+        top = new
+    out = acc / mass.clamp_min(torch.finfo(exact).tiny).unsqueeze(-1)
+    lse = mass.log() + top.masked_fill(top == -torch.inf, 0.0)
+    return out.view(h, n, -1), lse.view(h, n)
+
+
+def fold(mask: Tensor, kv: int, group: int) -> Tensor:
+    """[N, S] or [K, N, S] -> [K or 1, G*N, S]: the mask of rows that carry the group."""
+    if mask.dim() == 2:
+        return mask.repeat(group, 1).unsqueeze(0)
+    return mask.unsqueeze(1).expand(-1, group, -1, -1).reshape(kv, -1, mask.shape[-1])

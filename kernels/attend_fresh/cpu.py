@@ -1,0 +1,28 @@
+"""Rows over rows on CPU: one row is itself, a chunk takes torch's flash kernel, a tree takes plain products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend_fresh(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Tensor | None, softcap: float
+) -> tuple[Tensor, Tensor]:
+    h, n, d = q.shape
+    kv = k.shape[0]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if n == 1:  # plain decoding: a row alone with itself
+        lse = (q.view(kv, h // kv, d).to(wide) * k).sum(-1) * scale  # [K, G]
+        return v.expand(kv, h // kv, v.shape[2]).reshape(h, 1, -1), lse.view(h, 1)
+    if sees is None:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, True, scale=scale
+        )
+        return out[0], lse[0]
+    rows = q.reshape(kv, (h // kv) * n, d).to(wide)
+    score = torch.bmm(rows, k.to(wide).transpose(1, 2)).mul_(scale)  # [K, G*N, N]
+    score = score.view(kv, h // kv, n, n).masked_fill_(~sees, -torch.inf).view(kv, -1, n)
+    lse = torch.logsumexp(score, -1)
+    out = torch.bmm(score.sub_(lse.unsqueeze(-1)).exp_(), v.to(wide))
+    return out.view(h, n, -1), lse.view(h, n)

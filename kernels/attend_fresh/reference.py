@@ -1,0 +1,17 @@
+"""Rows over rows in plain PyTorch: `attend` with the causal or ancestor mask written out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend.reference import attend
+
+
+def attend_fresh(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Tensor | None, softcap: float
+) -> tuple[Tensor, Tensor]:
+    n = q.shape[1]
+    if sees is None:
+        sees = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+    return attend(q, k, v, scale, softcap, sees)

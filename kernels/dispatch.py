@@ -1,0 +1,34 @@
+"""Which implementation serves an op, chosen once per (op, device, dtype) and able to say why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+
+@cache
+def choose(op: str, device: str, dtype: torch.dtype, softcap: bool = False) -> Callable[..., Any]:
+    """The function behind `op` for tensors of this device and type."""
+    module, _ = _decide(op, device, dtype, softcap)
+    return getattr(import_module(f"kvcli.kernels.{op}.{module}"), op)  # type: ignore[no-any-return]
+
+
+def explain(device: str, dtype: torch.dtype) -> list[tuple[str, str, str]]:
+    """(op, implementation, reason) for each op that dispatches; `kvcli doctor` prints it."""
+    return [(op, *_decide(op, device, dtype, False)) for op in ("attend", "attend_fresh")]
+
+
+def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[str, str]:
+    if softcap:
+        return "reference", "soft-capped scores: no fused kernel takes them"
+    if device != "cpu":
+        return "reference", f"plain PyTorch: no fused kernel for {device} yet"
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return "reference", f"plain PyTorch: the CPU flash kernel does not take {dtype}"
+    if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        return "reference", "plain PyTorch: this torch has no CPU flash kernel"
+    return "cpu", "torch's CPU flash kernel: returns the log-sum-exp, float32 scores"

@@ -1,0 +1,89 @@
+"""A linear layer whose weights are packed to 8 or 4 bits and stay packed while it runs on a CPU.
+
+Layouts: x [..., K], weight [N, K], result [..., N] in x's dtype (bfloat16, float16 or float32).
+  8 bits: w[n, k] = scale[n] * q[n, k],                          q in -127..127, one scale per output
+  4 bits: w[n, k] = scale[n, k // g] * (q[n, k] - 8) + zero[n, k // g],  q in 0..15, one pair per g inputs
+Refused by `why_not`: shapes that torch's kernels would read or write outside of (they do not check), and a group that
+does not divide K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from kvcli.kernels.linear_packed import cpu, reference
+
+Bits = Literal[8, 4]
+GROUPS = (128, 64, 32)  # the int4 kernel takes these; wider is smaller and faster, narrower is closer to the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Weights of one layer. `is_native` says that `data` is in the order torch's CPU kernel wants."""
+
+    bits: Bits
+    group: int  # 0 = a scale per output
+    shape: tuple[int, int]  # N, K
+    data: Tensor  # 8 bits: [N, K] int8; 4 bits: [N, K // 2] uint8, low nibble first unless native
+    scale: Tensor  # 8 bits: [N]; 4 bits: [K // g, N, 2], scale and zero
+    is_native: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+
+def why_not(shape: tuple[int, int], bits: Bits) -> str:
+    """Why a weight of this shape cannot be packed; "" if it can."""
+    n, k = shape
+    if bits == 8:
+        # torch reads 16 inputs at a time without a tail: 13 inputs gave numbers from beyond the tensor, 97 a crash
+        return f"{k} inputs are not a multiple of 16" if k % 16 else ""
+    if group_of(k) == 0:
+        return f"{k} inputs are not a multiple of {GROUPS[-1]}"
+    return f"{n} outputs are not a multiple of 16" if n % 16 else ""
+
+
+def group_of(k: int) -> int:
+    """Inputs per 4-bit group for a layer of `k` inputs; 0 if none fits."""
+    return next((g for g in GROUPS if k % g == 0), 0)
+
+
+def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> Packed:
+    """Round a weight [N, K] to packed form; scales keep its dtype. Raises ValueError where `why_not` has a reason."""
+    n, k = weight.shape
+    if native and (why := why_not((n, k), bits)):
+        raise ValueError(f"a weight of {n} x {k} cannot be packed to {bits} bits: {why}")
+    if bits == 8:
+        q, scale = reference.round8(weight)
+        return Packed(8, 0, (n, k), q, scale, native)
+    group = group_of(k) or k
+    q, scale = reference.round4(weight, group)
+    return Packed(4, group, (n, k), cpu.pack4(q) if native else reference.pack4(q), scale, native)
+
+
+def linear_packed(x: Tensor, w: Packed) -> Tensor:
+    """x [..., K] times the packed weight, [..., N]."""
+    if x.shape[-1] != w.shape[1]:
+        raise ValueError(f"{x.shape[-1]} inputs for a weight of {w.shape[1]}")
+    if x.dtype != w.scale.dtype:
+        raise ValueError(f"inputs are {x.dtype}, the scales {w.scale.dtype}")
+    rows = x.reshape(-1, x.shape[-1])  # [M, K]
+    run = cpu.linear if w.is_native and x.device.type == "cpu" else reference.linear
+    if w.is_native and run is reference.linear:
+        raise ValueError(f"packed for the CPU kernel, but the inputs are on {x.device.type}")
+    if rows.shape[0] == 0:
+        return x.new_empty(*x.shape[:-1], w.shape[0])
+    y = run(rows, w.bits, w.group, w.data, w.scale)
+    return y.view(*x.shape[:-1], w.shape[0])
+
+
+def explain() -> str:
+    """What serves packed layers here; for `kvcli doctor`."""
+    return cpu.explain()
+
+
+__all__ = ["GROUPS", "Bits", "Packed", "explain", "group_of", "linear_packed", "pack", "why_not"]

@@ -1,0 +1,68 @@
+"""`nn.Linear` with packed weights, and the swap of one for the other inside a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.kernels.linear_packed import Bits, Packed, linear_packed, pack, why_not
+
+
+class PackedLinear(nn.Module):
+    """Stands in for one `nn.Linear`."""
+
+    data: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Packed, bias: Tensor | None) -> None:
+        super().__init__()
+        self.bits, self.group, self.is_native = weight.bits, weight.group, weight.is_native
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("data", weight.data)
+        self.register_buffer("scale", weight.scale)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @staticmethod
+    def of(layer: nn.Linear, bits: Bits) -> PackedLinear:
+        return PackedLinear(pack(layer.weight.detach(), bits), layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        y = linear_packed(x, Packed(self.bits, self.group, shape, self.data, self.scale, self.is_native))
+        return y if self.bias is None else y.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bits={self.bits}, group={self.group or self.in_features}"
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What `quantize_` did."""
+
+    packed: int  # layers replaced
+    kept: dict[str, int]  # reason -> layers that stayed as they were
+    weights: int  # numbers now packed
+    nbytes: int  # bytes of the packed layers
+
+
+@torch.no_grad()
+def quantize_(root: nn.Module, bits: Bits) -> Swap:
+    """Replace every plain `nn.Linear` below `root`, one at a time, so that one layer exists twice and no more."""
+    packed, weights, nbytes = 0, 0, 0
+    kept: Counter[str] = Counter()
+    for parent in list(root.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not nn.Linear:
+                continue
+            if why := why_not((layer.out_features, layer.in_features), bits):
+                kept[why] += 1
+                continue
+            fresh = PackedLinear.of(layer, bits)
+            setattr(parent, name, fresh)
+            packed, weights = packed + 1, weights + layer.weight.numel()
+            nbytes += fresh.data.nbytes + fresh.scale.nbytes
+            del layer
+    return Swap(packed, dict(kept), weights, nbytes)

@@ -1,0 +1,30 @@
+"""Merge partial attention results into one: the log-sum-exp identity behind every split of the past.
+
+Attention over a union of slots is the average of the attentions over its pieces, weighted by the softmax mass of
+each piece (FlashAttention, arXiv 2205.14135; cascade merging, arXiv 2501.01005). Pieces may live on any tier, in any
+order; a piece nobody may see weighs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvcli.kernels.merge.reference import merge as _reference
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Attention over some slots."""
+
+    out: Tensor  # [H, N, D], softmax-weighted values; any float type
+    lse: Tensor  # [H, N] float32 (float64 with float64 inputs), natural log of the softmax mass; -inf = saw nothing
+
+
+def merge(parts: Sequence[Part]) -> Tensor:
+    """Parts of the same rows -> [H, N, D], in the type of `lse`. A row that saw nothing at all comes out as 0."""
+    if len(parts) == 1:
+        return parts[0].out
+    return _reference([p.out for p in parts], [p.lse for p in parts])

@@ -1,0 +1,159 @@
+"""The dense tier: keys and values as the model made them, on any device, in one slab per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.merge import Part
+from kvcli.kv.slots import Choose, Look, Slots, compact, empty_like, visible
+
+
+@dataclass(slots=True)
+class _Slab:
+    """One layer's storage. While all heads hold the same slots, one row of positions serves them all."""
+
+    k: Tensor  # [K, cap, D]
+    v: Tensor  # [K, cap, D]
+    pos: Tensor  # [1, cap] int32, or [K, cap] once heads differ; -1 = empty
+    length: int = 0  # slots of the longest head
+    lengths: Tensor | None = None  # [K] slots of each head; None = all `length`
+    ordered: bool = True  # positions rise with the slot index in every head
+
+
+class Dense:
+    """Keys and values in full precision.
+
+    Grows in steps and copies one layer at a time; `reserve` sizes it once, so that nothing is ever copied. Refuses
+    nothing: any device, any float type.
+    """
+
+    STEP = 1024  # slots; growth beyond what was reserved
+
+    def __init__(
+        self, n_layers: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self._name = "cpu" if torch.device(device).type == "cpu" else torch.device(device).type
+        self._slabs = [
+            _Slab(
+                k=torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device),
+                v=torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device),
+                pos=torch.empty(1, 0, dtype=torch.int32, device=device),
+            )
+            for _ in range(n_layers)
+        ]
+
+    def attend(self, layer: int, q: Tensor, look: Look, pos: Tensor) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> at most one part."""
+        s = self._slabs[layer]
+        if s.length == 0:
+            return []
+        start, mask = 0, None
+        if s.lengths is not None or not s.ordered:
+            mask = visible(s.pos[:, : s.length], pos, look.window)
+        elif look.window is not None:
+            start, mask = _recent(s, pos, look.window)
+        k, v = s.k[:, start : s.length], s.v[:, start : s.length]
+        if mask is not None and mask.shape[0] == 1:
+            mask = mask[0]
+        return [attend(q, k, v, look.scale, softcap=look.softcap, mask=mask)]
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store k, v [K, M, D] at positions pos [M]; every head takes all of them."""
+        s = self._slabs[layer]
+        m = pos.shape[0]
+        self._grow(s, s.length + m)
+        if s.lengths is None:
+            s.k[:, s.length : s.length + m] = k
+            s.v[:, s.length : s.length + m] = v
+            s.pos[:, s.length : s.length + m] = pos
+        else:
+            at = s.lengths.unsqueeze(1) + torch.arange(m, device=pos.device)  # [K, M]
+            wide = at.unsqueeze(-1).expand(-1, -1, k.shape[2])
+            s.k.scatter_(1, wide, k.to(s.k.dtype))
+            s.v.scatter_(1, wide, v.to(s.v.dtype))
+            s.pos.scatter_(1, at, pos.to(s.pos.dtype).expand(at.shape[0], -1))
+            s.lengths += m
+        s.length += m
+
+    def slots(self, layer: int) -> Slots:
+        """What this layer holds, as views of the slab."""
+        s = self._slabs[layer]
+        pos = s.pos[:, : s.length].expand(s.k.shape[0], -1)
+        return Slots(s.k[:, : s.length], s.v[:, : s.length], pos)
+
+    def keep(self, layer: int, mask: Tensor) -> Slots:
+        """Forget slots whose mask [K, S] is False and give their memory back; returns what fell out."""
+        s = self._slabs[layer]
+        before = self.slots(layer)
+        mask = mask & (before.pos >= 0)
+        count = (before.pos >= 0).sum(1)
+        left = mask.sum(1)
+        if torch.equal(left, count):
+            return empty_like(before)
+        fell = compact(before, ~mask)
+        after = compact(before, mask)
+        same = bool((after.pos == after.pos[:1]).all())
+        s.k, s.v = after.k.contiguous(), after.v.contiguous()
+        s.pos = (after.pos[:1] if same else after.pos).contiguous()
+        s.length = after.n_slots
+        s.lengths = None if same else left
+        return fell
+
+    def crop(self, n: int) -> None:
+        """Forget every slot at position n or later, keeping the memory for what follows: an undo, not an eviction."""
+        for layer, s in enumerate(self._slabs):
+            if s.lengths is None and s.ordered:
+                s.length = int((s.pos[0, : s.length] < n).sum())
+            else:
+                self.keep(layer, self.slots(layer).pos < n)
+
+    def reserve(self, n: int) -> None:
+        """Room for n slots a head in all layers."""
+        for s in self._slabs:
+            if s.k.shape[1] < n:
+                _resize(s, n)
+
+    def settle(self, choose: Choose | None) -> None:
+        """Evict, layer by layer, what `choose` does not keep."""
+        if choose is not None:
+            for layer in range(len(self._slabs)):
+                self.keep(layer, choose(layer, self.slots(layer)))
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, spare room included."""
+        total = sum(t.untyped_storage().nbytes() for s in self._slabs for t in (s.k, s.v, s.pos))
+        return {self._name: total}
+
+    def _grow(self, s: _Slab, need: int) -> None:
+        if need > s.k.shape[1]:
+            _resize(s, max(need, min(2 * s.k.shape[1], s.k.shape[1] + self.STEP)))
+
+
+def _resize(s: _Slab, cap: int) -> None:
+    def wider(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+        new = t.new_empty(shape)
+        new[:, : s.length] = t[:, : s.length]
+        return new
+
+    s.k = wider(s.k, (s.k.shape[0], cap, s.k.shape[2]))
+    s.v = wider(s.v, (s.v.shape[0], cap, s.v.shape[2]))
+    old = s.pos
+    s.pos = old.new_full((old.shape[0], cap), -1)
+    s.pos[:, : s.length] = old[:, : s.length]
+
+
+def _recent(s: _Slab, pos: Tensor, window: int) -> tuple[int, Tensor | None]:
+    """Where the window of a sliding layer starts in slots kept in order, and the mask of its ragged edge, if any.
+
+    Reading only the window is what makes sliding layers cheap at long context.
+    """
+    first = int(pos.min()) - window + 1  # the earliest row's window opens here
+    stored = s.pos[0, : s.length]
+    start = int(torch.searchsorted(stored, first))
+    if int(pos.max()) - window + 1 <= max(first, int(stored[start]) if start < s.length else first):
+        return start, None
+    return start, stored[start:].view(1, 1, -1) > (pos - window).view(1, -1, 1)

@@ -1,0 +1,106 @@
+"""Slots: stored keys and values with their positions, per KV head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.merge import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What one layer of a tier holds. Slot order means nothing; position means everything."""
+
+    k: Tensor  # [K, S, D]
+    v: Tensor  # [K, S, D]
+    pos: Tensor  # [K, S] int, -1 = empty (heads may hold different numbers of slots)
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the longest head."""
+        return self.pos.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a layer looks at slots: what its attention does to scores, and how far back it sees."""
+
+    scale: float
+    softcap: float = 0.0  # > 0: scores are bent by softcap * tanh(score / softcap) (Gemma 2)
+    window: int | None = None  # tokens: a row at position p sees positions > p - window; None = all
+
+
+Choose = Callable[[int, Slots], Tensor]  # layer, slots -> keep mask [K, S]
+
+
+class Readable(Protocol):
+    """Something rows can attend to: a tier, a ladder, a view."""
+
+    def attend(self, layer: int, q: Tensor, look: Look, pos: Tensor) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> parts over what is stored; none if nothing is."""
+
+
+class Tier(Readable, Protocol):
+    """One kind of storage on one device."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store accepted rows: k, v [K, M, D], pos [M]."""
+
+    def slots(self, layer: int) -> Slots:
+        """What is stored; the tensors are the tier's own and must not be written to."""
+
+    def keep(self, layer: int, mask: Tensor) -> Slots:
+        """Forget slots whose mask [K, S] is False; returns what fell out. Heads may keep different numbers."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, by kind of tier."""
+
+
+class Store(Tier, Protocol):
+    """The whole past: a ladder of tiers or a bare one."""
+
+    def reserve(self, n: int) -> None:
+        """Make room for n slots a head in every layer, so that growing moves nothing."""
+
+    def crop(self, n: int) -> None:
+        """Forget every slot at position n or later: an undo, not an eviction."""
+
+    def settle(self, choose: Choose | None) -> None:
+        """A boundary: forget what `choose` does not keep. Called at boundaries only."""
+
+
+def empty_like(s: Slots) -> Slots:
+    """No slots, in the types of `s`."""
+    return Slots(s.k[:, :0], s.v[:, :0], s.pos[:, :0])
+
+
+def compact(s: Slots, mask: Tensor) -> Slots:
+    """The slots whose mask [K, S] is True, in their order, padded to the longest head with pos = -1."""
+    mask = mask & (s.pos >= 0)
+    count = mask.sum(1)  # [K]
+    longest = int(count.max()) if count.numel() else 0
+    order = torch.argsort(~mask, dim=1, stable=True)[:, :longest]  # [K, longest], kept ones first
+    full = torch.arange(longest, device=mask.device) < count.unsqueeze(1)
+    pick = order.unsqueeze(-1)
+    k = s.k.gather(1, pick.expand(-1, -1, s.k.shape[2]))
+    v = s.v.gather(1, pick.expand(-1, -1, s.v.shape[2]))
+    pos = s.pos.gather(1, order).masked_fill(~full, -1)
+    return Slots(k, v, pos)
+
+
+def visible(pos: Tensor, rows: Tensor, window: int | None) -> Tensor | None:
+    """Which slots [K, S] rows at positions [N] may see: [K, N, S] bool, or None when all of them.
+
+    Slots are older than rows by construction, so only empty slots and a sliding window hide anything.
+    """
+    hidden = pos < 0
+    shown = None if not bool(hidden.any()) else ~hidden.unsqueeze(1)
+    if window is not None:
+        near = pos.unsqueeze(1) > (rows - window).view(1, -1, 1)
+        shown = near if shown is None else near & shown
+    return shown if shown is None else shown.expand(-1, rows.shape[0], -1)

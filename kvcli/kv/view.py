@@ -1,0 +1,32 @@
+"""A view: the subset of a store that a policy keeps, answering the same `attend` call.
+
+Scouts and drafts read through it; the store itself loses nothing. This is the reference: it asks the policy at each
+read and gathers. A view that must be fast keeps its slots as a dense prefix and refreshes at boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.merge import Part
+from kvcli.kv.slots import Look, Slots, Tier, compact, visible
+
+Pick = Callable[[int, Tensor, Slots], Tensor]  # layer, q [H, N, D], slots -> keep mask [K, S]
+
+
+class View:
+    """What `pick` keeps of `store`, at each read."""
+
+    def __init__(self, store: Tier, pick: Pick) -> None:
+        self._store, self._pick = store, pick
+
+    def attend(self, layer: int, q: Tensor, look: Look, pos: Tensor) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""
+        all_slots = self._store.slots(layer)
+        s = compact(all_slots, self._pick(layer, q, all_slots))
+        if s.n_slots == 0:
+            return []
+        return [attend(q, s.k, s.v, look.scale, softcap=look.softcap, mask=visible(s.pos, pos, look.window))]

@@ -1,0 +1,75 @@
+"""The sampler: logits to tokens, with noise keyed by (seed, position), so that one seed gives one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.gumbel import gumbel
+
+
+class Seen:
+    """Which tokens the text holds so far, for the repetition penalty."""
+
+    def __init__(self, vocab: int, device: torch.device | str = "cpu") -> None:
+        self.mask = torch.zeros(vocab, dtype=torch.bool, device=device)  # [V]
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Tokens joined the text."""
+        new = list(ids)
+        if new:
+            self.mask[new] = True
+
+    def clear(self) -> None:
+        self.mask.zero_()
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn: penalty, temperature, top-k, top-p, min-p in this order, then coupled noise.
+
+    The order is transformers'. Temperature 0 is greedy and needs none of the rest but the penalty.
+    """
+
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # keep the k likeliest; 0 = all
+    top_p: float = 1.0  # keep the smallest set with this much probability
+    min_p: float = 0.0  # drop what is less likely than this share of the likeliest
+    repetition_penalty: float = 1.0  # > 1 makes tokens already in the text less likely (CTRL, arXiv 1909.05858)
+    seed: int = 0
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether a token's chance depends on which tokens came before, so that rows must be drawn path by path."""
+        return self.repetition_penalty != 1.0
+
+    def __call__(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> Tensor:
+        """logits [N, V] of rows at positions pos [N], seen [V] or [N, V] bool -> ids [N] of what follows each."""
+        logits = logits.float() if logits.dtype != torch.float64 else logits
+        if self.needs_text and seen is not None:
+            punished = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+            logits = torch.where(seen, punished, logits)
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        ids, scores = self.warp(logits)  # [N, C], -inf = dropped
+        noise = gumbel(self.seed, pos, ids)
+        return ids.gather(-1, (scores + noise).argmax(-1, keepdim=True)).squeeze(-1)
+
+    def warp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Candidates [N, C] in order of falling probability and their log-probabilities, -inf where dropped.
+
+        Sampling from softmax of the result is the distribution this sampler stands for.
+        """
+        k = min(self.top_k or logits.shape[-1], logits.shape[-1])
+        scores, ids = torch.topk(logits / self.temperature, k, dim=-1)  # sorted, ties by torch's own fixed rule
+        scores = torch.log_softmax(scores.double(), dim=-1)
+        if self.top_p < 1.0:
+            probability = scores.exp()
+            before = probability.cumsum(-1) - probability  # mass ahead of each candidate
+            scores = scores.masked_fill(before >= self.top_p, -torch.inf)
+        if self.min_p > 0.0:
+            scores = scores.masked_fill(scores < scores[..., :1] + torch.tensor(self.min_p).log(), -torch.inf)
+        return ids, torch.log_softmax(scores, dim=-1)

@@ -1,0 +1,159 @@
+"""A session: one text, its past, and the loop that makes them longer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.drafts.base import Drafter
+from kvcli.forward import Pass, run
+from kvcli.kv.slots import Readable, Slots, Store
+from kvcli.policies.base import Policy
+from kvcli.rows import Rows
+from kvcli.sample import Sampler, Seen
+from kvcli.stats import Step
+from kvcli.verify import Accept, exact
+
+if TYPE_CHECKING:
+    from kvcli.model import LM
+
+
+class Session:
+    """Ids in, ids out; one sequence.
+
+    `ids` is the text so far; its last token is pending, the keys and values of all before it are in `kv` once read
+    (`committed` of them). Between steps the two always agree, so a session can stop, rewind or be saved at any moment.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        kv: Store,
+        drafter: Drafter,
+        sampler: Sampler,
+        *,
+        view: Readable | None = None,
+        policy: Policy | None = None,
+        accept: Accept = exact,
+        chunk: int = 2048,
+        every: int | None = None,
+    ) -> None:
+        """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never)."""
+        self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
+        self.view, self.policy, self.accept = view, policy, accept
+        self.chunk, self.every = chunk, every
+        self.ids: list[int] = []
+        self.committed = 0
+        self.boundary = self._next_boundary()
+        self.seen = Seen(lm.vocab, lm.device)
+        self._queries: list[Tensor] = []  # per layer [H, w, D]: the latest accepted ones, for the policy
+        self._is_whole = True  # nothing was ever evicted, so the past may be rewound
+
+    def step(self, stop: Collection[int] = (), most: float = math.inf) -> Step:
+        """One pass: guess, run, accept, commit. New tokens end at one of `stop`, and are at most `most`."""
+        began = time.perf_counter()
+        room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
+        draft = self.drafter.propose(self.ids, room)
+        assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
+        rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft, self.lm.device)
+        p = self._pass(rows)
+        logits = run(self.lm, p, torch.arange(rows.n_rows, device=self.lm.device))
+        path, new = _cut(*self.accept(rows, logits, self.sampler, self.seen), stop)
+        self._commit(p, path)
+        self.ids += new
+        self.seen.add(new)
+        step = Step(rows, logits, path, new, time.perf_counter() - began, p)
+        self.drafter.observe(step)
+        if self.committed == self.boundary:
+            self.settle()
+        return step
+
+    def read(self, ids: Sequence[int]) -> Iterator[int]:
+        """Take in `ids`: the same pass with a causal chain, every row accepted. Yields tokens committed, per chunk."""
+        self.ids += ids
+        self.seen.add(ids)
+        self.kv.reserve(len(self.ids))
+        while self.committed < len(self.ids) - 1:
+            end = min(self.committed + self.chunk, len(self.ids) - 1)
+            rows = Rows.chain(self.ids[self.committed : end], self.committed, self.lm.device)
+            p = self._pass(rows)
+            run(self.lm, p, rows.ids[:0])
+            self.boundary = end  # a chunk's end is a boundary
+            self._commit(p, list(range(rows.n_rows)))
+            self.settle()
+            yield self.committed
+        self.drafter.start(self.ids)
+
+    def feed(self, ids: Sequence[int]) -> None:
+        """`read` to the end."""
+        for _ in self.read(ids):
+            pass
+
+    def stream(
+        self, new: int, stop: Collection[int] = (), cancel: Callable[[], bool] = lambda: False
+    ) -> Iterator[Step]:
+        """Steps until `new` tokens were added, one of `stop` came, or `cancel()` says so between passes."""
+        self.kv.reserve(len(self.ids) + new)
+        left = new
+        while left > 0 and not cancel():
+            step = self.step(stop, left)
+            left -= len(step.new)
+            yield step
+            if step.new[-1] in stop:
+                return
+
+    def settle(self) -> None:
+        """A boundary: the past may change now, and only now."""
+        if self.policy is not None:
+            policy, kinds = self.policy, torch.zeros(self.committed, dtype=torch.int8)
+            self._is_whole = False
+
+            def choose(layer: int, slots: Slots) -> Tensor:
+                return policy.keep(layer, self._queries[layer] if self._queries else slots.k[:, :0], slots, kinds)
+
+            self.kv.settle(choose)
+        else:
+            self.kv.settle(None)
+        self.boundary = self._next_boundary()
+
+    def rewind(self, n: int) -> int:
+        """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
+        keep = max(0, min(self.committed, n - 1)) if self._is_whole else 0
+        self.kv.crop(keep)
+        self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
+        if not keep:
+            self._is_whole, self._queries = True, []
+        self.seen.clear()
+        self.seen.add(self.ids)
+        self.boundary = self._next_boundary()
+        return keep
+
+    def resume(self, ids: Sequence[int]) -> int:
+        """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
+        shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
+        return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
+
+    def _pass(self, rows: Rows) -> Pass:
+        return Pass(rows, self.kv, self.view, recent=self.policy.recent if self.policy else 0)
+
+    def _commit(self, p: Pass, path: list[int]) -> None:
+        p.commit(path, self.boundary - self.committed)
+        self.committed += len(path)
+        if p.recent:
+            fresh = [q[:, path[-p.recent :]] for q in p.queries]
+            old = self._queries or [q[:, :0] for q in fresh]
+            self._queries = [torch.cat((a, b), 1)[:, -p.recent :] for a, b in zip(old, fresh, strict=True)]
+
+    def _next_boundary(self) -> float:
+        return math.inf if self.every is None else (self.committed // self.every + 1) * self.every
+
+
+def _cut(path: list[int], new: list[int], stop: Collection[int]) -> tuple[list[int], list[int]]:
+    """End at the first stop token; the rows behind it were never part of the text."""
+    end = next((i + 1 for i, t in enumerate(new) if t in stop), len(new))
+    return path[:end], new[:end]
