@@ -1,0 +1,129 @@
+"""The floors of docs/architecture.md: which module may import which, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Lowest first. A name is a file of kvcli/ or a folder with all that is in it; "kvcli" is __init__.py itself.
+FLOORS = [
+    {"kernels", "errors"},
+    {
+        "demo",
+        "documents",
+        "files",
+        "problems",
+        "profile",
+        "refusals",
+        "source",
+        "text",
+        "toml_places",
+    },  # words and files: no tensors
+    {"kv", "rows", "sample", "stats", "verify"},
+    {"forward", "layers", "model", "policies"},
+    {"drafts", "prune"},
+    {"api", "build", "conversation", "kvcli", "session", "transcript", "world"},
+    {"__main__", "cli", "commands", "render"},
+]
+FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
+
+# Heavy packages, and the only places that may import them, late or not. The demo trains with both.
+ONLY = {
+    "transformers": {"demo", "forward", "model", "source", "text"},
+    "torch": {"demo", "kernels"} | FLOORS[2] | FLOORS[3] | FLOORS[4] | {"build", "session"},
+    "triton": {"kernels"},
+    "bitsandbytes": {"model"},
+}
+METHODS = {"drafts", "policies", "prune"}  # folders of registered methods; each has a base.py that anyone above may use
+
+
+def _module(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return f"kvcli.{name}" if name.startswith("kernels") else name
+
+
+MODULES = {_module(p): p for top in ("kvcli", "kernels") for p in sorted((ROOT / top).rglob("*.py"))}
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Imported modules, those inside functions included. A type names what is passed in and is no dependency at run
+    time, so what stands under TYPE_CHECKING does not count: `Drafter` may name `Policy` as a type on its own floor."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    types = {id(inner) for guard in guards for stmt in guard.body for inner in ast.walk(stmt)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and id(node) not in types:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and id(node) not in types:
+            assert node.level == 0, f"{path}: absolute imports only"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else str(node.module)
+
+
+def _place(module: str) -> str:
+    """The name in FLOORS that a module of ours goes by."""
+    return module.split(".")[1] if "." in module else module
+
+
+EDGES = [(module, target) for module, path in MODULES.items() for target in _imports(path)]
+OURS = [(module, target) for module, target in EDGES if target.split(".")[0] == "kvcli"]
+
+
+def test_every_module_stands_on_a_floor():
+    assert {_place(m) for m in MODULES} <= FLOOR.keys()
+
+
+def test_a_floor_imports_only_lower_floors_and_its_own():
+    assert [(m, t) for m, t in OURS if FLOOR[_place(m)] < FLOOR[_place(t)]] == []
+
+
+def test_arrows_on_one_floor_go_one_way():
+    graph: dict[str, set[str]] = {}
+    for module, target in OURS:
+        graph.setdefault(module, set()).add(target)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_kernels_are_arithmetic():
+    allowed = {"kvcli.kernels", "torch", "triton", "numpy", *sys.stdlib_module_names}
+    found = {".".join(t.split(".")[: 2 if t.startswith("kvcli") else 1]) for m, t in EDGES if _place(m) == "kernels"}
+    assert found <= allowed
+
+
+@pytest.mark.parametrize("package", ONLY)
+def test_heavy_packages_have_few_doors(package: str):
+    users = {_place(m) for m, t in EDGES if t.split(".")[0] == package}
+    assert users <= ONLY[package]
+
+
+def test_only_build_knows_the_methods_by_name():
+    past = [(m, t) for m, t in OURS if _place(t) in METHODS and _place(m) not in {_place(t), "build"}]
+    assert [(m, t) for m, t in past if t.count(".") == 2 and not t.endswith(".base")] == []
+
+
+def test_policies_and_drafts_meet_only_in_views():
+    """A drafter may read the past through a policy; a policy never hears of a drafter."""
+    assert [(m, t) for m, t in OURS if _place(m) in ("policies", "kv") and _place(t) in ("drafts", "prune")] == []
+
+
+def test_nothing_imports_kernels_by_its_folder_name():
+    files = [*MODULES.values(), *ROOT.glob("tests/**/*.py"), *ROOT.glob("docs/**/*.py")]
+    assert [p for p in files for name in _imports(p) if name.split(".")[0] in ("kernels", "profiles")] == []
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["profiles", "list"]])
+def test_quick_commands_leave_torch_alone(args: list[str]):
+    run = [sys.executable, "-X", "importtime", "-m", "kvcli", *args]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "typer" in loaded
+    assert not loaded & {"torch", "transformers", "bitsandbytes"}
