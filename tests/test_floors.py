@@ -15,23 +15,16 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first. A name is a file of kvcli/ or a folder with all that is in it; "kvcli" is __init__.py itself.
 FLOORS = [
-    {"kernels", "errors"},
-    {
-        "demo",
-        "documents",
-        "files",
-        "problems",
-        "profile",
-        "refusals",
-        "source",
-        "text",
-        "toml_places",
-    },  # words and files: no tensors
-    {"kv", "rows", "sample", "stats", "verify"},
-    {"forward", "layers", "model", "policies"},
-    {"drafts", "prune"},
-    {"api", "build", "conversation", "kvcli", "session", "transcript", "world"},
-    {"__main__", "cli", "commands", "render"},
+    set(names.split())
+    for names in (
+        "errors kernels",
+        "demo documents files layers problems profile refusals schema source text toml_places values",  # no tensors here
+        "kv rows sample stats verify",
+        "forward model policies",
+        "drafts prune",
+        "api build conversation kvcli session transcript world",
+        "__main__ cli commands render",
+    )
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 
