@@ -18,7 +18,7 @@ FLOORS = [
     set(names.split())
     for names in (
         "errors kernels",
-        "demo documents files layers problems profile refusals schema source text toml_places values",  # no tensors here
+        "demo documents files layers problems profile refusals schema source text toml_places values",  # no tensors
         "kv rows sample stats verify",
         "forward model policies",
         "drafts prune",
