@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvcli.api import Cancel, End, Event, Events, Finish, ModelInfo, Prompt, Text, Turn
 from kvcli.documents import Document
 from kvcli.errors import BadInput
-from kvcli.text import decode, encode, render_text, resume_ids
+from kvcli.text import decode, encode, render_text, resume_ids, special_ids
 from kvcli.transcript import Message, export_chat, load_chat, save_chat
 
 if TYPE_CHECKING:
@@ -209,8 +209,8 @@ class Chat:
     def _prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
         contents += [{"role": m.role, "content": m.content} for m in messages]
-        text, special = render_text(self.model.tokenizer, contents, note=self._note)
-        return text, resume_ids(self.model.tokenizer, text, self._heard, special=special)
+        text, has_template = render_text(self.model.tokenizer, contents, note=self._note)
+        return text, resume_ids(self.model.tokenizer, text, self._heard, special=not has_template)
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -223,7 +223,7 @@ class Chat:
 def heard(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], turn: Turn) -> tuple[str, list[int]]:
     """Prompt and answer as text and as the ids the model saw, without the stop token, which the template rewrites."""
     answer = list(turn.ids)
-    if turn.finish == "stop" and answer and answer[-1] in tokenizer.all_special_ids:
+    if turn.finish == "stop" and answer and answer[-1] in special_ids(tokenizer):
         answer.pop()
     if decode(tokenizer, answer) != turn.text:  # a stop string cut the text shorter than the ids
         return "", []

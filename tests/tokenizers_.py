@@ -1,0 +1,57 @@
+"""Small tokenizers of every kind kvcli meets, made in memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvcli.demo import weights_dir
+
+CHAT = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}<|assistant|>"
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHAT
+)
+DROPS_SYSTEM = CHAT.replace("for m in messages", "for m in messages if m['role'] != 'system'")
+
+
+@cache
+def demo() -> Any:
+    return AutoTokenizer.from_pretrained(weights_dir())
+
+
+def _wrap(tokenizer: Tokenizer, template: str | None = CHAT) -> Any:
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>", "<|end|>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    fast.chat_template = template
+    return fast
+
+
+@cache
+def byte_fallback(template: str | None = CHAT) -> Any:
+    """As Llama 2 and Gemma have it: words with a mark for the space, bytes for everything else."""
+    words = ["▁", "▁Hello", "Hello", "▁world", "wor", "ld", "é", "\n", ",", ".", "▁▁", "�"]
+    words += [chr(c) for c in range(33, 127)]
+    vocab = {"<unk>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}}
+    vocab |= {word: 257 + i for i, word in enumerate(dict.fromkeys(words))}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return _wrap(tokenizer, template)
+
+
+@cache
+def metaspace() -> Any:
+    """As newer sentencepiece conversions have it."""
+    words = ["▁", "▁Hello", "Hello", "▁world", "wor", "ld", "\n", ","] + [chr(c) for c in range(33, 127)]
+    vocab = {word: i for i, word in enumerate(dict.fromkeys(["<unk>", *words]))}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    return _wrap(tokenizer)
+
+
+KINDS = {"byte-level": demo, "byte fallback": byte_fallback, "metaspace": metaspace}
