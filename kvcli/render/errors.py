@@ -1,0 +1,76 @@
+"""Errors, warnings and notes: what happened, the numbers, and last what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcli.errors import KvcliError
+from kvcli.render.terminal import Span, Terminal, cells
+from kvcli.render.wrap import fold
+from kvcli.text import neutralise
+
+COLUMN = 80  # the code stands at the right edge, but not further out than this
+GAP = "   ·   "
+TRY = "  try: "
+
+
+def print_error(err: Terminal, error: KvcliError) -> None:
+    """`error: ...  [code]`, the lines with the numbers, and `try:` where there is something to try."""
+    _block(err, "error", "red", error.message, error.code, error.lines, error.try_)
+
+
+def print_warning(err: Terminal, text: str, *, code: str = "", lines: Sequence[str] = ()) -> None:
+    """Something the user should change, though the work went on."""
+    _block(err, "warning", "yellow", text, code, lines, ())
+
+
+def print_note(err: Terminal, text: str, *, code: str = "", lines: Sequence[str] = ()) -> None:
+    """Something the user should know."""
+    _block(err, "note", "cyan", text, code, lines, ())
+
+
+def _block(
+    err: Terminal, word: str, style: str, message: str, code: str, lines: Sequence[str], try_: Sequence[str]
+) -> None:
+    # a message may quote a file name or a model's text
+    first, *more = neutralise(message).split("\n")
+    for row in _headline(word, style, first, code, err.width):
+        err.line(*row)
+    for line in [*more, *map(neutralise, lines)]:
+        _folded(err, line, "  ", "")
+    _attempts(err, [neutralise(item, one_line=True) for item in try_])
+
+
+def _headline(word: str, style: str, message: str, code: str, width: int) -> list[list[Span]]:
+    """The message, with its code at the right edge if it fits there and on the message's last line otherwise."""
+    label = f"{word}: "
+    folded = fold(message, max(20, width - 1 - len(label)))
+    rows: list[list[Span]] = [[(label, style), (folded[0].rstrip(), "bold")]]
+    rows += [[(" " * len(label), ""), (line.rstrip(), "bold")] for line in folded[1:]]
+    if not code:
+        return rows
+    tag = f"[{code}]"
+    used = cells("".join(text for text, _ in rows[-1]))
+    free = min(width - 1, COLUMN) - used - len(tag)
+    if free >= 2:
+        rows[-1].append((" " * free + tag, "dim"))
+    elif width - 1 - used - len(tag) >= 1:
+        rows[-1].append((f" {tag}", "dim"))
+    else:
+        rows.append([(f"  {tag}", "dim")])
+    return rows
+
+
+def _attempts(err: Terminal, items: Sequence[str]) -> None:
+    """On one line if they fit, else one under the other; never folded, so that they can be copied."""
+    if not items:
+        return
+    together = GAP.join(items)
+    rows = [together] if cells(TRY + together) < err.width else items
+    for i, row in enumerate(rows):
+        err.line((TRY if i == 0 else " " * len(TRY), "green" if i == 0 else ""), (row, ""))
+
+
+def _folded(err: Terminal, line: str, indent: str, style: str) -> None:
+    for part in fold(line, max(20, err.width - 1 - len(indent))):
+        err.line((indent + part.rstrip(), style))

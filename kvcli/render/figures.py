@@ -1,0 +1,81 @@
+"""Numbers in the form people read: counts, sizes, times, and the sparkline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+KIB, UNITS = 1024, "KMGTP"
+BARS = "▁▂▃▄▅▆▇█"
+FEW = 6  # passes in the sparkline
+
+
+def count(n: int) -> str:
+    return f"{n:,}"
+
+
+def _scaled(n: float) -> tuple[str, str]:
+    """The value in the largest unit that keeps it over 1, and the unit's letter; nothing under a KiB is told apart."""
+    value, unit = n / KIB, UNITS[0]
+    for unit in UNITS:
+        # 999.5, not 1024: "1,012M" is wider than any other figure and would make the row jump
+        if value < 999.5 or unit == UNITS[-1]:
+            break
+        value /= KIB
+    digits = 1 if unit != "K" and value < 99.95 else 0
+    return f"{value:.{digits}f}", unit
+
+
+def short_size(n: float) -> str:
+    """`17.1M`, `431M`, `312K`: for the live row."""
+    value, unit = _scaled(n)
+    return value + unit
+
+
+def long_size(n: float) -> str:
+    """`17.1 MiB`: for sentences and tables."""
+    value, unit = _scaled(n)
+    return f"{value} {unit}iB"
+
+
+def tiers(kv: Mapping[str, int]) -> str:
+    """`17.1M` for one tier, `4.4M+12.0M cpu` for several: the first is the one the model reads from."""
+    used = [(name, size) for name, size in kv.items() if size]
+    if not used:
+        return short_size(0)
+    parts = [short_size(used[0][1])] + [f"{short_size(size)} {name}" for name, size in used[1:]]
+    return "+".join(parts)
+
+
+def seconds(s: float) -> str:
+    """`0.88 s`, `2.9 s`, `2 min 05 s`."""
+    if s < 0.995:
+        return f"{s:.2f} s"
+    if s < 99.95:
+        return f"{s:.1f} s"
+    minutes, rest = divmod(round(s), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def clock(s: float) -> str:
+    """`0:07`, `12:05`, `1:00:09`: time that is left."""
+    minutes, rest = divmod(max(0, round(s)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def rate(per_second: float) -> str:
+    """`24.1/s` below a thousand, `1,760/s` above."""
+    return f"{per_second:.1f}/s" if per_second < 999.95 else f"{per_second:,.0f}/s"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def spark(recent: Sequence[int]) -> str:
+    """Tokens gained by the last passes as bars; a pass that gained one token, the least there is, has the lowest."""
+    last = recent[-FEW:]
+    top = max(last, default=0)
+    if top < 2:
+        return BARS[0] * len(last)
+    return "".join(BARS[max(0, (n - 1) * (len(BARS) - 1) // (top - 1))] for n in last)

@@ -1,0 +1,31 @@
+"""Keep what is typed while a turn runs off the screen; it stays in the queue for the next prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+try:
+    import termios
+except ImportError:  # Windows has no echo to switch off here
+    termios = None  # type: ignore[assignment]
+
+
+@contextmanager
+def no_echo(stdin: TextIO | None) -> Iterator[None]:
+    """Echo off inside the block. Nothing happens where stdin is no terminal."""
+    saved = None
+    if stdin is not None and termios is not None:
+        try:
+            saved = termios.tcgetattr(stdin.fileno())
+            quiet = [*saved]
+            quiet[3] &= ~(termios.ECHO | termios.ECHONL)
+            termios.tcsetattr(stdin.fileno(), termios.TCSANOW, quiet)
+        except (OSError, ValueError, termios.error):
+            saved = None
+    try:
+        yield
+    finally:
+        if saved is not None and stdin is not None:
+            termios.tcsetattr(stdin.fileno(), termios.TCSANOW, saved)

@@ -1,0 +1,145 @@
+"""What is shown while a turn runs: the row of figures, the reading bar, the loading word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvcli.api import Read
+from kvcli.render import figures as f
+from kvcli.render.terminal import Span, cells
+from kvcli.stats import Stats
+
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+NARROWEST = 40  # columns; below that nothing is live
+CTX_HIGH, MEMORY_HIGH = 0.85, 0.90
+BAR = 28  # columns of the reading bar on a terminal of 80
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the process holds."""
+
+    kind: str  # ram | gpu
+    used: int  # bytes
+    limit: int = 0  # bytes, 0 = unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a row says beside the figures of the turn."""
+
+    profile: str = ""
+    memory: Callable[[], Memory | None] | None = None  # asked from the timer thread; None: the process's RSS
+    stopping: Callable[[], bool] | None = None  # True once Ctrl-C was pressed
+
+
+def process_memory() -> Memory:
+    """RSS of this process."""
+    import psutil
+
+    return Memory("ram", psutil.Process().memory_info().rss, psutil.virtual_memory().total)
+
+
+def live_row(stats: Stats, look: Look, memory: Memory | None, width: int) -> list[Span]:
+    """The row at `width` columns, or nothing below NARROWEST. Fields go in the order written in `dropped`."""
+    if width < NARROWEST:
+        return []
+    fields = _fields(stats, look, memory)
+    for dropped in ("", "spark", "profile", "ctx", "memory", "kv", "tokens"):
+        fields.pop(dropped, None)
+        spans = _joined(fields)
+        # two columns stay free: one so that no row ends in the last column, one for the eye
+        if cells("".join(text for text, _ in spans)) <= width - 2:
+            return spans
+    return spans
+
+
+def _fields(stats: Stats, look: Look, memory: Memory | None) -> dict[str, list[Span]]:
+    """The fields from left to right, each as spans."""
+    fields: dict[str, list[Span]] = {}
+    if look.stopping is not None and look.stopping():
+        fields["stopping"] = [("stopping", "yellow")]
+    if look.profile:
+        fields["profile"] = [(look.profile, "cyan")]
+    fields["tokens"] = [(f"{f.count(stats.new)}", ""), (" tok", "dim")]
+    speed = f.rate(stats.decode_tok_s)
+    fields["speed"] = [(speed.removesuffix("/s"), ""), ("/s", "dim")] if stats.new else [("–", ""), ("/s", "dim")]
+    fields["accept"] = [("accept ", "dim"), *_acceptance(stats)]
+    bars = f.spark(stats.recent) if stats.drafted_passes else ""
+    if bars:
+        fields["spark"] = [(bars, "green")]
+    if stats.kv_bytes:
+        fields["kv"] = [("kv ", "dim"), (f.tiers(stats.kv), ""), *_factor(stats)]
+    if stats.limit:
+        fields["ctx"] = [("ctx ", "dim"), _context(stats)]
+    if memory is not None:
+        style = "yellow" if memory.limit and memory.used > MEMORY_HIGH * memory.limit else ""
+        fields["memory"] = [(f"{memory.kind} ", "dim"), (f.short_size(memory.used), style)]
+    return fields
+
+
+def _joined(fields: dict[str, list[Span]]) -> list[Span]:
+    spans: list[Span] = [(" ", "")]
+    for name, field in fields.items():
+        gap = "" if len(spans) == 1 else " " if name == "spark" else "  "
+        spans += [(gap, ""), *field]
+    return spans
+
+
+def _acceptance(stats: Stats) -> list[Span]:
+    """Tokens per drafted pass and the share of passes that carried a draft; yellow when plain decoding is faster."""
+    if not stats.drafted_passes:
+        return [("–", "")]
+    gain = stats.vs_plain
+    style = "yellow" if gain is not None and gain < 1 else ""
+    return [(f"{stats.mean_acceptance_length:.2f}·{f.percent(stats.drafted_share)}", style)]
+
+
+def _factor(stats: Stats) -> list[Span]:
+    """How many times larger the same slots were at 16 bit."""
+    factor = stats.kv_fp16 / stats.kv_bytes
+    return [(f" ×{factor:.1f}", "")] if factor >= 1.05 else []
+
+
+def _context(stats: Stats) -> Span:
+    share = stats.context / stats.limit
+    return f.percent(share), "red" if share >= 1 else "yellow" if share > CTX_HIGH else ""
+
+
+def reading_bar(read: Read, width: int) -> list[Span]:
+    """`reading 1,480 of 1,912 tokens ━━━━━╺━━  77 %  1,760/s  0:00`, or as much of it as fits."""
+    share = read.done / read.total if read.total else 1.0
+    speed = (read.done - read.cached) / read.seconds if read.seconds > 0 else 0.0
+    word: list[Span] = [("  reading ", "dim"), (f"{f.count(read.done)} of {f.count(read.total)}", "")]
+    tokens: list[Span] = [(" tokens", "dim")]
+    cached: list[Span] = [(f" ({f.count(read.cached)} cached)", "dim")] if read.cached else []
+    end: list[Span] = [(f"  {100 * share:.0f} %", "")]
+    pace: list[Span] = []
+    if speed > 0:
+        pace = [(f"  {speed:,.0f}/s  {f.clock((read.total - read.done) / speed)}", "dim")]
+    for spans in (word + tokens + cached + end + pace, word + cached + end + pace, word + end + pace, word + end):
+        room = width - 3 - cells("".join(text for text, _ in spans))
+        if room >= 8:
+            at = spans.index(end[0])
+            return [*spans[:at], (" ", ""), *_bar(share, min(room, max(BAR, width // 3))), *spans[at:]]
+    return [span for span in word + end if width >= NARROWEST]
+
+
+def _bar(share: float, width: int) -> Sequence[Span]:
+    """A bar in half columns, as Rich draws it."""
+    halves = round(share * 2 * width)
+    full, half = divmod(halves, 2)
+    done = "━" * full + ("╸" if half else "")
+    rest = width - len(done)
+    # a gap before the rest keeps the end visible without colour
+    left = ("╺" if not half and full else "━") + "━" * (rest - 1) if rest > 0 else ""
+    return [(done, "cyan"), (left, "dim")]
+
+
+def busy(word: str, since: float, width: int) -> list[Span]:
+    """`⠹ loading demo  1.2 s`: something is going on and its length is unknown."""
+    glyph = SPINNER[int(since * 8) % len(SPINNER)]
+    time = f"  {since:.1f} s" if since >= 1 else ""
+    spans: list[Span] = [("  ", ""), (glyph, "cyan"), (f" {word}", ""), (time, "dim")]
+    return spans if cells("".join(text for text, _ in spans)) < width else []

@@ -1,0 +1,45 @@
+"""The few rows at the bottom of a terminal that are redrawn in place while a turn runs.
+
+Rich's `Live` finds its rows by counting upwards from the last one. A terminal that rewraps its lines when the window
+is narrowed makes that count wrong, and lines are torn or eaten. Here the cursor waits at the start of the first row,
+which every terminal keeps track of, so a redraw begins where the cursor is and needs no count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcli.render.terminal import Terminal
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+TO_LINE_END, TO_SCREEN_END = "\x1b[K", "\x1b[J"
+
+
+class Region:
+    """Rows that stay below everything written through `draw`. Each row must be narrower than the terminal."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.terminal = terminal
+        self.rows: list[str] = []
+        self.width = 0  # at the last draw
+        self.is_open = False
+
+    def draw(self, above: Sequence[str], rows: Sequence[str]) -> None:
+        """Write finished lines for good, then the rows below them. Nothing is sent when nothing changed."""
+        width = self.terminal.width
+        if not above and list(rows) == self.rows and width == self.width:
+            return
+        up = f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else ""
+        # a terminal that rewrapped the rows remembers them as joined until the lines are emptied
+        start = ("" if self.is_open else HIDE) + ("" if width == self.width else "\r" + TO_SCREEN_END)
+        # each line is erased behind its end, not before it, so that nothing flickers
+        body = "".join(line + TO_LINE_END + "\n" for line in above) + (TO_LINE_END + "\n").join(rows)
+        self.rows, self.width, self.is_open = list(rows), width, True
+        self.terminal.write(f"{start}\r{body}{TO_SCREEN_END}{up}\r")
+
+    def close(self, above: Sequence[str] = ()) -> None:
+        """Remove the rows, after writing what is left for good; the cursor is back where text goes."""
+        if self.is_open or above:
+            self.draw([*above], [])
+            self.terminal.write(SHOW)
+        self.rows, self.is_open = [], False

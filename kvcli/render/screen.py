@@ -1,0 +1,43 @@
+"""The two streams a command writes to, and what the user wants to see on them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+from kvcli.render.terminal import Terminal
+from kvcli.world import World
+
+StatsMode = Literal["live", "turn", "off"]
+
+
+@dataclass(slots=True)
+class Screen:
+    """stdout for the answer, stderr for everything else."""
+
+    out: Terminal
+    err: Terminal
+    stats: StatsMode = "live"
+    quiet: bool = False
+    clock: Callable[[], float] = time.monotonic
+    stdin: TextIO | None = None  # its echo is switched off while a live region is on the screen
+    shared: bool = False  # both streams are the same terminal, so one region can hold answer and row
+
+    @classmethod
+    def of(cls, world: World, stats: StatsMode = "live") -> Screen:
+        """The world's streams, as --quiet, --no-color, NO_COLOR and TERM want them."""
+        out, err = Terminal.of(world, "stdout"), Terminal.of(world, "stderr")
+        shared = out.live and err.live and same_device(world.stdout, world.stderr)
+        keys = world.stdin if world.is_tty("stdin") else None
+        return cls(out, err, stats, world.options.quiet, world.clock, keys, shared)
+
+
+def same_device(a: TextIO, b: TextIO) -> bool:
+    """Whether two terminals are one. Streams without a file behind them, as in tests, are when they are one object."""
+    try:
+        return os.fstat(a.fileno()).st_rdev == os.fstat(b.fileno()).st_rdev
+    except (OSError, ValueError, AttributeError):
+        return a is b

@@ -1,0 +1,216 @@
+"""Show one turn as it runs: the answer, the bar while the prompt is read, and the row of figures below it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from kvcli.api import End, Event, Live, Read, Text, Turn
+from kvcli.render.keys import no_echo
+from kvcli.render.live import Look, Memory, busy, live_row, process_memory, reading_bar
+from kvcli.render.region import Region
+from kvcli.render.screen import Screen
+from kvcli.render.summary import summary
+from kvcli.render.terminal import Span, cells
+from kvcli.render.wrap import Wrapper
+from kvcli.stats import Stats
+from kvcli.text import neutralise
+
+HERTZ = 8
+PATIENCE = 0.3  # seconds of reading before a bar is worth its flicker
+CURSOR = "█"
+STOPPED = " [stopped]"
+
+
+def show_turn(events: Iterable[Event], screen: Screen, look: Look | None = None) -> Turn:
+    """Show the events as they come and return the finished turn, its summary printed.
+
+    If the stream raises, what was said so far stays on the screen and the error goes on to the caller.
+    """
+    view = TurnView(screen, look or Look())
+    with view.running():
+        for event in events:
+            view.on(event)
+    if view.turn is None:
+        raise AssertionError("a stream ends with End")
+    show_summary(view.turn, screen)
+    return view.turn
+
+
+def show_summary(turn: Turn, screen: Screen) -> None:
+    """The dim lines after a turn, on stderr, unless --quiet or --stats off."""
+    if screen.quiet or screen.stats == "off":
+        return
+    for line in summary(turn, screen.err.width):
+        screen.err.line((line, "dim"))
+
+
+class TurnView:
+    """One turn on the screen. `on` is called by the decoding thread and only stores; `tick` draws, from a timer."""
+
+    def __init__(self, screen: Screen, look: Look) -> None:
+        self.screen = screen
+        self.look = look
+        self.turn: Turn | None = None
+        self.stats: Stats | None = None
+        self.read: Read | None = None
+        self.said: deque[str] = deque()  # not drawn yet; a deque may be filled and emptied by two threads
+        self.has_said = False
+        self.ended_line = True  # the answer's last character was a newline, where it goes out unwrapped
+        self.wrapper = Wrapper()
+        self.started = screen.clock()
+        self.region = _region(screen)
+
+    # --- events
+
+    def on(self, event: Event) -> None:
+        """Take one event."""
+        if isinstance(event, Text):
+            self._say(event.text)
+        elif isinstance(event, Live):
+            self.stats = event.stats
+        elif isinstance(event, Read):
+            self.read = event
+        elif isinstance(event, End):
+            self.turn, self.stats = event.turn, event.turn.stats
+
+    def _say(self, text: str) -> None:
+        self.has_said = self.has_said or bool(text)
+        out = self.screen.out
+        text = neutralise(text) if out.is_tty else text
+        if self.region is not None and self.screen.shared:
+            self.said.append(text)
+        elif text:
+            out.write(text)
+            self.ended_line = text.endswith("\n")
+
+    # --- drawing
+
+    @contextmanager
+    def running(self) -> Iterator[TurnView]:
+        """Redraw from a timer thread inside the block; afterwards only the answer is left on the screen."""
+        with no_echo(self.screen.stdin if self.region else None), ticking(self.tick if self.region else None):
+            try:
+                yield self
+            finally:
+                self._finish()
+
+    def tick(self) -> None:
+        """Draw what came since the last tick."""
+        if self.region is None:
+            return
+        width = self.region.terminal.width
+        lines = self._take(width - 1)
+        rows = []
+        if self.screen.shared and self.has_said:
+            tail = self.wrapper.shown(width - 1)
+            rows.append(tail + self.screen.out.paint([(CURSOR, "")]) if cells(tail) < width - 1 else tail)
+        below = self._below(width)
+        if below:
+            rows.append(self.region.terminal.paint(below))
+        self.region.draw(lines, rows)
+
+    def _take(self, width: int) -> list[str]:
+        pieces = []
+        while self.said:
+            pieces.append(self.said.popleft())
+        return self.wrapper.feed("".join(pieces), width) if pieces else []
+
+    def _below(self, width: int) -> list[Span]:
+        """The reading bar before the first word, the row of figures after it."""
+        waited = self.screen.clock() - self.started
+        if self.screen.quiet:
+            return []
+        if not self.has_said and not (self.stats and self.stats.new):
+            if waited < PATIENCE:
+                return []
+            if self.look.stopping is not None and self.look.stopping():
+                return busy("stopping", waited, width)
+            if self.read is None or self.read.done >= self.read.total:
+                return busy("reading", waited, width)
+            return reading_bar(self.read, width)
+        if self.stats is None or self.screen.stats != "live":
+            return []
+        return live_row(self.stats, self.look, (self.look.memory or process_memory)(), width)
+
+    def _finish(self) -> None:
+        """Remove the rows and end the answer's line, marking an answer that was stopped."""
+        stopped = self.has_said and (self.turn is None or self.turn.finish == "interrupted")
+        out = self.screen.out
+        mark = out.paint([(STOPPED, "dim")]) if stopped and out.is_tty else ""
+        if self.region is not None and self.screen.shared:
+            width = self.region.terminal.width
+            lines = self._take(width - 1)
+            rest = self.wrapper.rest()
+            if mark and cells(rest) + len(STOPPED) >= width:
+                lines, rest = [*lines, rest], ""
+            self.region.close([*lines, rest + mark] if rest or mark else lines)
+            return
+        if self.region is not None:
+            self.region.close()
+        if mark or not self.ended_line:
+            out.write(mark + "\n")
+
+
+def _region(screen: Screen) -> Region | None:
+    """Answer and row together on one terminal; the row alone on stderr where the answer goes elsewhere."""
+    if screen.shared:
+        return Region(screen.out)
+    if screen.err.live and not screen.quiet and not screen.out.is_tty:
+        return Region(screen.err)
+    return None
+
+
+@contextmanager
+def ticking(tick: Callable[[], None] | None) -> Iterator[None]:
+    """Call `tick` HERTZ times a second from a thread; it is never running when the block is left."""
+    if tick is None:
+        yield
+        return
+    over = threading.Event()
+
+    def loop(draw: Callable[[], None]) -> None:
+        while not over.wait(1 / HERTZ):
+            try:
+                draw()
+            except (OSError, ValueError):  # the terminal is gone; the last write, by the main thread, reports it
+                return
+
+    thread = threading.Thread(target=loop, args=(tick,), name="kvcli-live", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def busy_word(screen: Screen, word: str) -> Iterator[None]:
+    """Say at once that something long goes on, `loading demo` for example; gone when the block is left."""
+    if screen.quiet or not screen.err.is_tty:
+        yield
+        return
+    if not screen.err.live:
+        screen.err.line((f"{word} …", ""))
+        yield
+        return
+    region, started = Region(screen.err), screen.clock()
+
+    def draw() -> None:
+        width = screen.err.width
+        row = screen.err.paint(busy(word, screen.clock() - started, width))
+        region.draw([], [row] if row else [])
+
+    draw()
+    with no_echo(screen.stdin):
+        try:
+            with ticking(draw):
+                yield
+        finally:
+            region.close()
+
+
+__all__ = ["Look", "Memory", "TurnView", "busy_word", "show_summary", "show_turn", "ticking"]

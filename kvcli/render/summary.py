@@ -1,0 +1,95 @@
+"""The lines before the first turn and after each one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcli.api import ModelInfo, Turn
+from kvcli.render import figures as f
+from kvcli.render.terminal import cells
+from kvcli.stats import Stats
+
+DOT = " · "
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the header says beside the model's own facts. Empty fields are left out."""
+
+    version: str
+    profile: str
+    exactness: str = ""  # exact | certified | approx
+    context: int = 0  # window in use, tokens
+    estimate: int = 0  # bytes the run is expected to need
+    threads: int = 0  # on a CPU
+    session: str = ""
+    hint: str = "/help"
+
+
+def header(info: ModelInfo, opening: Opening, width: int) -> list[str]:
+    """Two lines: what runs, and how much fits."""
+    model = f"{info.id} (bundled, toy answers)" if info.id == "demo" else info.id
+    promise = f", {opening.exactness}" if opening.exactness else ""
+    place = info.device + (f", {opening.threads} threads" if opening.threads and info.device == "cpu" else "")
+    quant = "" if info.quant in ("", "none") else info.quant
+    limit = f" (model limit {f.count(info.limit)})" if info.limit else ""
+    first = [f"kvcli {opening.version}", model, f"{opening.profile}{promise}", quant, place]
+    second = [
+        f"context {f.count(opening.context or info.limit)}{limit}",
+        f"est. {f.long_size(opening.estimate)}" if opening.estimate else "",
+        f"session {opening.session}" if opening.session else "",
+        opening.hint,
+    ]
+    return [*joined(first, width), *joined(second, width)]
+
+
+def summary(turn: Turn, width: int) -> list[str]:
+    """Up to three lines, more on a narrow terminal: speed, reading and drafting, memory."""
+    stats = turn.stats
+    rows = (_speed(turn), _work(stats), _memory(stats))
+    return [line for parts in rows for line in joined(parts, width, indent="  ")]
+
+
+def _speed(turn: Turn) -> list[str]:
+    stats = turn.stats
+    gain = stats.vs_plain
+    plain = "" if gain is None else f" (×{gain:.1f} vs plain)"
+    return [
+        f"{f.count(stats.new)} {'token' if stats.new == 1 else 'tokens'} in {f.seconds(stats.decode)}",
+        "the answer's length limit was reached" if turn.finish == "length" else "",
+        f"{f.rate(stats.decode_tok_s)}{plain}" if stats.decode > 0 else "",
+        f"first token {f.seconds(stats.first_token)}" if stats.first_token > 0 else "",
+    ]
+
+
+def _work(stats: Stats) -> list[str]:
+    cached = f" ({f.count(stats.cached)} cached)" if stats.cached else ""
+    share = f"{f.percent(stats.drafted_share)} of {f.count(stats.passes)} passes"
+    return [
+        f"read {f.count(stats.prompt)} tokens{cached} in {f.seconds(stats.read)}" if stats.prompt else "",
+        f"accept {stats.mean_acceptance_length:.2f} in {share}" if stats.drafted_passes else "",
+        f"drafting paused in {f.count(stats.paused_passes)}" if stats.paused_passes else "",
+    ]
+
+
+def _memory(stats: Stats) -> list[str]:
+    fp16 = stats.kv_fp16
+    before = f" ({f.long_size(fp16)} at fp16)" if fp16 and abs(fp16 - stats.kv_bytes) > 0.02 * fp16 else ""
+    return [
+        f"kv {f.long_size(stats.kv_bytes)}{before}" if stats.kv_bytes else "",
+        f"peak {f.long_size(stats.peak)}" if stats.peak else "",
+        f"context {f.count(stats.context)} of {f.count(stats.limit)}" if stats.limit else "",
+    ]
+
+
+def joined(parts: Iterable[str], width: int, indent: str = "") -> list[str]:
+    """The parts with dots between them, on as many lines as they need; a part is never split."""
+    lines: list[str] = []
+    for part in filter(None, parts):
+        longer = f"{lines[-1]}{DOT}{part}" if lines else ""
+        if lines and cells(longer) < width:
+            lines[-1] = longer
+        else:
+            lines.append(indent + part)
+    return lines

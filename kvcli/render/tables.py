@@ -1,0 +1,140 @@
+"""Tables of the chat: how drafting went, what the cache holds, where the context goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from kvcli.render import figures as f
+from kvcli.render.terminal import cells
+from kvcli.stats import Stats
+from kvcli.text import neutralise
+
+LONGEST = 14  # columns of the longest bar
+SIDE_BY_SIDE = 76  # columns from which the two blocks of /spec stand beside each other
+
+
+def spec_table(stats: Stats, width: int) -> list[str]:
+    """Acceptance of the turn: the two ways to say it, guesses accepted by a pass, and by position in the draft."""
+    if not stats.drafted_passes:
+        why = f"; drafting was paused in {f.count(stats.paused_passes)} of them" if stats.paused_passes else ""
+        return [f"no pass carried a draft ({f.count(stats.passes)} passes{why})"]
+    bare = stats.passes - stats.drafted_passes
+    head = (
+        f"accept {stats.mean_acceptance_length:.2f} in {f.percent(stats.drafted_share)} of passes "
+        f"→ {stats.tokens_per_pass:.2f} tokens per pass"
+    )
+    tail = f"({f.count(stats.passes)} passes, {f.count(bare)} without a draft)"
+    first = [f"{head}     {tail}"] if cells(head + tail) + 5 < width else [head, f"  {tail}"]
+    histogram, beside = _histogram(stats.histogram), [*_positions(stats.per_position, width), "", *_drafts(stats)]
+    if width < SIDE_BY_SIDE:
+        return [*first, *histogram, "", *beside]
+    column = max(map(cells, histogram)) + 4
+    pairs = zip_longest(histogram, beside, fillvalue="")
+    return [*first, *((left + " " * (column - cells(left)) + right).rstrip() for left, right in pairs)]
+
+
+def _histogram(counts: Sequence[int]) -> list[str]:
+    top, digits = max(counts), len(str(len(counts) - 1))
+    rows = []
+    for i, n in enumerate(counts):
+        # one block a pass while that fits, so that small counts can be counted
+        size = n if top <= LONGEST else round(n * LONGEST / top)
+        bar = "█" * size or ("▏" if n else "")
+        label = "accepted" if i == 0 else ""
+        rows.append(f"{label:<8} {i:>{digits + 1}}  {bar} {n}" if n else f"{label:<8} {i:>{digits + 1}}  0")
+    return rows
+
+
+def _positions(taken: Sequence[float], width: int) -> list[str]:
+    """Share of the drafts whose guess at each position was accepted, as many positions as fit."""
+    room = max(1, (min(width, 120) - (46 if width >= SIDE_BY_SIDE else 16)) // 6)
+    shown = taken[:room]
+    more = f"  and {len(taken) - room} more" if len(taken) > room else ""
+    if not shown:
+        return ["no guess was accepted"]
+    return [
+        "position  " + "".join(f"{i:>6}" for i in range(1, len(shown) + 1)),
+        "taken     " + "".join(f"{f.percent(share):>6}" for share in shown) + more,
+    ]
+
+
+def _drafts(stats: Stats) -> list[str]:
+    taken = f"{f.count(stats.accepted_tokens)} of {f.count(stats.draft_tokens)} ({f.percent(stats.acceptance_rate)})"
+    paused = f"{f.count(stats.paused_passes)} passes"
+    return [
+        f"guesses     {taken}",
+        f"paused      {paused}" + (": drafting cost more than it gained" * bool(stats.paused_passes)),
+    ]
+
+
+def kv_table(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """Bytes by layer and tier, header first and total last. Columns come from the rows' own keys."""
+    table = list(rows)
+    if not table:
+        return []
+    keys = list(dict.fromkeys(key for row in table for key in row))
+    body = [[_cell(key, row.get(key)) for key in keys] for row in table]
+    total = [_total(key, table) for key in keys]
+    return [[key.replace("_", " ") for key in keys], *body, ["total" if i == 0 else t for i, t in enumerate(total)]]
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if _is_bytes(key) and isinstance(value, int):
+        return f.long_size(value)
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f.count(value)
+    return neutralise(str(value), one_line=True)
+
+
+def _total(key: str, table: Sequence[Mapping[str, Any]]) -> str:
+    values = [row.get(key) for row in table]
+    if not _is_bytes(key):
+        return ""
+    return f.long_size(sum(v for v in values if isinstance(v, int)))
+
+
+def _is_bytes(key: str) -> bool:
+    return "bytes" in key
+
+
+def token_table(rows: Sequence[tuple[str, int]], limit: int, width: int) -> list[str]:
+    """The context by message: tokens, share of the window, and what is left."""
+    total = sum(n for _, n in rows)
+    name_width = max(12, min(width - 24, max((cells(name) for name, _ in rows), default=0)))
+    lines = [_token_row(name, n, limit, name_width) for name, n in rows]
+    lines.append(_token_row("total", total, limit, name_width))
+    if limit:
+        lines.append(f"{f.count(max(0, limit - total))} of {f.count(limit)} left")
+    return lines
+
+
+def _token_row(name: str, n: int, limit: int, width: int) -> str:
+    name = clip(neutralise(name, one_line=True), width)
+    share = f"{100 * n / limit:>4.0f} %" if limit else ""
+    return f"{name}{' ' * (width - cells(name))}  {f.count(n):>9}  {share}".rstrip()
+
+
+def clip(text: str, width: int) -> str:
+    """The text in at most `width` columns, the cut marked."""
+    if cells(text) <= width:
+        return text
+    while text and cells(text) > width - 1:
+        text = text[:-1]
+    return text + "…"
+
+
+def columns(table: Sequence[Sequence[str]], gap: int = 2) -> list[str]:
+    """Cells under each other: the first column to the left, the others to the right."""
+    widths = [max(cells(row[i]) for row in table) for i in range(len(table[0]))] if table else []
+    lines = []
+    for row in table:
+        padded = [" " * (widths[i] - cells(cell)) + cell for i, cell in enumerate(row)]
+        padded[0] = row[0] + " " * (widths[0] - cells(row[0]))
+        lines.append((" " * gap).join(padded).rstrip())
+    return lines

@@ -1,0 +1,78 @@
+"""What one output stream can show: its width, colour, cursor movement and characters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TextIO
+
+from rich.cells import cell_len
+
+from kvcli.world import Stream, World
+
+Span = tuple[str, str]  # text and style; a style is one of STYLES
+STYLES = {"": "", "dim": "2", "bold": "1", "red": "1;31", "yellow": "33", "green": "32", "cyan": "36"}
+
+# One character for one, so that a layout keeps its width.
+ASCII = str.maketrans(
+    {
+        **dict(zip("▁▂▃▄▅▆▇█", "..:-=+*#", strict=True)),
+        **dict(zip("·–—×━╺╸─│≈→…’“”░▒▓↵", '*--x=>>-|~>.\'"".+#|', strict=True)),
+        **dict(zip("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\|/-\\|/", strict=True)),
+    }
+)
+
+
+@lru_cache(maxsize=4096)
+def cells_of(char: str) -> int:
+    """Columns of one character. U+FE0F asks for the wide form of the one before, so it counts for one."""
+    return 1 if char == "\N{VARIATION SELECTOR-16}" else cell_len(char)
+
+
+def cells(text: str) -> int:
+    """Columns of a text, never less than a terminal uses: too few would tear a line, too many only break it early."""
+    return len(text) if text.isascii() else sum(map(cells_of, text))
+
+
+@dataclass(slots=True)
+class Terminal:
+    """One stream. Nothing else in kvcli writes escape codes."""
+
+    stream: TextIO
+    columns: Callable[[], int]
+    is_tty: bool = False
+    colour: bool = False
+    live: bool = False  # the cursor may move: a terminal that is neither dumb nor NO_COLOR
+    unicode: bool = True
+
+    @classmethod
+    def of(cls, world: World, name: Stream) -> Terminal:
+        """Ask the world what the stream can do."""
+        is_tty, colour = world.is_tty(name), world.has_color(name)
+        can_move = is_tty and colour and world.environ.get("TERM") != "dumb"
+        return cls(world.stream(name), lambda: world.width(name), is_tty, colour, can_move, world.is_utf8(name))
+
+    @property
+    def width(self) -> int:
+        """Columns now: asked each time, because the window may have been resized."""
+        return max(1, self.columns())
+
+    def write(self, text: str) -> None:
+        """Write as it is, and flush. What the stream cannot encode becomes `?`."""
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        try:
+            self.stream.write(text)
+        except UnicodeEncodeError:
+            self.stream.write(text.encode(encoding, "replace").decode(encoding))
+        self.stream.flush()
+
+    def paint(self, spans: Iterable[Span]) -> str:
+        """Spans of our own words as one string, in the colours and characters the stream has."""
+        spans = [(text if self.unicode else text.translate(ASCII), style) for text, style in spans if text]
+        if not self.colour:
+            return "".join(text for text, _ in spans)
+        return "".join(f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style else text for text, style in spans)
+
+    def line(self, *spans: Span) -> None:
+        self.write(self.paint(spans) + "\n")

@@ -1,0 +1,72 @@
+"""Break text at word ends as it arrives, giving each line once and for good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcli.render.terminal import cells, cells_of
+
+TAB = 8  # columns
+
+
+def expand(line: str) -> str:
+    """Tabs as spaces, counted in columns: str.expandtabs counts characters and goes wrong after wide ones."""
+    if "\t" not in line:
+        return line
+    done = ""
+    for i, piece in enumerate(line.split("\t")):
+        if i:
+            done += " " * (TAB - cells(done) % TAB)
+        done += piece
+    return done
+
+
+def fold(text: str, width: int) -> list[str]:
+    """Lines of at most `width` columns, at least one; only the last can still grow.
+
+    Spaces hang over the edge, a word longer than a line is cut, and wide characters break anywhere, as in a terminal.
+    """
+    if "\t" not in text and cells(text) <= width:
+        return [text]
+    lines: list[str] = []
+    start = gap = column = 0  # where the line began, where it may be cut, columns so far
+    for i, char in enumerate(text):
+        size = TAB - column % TAB if char == "\t" else cells_of(char)
+        if char in " \t":
+            column, gap = column + size, i + 1
+            continue
+        if size == 2:
+            gap = i
+        if size and column + size > width and i > start:
+            cut = gap if text[start:gap].strip() else i
+            lines.append(text[start:cut].rstrip())
+            start = gap = cut
+            column = cells(expand(text[start:i]))
+        column += size
+        if size == 2:
+            gap = i + 1
+    return [*lines, text[start:]]
+
+
+@dataclass(slots=True)
+class Wrapper:
+    """The unfinished last line; whatever is complete has been handed out."""
+
+    tail: str = ""
+
+    def feed(self, text: str, width: int) -> list[str]:
+        """Add text; return the lines it completed. `width` may differ from call to call."""
+        *complete, self.tail = (self.tail + text).split("\n")
+        lines = [expand(line.rstrip()) for whole in complete for line in fold(whole, width)]
+        *folded, self.tail = fold(self.tail, width)
+        return lines + [expand(line) for line in folded]
+
+    def shown(self, width: int) -> str:
+        """The tail as it stands on the screen: spaces that hang over the edge are left out."""
+        line = expand(self.tail)
+        return line if cells(line) <= width else line.rstrip()
+
+    def rest(self) -> str:
+        """The tail, given up: the text is over."""
+        line, self.tail = expand(self.tail).rstrip(), ""
+        return line

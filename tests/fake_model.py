@@ -1,0 +1,139 @@
+"""A model that says what it is told to, at the speed it is told to: for tests of everything above the model."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcli.api import Cancel, End, Event, Finish, Live, ModelInfo, Read, Text, Turn
+from kvcli.errors import ContextOverflow
+from kvcli.stats import Stats
+
+PARAGRAPH = (
+    "The service restarted twice because the cache directory was full; both times it recovered without losing a "
+    "request. The first restart came at four in the morning, when the nightly job had written its report. "
+)
+
+
+class FakeTokenizer:
+    """One id for each character."""
+
+    chat_template = "fake"
+    is_fast = False
+    all_special_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]], **_: Any) -> str:
+        return "".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<assistant>"
+
+
+@dataclass
+class FakeProfile:
+    name: str = "fafo"
+    exactness: str = "exact"
+
+
+def fake_info(**changes: Any) -> ModelInfo:
+    facts: dict[str, Any] = {
+        "id": "demo", "path": "/models/demo", "family": "llama", "parameters": 1_000_003, "layers": 2, "heads": 4,
+        "kv_heads": 2, "head_dim": 16, "vocab": 259, "dtype": "float32", "quant": "none", "backend": "torch",
+        "device": "cpu", "limit": 2048, "weight_bytes": 4_000_012, "load_seconds": 0.1,
+    }  # fmt: skip
+    return ModelInfo(**(facts | changes))
+
+
+@dataclass
+class FakeModel:
+    """Answers every prompt with `answer`, cut into pieces of about a word."""
+
+    answer: str = PARAGRAPH
+    delay: float = 0.0  # seconds for each piece
+    read_delay: float = 0.0  # seconds for each chunk of the prompt
+    chunks: int = 3
+    drafts: bool = True
+    cached: int = 0
+    kv: dict[str, int] = field(default_factory=lambda: {"dense": 17_930_000})
+    profile: FakeProfile = field(default_factory=FakeProfile)
+    info: ModelInfo = field(default_factory=fake_info)
+    tokenizer: Any = field(default_factory=FakeTokenizer)
+    prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+        cancel: Cancel | None = None,
+    ) -> Iterator[Event]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if len(ids) > self.info.limit:
+            raise ContextOverflow(
+                "the conversation is longer than the window",
+                lines=[f"{len(ids):,} tokens of text > {self.info.limit:,}"],
+                try_=["--ctx 4096", "/drop 1"],
+            )
+        self.prompts.append(list(ids))
+        stats = Stats(prompt=len(ids), cached=self.cached, limit=self.info.limit, kv_fp16=17_930_000, peak=431 << 20)
+        yield Live(stats)
+        cancelled = cancel or (lambda: False)
+        yield from self._read(len(ids), stats, cancelled)
+        said = yield from self._write(stats, len(ids), max_new_tokens or 10**9, cancelled)
+        finish: Finish = "interrupted" if cancelled() else "length" if said != self.answer else "stop"
+        yield End(Turn(said, tuple(map(ord, said)), finish, stats))
+
+    def _read(self, n: int, stats: Stats, cancelled: Cancel) -> Iterator[Event]:
+        for i in range(1, self.chunks + 1):
+            if cancelled():
+                return
+            time.sleep(self.read_delay)
+            stats.read += self.read_delay or 0.01
+            done = max(self.cached, n * i // self.chunks)
+            yield Read(done, n, self.cached, stats.read)
+
+    def _write(self, stats: Stats, n: int, limit: int, cancelled: Cancel) -> Iterator[Any]:
+        said = ""
+        for i, piece in enumerate(re.findall(r"\s*\S+\s*$|\s*\S+", self.answer)):
+            if cancelled() or stats.new >= limit:
+                break
+            time.sleep(self.delay)
+            gained = (1, 2, 5, 8, 7, 3)[i % 6] if self.drafts else 1
+            count(stats, gained, self.delay or 0.01)
+            stats.first_token = stats.first_token or stats.read + 0.01
+            stats.kv, stats.context = dict(self.kv), n + stats.new
+            said += piece
+            yield Text(piece, tuple(map(ord, piece)))
+        return said
+
+    def with_profile(self, profile: FakeProfile) -> FakeModel:
+        return FakeModel(**(vars(self) | {"profile": profile}))
+
+    def kv_table(self) -> list[dict[str, Any]]:
+        return [
+            {"layer": layer, "tier": tier, "slots": 1976, "bytes": size // self.info.layers}
+            for layer in range(self.info.layers)
+            for tier, size in self.kv.items()
+        ]
+
+
+def count(stats: Stats, gained: int, seconds: float) -> None:
+    """Fold one pass that gained so many tokens, as Stats.fold does with a step."""
+    stats.passes += 1
+    stats.new += gained
+    stats.decode += seconds
+    stats.recent.append(gained)
+    if gained > 1:
+        stats.drafted_passes += 1
+        stats.draft_tokens += 8
+        stats.accepted_tokens += gained - 1
+        stats.histogram.extend([0] * (gained - len(stats.histogram)))
+        stats.histogram[gained - 1] += 1
