@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvcli.api import Model, load
+    from kvcli.local import Model, load
     from kvcli.conversation import Chat
     from kvcli.documents import Document, read_document
     from kvcli.errors import KvcliError
     from kvcli.profile import Profile
 
 _HOMES = {
-    "load": "kvcli.api",
-    "Model": "kvcli.api",
+    "load": "kvcli.local",
+    "Model": "kvcli.local",
     "Chat": "kvcli.conversation",
     "Document": "kvcli.documents",
     "read_document": "kvcli.documents",

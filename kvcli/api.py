@@ -1,11 +1,4 @@
-"""The Python API that the commands are a skin over: load a model, generate, stream, chat.
-
-    import kvcli
-    m = kvcli.load("demo", profile="ngram", set={"sample.temperature": 0.0})
-    print(m.generate("Hello", max_new_tokens=32).text)
-
-The library never prints, never exits, and reads no environment: the commands pass all of that in.
-"""
+"""What a loaded model says: events of a stream, the finished turn, facts about the model. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_fresh import attend_fresh
 from kvcli.kernels.merge import Part, merge
-from kvcli.kv.slots import Look, Readable, Store
+from kvcli.kv.slots import Sight, Readable, Store
 from kvcli.rows import Rows
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Pass:
         self.queries: list[Tensor] = []  # per layer q [H, tree, D]; empty unless `recent`
         self._banded: dict[int, Tensor | None] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, look: Look, sink: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
 
         No mask over the past exists: every stored slot is older than every row, so the only mask is N x N.
@@ -42,11 +42,11 @@ class Pass:
         tree, pos = self.rows.tree, self.rows.pos
         if self.recent:
             self.queries.append(q[:, :tree])
-        parts = self.past.attend(layer, q[:, :tree], look, pos[:tree])
+        parts = self.past.attend(layer, q[:, :tree], sight, pos[:tree])
         if tree < self.rows.n_rows:
-            scouts = (self.view or self.past).attend(layer, q[:, tree:], look, pos[tree:])
+            scouts = (self.view or self.past).attend(layer, q[:, tree:], sight, pos[tree:])
             parts = _beside(parts, tree, scouts, self.rows.n_rows, q)
-        parts.append(attend_fresh(q, k, v, look.scale, self._sees(look.window), softcap=look.softcap))
+        parts.append(attend_fresh(q, k, v, sight.scale, self._sees(sight.window), softcap=sight.softcap))
         if sink is not None:  # a learned logit that takes mass and gives nothing (gpt-oss)
             lse = sink.to(parts[-1].lse.dtype).unsqueeze(-1).expand(-1, q.shape[1])
             parts.append(Part(torch.zeros_like(parts[-1].out), lse))
@@ -105,9 +105,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    look = Look(scale, softcap or 0.0, sliding_window)
+    sight = Sight(scale, softcap or 0.0, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = kvcli_pass.attend(layer, query[0], key[0], value[0], look, s_aux)
+    out = kvcli_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
     return out.transpose(0, 1).unsqueeze(0).to(query.dtype).contiguous(), None
 
 

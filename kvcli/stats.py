@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Stats:
     peak: int = 0
     context: int = 0
     limit: int = 0
-    plain_pass: float = 0.0  # median seconds of a pass with one row, 0 = not measured
+    plain: list[float] = field(default_factory=list)  # seconds of the last passes that carried no draft
 
     def fold(self, step: Step) -> None:
         """Count one decoding step."""
@@ -74,6 +75,9 @@ class Stats:
             self.accepted_tokens += accepted
             self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
             self.histogram[accepted] += 1
+        else:
+            self.plain.append(step.seconds)
+            del self.plain[:-64]
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -111,10 +115,10 @@ class Stats:
 
     @property
     def vs_plain(self) -> float | None:
-        """Decoding speed over the estimate for one row a pass; None when no plain pass was measured."""
-        if self.plain_pass <= 0 or self.decode <= 0 or not self.new:
+        """Decoding speed over that of its passes without a draft; None while there were none of either kind."""
+        if not self.plain or not self.drafted_passes or self.decode <= 0:
             return None
-        return self.decode_tok_s * self.plain_pass
+        return self.decode_tok_s * median(self.plain)
 
     @property
     def kv_bytes(self) -> int:

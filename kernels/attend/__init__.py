@@ -14,8 +14,6 @@ from kvcli.kernels import dispatch
 from kvcli.kernels.merge import Part
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, softcap: float = 0.0, mask: Tensor | None = None
-) -> Part:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, softcap: float = 0.0, mask: Tensor | None = None) -> Part:
     """Rows over slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; S may be 0."""
     return Part(*dispatch.choose("attend", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, softcap, mask))

@@ -12,9 +12,7 @@ from torch import Tensor
 from kvcli.kernels.attend.reference import fold
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     h, n, d = q.shape
     kv, s = k.shape[0], k.shape[1]
     if s == 0:

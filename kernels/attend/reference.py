@@ -12,9 +12,7 @@ from torch import Tensor
 BLOCK = 4096  # slots; scores of 8 rows x 32 heads in float32 are then 4 MiB
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     h, n, d = q.shape
     kv, s = k.shape[0], k.shape[1]
     exact = torch.promote_types(q.dtype, torch.float32)

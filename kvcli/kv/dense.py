@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import Choose, Look, Slots, compact, empty_like, visible
+from kvcli.kv.slots import Choose, Sight, Slots, Usage, compact, empty_like, visible
 
 
 @dataclass(slots=True)
@@ -46,20 +46,20 @@ class Dense:
             for _ in range(n_layers)
         ]
 
-    def attend(self, layer: int, q: Tensor, look: Look, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
         s = self._slabs[layer]
         if s.length == 0:
             return []
         start, mask = 0, None
         if s.lengths is not None or not s.ordered:
-            mask = visible(s.pos[:, : s.length], pos, look.window)
-        elif look.window is not None:
-            start, mask = _recent(s, pos, look.window)
+            mask = visible(s.pos[:, : s.length], pos, sight.window)
+        elif sight.window is not None:
+            start, mask = _recent(s, pos, sight.window)
         k, v = s.k[:, start : s.length], s.v[:, start : s.length]
         if mask is not None and mask.shape[0] == 1:
             mask = mask[0]
-        return [attend(q, k, v, look.scale, softcap=look.softcap, mask=mask)]
+        return [attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store k, v [K, M, D] at positions pos [M]; every head takes all of them."""
@@ -123,10 +123,12 @@ class Dense:
             for layer in range(len(self._slabs)):
                 self.keep(layer, choose(layer, self.slots(layer)))
 
-    def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, spare room included."""
-        total = sum(t.untyped_storage().nbytes() for s in self._slabs for t in (s.k, s.v, s.pos))
-        return {self._name: total}
+    def usage(self) -> list[Usage]:
+        """Slots and bytes of each layer, spare room included."""
+        return [
+            Usage(layer, self._name, s.length, sum(t.untyped_storage().nbytes() for t in (s.k, s.v, s.pos)))
+            for layer, s in enumerate(self._slabs)
+        ]
 
     def _grow(self, s: _Slab, need: int) -> None:
         if need > s.k.shape[1]:

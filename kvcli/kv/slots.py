@@ -27,12 +27,22 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Sight:
     """How a layer looks at slots: what its attention does to scores, and how far back it sees."""
 
     scale: float
     softcap: float = 0.0  # > 0: scores are bent by softcap * tanh(score / softcap) (Gemma 2)
     window: int | None = None  # tokens: a row at position p sees positions > p - window; None = all
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one layer takes in one tier."""
+
+    layer: int
+    tier: str  # where: cpu, cuda, ...
+    slots: int  # of the longest head
+    nbytes: int  # allocated, spare room included
 
 
 Choose = Callable[[int, Slots], Tensor]  # layer, slots -> keep mask [K, S]
@@ -41,7 +51,7 @@ Choose = Callable[[int, Slots], Tensor]  # layer, slots -> keep mask [K, S]
 class Readable(Protocol):
     """Something rows can attend to: a tier, a ladder, a view."""
 
-    def attend(self, layer: int, q: Tensor, look: Look, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> parts over what is stored; none if nothing is."""
 
 
@@ -57,8 +67,8 @@ class Tier(Readable, Protocol):
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False; returns what fell out. Heads may keep different numbers."""
 
-    def nbytes(self) -> dict[str, int]:
-        """Bytes allocated, by kind of tier."""
+    def usage(self) -> list[Usage]:
+        """What is allocated, by layer."""
 
 
 class Store(Tier, Protocol):
@@ -72,6 +82,14 @@ class Store(Tier, Protocol):
 
     def settle(self, choose: Choose | None) -> None:
         """A boundary: forget what `choose` does not keep. Called at boundaries only."""
+
+
+def nbytes(tier: Tier) -> dict[str, int]:
+    """Bytes allocated, by kind of tier."""
+    total: dict[str, int] = {}
+    for use in tier.usage():
+        total[use.tier] = total.get(use.tier, 0) + use.nbytes
+    return total
 
 
 def empty_like(s: Slots) -> Slots:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import Look, Slots, Tier, compact, visible
+from kvcli.kv.slots import Sight, Slots, Tier, compact, visible
 
 Pick = Callable[[int, Tensor, Slots], Tensor]  # layer, q [H, N, D], slots -> keep mask [K, S]
 
@@ -23,10 +23,10 @@ class View:
     def __init__(self, store: Tier, pick: Pick) -> None:
         self._store, self._pick = store, pick
 
-    def attend(self, layer: int, q: Tensor, look: Look, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""
         all_slots = self._store.slots(layer)
         s = compact(all_slots, self._pick(layer, q, all_slots))
         if s.n_slots == 0:
             return []
-        return [attend(q, s.k, s.v, look.scale, softcap=look.softcap, mask=visible(s.pos, pos, look.window))]
+        return [attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))]

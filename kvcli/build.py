@@ -1,0 +1,41 @@
+"""From a profile to live objects: the one file that knows every name, and every clash.
+
+Imports torch only when something is built, so that a profile can be read and refused in a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcli.model import LM
+    from kvcli.profile import Profile
+    from kvcli.sample import Sampler
+    from kvcli.session import Session
+
+# table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
+REGISTRIES: Mapping[str, Mapping[str, str]] = {
+    "spec": {"off": "kvcli.drafts.base:Off", "ngram": "kvcli.drafts.ngram:Ngram"},
+}
+
+
+def session(lm: LM, profile: Profile) -> Session:
+    """An empty session of `lm` as the profile wants it."""
+    from kvcli.kv.dense import Dense
+    from kvcli.session import Session
+
+    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    return Session(lm, kv, profile.spec.drafter(), sampler(lm, profile), chunk=profile.prefill.chunk)
+
+
+def sampler(lm: LM, profile: Profile) -> Sampler:
+    """The profile's sampling, and the model's own generation settings where it says nothing."""
+    from kvcli.sample import Sampler
+
+    chosen = profile.sample
+    wanted = {
+        key: getattr(chosen, key) if getattr(chosen, key) is not None else lm.generation.get(key)
+        for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    }
+    return Sampler(**{key: value for key, value in wanted.items() if value is not None}, seed=chosen.seed)

@@ -1,0 +1,239 @@
+"""A model loaded in this process: the Python API that the commands are a skin over.
+
+    import kvcli
+    with kvcli.load("demo", profile="ngram", set={"sample.temperature": 0.0}) as model:
+        print(model.generate("Hello", max_new_tokens=32).text)
+
+The library never prints and never exits; the commands do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from kvcli import build
+from kvcli.api import Cancel, End, Events, Finish, Live, ModelInfo, Prompt, Read, Text, Turn
+from kvcli.errors import BadConfig, BadInput, ContextOverflow
+from kvcli.kv.slots import nbytes
+from kvcli.memory import peak_bytes
+from kvcli.stats import Stats
+from kvcli.text import Detokenizer, StopStrings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.conversation import Chat
+    from kvcli.model import LM
+    from kvcli.profile import Profile
+
+
+def load(
+    model: str = "demo",
+    profile: str | Profile | None = None,
+    set: Mapping[str, object] | None = None,
+    *,
+    offline: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> Model:
+    """Load `demo`, a folder or a hub id. `set` overrides profile keys: {"load.device": "cpu"}.
+
+    A hub id is downloaded only with `offline=False` and a `tell` to say so to. Raises KvcliError subclasses.
+    """
+    from transformers import AutoTokenizer
+
+    from kvcli import source
+    from kvcli.model import LM
+    from kvcli.profile import Profile
+
+    chosen = profile if isinstance(profile, Profile) else Profile.load(profile)
+    if set:
+        chosen = chosen.replace(**_nested(set))
+    began = time.perf_counter()
+    wants = chosen.load
+    found = source.find(model, offline=offline, allow_pickle=wants.allow_pickle, tell=tell)
+    lm = LM.load(
+        found,
+        quant=wants.quant,
+        dtype=wants.dtype,
+        device=wants.device,
+        threads=wants.threads,
+        allow_pickle=wants.allow_pickle,
+        trust_remote_code=wants.trust_remote_code,
+        verify=wants.verify,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(found.path, trust_remote_code=wants.trust_remote_code)
+    return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began)
+
+
+class Model:
+    """A loaded model under a profile. A context manager; closing frees the past and the weights."""
+
+    def __init__(self, lm: LM, tokenizer: PreTrainedTokenizerBase, profile: Profile, *, load_seconds: float = 0.0):
+        self.lm, self.tokenizer, self.profile = lm, tokenizer, profile
+        self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
+        self.session = build.session(lm, profile)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the keys and values; the weights go with the last model that shares them."""
+        self.session.rewind(0)
+
+    @property
+    def limit(self) -> int:
+        """The window in use, tokens: the profile's, at most the model's."""
+        asked = self.profile.context.limit
+        return self.lm.limit if asked == "auto" else min(int(asked), self.lm.limit)
+
+    def with_profile(self, profile: Profile) -> Model:
+        """The same weights under another profile; the past is read again. Refuses a change of `load`."""
+        if profile.load != self.profile.load:
+            raise BadConfig(
+                "the weights are loaded already, and this changes how",
+                code="needs_reload",
+                lines=[f"load: {self.profile.load} -> {profile.load}"],
+                try_=["leave and start again with --profile or --set"],
+            )
+        return Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds)
+
+    def chat(self, system: str | None = None) -> Chat:
+        """A conversation with this model."""
+        from kvcli.conversation import Chat
+
+        return Chat(self, system)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt: text becomes one user message of the chat template, ids stay as they are."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        from kvcli.text import render_prompt
+
+        return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
+
+    def generate(
+        self, prompt: Prompt, max_new_tokens: int | None = None, ignore_eos: bool = False, stop: Sequence[str] = ()
+    ) -> Turn:
+        """One answer, all at once."""
+        for event in self.stream(prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, stop=stop):
+            if isinstance(event, End):
+                return event.turn
+        raise AssertionError("a stream ends with End")
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+        cancel: Cancel | None = None,
+    ) -> Events:
+        """One answer in events: Live and Read first, then Text as it comes, End last.
+
+        What the store already holds of the prompt is not read again. Raises ContextOverflow before reading anything.
+        """
+        ids = self.encode(prompt)
+        new = self._room(len(ids), max_new_tokens or self.profile.sample.max_new_tokens)
+        stops = () if ignore_eos else self.lm.stop_ids
+        return self._answer(ids, new, stops, StopStrings(stop), cancel or (lambda: False))
+
+    def kv_table(self) -> list[dict[str, object]]:
+        """Slots and bytes by layer and tier."""
+        return [asdict(use) for use in self.session.kv.usage()]
+
+    def _room(self, prompt: int, new: int) -> int:
+        """How many tokens the answer may have; refuses a prompt that leaves too little."""
+        if not prompt:
+            raise BadInput("there is nothing to ask", code="empty_prompt")
+        reserve = min(new, self.profile.context.reserve)
+        if prompt + reserve > self.limit:
+            fits = "" if self.limit < self.lm.limit else " (the model's limit)"
+            raise ContextOverflow(
+                "the conversation is longer than the window",
+                lines=[f"{prompt:,} tokens of text + {reserve:,} for the answer > {self.limit:,}{fits}"],
+                detail={"prompt": prompt, "reserve": reserve, "limit": self.limit},
+                try_=self._ways_out(prompt, reserve),
+            )
+        return min(new, self.limit - prompt)
+
+    def _ways_out(self, prompt: int, reserve: int) -> list[str]:
+        ways = []
+        if prompt + reserve <= self.lm.limit:
+            ways.append(f"--ctx {prompt + reserve}")
+        if prompt < self.limit:
+            ways.append(f"--max-new-tokens {self.limit - prompt}")
+        return [*ways, "attach a shorter document", "/drop or /undo in a chat"]
+
+    def _answer(self, ids: list[int], new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel) -> Events:
+        session = self.session
+        try:
+            cached = session.resume(ids)
+            stats = Stats(prompt=len(ids), cached=cached, limit=self.limit, load=self.info.load_seconds)
+            yield Live(stats)
+            yield from self._read(ids, stats, cancel)
+            yield from self._write(new, stops, strings, cancel, stats)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            session.rewind(0)  # whatever broke, the next question starts from a past that is right
+            raise
+
+    def _read(self, ids: list[int], stats: Stats, cancel: Cancel) -> Events:
+        session, began = self.session, time.perf_counter()
+        for done in session.read(ids[len(session.ids) :]):
+            stats.read = time.perf_counter() - began
+            self._measure(stats)
+            yield Read(done, stats.prompt, stats.cached, stats.read)
+            if cancel():
+                return
+        stats.read = time.perf_counter() - began
+        self._measure(stats)
+        yield Read(stats.prompt, stats.prompt, stats.cached, stats.read)
+
+    def _write(self, new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel, stats: Stats) -> Events:
+        words, said, answer = Detokenizer(self.tokenizer), [], list[int]()
+        finish: Finish = "interrupted" if cancel() else "length"
+        for step in self.session.stream(new, stops, cancel):
+            stats.fold(step)
+            stats.first_token = stats.first_token or stats.read + step.seconds
+            self._measure(stats)
+            answer += step.new
+            piece = strings.push(words.push([i for i in step.new if i not in stops]))
+            if piece:
+                said.append(piece)
+                yield Text(piece, tuple(answer))
+            if step.new[-1] in stops or strings.is_hit:
+                finish = "stop"
+                break
+            finish = "interrupted" if cancel() else "length"
+        rest = strings.push(words.finish()) + strings.finish()
+        if rest:
+            said.append(rest)
+            yield Text(rest, tuple(answer))
+        yield End(Turn("".join(said), tuple(answer), finish, stats))
+
+    def _measure(self, stats: Stats) -> None:
+        stats.context = len(self.session.ids)
+        stats.kv = nbytes(self.session.kv)
+        slot = 2 * 2 * self.lm.n_layers * self.lm.n_kv_heads * self.lm.head_dim
+        stats.kv_fp16 = slot * self.session.committed
+        stats.peak = peak_bytes(self.lm.device)
+
+
+def _nested(flat: Mapping[str, object]) -> dict[str, Any]:
+    """{"kv.k_bits": 8} -> {"kv": {"k_bits": 8}}."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        table, _, name = key.partition(".")
+        if name:
+            nested.setdefault(table, {})[name] = value
+        else:
+            nested[table] = value
+    return nested
