@@ -1,0 +1,133 @@
+"""What can be attached, what is refused and why, and where it stands in the prompt."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from kvcli.demo import report_path
+from kvcli.documents import Document, decode, document_of, read_document, with_documents
+from kvcli.errors import BadInput, ExitStatus
+from tests.tokenizers_ import demo
+
+TEXT = "Bericht über Bäume\nzweite Zeile 😀\n"
+
+
+def refused(path: Path | str, **options: int) -> BadInput:
+    with pytest.raises(BadInput) as caught:
+        read_document(path, **options)
+    assert caught.value.exit == ExitStatus.BAD_INPUT
+    return caught.value
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_a_byte_order_mark_says_the_encoding(tmp_path, encoding):
+    path = tmp_path / "b.md"
+    path.write_bytes(TEXT.encode(encoding))
+    document = read_document(path)
+    assert (document.name, document.text, document.lines) == ("b.md", TEXT, 2)
+    assert document.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_big_endian_marks():
+    assert decode(codecs.BOM_UTF16_BE + TEXT.encode("utf-16-be"), "x") == TEXT
+
+
+def test_line_ends_become_newlines():
+    assert decode(b"a\r\nb\rc\n", "x") == "a\nb\nc\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "words"),
+    [
+        (b"", "empty_file", "is empty"),
+        (b" \n\t\n", "empty_file", "is empty"),
+        (codecs.BOM_UTF8, "empty_file", "is empty"),
+        (b"text\0text", "not_text", "zero byte at offset 4"),
+        (bytes(range(1, 32)) * 9, "not_text", "control characters"),
+        (b"%PDF-1.7\n...", "not_text", "is a PDF"),
+        (b"PK\x03\x04rest", "not_text", "zip archive"),
+        (b"ok\nline two \xff\xfe\n", "bad_encoding", "byte 12, line 2"),
+        (codecs.BOM_UTF8 + b"ok\n\xff\n", "bad_encoding", "byte 6, line 2"),
+        (codecs.BOM_UTF16_LE + "ok\n".encode("utf-16-le") + b"a", "bad_encoding", "byte 8, line 2"),
+    ],
+)
+def test_what_is_not_text_is_refused_with_the_place(tmp_path, data, code, words):
+    path = tmp_path / "file.txt"
+    path.write_bytes(data)
+    error = refused(path)
+    assert error.code == code
+    assert words in error.message
+    assert "file.txt" in error.message
+
+
+def test_latin1_gets_the_command_that_converts_it(tmp_path):
+    (tmp_path / "f").write_bytes("Bäume".encode("latin-1"))
+    assert "iconv -f latin1" in refused(tmp_path / "f").try_[0]
+
+
+def test_a_missing_file_suggests_the_nearest_name(tmp_path):
+    (tmp_path / "report.md").write_text("x")
+    error = refused(tmp_path / "reprot.md")
+    assert error.code == "file_missing"
+    assert error.try_ == ("did you mean report.md?",)
+
+
+def test_a_folder_is_not_a_file(tmp_path):
+    assert refused(tmp_path).code == "is_a_folder"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_file(tmp_path):
+    path = tmp_path / "f"
+    path.write_text("x")
+    path.chmod(0)
+    assert refused(path).code == "file_unreadable"
+
+
+def test_too_large_is_told_before_reading(tmp_path):
+    (tmp_path / "f").write_text("x" * 11)
+    error = refused(tmp_path / "f", limit=10)
+    assert error.code == "file_too_large"
+    assert error.detail == {"bytes": 11, "limit": 10}
+
+
+def test_a_pipe_is_bounded_too():
+    assert refused("/dev/zero", limit=1000).code == "file_too_large"
+
+
+def test_the_bundled_report_has_a_name():
+    document = read_document("demo:report")
+    assert document.text == report_path().read_text()
+    assert document.name == "demo:report"
+
+
+def test_tokens_are_counted_once():
+    document = document_of(b"The depth of well Bethden is 972 metres.", "d")
+    calls = []
+
+    class Counting:
+        def encode(self, text, **options):
+            calls.append(text)
+            return demo().encode(text, **options)
+
+    tokenizer = Counting()
+    assert document.tokens(tokenizer) == document.tokens(tokenizer) == len(demo().encode(document.text))
+    assert len(calls) == 1
+
+
+def test_one_document_stands_bare_before_the_question():
+    document = Document("r.md", "\nThe report.\n[p. 17]\n", "")
+    assert with_documents("What?", [document]) == "The report.\n[p. 17]\n\nWhat?"
+
+
+def test_several_documents_can_be_told_apart():
+    documents = [Document(n, f"text of {n}\n", "") for n in ("a", "b")]
+    assert with_documents("What?", documents) == (
+        "=== Document 1: a ===\ntext of a\n\n=== Document 2: b ===\ntext of b\n\nWhat?"
+    )
+    assert with_documents("What?", []) == "What?"
