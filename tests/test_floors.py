@@ -18,11 +18,12 @@ FLOORS = [
     set(names.split())
     for names in (
         "errors kernels",
-        "demo documents files layers problems profile refusals schema source text toml_places values",  # no tensors
-        "kv rows sample stats verify",
+        # words and files, no tensors
+        "config demo documents files layers problems profile refusals schema source text toml_places values",
+        "kv memory rows sample stats verify",
         "forward model policies",
         "drafts prune",
-        "api build conversation kvcli session transcript world",
+        "api build conversation kvcli local session transcript world",
         "__main__ cli commands render",
     )
 ]
