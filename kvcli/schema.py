@@ -28,8 +28,11 @@ class Range:
         )
 
     def words(self) -> str:
-        named = (("from", self.least), ("above", self.above), ("to", self.most), ("below", self.below))
-        return " ".join(f"{word} {limit}" for word, limit in named if limit is not None)
+        low = (
+            f"from {self.least}" if self.least is not None else f"above {self.above}" if self.above is not None else ""
+        )
+        high = f"to {self.most}" if self.most is not None else f"below {self.below}" if self.below is not None else ""
+        return " and ".join(filter(None, [low, high])) if "above" in low or "below" in high else f"{low} {high}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,34 @@ class Context:
     limit: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # tokens; auto = the model's limit, or what fits
     on_overflow: Annotated[Literal["error"], Later(("compress", "drop-oldest", "summarize"))] = "error"  # when full
     reserve: Annotated[int, Range(1)] = 1024  # tokens kept free for the answer
+
+
+@dataclass(frozen=True)
+class Model:
+    """`[models.NAME]`: what a short model name stands for."""
+
+    path: str = ""  # model id, folder, or "demo"; empty = the name itself
+    revision: str = ""  # commit, tag or branch of the model id; empty = its main branch
+    profile: str = ""  # profile used with it unless another is asked for
+    trust_remote_code: bool = False  # run Python code that comes with this model
+
+
+@dataclass(frozen=True)
+class Top:
+    """Keys of a config file that stand in no table."""
+
+    schema: Literal[1] = 1  # version of this format
+    default_model: str = "demo"  # model used when none is named: an id, a folder, "demo" or a name below [models]
+    default_profile: str = "ngram"  # profile used when none is named
+
+
+@dataclass(frozen=True)
+class Header:
+    """Keys of a profile that stand in no table."""
+
+    description: str = ""  # one line for `profiles list`
+    extends: str | tuple[str, ...] = ()  # a profile, or a list of them of which later ones win
+    exactness: Exactness = "exact"  # what may change the text, drafting aside: nothing, bounded error, anything
 
 
 TABLES: Mapping[str, type] = {"load": Load, "prefill": Prefill, "kv": Kv, "sample": Sample, "context": Context}

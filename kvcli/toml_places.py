@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import tomli
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 Keys = tuple[str, ...]
+Level = Literal["built-in", "system", "user", "project", "--config"]
 LARGEST = 1 << 20  # bytes; a device or a model given by mistake must not be read to its end
 
 
@@ -36,7 +37,7 @@ class Document:
     text: str
     values: Mapping[str, object]
     problems: tuple[Problem, ...] = ()
-    builtin: bool = False  # shipped: its lines are no use to people, its name is
+    level: Level = "user"
 
     @cached_property
     def marks(self) -> dict[Keys, Mark]:
@@ -62,7 +63,7 @@ class Document:
         return Place(self.source, lines[line - 1] if line <= len(lines) else "", line, column)
 
 
-def read_document(path: Path, source: str) -> Document:
+def read_document(path: Path, source: str, level: Level = "user") -> Document:
     """Read and parse a file; whatever is wrong with it is in `problems`."""
     try:
         with path.open("rb") as file:
@@ -72,10 +73,10 @@ def read_document(path: Path, source: str) -> Document:
         return Document(source, "", {}, (Problem(Place(source), why),))
     if len(raw) > LARGEST:
         return Document(source, "", {}, (Problem(Place(source), "is larger than 1 MiB, so it is no settings file"),))
-    return decode_document(raw, source)
+    return decode_document(raw, source, level)
 
 
-def decode_document(raw: bytes, source: str, *, builtin: bool = False) -> Document:
+def decode_document(raw: bytes, source: str, level: Level = "user") -> Document:
     try:
         text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -84,12 +85,12 @@ def decode_document(raw: bytes, source: str, *, builtin: bool = False) -> Docume
         at = Document(source, text, {}).place(before.count("\n") + 1, len(before) - before.rfind("\n"))
         byte = f"byte 0x{raw[error.start]:02x} is not UTF-8 text"
         return Document(source, text, {}, (Problem(at, byte, hint="save the file as UTF-8"),))
-    return parse_document(text, source, builtin=builtin)
+    return parse_document(text, source, level)
 
 
-def parse_document(text: str, source: str, *, builtin: bool = False) -> Document:
+def parse_document(text: str, source: str, level: Level = "user") -> Document:
     try:
-        return Document(source, text, tomli.loads(text), builtin=builtin)
+        return Document(source, text, tomli.loads(text), level=level)
     except tomli.TOMLDecodeError as error:
         problems = _twice(text, source) if error.msg.startswith("Cannot") else []
         if not problems:

@@ -142,7 +142,8 @@ _NOUNS: Mapping[object, str] = {
 
 def noun(value: object) -> str:
     """What kind of thing a TOML value is."""
-    return _NOUNS.get(type(value), "a date or time")
+    own = {bool: "a true/false value", float: "a decimal number", type(None): "nothing"}
+    return own.get(type(value)) or _NOUNS.get(type(value), "a date or time")
 
 
 def _wrong(hint: object, value: object) -> WrongValue:
