@@ -13,15 +13,15 @@ except ImportError:  # Windows has no echo to switch off here
 
 
 @contextmanager
-def no_echo(stdin: TextIO | None) -> Iterator[None]:
-    """Echo off inside the block. Nothing happens where stdin is no terminal."""
+def echo(stdin: TextIO | None, on: bool) -> Iterator[None]:
+    """Echo on or off inside the block. Nothing happens where stdin is no terminal."""
     saved = None
     if stdin is not None and termios is not None:
         try:
             saved = termios.tcgetattr(stdin.fileno())
-            quiet = [*saved]
-            quiet[3] &= ~(termios.ECHO | termios.ECHONL)
-            termios.tcsetattr(stdin.fileno(), termios.TCSANOW, quiet)
+            wanted = [*saved]
+            wanted[3] = saved[3] | termios.ECHO if on else saved[3] & ~(termios.ECHO | termios.ECHONL)
+            termios.tcsetattr(stdin.fileno(), termios.TCSANOW, wanted)
         except (OSError, ValueError, termios.error):
             saved = None
     try:

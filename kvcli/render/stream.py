@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from kvcli.api import End, Event, Live, Read, Text, Turn
-from kvcli.render.keys import no_echo
+from kvcli.render.keys import echo
 from kvcli.render.live import Look, Memory, busy, live_row, process_memory, reading_bar
 from kvcli.render.region import Region
 from kvcli.render.screen import Screen
@@ -31,17 +31,23 @@ def show_turn(events: Iterable[Event], screen: Screen, look: Look | None = None)
     """
     view = TurnView(screen, look or Look())
     with view.running():
-        for event in events:
-            view.on(event)
+        try:
+            for event in events:
+                view.on(event)
+        finally:
+            # Ctrl-C may arrive outside the generator: closing tells it to keep what was said
+            close = getattr(events, "close", None)
+            if close is not None:
+                close()
     if view.turn is None:
         raise AssertionError("a stream ends with End")
     show_summary(view.turn, screen)
     return view.turn
 
 
-def show_summary(turn: Turn, screen: Screen) -> None:
-    """The dim lines after a turn, on stderr, unless --quiet or --stats off."""
-    if screen.quiet or screen.stats == "off":
+def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:
+    """The dim lines after a turn, on stderr, unless --quiet or --stats off or the turn said nothing."""
+    if not always and (screen.quiet or screen.stats == "off" or not turn.stats.new):
         return
     for line in summary(turn, screen.err.width):
         screen.err.line((line, "dim"))
@@ -91,7 +97,7 @@ class TurnView:
     @contextmanager
     def running(self) -> Iterator[TurnView]:
         """Redraw from a timer thread inside the block; afterwards only the answer is left on the screen."""
-        with no_echo(self.screen.stdin if self.region else None), ticking(self.tick if self.region else None):
+        with echo(self.screen.stdin if self.region else None, on=False), ticking(self.tick if self.region else None):
             try:
                 yield self
             finally:
@@ -205,7 +211,7 @@ def busy_word(screen: Screen, word: str) -> Iterator[None]:
         region.draw([], [row] if row else [])
 
     draw()
-    with no_echo(screen.stdin):
+    with echo(screen.stdin, on=False):
         try:
             with ticking(draw):
                 yield

@@ -75,7 +75,7 @@ def _work(stats: Stats) -> list[str]:
 
 def _memory(stats: Stats) -> list[str]:
     fp16 = stats.kv_fp16
-    before = f" ({f.long_size(fp16)} at fp16)" if fp16 and abs(fp16 - stats.kv_bytes) > 0.02 * fp16 else ""
+    before = f" ({f.long_size(fp16)} at fp16)" if fp16 > 1.05 * stats.kv_bytes else ""
     return [
         f"kv {f.long_size(stats.kv_bytes)}{before}" if stats.kv_bytes else "",
         f"peak {f.long_size(stats.peak)}" if stats.peak else "",

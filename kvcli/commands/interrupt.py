@@ -1,0 +1,46 @@
+"""Ctrl-C as a flag that the decoding loop asks for between passes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+IMPATIENT = 1.0  # seconds after the first Ctrl-C; a second one before that is the same wish
+
+
+class Interrupt:
+    """Inside the block, the first Ctrl-C makes the object, called as `cancel`, answer True.
+
+    A later one does not wait for the pass to end: it raises KeyboardInterrupt, and the model reads its past again.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.since: float | None = None
+        self._before: Any = None
+
+    def __call__(self) -> bool:
+        return self.since is not None
+
+    def hear(self, _signal: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
+        """The handler."""
+        now = self.clock()
+        if self.since is None:
+            self.since = now
+        elif now - self.since > IMPATIENT:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self.hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,248 @@
+"""The chat on a terminal: a prompt, the answer as it comes, and slash commands, until the user leaves."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvcli.api import Event, Turn
+from kvcli.commands import prompt, slash
+from kvcli.commands.interrupt import Interrupt
+from kvcli.conversation import Chat
+from kvcli.errors import BadInput, ExitStatus, KvcliError
+from kvcli.render.errors import print_error, print_note, print_warning
+from kvcli.render.keys import echo
+from kvcli.render.live import Look, Memory
+from kvcli.render.screen import Screen
+from kvcli.render.stream import show_turn
+from kvcli.render.terminal import cells
+from kvcli.render.wrap import fold
+from kvcli.world import World
+
+LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that leave
+HINT = "Ctrl-D or /exit to leave"
+
+
+class Profiles(Protocol):
+    """What the settings files offer. Handed in by the command that read them."""
+
+    def names(self) -> Sequence[str]: ...
+    def keys(self) -> Sequence[str]:
+        """Keys that /set can complete."""
+        ...
+
+    def resolve(self, name: str, sets: Sequence[str]) -> Any:
+        """The profile of that name with KEY=VALUE settings on top; raises BadConfig."""
+        ...
+
+
+class Repl:
+    """One chat on one terminal."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        screen: Screen,
+        world: World,
+        *,
+        profiles: Profiles | None = None,
+        profile: str = "",
+        sets: Sequence[str] = (),
+        memory: Callable[[], Memory | None] | None = None,
+        after_turn: Callable[[], None] | None = None,
+        history: Path | None = None,
+    ) -> None:
+        """`after_turn` keeps the conversation safe; `memory` is shown in the live row (default: the process's RSS)."""
+        self.chat, self.screen, self.world = chat, screen, world
+        self.profiles, self.profile_name, self.sets = profiles, profile, list(sets)
+        self.memory, self.after_turn = memory, after_turn
+        self.reader = prompt.reader(world, self._words(), history)
+        self.last: Turn | None = None
+        self.is_over = False
+        self.draft = ""  # put back at the prompt: a question that was stopped before its answer began
+        self._told: set[str] = set()  # notes already shown
+        self._left_at: float | None = None  # when Ctrl-C was last pressed at the prompt
+
+    # --- the loop
+
+    def run(self) -> ExitStatus:
+        """Until the user leaves."""
+        while not self.is_over:
+            self.say("")
+            line = self._read()
+            if line.strip():
+                with echo(self.screen.stdin, on=False):
+                    self.handle(line)
+        return ExitStatus.OK
+
+    def _read(self) -> str:
+        default, self.draft = self.draft, ""
+        try:
+            line = self.reader.read(default)
+        except EOFError:
+            self.is_over = True
+            return ""
+        except KeyboardInterrupt:
+            now = self.world.clock()
+            if self._left_at is not None and now - self._left_at < LEAVE_WITHIN:
+                self.is_over = True
+            else:
+                self._left_at = now
+                self.screen.err.line((HINT, "dim"))
+            return ""
+        self._left_at = None
+        return line
+
+    def handle(self, line: str) -> None:
+        """Ask a question or run a slash command. Nothing that goes wrong here ends the chat."""
+        try:
+            if line.startswith("//"):
+                self.ask(line[1:])
+            elif line.startswith("/"):
+                slash.run(self, line)
+            else:
+                self.ask(line)
+        except KvcliError as error:
+            print_error(self.screen.err, error)
+        except KeyboardInterrupt:
+            self.say("stopped")
+        except Exception as error:  # a bug of ours must not cost the user the conversation
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        lines = ["the conversation is as it was before"]
+        if self.world.options.verbose > 1:
+            lines += "".join(traceback.format_exception(error)).rstrip().split("\n")
+        words = str(error).split("\n")[0]
+        print_error(self.screen.err, KvcliError(f"{type(error).__name__}: {words}", lines=lines))
+
+    # --- turns
+
+    def ask(self, text: str) -> None:
+        """One question; if it was stopped before the answer began it is put back at the prompt."""
+        n = len(self.chat.messages)
+        self.turn(lambda **options: self.chat.stream(text, **options))
+        if self.last is not None and self.last.finish == "interrupted" and len(self.chat.messages) == n:
+            self.draft = text
+
+    def turn(self, start: Callable[..., Iterator[Event]]) -> None:
+        """Show the events that `start(cancel=...)` yields, stopping at Ctrl-C."""
+        with Interrupt(self.world.clock) as cancel:
+            look = Look(self.profile_name, self.memory, cancel)
+            try:
+                self.last = show_turn(start(cancel=cancel), self.screen, look)
+            except KeyboardInterrupt:
+                self.say("stopped at once; the conversation is read again with the next question")
+        for note in self.chat.notes:
+            if note not in self._told:
+                print_note(self.screen.err, note)
+                self._told.add(note)
+        if self.after_turn is not None:
+            self.after_turn()
+
+    def last_turn(self, what: str) -> Turn:
+        """The last finished turn, or an error naming what was wanted of it."""
+        if self.last is None:
+            raise BadInput(f"no {what} yet: nothing was asked", code="no_question")
+        return self.last
+
+    # --- settings
+
+    @property
+    def limit(self) -> int:
+        """The window in use, tokens."""
+        model = self.chat.model
+        return int(getattr(model, "limit", 0) or model.info.limit)
+
+    def kv_rows(self) -> list[dict[str, object]]:
+        """What the model's cache holds by layer and tier; nothing where the model runs elsewhere."""
+        table: Callable[[], list[dict[str, object]]] | None = getattr(self.chat.model, "kv_table", None)
+        return table() if table is not None else []
+
+    def reconfigure(self, name: str, sets: Sequence[str]) -> None:
+        """Go on under another profile with the same weights. Refused, and nothing changed, if it does not work."""
+        if self.profiles is None:
+            raise BadInput("profiles cannot be changed in this chat", code="no_profiles")
+        model: Any = self.chat.model
+        changed = model.with_profile(self.profiles.resolve(name, sets))
+        self.chat.model = changed
+        close = getattr(model, "close", None)
+        if close is not None:
+            close()  # its keys and values are of no use to the other profile
+        self.profile_name, self.sets = name, list(sets)
+        again = "; the conversation is read again with it" if self.chat.messages else ""
+        self.say(f"{', '.join([name, *sets])} from the next question on{again}")
+
+    # --- showing
+
+    def say(self, text: str) -> None:
+        """Lines on stderr, folded at the terminal's edge."""
+        for line in text.split("\n"):
+            for part in fold(line, max(20, self.screen.err.width - 1)):
+                self.screen.err.line((part.rstrip(), ""))
+
+    def warn(self, text: str) -> None:
+        print_warning(self.screen.err, text)
+
+    def lines(self, lines: Sequence[str]) -> None:
+        """Lines of a table, as they are."""
+        for line in lines:
+            self.screen.err.line((line, ""))
+
+    def listing(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Names at the left and sentences beside them, or below them on a narrow terminal."""
+        err = self.screen.err
+        left = max(cells(name) for name, _ in rows) + 2
+        beside = err.width - left - 1 >= 36
+        for name, text in rows:
+            indent = left if beside else 4
+            first, *more = fold(text, max(20, err.width - indent - 1))
+            if beside:
+                err.line((name + " " * (left - cells(name)), "cyan"), (first.rstrip(), ""))
+            else:
+                err.line((name, "cyan"))
+                more.insert(0, first)
+            for part in more:
+                err.line((" " * indent + part.rstrip(), ""))
+
+    # --- the user's editor
+
+    def edit_text(self, text: str) -> str:
+        """The text after the user's $EDITOR is done with it."""
+        environ = self.world.environ
+        command = shlex.split(environ.get("VISUAL") or environ.get("EDITOR") or "vi")
+        with tempfile.TemporaryDirectory(prefix="kvcli-") as folder:  # 0700
+            file = Path(folder) / "question.md"
+            file.write_text(text, encoding="utf-8")
+            try:
+                with echo(self.screen.stdin, on=True):
+                    done = subprocess.run([*command, str(file)], check=False, env=dict(environ))
+            except OSError as error:
+                raise BadInput(
+                    f"cannot start the editor {command[0]}: {error.strerror or error}",
+                    code="no_editor",
+                    try_=["export EDITOR=nano"],
+                ) from None
+            if done.returncode:
+                raise BadInput(f"{command[0]} ended with status {done.returncode}", code="editor_failed")
+            return file.read_text(encoding="utf-8")
+
+    def _words(self) -> dict[str, prompt.Words]:
+        profiles = self.profiles
+        return {
+            "profile": lambda: profiles.names() if profiles else (),
+            "key": lambda: profiles.keys() if profiles else (),
+            "stats": lambda: ("live", "turn", "off", "last"),
+            "command": lambda: tuple(slash.COMMANDS),
+            "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
+        }
+
+
+def run_repl(chat: Chat, screen: Screen, world: World, **options: Any) -> ExitStatus:
+    """Chat until the user leaves. Options are those of Repl."""
+    return Repl(chat, screen, world, **options).run()

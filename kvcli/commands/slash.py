@@ -1,0 +1,275 @@
+"""The slash commands of the chat: one small function each, listed with its usage and its help."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.documents import read_document
+from kvcli.errors import BadInput, UsageError
+from kvcli.render import figures as f
+from kvcli.render import tables
+from kvcli.render.stream import show_summary
+from kvcli.text import neutralise
+
+if TYPE_CHECKING:
+    from kvcli.commands.repl import Repl
+
+Handler = Callable[["Repl", str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Slash:
+    """One command. `completes` names what its argument is, for the Tab key."""
+
+    name: str
+    usage: str  # its argument, as shown in /help
+    help: str
+    run: Handler
+    also: tuple[str, ...] = ()
+    completes: str = ""  # path | profile | key | stats | command | document
+
+    @property
+    def call(self) -> str:
+        return f"/{self.name} {self.usage}".rstrip()
+
+
+COMMANDS: dict[str, Slash] = {}
+
+
+def slash(
+    name: str, usage: str, help: str, also: tuple[str, ...] = (), completes: str = ""
+) -> Callable[[Handler], Handler]:
+    """Put a function on the list."""
+
+    def add(run: Handler) -> Handler:
+        COMMANDS[name] = Slash(name, usage, help, run, also, completes)
+        return run
+
+    return add
+
+
+def find(name: str) -> Slash:
+    """The command of that name or other name, or an error that guesses which was meant."""
+    for command in COMMANDS.values():
+        if name == command.name or name in command.also:
+            return command
+    names = [n for command in COMMANDS.values() for n in (command.name, *command.also)]
+    near = difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
+    raise UsageError(
+        f"there is no command /{name}",
+        code="unknown_command",
+        try_=[f"did you mean /{near[0]}?"] if near else ["/help", f"//{name} sends it as text"],
+    )
+
+
+def run(repl: Repl, line: str) -> None:
+    """Run a line that begins with a slash."""
+    name, _, argument = line[1:].strip().partition(" ")
+    find(name).run(repl, argument.strip())
+
+
+def table() -> list[tuple[str, str]]:
+    """Call and help of every command, in the order of the list."""
+    rows = []
+    for command in COMMANDS.values():
+        also = f" ({', '.join('/' + n for n in command.also)})" if command.also else ""
+        rows.append((command.call, command.help + also))
+    return rows
+
+
+def markdown(_: str = "") -> str:
+    """The table of docs/chat.md."""
+    rows = [f"| `{call.replace('|', '&#124;')}` | {help} |".replace("`/", "`/") for call, help in table()]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
+
+
+# --- leaving and help
+
+
+@slash("help", "[COMMAND]", "this list, or one command", also=("?",), completes="command")
+def _help(repl: Repl, argument: str) -> None:
+    if argument:
+        command = find(argument.lstrip("/"))
+        repl.say(f"{command.call}: {command.help}")
+        return
+    repl.listing(table())
+    repl.say("")
+    repl.say('A text of several lines stands between """ and """, or has Alt-Enter at the line ends.')
+    repl.say("//text sends a text that begins with a slash. Ctrl-C stops an answer.")
+
+
+@slash("exit", "", "leave, as Ctrl-D does", also=("quit", "bye"))
+def _exit(repl: Repl, _: str) -> None:
+    repl.is_over = True
+
+
+# --- questions and answers
+
+
+@slash("clear", "", "begin anew; the system text stays")
+def _clear(repl: Repl, _: str) -> None:
+    n = len(repl.chat.messages) // 2
+    repl.chat.clear()
+    repl.last = None
+    repl.say(f"forgot {_counted(n, 'question')}")
+
+
+@slash("retry", "", "ask the last question again")
+def _retry(repl: Repl, _: str) -> None:
+    repl.turn(repl.chat.retry)
+
+
+@slash("undo", "[N]", "forget the last question, or the last N")
+def _undo(repl: Repl, argument: str) -> None:
+    n = repl.chat.undo(_number(argument or "1", "/undo 2"))
+    left = len(repl.chat.messages) // 2
+    repl.say(f"forgot {_counted(n, 'question')}, {left} left" if n else "there is no question to forget")
+
+
+@slash("edit", "", "change the last question in $EDITOR, and ask it")
+def _edit(repl: Repl, _: str) -> None:
+    before = repl.chat.last_question if repl.chat.messages else ""
+    after = repl.edit_text(before).strip()
+    if not after or after == before.strip():
+        repl.say("nothing was changed, so nothing is asked")
+    elif repl.chat.messages:
+        repl.turn(lambda **options: repl.chat.edit(after, **options))
+    else:
+        repl.ask(after)
+
+
+# --- documents and settings
+
+
+@slash("file", "PATH", "attach a text file to the next question", completes="path")
+def _file(repl: Repl, argument: str) -> None:
+    path = argument.strip("\"'")
+    if not path:
+        raise UsageError("which file?", try_=["/file report.md", "/file demo:report"])
+    document = read_document(path if path.startswith(("~", "demo:")) else repl.world.cwd / path)
+    repl.chat.attach(document)
+    tokens = document.tokens(repl.chat.model.tokenizer)
+    name = neutralise(document.name, one_line=True)
+    repl.say(f"attached {name} · {_counted(document.lines, 'line')} · {_counted(tokens, 'token')}")
+    limit = repl.limit
+    if limit and tokens > limit:
+        repl.warn(f"{name} alone is longer than the window of {f.count(limit)} tokens")
+
+
+@slash("files", "", "list the attached documents")
+def _files(repl: Repl, _: str) -> None:
+    documents, pending = repl.chat.documents, len(repl.chat.pending)
+    if not documents:
+        repl.say("no document is attached; /file PATH attaches one")
+        return
+    rows = []
+    for i, document in enumerate(documents, 1):
+        tokens = _counted(document.tokens(repl.chat.model.tokenizer), "token")
+        when = "with the next question" if i > len(documents) - pending else ""
+        rows.append(
+            [f"{i}  {neutralise(document.name, one_line=True)}", _counted(document.lines, "line"), tokens, when]
+        )
+    repl.lines(tables.columns(rows))
+
+
+@slash("drop", "N", "take document N out of the conversation", completes="document")
+def _drop(repl: Repl, argument: str) -> None:
+    document = repl.chat.drop(_number(argument, "/drop 1") - 1)
+    repl.say(f"dropped {neutralise(document.name, one_line=True)}; what followed it is read again")
+
+
+@slash("system", "[TEXT]", "set the system text, or show it; - removes it")
+def _system(repl: Repl, argument: str) -> None:
+    if not argument:
+        repl.say(neutralise(repl.chat.system) if repl.chat.system else "there is no system text")
+        return
+    repl.chat.system = None if argument == "-" else argument
+    word = "removed" if argument == "-" else "set"
+    repl.say(f"system text {word}; the conversation is read again with the next question")
+
+
+@slash("set", "KEY VALUE", "change a profile key from the next question on", completes="key")
+def _set(repl: Repl, argument: str) -> None:
+    key, _, value = argument.replace("=", " ", 1).partition(" ")
+    if not key or not value.strip():
+        raise UsageError("a key and a value are needed", try_=["/set sample.temperature 0.2"])
+    repl.reconfigure(repl.profile_name, [*repl.sets, f"{key}={value.strip()}"])
+
+
+@slash("profile", "[NAME]", "go on under another profile, or show this one", completes="profile")
+def _profile(repl: Repl, argument: str) -> None:
+    if argument:
+        repl.reconfigure(argument, [])
+        return
+    changed = f" with {', '.join(repl.sets)}" if repl.sets else ""
+    repl.say(f"{repl.profile_name}{changed}")
+
+
+# --- figures
+
+
+@slash(
+    "stats",
+    "live|turn|off|last",
+    "when to show figures; or show the last ones",
+    completes="stats",
+)
+def _stats(repl: Repl, argument: str) -> None:
+    match argument:
+        case "last":
+            show_summary(repl.last_turn("figures"), repl.screen, always=True)
+        case "live" | "turn" | "off":
+            repl.screen.stats = argument
+            repl.say(f"stats {argument} from the next question on")
+        case "":
+            repl.say(f"stats {repl.screen.stats}")
+        case _:
+            raise UsageError(
+                f"/stats knows no {argument}", try_=["/stats live", "/stats turn", "/stats off", "/stats last"]
+            )
+
+
+@slash("spec", "", "how drafting went in the last answer")
+def _spec(repl: Repl, _: str) -> None:
+    repl.lines(tables.spec_table(repl.last_turn("drafting").stats, repl.screen.err.width))
+
+
+@slash("kv", "", "what the cache holds, by layer and tier")
+def _kv(repl: Repl, _: str) -> None:
+    rows = repl.kv_rows()
+    repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the cache is empty"])
+
+
+@slash("tokens", "", "the context by message, and what is left")
+def _tokens(repl: Repl, _: str) -> None:
+    repl.lines(tables.token_table(repl.chat.tokens(), repl.limit, repl.screen.err.width))
+
+
+# --- keeping
+
+
+@slash("save", "[TITLE]", "save the conversation, with a title if given")
+def _save(repl: Repl, argument: str) -> None:
+    repl.say(f"saved to {neutralise(str(repl.chat.save(argument or None)), one_line=True)}")
+
+
+@slash("export", "FILE", "write the conversation: .md, .json or .jsonl", completes="path")
+def _export(repl: Repl, argument: str) -> None:
+    path = argument.strip("\"'")
+    if not path:
+        raise UsageError("which file?", try_=["/export chat.md"])
+    written = repl.chat.export(path if path.startswith("~") else repl.world.cwd / path)
+    repl.say(f"wrote {neutralise(str(written), one_line=True)}")
+
+
+def _number(text: str, example: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise BadInput(f"a number from 1 is needed, not {text or 'nothing'}", code="not_a_number", try_=[example])
+    return int(text)
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{f.count(n)} {noun}{'' if n == 1 else 's'}"
