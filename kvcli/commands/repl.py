@@ -59,7 +59,8 @@ class Repl:
     ) -> None:
         """`after_turn` keeps the conversation safe; `memory` is shown in the live row (default: the process's RSS)."""
         self.chat, self.screen, self.world = chat, screen, world
-        self.profiles, self.profile_name, self.sets = profiles, profile, list(sets)
+        self.profiles, self.profile_name = profiles, profile
+        self.given, self.sets = list(sets), list(sets)  # of the command line; with those of /set
         self.memory, self.after_turn = memory, after_turn
         self.reader = prompt.reader(world, self._words(), history)
         self.last: Turn | None = None

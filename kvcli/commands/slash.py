@@ -202,7 +202,7 @@ def _set(repl: Repl, argument: str) -> None:
 @slash("profile", "[NAME]", "go on under another profile, or show this one", completes="profile")
 def _profile(repl: Repl, argument: str) -> None:
     if argument:
-        repl.reconfigure(argument, [])
+        repl.reconfigure(argument, repl.given)
         return
     changed = f" with {', '.join(repl.sets)}" if repl.sets else ""
     repl.say(f"{repl.profile_name}{changed}")

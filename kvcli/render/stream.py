@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from kvcli.api import End, Event, Live, Read, Text, Turn
 from kvcli.render.keys import echo
-from kvcli.render.live import Look, Memory, busy, live_row, process_memory, reading_bar
+from kvcli.render.live import Look, busy, live_row, process_memory, reading_bar
 from kvcli.render.region import Region
 from kvcli.render.screen import Screen
 from kvcli.render.summary import summary
@@ -217,6 +217,3 @@ def busy_word(screen: Screen, word: str) -> Iterator[None]:
                 yield
         finally:
             region.close()
-
-
-__all__ = ["Look", "Memory", "TurnView", "busy_word", "show_summary", "show_turn", "ticking"]

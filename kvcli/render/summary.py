@@ -83,11 +83,11 @@ def _memory(stats: Stats) -> list[str]:
     ]
 
 
-def joined(parts: Iterable[str], width: int, indent: str = "") -> list[str]:
-    """The parts with dots between them, on as many lines as they need; a part is never split."""
+def joined(parts: Iterable[str], width: int, indent: str = "", between: str = DOT) -> list[str]:
+    """The parts side by side, on as many lines as they need; a part is never split."""
     lines: list[str] = []
     for part in filter(None, parts):
-        longer = f"{lines[-1]}{DOT}{part}" if lines else ""
+        longer = f"{lines[-1]}{between}{part}" if lines else ""
         if lines and cells(longer) < width:
             lines[-1] = longer
         else:

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from kvcli.render import figures as f
+from kvcli.render.summary import joined
 from kvcli.render.terminal import cells
 from kvcli.stats import Stats
 from kvcli.text import neutralise
@@ -21,12 +22,12 @@ def spec_table(stats: Stats, width: int) -> list[str]:
         why = f"; drafting was paused in {f.count(stats.paused_passes)} of them" if stats.paused_passes else ""
         return [f"no pass carried a draft ({f.count(stats.passes)} passes{why})"]
     bare = stats.passes - stats.drafted_passes
-    head = (
-        f"accept {stats.mean_acceptance_length:.2f} in {f.percent(stats.drafted_share)} of passes "
-        f"→ {stats.tokens_per_pass:.2f} tokens per pass"
-    )
-    tail = f"({f.count(stats.passes)} passes, {f.count(bare)} without a draft)"
-    first = [f"{head}     {tail}"] if cells(head + tail) + 5 < width else [head, f"  {tail}"]
+    said = f"accept {stats.mean_acceptance_length:.2f} in {f.percent(stats.drafted_share)} of passes"
+    gained = f"→ {stats.tokens_per_pass:.2f} tokens per pass"
+    passes = f"({f.count(stats.passes)} passes, {f.count(bare)} without a draft)"
+    first = joined([f"{said} {gained}" if cells(said + gained) + 1 < width else said, passes], width, between="     ")
+    if gained not in first[0]:
+        first.insert(1, gained)
     histogram, beside = _histogram(stats.histogram), [*_positions(stats.per_position, width), "", *_drafts(stats)]
     if width < SIDE_BY_SIDE:
         return [*first, *histogram, "", *beside]
@@ -49,7 +50,9 @@ def _histogram(counts: Sequence[int]) -> list[str]:
 
 def _positions(taken: Sequence[float], width: int) -> list[str]:
     """Share of the drafts whose guess at each position was accepted, as many positions as fit."""
-    room = max(1, (min(width, 120) - (46 if width >= SIDE_BY_SIDE else 16)) // 6)
+    room = max(1, (min(width, 120) - (44 if width >= SIDE_BY_SIDE else 11)) // 6)
+    if len(taken) > room:
+        room = max(1, room - 2)  # for "and N more"
     shown = taken[:room]
     more = f"  and {len(taken) - room} more" if len(taken) > room else ""
     if not shown:
@@ -65,7 +68,7 @@ def _drafts(stats: Stats) -> list[str]:
     paused = f"{f.count(stats.paused_passes)} passes"
     return [
         f"guesses     {taken}",
-        f"paused      {paused}" + (": drafting cost more than it gained" * bool(stats.paused_passes)),
+        f"paused      {paused}" + (": plain decoding was faster" if stats.paused_passes else ""),
     ]
 
 
