@@ -10,17 +10,20 @@ import difflib
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a bare checkout documents itself
 
+PIPES: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "encoding": "utf-8", "check": True}
 PART = re.compile(r"(<!-- generated: (\w+) ?(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -45,7 +48,9 @@ def _steady(page: str) -> str:
     """The page without what differs from run to run: times and sizes in sample outputs, and the gaps beside them."""
 
     def blur(part: re.Match[str]) -> str:
-        return re.sub(r"[ ━╺▁▂▃▄▅▆▇█]+", " ", re.sub(r"[0-9][0-9.,]*", "0", part[0])) if part[2] == "run" else part[0]
+        if part[2] not in ("run", "example"):
+            return part[0]
+        return re.sub(r"[ ━╺▁▂▃▄▅▆▇█]+", " ", re.sub(r"[0-9][0-9.,]*", "0", part[0]))
 
     return PART.sub(blur, page)
 
@@ -63,17 +68,98 @@ def run(command: str) -> str:
             [sys.executable, "-m", "kvcli", *words[1:]],
             cwd=ROOT,
             env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if command.endswith("2>&1") else subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            check=False,
+            stderr=subprocess.STDOUT if command.endswith("2>&1") else None,
+            **PIPES,
         )
-    if done.returncode and not command.endswith("2>&1"):
-        raise SystemExit(f"{command}: exit {done.returncode}\n{done.stderr}")
     lines = (line.rstrip() for line in done.stdout.replace(home, "~").splitlines())
     return "```console\n$ " + command.removesuffix("2>&1").strip() + "\n" + "\n".join(lines).strip("\n") + "\n```"
+
+
+def commands(_: str) -> str:
+    """Every command with its arguments and options; the options of every command stand at the end, once."""
+    import typer
+    from typer.main import get_command
+
+    from kvcli.cli import COMMANDS
+    from kvcli.commands.options import take_common
+
+    @typer.Typer().command()
+    def none() -> None: ...
+
+    blocks = []
+    for name in COMMANDS:
+        blocks += _command(f"kvcli {name}", get_command(import_module(f"kvcli.commands.{name}").app))
+    bare = typer.Typer(add_completion=False)
+    bare.command()(none)
+    blocks += [
+        "## Options of every command",
+        "They may stand before or after the command.",
+        _options(take_common(get_command(bare))),
+    ]
+    return "\n\n".join(blocks)
+
+
+def _command(title: str, command: Any) -> list[str]:
+    below = getattr(command, "commands", {})
+    usage = " ".join([title, *command.collect_usage_pieces(command.context_class(command))])
+    blocks = [f"{'##' if title.count(' ') == 1 else '###'} {title}", f"```\n{usage}\n```", _prose(command.help or "")]
+    if not below:
+        blocks.append(_options(command))
+    for name, inner in below.items():
+        blocks += _command(f"{title} {name}", inner)
+    return [block for block in blocks if block]
+
+
+def _options(command: Any) -> str:
+    context = command.context_class(command)
+    records = [param.get_help_record(context) for param in command.params if param.name != "help"]
+    rows = [f"| `{' '.join(names.split())}` | {_cell_text(text)} |" for names, text in filter(None, records)]
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
+
+
+def _prose(text: str) -> str:
+    return "\n\n".join(" ".join(block.split()) for block in text.replace("\b", "").split("\n\n"))
+
+
+def _cell_text(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def keys(_: str) -> str:
+    """Every key of a profile, from the dataclasses that check it."""
+    from kvcli.build import REGISTRIES
+    from kvcli.schema import METHODS, ORDER, TABLES
+
+    blocks = []
+    for table in ORDER:
+        if table in TABLES:
+            blocks += [f"### `[{table}]`", _keys_of(TABLES[table])]
+            continue
+        key, usual = METHODS[table]
+        names = ", ".join(f'`"{name}"`' for name in REGISTRIES[table])
+        blocks += [
+            f"### `[{table}]`",
+            f'`{key}` is one of {names}; without it, `"{usual}"`. The other keys are the method\'s own.',
+        ]
+        for name, where in REGISTRIES[table].items():
+            module, _, cls = where.partition(":")
+            method = getattr(import_module(module), cls)
+            blocks += [f'**`{key} = "{name}"`**: {_prose(method.__doc__ or "").splitlines()[0]}', _keys_of(method)]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _keys_of(table: type) -> str:
+    import dataclasses
+
+    from kvcli.toml_places import toml_value
+    from kvcli.values import comments_of, expected, keys_of
+
+    comments, rows = comments_of(table), []
+    for key in keys_of(table).values():
+        unset = "" if key.default is dataclasses.MISSING else "model's own"
+        default = unset if key.default in (None, dataclasses.MISSING) else f"`{toml_value(key.default)}`"
+        rows.append(f"| `{key.name}` | {default} | {_cell_text(expected(key.hint))} | {comments.get(key.name, '')} |")
+    return "\n".join(["| key | default | takes | |", "|---|---|---|---|", *rows]) if rows else ""
 
 
 def exits(_: str) -> str:
@@ -85,26 +171,32 @@ def exits(_: str) -> str:
 
 
 def codes(_: str) -> str:
-    """The table of error codes, from every `code="..."` in the source."""
+    """The table of error codes: what the source can raise, and how it begins to say so."""
+    found: dict[tuple[str, int], set[str]] = {}
+    for kind, call in _raised():
+        given = [word.value for word in call.keywords if word.arg == "code"]
+        code = _words(given[0]) if given else kind.code
+        found.setdefault((code, kind.exit.value), set()).update(filter(None, [_words(arg) for arg in call.args[:1]]))
+    rows = [f"| `{code}` | {status} | {'<br>'.join(sorted(says))} |" for (code, status), says in sorted(found.items())]
+    return "\n".join(["| code | exit | says |", "|---|---|---|", *rows])
+
+
+def _raised() -> Iterator[tuple[Any, ast.Call]]:
+    """Each place in the source that makes one of our errors, with the error's class."""
     from kvcli import errors
 
-    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
-    found: dict[str, set[str]] = {}
-    for kind, code, file in _raised():
-        status = getattr(kinds.get(kind), "exit", None)
-        found.setdefault(f"| `{code}` | {status.value if status is not None else ''} |", set()).add(f"`{file}`")
-    rows = [f"{row} {', '.join(sorted(files))} |" for row, files in sorted(found.items())]
-    return "\n".join(["| code | exit | raised in |", "|---|---|---|", *rows])
-
-
-def _raised() -> Iterator[tuple[str, str, str]]:
-    """(class, code, file) of each error the source can raise."""
+    kinds = {name: kind for name, kind in vars(errors).items() if hasattr(kind, "exit")}
     for path in sorted((ROOT / "kvcli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                for word in node.keywords:
-                    if word.arg == "code" and isinstance(word.value, ast.Constant):
-                        yield node.func.id, str(word.value.value), path.relative_to(ROOT / "kvcli").as_posix()
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
+                yield kinds[node.func.id], node
+
+
+def _words(node: ast.expr) -> str:
+    """The text of a string in the source, with "…" where it has a gap."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_words(piece) or "…" for piece in node.values)
+    return str(node.value) if isinstance(node, ast.Constant) else ""
 
 
 def bench(folder: str) -> str:
@@ -127,18 +219,29 @@ def _cell(value: object) -> str:
     return f"{value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
 
 
-def source(where: str) -> str:
-    """A file of the repository, as it is."""
-    path = ROOT / where
-    return f"```{path.suffix.lstrip('.')}\n{path.read_text(encoding='utf-8').rstrip()}\n```"
+def families(_: str) -> str:
+    """The model designs that the tests build."""
+    tests = runpy.run_path(str(ROOT / "tests" / "families.py"))
+    names = sorted({family.model_type or name for name, family in tests["FAMILIES"].items()})
+    return f"{len(names)} designs: {', '.join(f'`{name}`' for name in names)}."
+
+
+def example(where: str) -> str:
+    """A Python file without its docstring, and what it prints."""
+    code = (ROOT / where).read_text(encoding="utf-8").partition('"""\n\n')[2].strip()
+    done = subprocess.run([sys.executable, ROOT / where], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, **PIPES)
+    return f"```python\n{code}\n```\n\nprints\n\n```\n{done.stdout.strip()}\n```"
 
 
 KINDS: dict[str, Callable[[str], str]] = {
     "run": run,
+    "commands": commands,
+    "keys": keys,
     "exits": exits,
     "codes": codes,
     "bench": bench,
-    "source": source,
+    "families": families,
+    "example": example,
 }
 
 if __name__ == "__main__":

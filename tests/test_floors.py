@@ -19,11 +19,12 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "config demo documents files layers problems profile refusals schema source text toml_places values",
+        "config demo documents files layers problems profile refusals resolve schema settings source text toml_places "
+        "values",
         "kv memory rows sample stats verify",
         "forward model policies",
         "drafts prune",
-        "api build conversation kvcli local session transcript world",
+        "api build conversation kvcli local schemas session transcript world",
         "__main__ cli commands render",
     )
 ]
