@@ -1,0 +1,200 @@
+"""Write seeded field reports: headed sections of facts, findings, notes and filler, with page marks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from kvcli.demo import words
+from kvcli.demo.words import between, pick
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One retrievable sentence: The ATTRIBUTE of ENTITY is VALUE."""
+
+    attribute: str
+    entity: str
+    value: str
+
+    @property
+    def sentence(self) -> str:
+        return f"The {self.attribute} of {self.entity} is {self.value}."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The main finding of one section, with the page it stands on."""
+
+    section: int
+    text: str
+    page: int
+
+    @property
+    def sentence(self) -> str:
+        return f"Main finding of section {self.section}: {self.text} [p. {self.page}]."
+
+
+@dataclass(frozen=True)
+class Note:
+    """A field note of two to four sentences that name one place."""
+
+    section: int
+    place: str
+    text: str
+
+    @property
+    def paragraph(self) -> str:
+        return f"Field note {self.section}: {self.text}"
+
+
+@dataclass
+class Report:
+    """A report's text and everything in it that can be asked for."""
+
+    n_sections: int
+    text: str = ""
+    facts: list[Fact] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """What can be said of one kind of entity, and how its value is drawn."""
+
+    name: str
+    kind: str
+    draw: Callable[[Random], str]
+
+
+ATTRIBUTES = [
+    # the code is the showpiece, hence twice
+    Attribute("access code", "depot", lambda rng: words.digits(rng, 5)),
+    Attribute("access code", "depot", lambda rng: words.digits(rng, 5)),
+    Attribute("keeper", "depot", words.person),
+    Attribute("paint", "depot", lambda rng: pick(rng, words.COLOURS)),
+    Attribute("badge number", "surveyor", lambda rng: words.digits(rng, 4)),
+    Attribute("home", "surveyor", words.place),
+    Attribute("depth", "well", lambda rng: words.digits(rng, 3) + " metres"),
+    Attribute("reading", "gauge", lambda rng: f"{words.digits(rng, 2)}.{words.digits(rng, 1)} bar"),
+    Attribute("stock", "depot", words.goods),
+]
+
+
+def entity(rng: Random, kind: str) -> str:
+    """A name for an entity of this kind, as in "depot Varholt" or "gauge K-482"."""
+    if kind == "surveyor":
+        return f"{kind} {words.person(rng)}"
+    if kind == "gauge" and rng.random() < 0.5:
+        return f"{kind} {chr(65 + between(rng, 0, 25))}-{words.digits(rng, 3)}"
+    return f"{kind} {words.place(rng)}"
+
+
+def filler(rng: Random) -> str:
+    """A sentence nobody asks about. Its words are random, so that no answer can be read off the grammar."""
+    thing, event, action = words.thing, pick(rng, words.EVENTS), pick(rng, words.ACTIONS)
+    match between(rng, 0, 7):
+        case 0:
+            return f"The {thing(rng)} near {words.place(rng)} {event} {pick(rng, words.TIMES)}."
+        case 1:
+            return f"{words.person(rng)} {action} the {thing(rng)} and the {thing(rng)}."
+        case 2:
+            return f"{pick(rng, words.TIMES).capitalize()}, the crew {action} the {thing(rng)}."
+        case 3:
+            return (
+                f"We {action} {words.digits(rng, 2)} metres of {pick(rng, words.NOUNS)} "
+                f"because the {thing(rng)} {event}."
+            )
+        case 4:
+            return f"The {thing(rng)} {event} while {words.person(rng)} {action} the {thing(rng)}."
+        case 5:
+            return f"No one at {words.place(rng)} {action} the {thing(rng)} {pick(rng, words.TIMES)}."
+        case 6:
+            amount = f"{words.digits(rng, 1)} {pick(rng, words.UNITS)} of {pick(rng, words.GOODS)}"
+            return f"A {thing(rng)} and {amount} were {action} {pick(rng, words.TIMES)}."
+        case _:
+            condition = f"If the {thing(rng)} is {pick(rng, words.ADJECTIVES)}"
+            return f"{condition}, the {pick(rng, words.NOUNS)} must be {action}."
+
+
+def note_text(rng: Random, place: str) -> str:
+    """Two to four sentences, one or two of which name the place."""
+    naming = [
+        f"The {words.thing(rng)} at {place} {pick(rng, words.EVENTS)} {pick(rng, words.TIMES)}.",
+        f"{words.person(rng)} {pick(rng, words.ACTIONS)} the {words.thing(rng)} of {place}.",
+        f"The {words.thing(rng)} left {place} {pick(rng, words.TIMES)}.",
+    ]
+    sentences = words.shuffled(rng, naming)[: 1 if rng.random() < 2 / 3 else 2]
+    sentences += [filler(rng) for _ in range(between(rng, 1, 2))]
+    return " ".join(words.shuffled(rng, sentences))
+
+
+def finding_text(rng: Random) -> str:
+    return (
+        f"the {pick(rng, words.ADJECTIVES)} {pick(rng, words.NOUNS)} at {words.place(rng)} "
+        f"{pick(rng, words.EVENTS)} {pick(rng, words.TIMES)}"
+    )
+
+
+def new_fact(rng: Random, facts: list[Fact], near: float) -> Fact:
+    """A fact not told yet. With chance `near` it is about an entity already named: a close distractor."""
+    told = {(f.attribute, f.entity) for f in facts[-400:]}
+    if facts and rng.random() < near:
+        owner = pick(rng, facts).entity
+        kind = owner.split()[0]
+        attribute = pick(rng, [a for a in ATTRIBUTES if a.kind == kind])
+    else:
+        attribute = pick(rng, ATTRIBUTES)
+        owner = entity(rng, attribute.kind)
+    while (attribute.name, owner) in told:
+        owner = entity(rng, attribute.kind)
+    return Fact(attribute.name, owner, attribute.draw(rng))
+
+
+def write_report(
+    rng: Random, n_tokens: float, fact_share: float, near: float = 0.2, n_sections: int | None = None, rich: bool = True
+) -> Report:
+    """A report of about `n_tokens`; `fact_share` of its body sentences are facts, `near` of those close distractors.
+
+    A `rich` report has one finding a section and a note in every second one; otherwise it is facts and filler alone.
+    """
+    if n_sections is None:
+        n_sections = max(1, min(12, round(n_tokens / (110 + rng.random() * 290))))
+    # a page holds 70 to 250 tokens, fewer in short documents
+    page_length = max(70.0, min(250.0, n_tokens / (2 + rng.random() * 12)))
+    section_length = n_tokens / n_sections
+
+    report = Report(n_sections)
+    count = "1 section" if n_sections == 1 else f"{n_sections} sections"
+    out = [f"Field report of {words.place(rng)}. This report has {count}.\n[p. 1]\n"]
+    page, on_page = 1, 0
+    for section in range(1, n_sections + 1):
+        out.append(f"\n## Section {section}: {pick(rng, words.TOPICS)} at {words.place(rng)}\n")
+        on_page += 14
+        used, end = 14, section_length * (0.8 + rng.random() * 0.4)
+        due = ["finding"] * rich + ["note"] * (rich and rng.random() < 0.5)
+        while used < end or due:
+            if due and (rng.random() < 0.2 or used >= end):
+                if due.pop(int(rng.random() * len(due))) == "finding":
+                    finding = Finding(section, finding_text(rng), page)
+                    report.findings.append(finding)
+                    text, n = finding.sentence, 28
+                else:
+                    place = words.place(rng)
+                    note = Note(section, place, note_text(rng, place))
+                    report.notes.append(note)
+                    text, n = f"\n{note.paragraph}\n", 50
+            elif rng.random() < fact_share:
+                fact = new_fact(rng, report.facts, near)
+                report.facts.append(fact)
+                text, n = fact.sentence, 15
+            else:
+                text, n = filler(rng), 14
+            out.append(text + " ")
+            used += n
+            on_page += n
+            if on_page > page_length:
+                page, on_page = page + 1, 0
+                out.append(f"\n[p. {page}]\n")
+    report.text = "".join(out).replace(" \n", "\n").replace("\n ", "\n").strip()
+    return report
