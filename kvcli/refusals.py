@@ -70,7 +70,7 @@ def _mla(config: Config, text: Config, family: str) -> list[str]:
         return []
     return [
         "it uses multi-head latent attention (MLA)",
-        f"one compressed vector per token (kv_lora_rank {text['kv_lora_rank']}) replaces the keys and values of the heads,",
+        f"one compressed vector per token (kv_lora_rank {text['kv_lora_rank']}) replaces keys and values,",
         "so there is nothing that per-head storage, eviction or quantization could act on",
     ]
 
@@ -112,7 +112,7 @@ def _alibi(config: Config, text: Config, family: str) -> list[str]:
     if text.get("alibi") or family == "bloom" or (isinstance(attn, dict) and attn.get("alibi")):
         return [
             "it uses ALiBi",
-            "it adds a bias that grows with distance to the scores; kvcli serves rotary embeddings, which act on the keys",
+            "it adds a bias that grows with distance to the scores, which kvcli does not serve",
         ]
     return []
 

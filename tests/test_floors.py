@@ -22,7 +22,7 @@ FLOORS = [
         "config demo documents files layers problems profile refusals resolve schema settings source text toml_places "
         "values",
         "kv memory rows sample stats verify",
-        "forward model policies",
+        "forward model policies seam weights",
         "drafts prune",
         "api build conversation kvcli local schemas session transcript world",
         "__main__ cli commands render",
@@ -32,7 +32,7 @@ FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 
 # Heavy packages, and the only places that may import them, late or not. The demo trains with both.
 ONLY = {
-    "transformers": {"demo", "forward", "model", "source", "text"},
+    "transformers": {"demo", "forward", "model", "source", "text", "weights"},
     "torch": {"demo", "kernels"} | FLOORS[2] | FLOORS[3] | FLOORS[4] | {"build", "session"},
     "triton": {"kernels"},
     "bitsandbytes": {"model"},

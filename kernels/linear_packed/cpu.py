@@ -1,7 +1,8 @@
 """Packed linear layers on the CPU: torch's packed product for few rows, unpacking once for many.
 
 The packed product reads 4 to 2 times fewer bytes, which is all that counts for a few rows; it does not use the matrix
-units, so from some row count on it is cheaper to unpack a stretch of the weight and multiply that (tests/bench/linear_packed.py).
+units, so from some row count on it is cheaper to unpack a stretch of the weight and multiply that. Where that is:
+tests/bench/linear_packed.py.
 """
 
 from __future__ import annotations
@@ -11,40 +12,45 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MANY = {8: 96, 4: 128}  # rows from which unpacking wins
+MANY = {8: 48, 4: 80}  # rows from which unpacking wins
 _STRETCH = 1 << 21  # weights unpacked at a time: 4 MiB in bfloat16, small enough to stay in cache
 
 
 def linear(x: Tensor, bits: int, group: int, data: Tensor, scale: Tensor) -> Tensor:
     """x [M, K] -> [M, N]."""
     x = x.contiguous()
+    if bits == 8 and x.shape[0] >= MANY[8]:
+        return _many8(x, data, scale)
     if bits == 8:
-        return _many8(x, data, scale) if x.shape[0] >= MANY[8] else torch.ops.aten._weight_int8pack_mm(x, data, scale)
+        y: Tensor = torch.ops.aten._weight_int8pack_mm(x, data, scale)
+        return y
     if x.shape[0] >= MANY[4] and _block() > 0:
         return _many4(x, group, data, scale)
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, data, group, scale)
+    y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, data, group, scale)
+    return y
 
 
 def pack4(q: Tensor) -> Tensor:
     """[N, K] in 0..15 -> [N, K // 2] in the order the CPU kernel wants, which differs with the instruction set."""
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.to(torch.int32), 2)
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.to(torch.int32), 2)
+    return packed
 
 
-def unpack4(data: Tensor, block: int) -> Tensor:
-    """The inverse of `pack4`, less 8 and transposed: [N, K // 2] -> [K, N] int8."""
+def unpack4(data: Tensor, block: int, dtype: torch.dtype = torch.int8) -> Tensor:
+    """The inverse of `pack4`, less 8 and transposed: [N, K // 2] -> [K, N]."""
     n, k = data.shape[0], data.shape[1] * 2
-    out = torch.empty(k, n, dtype=torch.int8)
+    out = torch.empty(k, n, dtype=dtype)
     whole = n - n % block
     for a, b, size in ((0, whole, block), (whole, n, n - whole)):
         if a == b:
             continue
         byte = data[a:b].view((b - a) // size, k, size // 2)
+        low, high, order = (byte & 15).view(torch.int8).sub_(8), (byte >> 4).view(torch.int8).sub_(8), _order(size)
         into = out[:, a:b].view(k, -1, size).transpose(0, 1)  # [blocks, K, size]
-        low, high, order = (byte & 15).to(torch.int8) - 8, (byte >> 4).to(torch.int8) - 8, _order(size)
         if order is None:
             into[..., : size // 2], into[..., size // 2 :] = low, high
         else:
-            into[..., order] = torch.cat([low, high], dim=2)
+            into[..., order] = torch.cat([low, high], dim=2).to(dtype)
     return out
 
 
@@ -67,12 +73,12 @@ def _many4(x: Tensor, group: int, data: Tensor, scale: Tensor) -> Tensor:
     n, k = data.shape[0], data.shape[1] * 2
     y = x.new_empty(x.shape[0], n)
     block = _block()
+    s, zero = scale.permute(2, 0, 1).unsqueeze(2).contiguous()  # [K // g, 1, N] each; strided operands cost 3x
     stretch = max(block, _STRETCH // k // block * block)
     for a in range(0, n, stretch):
         b = min(a + stretch, n)
-        q = unpack4(data[a:b], block).view(k // group, group, b - a)
-        s, zero = scale[:, a:b].unbind(2)  # [K // g, n] each
-        w = torch.addcmul(zero.unsqueeze(1), q.to(x.dtype), s.unsqueeze(1))
+        w = unpack4(data[a:b], block, x.dtype).view(k // group, group, b - a)
+        w = torch.addcmul(zero[..., a:b], w, s[..., a:b])
         y[:, a:b] = x @ w.view(k, b - a)
     return y
 
@@ -89,7 +95,7 @@ def _block() -> int:
 
 @cache
 def _order(size: int) -> Tensor | None:
-    """Which output each nibble of a block belongs to, low nibbles first, asked of the packer itself; None = in order."""
+    """Which output each nibble of a block belongs to, low ones first, asked of the packer itself; None = in order."""
     outputs = torch.arange(size).unsqueeze(1).expand(size, 2)
     seen = torch.zeros(size, dtype=torch.int64)
     for shift in (0, 4):

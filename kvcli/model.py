@@ -1,0 +1,276 @@
+"""Load a Hugging Face decoder, register our attention with transformers, and check that both give the same logits."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import logging
+
+from kvcli import forward, seam, weights
+from kvcli.api import ModelInfo
+from kvcli.errors import BadModel
+from kvcli.kernels.linear_packed.module import Swap, quantize_
+from kvcli.source import Source
+
+_ATTENTION = "kvcli"  # our name in transformers' registries
+_PROBE = "kvcli_probe"
+
+
+class LM:
+    """A causal language model whose attention is ours. Weights only: no state of any text."""
+
+    def __init__(self, model: Any, shape: seam.Shape, info: ModelInfo) -> None:
+        self.model = model
+        self.n_layers = info.layers
+        self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
+        self.vocab = info.vocab
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.windows = shape.windows  # per layer: a row at position p sees positions > p - window; None = all
+        self.limit = info.limit  # tokens
+        self.stop_ids = _stop_ids(model)
+        self.generation = _generation(model)  # the model's own sampling settings, only those it states
+        self.info = info
+
+    @staticmethod
+    def of(
+        model: Any,
+        *,
+        id: str = "model",
+        path: str = "",
+        revision: str = "",
+        quant: str = "none",
+        verify: bool = False,
+        notes: tuple[str, ...] = (),
+    ) -> LM:
+        """Wrap a transformers causal LM that is already built; its layers are left as they are.
+
+        With `quant` int8 or int4 on the CPU the decoder's linear layers are packed here. Raises BadModel for a model
+        whose attention is not one we serve.
+        """
+        began = time.perf_counter()
+        _register()
+        model.eval().requires_grad_(False)
+        text = model.config.get_text_config()
+        n_layers = int(text.num_hidden_layers)
+        limit, more = _limit(text)
+        notes += (*more, *_settle_rope(model, text))
+        parameters = sum(p.numel() for p in model.parameters())
+        shape = _probe(model, n_layers, limit, id)
+        backend = "torch"
+        if quant != "none" and model.device.type == "cpu":
+            swap = quantize_(_decoder_layers(model, shape), 8 if quant == "int8" else 4)
+            backend = f"torch packed {quant}"
+            notes += _swap_notes(swap, model, quant)
+        elif quant != "none":
+            backend = f"bitsandbytes {quant}"
+        elif (given := getattr(model.config, "quantization_config", None)) is not None:
+            backend = f"{getattr(given, 'quant_method', 'quantized')} as in the checkpoint"
+        info = ModelInfo(
+            id=id,
+            path=path,
+            family=str(model.config.model_type),
+            parameters=parameters,
+            layers=n_layers,
+            heads=shape.n_heads,
+            kv_heads=shape.n_kv_heads,
+            head_dim=shape.head_dim,
+            vocab=int(model.get_output_embeddings().weight.shape[0]),
+            dtype=str(model.dtype).removeprefix("torch."),
+            quant=quant,
+            backend=backend,
+            device=str(model.device),
+            limit=limit,
+            weight_bytes=_weight_bytes(model),
+            load_seconds=time.perf_counter() - began,
+            revision=revision,
+            notes=notes,
+        )
+        model.set_attn_implementation(_ATTENTION)
+        lm = LM(model, shape, info)
+        if verify:
+            seam.compare(lm, _attention(model, "eager"), id)
+        return lm
+
+    @staticmethod
+    def load(
+        source: Source,
+        *,
+        quant: str = "none",
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int = 0,
+        allow_pickle: bool = False,
+        trust_remote_code: bool = False,
+        verify: bool = True,
+    ) -> LM:
+        """Load the files of `source`. Never touches the network and prints nothing; raises BadModel or UsageError.
+
+        `quant` int8, int4 or nf4: packed by torch on the CPU, by bitsandbytes on CUDA.
+        """
+        where = weights.find_device(device)
+        weights.check_quant(source, quant, where)
+        if source.is_pickle and not allow_pickle:
+            raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
+        if threads > 0:
+            torch.set_num_threads(threads)
+        with _quiet():
+            config = weights.read_config(source, trust_remote_code)
+            model, notes = weights.read_weights(source, config, quant, dtype, where, trust_remote_code)
+            return LM.of(
+                model,
+                id=source.id,
+                path=str(source.path),
+                revision=source.revision,
+                quant=quant,
+                verify=verify,
+                notes=notes,
+            )
+
+
+# ---- what is packed ----
+
+
+def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.Module:
+    """The list of decoder layers: embeddings, head and whatever reads pictures are not in it."""
+    for part in model.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == len(shape.attentions):
+            pairs = zip(part, shape.attentions, strict=True)
+            if all(any(inner is attention for inner in layer.modules()) for layer, attention in pairs):
+                return part
+    raise AssertionError("attention modules that stand in no list of layers")
+
+
+def _swap_notes(swap: Swap, model: nn.Module, quant: str) -> tuple[str, ...]:
+    """What stayed in full precision, one line each."""
+    notes = [f"{count} linear layers stay unpacked: {why}" for why, count in swap.kept.items()]
+    experts = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 3 and "expert" in n)
+    if experts:
+        notes.append(f"{experts:,} weights of experts are no linear layers and stay unpacked")
+    if not swap.packed:
+        notes.append(f"load.quant = {quant} changed nothing")
+    return tuple(notes)
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    held: dict[int, int] = {}
+    for t in (*model.parameters(), *model.buffers()):
+        held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return sum(held.values())
+
+
+# ---- what the model says of itself ----
+
+
+def _limit(text: Any) -> tuple[int, tuple[str, ...]]:
+    """Positions the model was made for."""
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None:
+        return 1 << 20, ("its config states no context limit",)
+    dynamic = [r for r in _ropes(text) if "dynamic" in str(r.get("rope_type"))]
+    if dynamic:
+        limit = int(dynamic[0].get("original_max_position_embeddings") or limit)
+        return limit, (f"context ends at {limit:,} tokens: beyond, dynamic rope changes keys that are stored already",)
+    return int(limit), ()
+
+
+def _settle_rope(model: nn.Module, text: Any) -> tuple[str, ...]:
+    """longrope has two tables and transformers picks one by the longest position of each call: a text read in chunks
+    would mix them. A model that goes beyond the short table's reach uses the long one throughout."""
+    longs = [r for r in _ropes(text) if r.get("rope_type") == "longrope"]
+    reach = [int(r.get("original_max_position_embeddings") or text.max_position_embeddings) for r in longs]
+    if not longs or text.max_position_embeddings <= min(reach):
+        return ()
+    for part in model.modules():
+        for name in [n for n, _ in part.named_buffers(recurse=False) if n.endswith("original_inv_freq")]:
+            prefix = name.removesuffix("original_inv_freq")
+            kind = {"layer_type": prefix.removesuffix("_")} if prefix else {}
+            x = torch.zeros(1, dtype=torch.float32, device=getattr(part, name).device)
+            part(x, torch.tensor([[max(reach)]], device=x.device), **kind)  # one position further: the long table
+            setattr(part, name, getattr(part, f"{prefix}inv_freq").clone())
+    return (f"rope: its table for texts beyond {min(reach):,} tokens is used for shorter ones too",)
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """The rope settings, one per kind of layer where a family has several."""
+    given = getattr(text, "rope_parameters", None) or {}
+    return [given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)]
+
+
+def _stop_ids(model: Any) -> frozenset[int]:
+    stop: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
+        ids = getattr(holder, "eos_token_id", None)
+        stop |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
+    return frozenset(int(i) for i in stop)
+
+
+def _generation(model: Any) -> Mapping[str, Any]:
+    given = getattr(model, "generation_config", None)
+    keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    said = {k: getattr(given, k, None) for k in keys}
+    stated = {k: v for k, v in said.items() if v is not None}
+    if not getattr(given, "do_sample", False):  # then transformers is greedy whatever the rest says
+        return {"temperature": 0.0, **{k: v for k, v in stated.items() if k == "repetition_penalty"}}
+    return {"temperature": 1.0, **stated}
+
+
+# ---- the seam ----
+
+
+@cache
+def _register() -> None:
+    """The two registrations of the process, under one name."""
+    AttentionInterface.register(_ATTENTION, forward.attention)
+    AttentionMaskInterface.register(_ATTENTION, forward.no_mask)
+
+
+def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
+    probe = seam.Probe()
+
+    def attention(module: nn.Module, *args: Any, **asked: Any) -> Any:
+        passed = asked.pop("kvcli_pass", None)
+        if passed is not probe:
+            raise TypeError("kvcli_pass does not reach the attention function")
+        return probe.attention(module, *args, **asked)
+
+    AttentionInterface.register(_PROBE, attention)
+    AttentionMaskInterface.register(_PROBE, probe.mask)
+    with _attention(model, _PROBE):
+        return seam.shape_of(model, probe, n_layers, limit, name)
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[None]:
+    """Another attention function for the length of a block."""
+    before = model.config._attn_implementation
+    with _quiet():
+        model.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and no warnings of transformers: what matters of them comes back as a note or an error."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

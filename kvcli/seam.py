@@ -1,0 +1,173 @@
+"""Ask a loaded model how its layers attend, then compare our pass with its own; refuse by name where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.errors import BadModel
+from kvcli.forward import Pass, run
+from kvcli.kv.dense import Dense
+from kvcli.rows import Rows
+
+_SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
+_WITHIN = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer handed to the attention function."""
+
+    module: nn.Module
+    index: int
+    heads: tuple[int, int, int, int]  # H, K, key size, value size
+    window: int | None
+    mask: int  # which mask the model made for it, -1 = none
+    extras: tuple[str, ...]  # what it asks of attention that nobody here serves
+
+
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Probe:
+    """Travels through a model in place of a pass and notes what each layer asks for."""
+
+    layers: list[Layer] = field(default_factory=list)
+    masks: list[MaskRule] = field(default_factory=list)
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **asked: Any
+    ) -> tuple[Tensor, None]:
+        """Registered with transformers under its own name for the length of the probe."""
+        extras = [k for k, v in asked.items() if k not in _SERVED and isinstance(v, Tensor)]
+        if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            extras.append("is_causal=False")
+        heads = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        index, window = int(getattr(module, "layer_idx", -1)), asked.get("sliding_window")
+        which = -1 if mask is None else int(mask.flatten()[0])
+        self.layers.append(Layer(module, index, heads, window, which, tuple(extras)))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def mask(self, *_: Any, mask_function: MaskRule, device: torch.device | str = "cpu", **__: Any) -> Tensor:
+        """A mask whose only entry says which rule made it."""
+        self.masks.append(mask_function)
+        return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What our attention and storage need to know of a model."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    attentions: tuple[nn.Module, ...]
+
+
+def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
+    """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
+    kind = f"{name} ({model.config.model_type})"
+    try:
+        with torch.inference_mode():
+            row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+            model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], kvcli_pass=probe)
+    except TypeError as error:
+        _refuse(kind, "it does not take the arguments of a pass", [str(error)])
+    layers = probe.layers
+    if not layers:
+        _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
+    if [at.index for at in layers] != list(range(n_layers)):
+        seen = len({at.index for at in layers})
+        _refuse(kind, f"{seen} of its {n_layers} layers attend", ["the others keep a running state or borrow keys"])
+    for at in layers:
+        _check_layer(at, probe, limit, kind)
+    heads = sorted({at.heads for at in layers})
+    if len(heads) > 1:
+        _refuse(kind, "its layers differ in their heads", [f"(heads, KV heads, key size, value size): {heads}"])
+    h, k, d, _ = heads[0]
+    return Shape(h, k, d, tuple(at.window for at in layers), tuple(at.module for at in layers))
+
+
+def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
+    h, k, d, d_value = at.heads
+    if d != d_value or h % k:
+        _refuse(kind, f"layer {at.index} has {h} heads, {k} KV heads, keys of {d}, values of {d_value}", ["as MLA has"])
+    if at.extras:
+        _refuse(kind, f"layer {at.index} asks its attention for {', '.join(at.extras)}", ["which kvcli does not serve"])
+    if at.mask >= 0 and not _is_causal(probe.masks[at.mask], at.window, limit):
+        what = "causal" if at.window is None else f"a sliding window of {at.window}"
+        _refuse(kind, f"the mask of layer {at.index} is not {what}", ["as in chunked or bidirectional attention"])
+
+
+def _is_causal(rule: MaskRule, window: int | None, limit: int) -> bool:
+    """Whether the model's own mask, far into a text, is what we will do: everything older, or the window."""
+    last = max(limit - 1, 2 * (window or 0), 2)
+    first = 0 if window is None else last - window + 1
+    seen, hidden = [last, (first + last) // 2, first], [last + 1, *([] if window is None else [first - 1, 0])]
+
+    def sees(at: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(rule(zero, zero, torch.tensor(last), torch.tensor(at)))
+
+    return all(map(sees, seen)) and not any(map(sees, hidden))
+
+
+def compare(lm: Any, stock: AbstractContextManager[object], name: str) -> None:
+    """Random tokens through the model's own attention, entered by `stock`, and through ours; raises BadModel.
+
+    Ours reads half of the tokens first, so that the store is read too. Long enough to leave a small window.
+    """
+    small = [w for w in lm.windows if w is not None and w <= 64]
+    n = min(max([16, *(w + 5 for w in small)]), lm.limit)
+    noise = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, lm.vocab, (n,), generator=noise).tolist()
+    with stock, torch.inference_mode():
+        theirs = lm.model(input_ids=torch.tensor([ids], device=lm.device), use_cache=False).logits[0].double().cpu()
+    mine = _ours(lm, ids).double().cpu()
+    kind = f"{name} ({lm.info.family})"
+    if not bool(theirs.isfinite().all()):
+        _refuse(kind, f"its own forward gives NaN or infinity in {lm.info.dtype}", [], ["--set load.dtype=fp32"])
+    off = ((mine - theirs).square().mean(1) / theirs.square().mean(1).clamp_min(1e-30)).sqrt()  # [N] relative RMS
+    bound = _WITHIN[lm.dtype]
+    # In half precision rounding alone may send a token to another expert and change its row; that is not the seam.
+    spared = n // 4 if lm.dtype in (torch.bfloat16, torch.float16) else 0
+    worst = float(off.nan_to_num(torch.inf).sort(descending=True).values[spared])
+    if not worst <= bound:
+        largest = float((mine - theirs).abs().nan_to_num(torch.inf).max())
+        _refuse(
+            kind,
+            "our pass does not give the logits of its own forward",
+            [
+                f"{n} tokens: logits off by up to {largest:.3g} on a scale of {float(theirs.abs().max()):.3g}",
+                f"relative error {worst:.2g}, allowed in {lm.info.dtype}: {bound:g}",
+            ],
+            ["report it with the output of kvcli doctor", "--set load.verify=false runs it anyway: expect wrong text"],
+        )
+
+
+def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
+    """Logits [N, V] of two passes, the second reading what the first stored."""
+    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    half = len(ids) // 2
+    logits = []
+    for a, b in ((0, half), (half, len(ids))):
+        p = Pass(Rows.chain(ids[a:b], a, lm.device), kv)
+        logits.append(run(lm, p, torch.arange(b - a, device=lm.device)))
+        p.commit(list(range(b - a)))
+    return torch.cat(logits)
+
+
+def _refuse(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ()) -> NoReturn:
+    raise BadModel(
+        f"{kind} is not supported: {why}",
+        code="model_unsupported",
+        lines=lines,
+        try_=try_ or ["docs/models.md lists what runs", "kvcli engine list, for programs that serve this model"],
+    )
