@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvcli.local import Model, load
     from kvcli.conversation import Chat
     from kvcli.documents import Document, read_document
     from kvcli.errors import KvcliError
+    from kvcli.local import Model, load
     from kvcli.profile import Profile
 
 _HOMES = {

@@ -10,7 +10,7 @@ tokens it has already read. So undoing, editing and dropping a document are edit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -77,7 +77,7 @@ class Chat:
         max_new_tokens: int | None = None,
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
-    ) -> Iterator[Event]:
+    ) -> Generator[Event]:
         """Ask, and get the answer in events, `End` last.
 
         If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C or by closing the
@@ -104,11 +104,11 @@ class Chat:
                 self._keep(question, "".join(said), "interrupted")
             raise
 
-    def retry(self, **options: Any) -> Iterator[Event]:
+    def retry(self, **options: Any) -> Generator[Event]:
         """Ask the last question again in place of its answer."""
         return self.edit(self.last_question, **options)
 
-    def edit(self, text: str, **options: Any) -> Iterator[Event]:
+    def edit(self, text: str, **options: Any) -> Generator[Event]:
         """Ask `text` in place of the last question, with the same documents. If it fails, nothing has changed."""
         before, pending = list(self.messages), list(self.pending)
         *_, question, _ = self.messages[-2:] or self._nothing("edit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -55,10 +55,13 @@ class Document:
         return self._counts[key]
 
 
-def read_document(path: str | Path, *, limit: int = MAX_BYTES) -> Document:
-    """Read a text or markdown file, or the bundled example `demo:report`. Refuses what is not text, saying why."""
-    name = str(path)
-    file = _bundled() if name == BUNDLED else Path(path).expanduser()
+def read_document(path: str | Path, *, name: str | None = None, limit: int = MAX_BYTES) -> Document:
+    """Read a text or markdown file, or the bundled example `demo:report`. Refuses what is not text, saying why.
+
+    Messages call the file by `name`, as the user typed it; the document is called by its file name.
+    """
+    name = name or str(path)
+    file = _bundled() if str(path) == BUNDLED else Path(path).expanduser()
     try:
         if file.is_dir():
             raise BadInput(f"{name} is a folder, not a file", code="is_a_folder", try_=[f"-f {name}/FILE"])
@@ -72,7 +75,7 @@ def read_document(path: str | Path, *, limit: int = MAX_BYTES) -> Document:
         raise BadInput(f"cannot read {name}: {error.strerror or error}", code="file_unreadable") from None
     if len(data) > limit:  # a pipe or a device does not tell its size beforehand
         raise _too_large(name, len(data), limit)
-    return document_of(data, BUNDLED if name == BUNDLED else file.name)
+    return replace(document_of(data, name), name=BUNDLED if str(path) == BUNDLED else file.name)
 
 
 def document_of(data: bytes, name: str) -> Document:

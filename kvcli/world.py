@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
@@ -69,7 +69,7 @@ class World:
     stdin: TextIO
     stdout: TextIO
     stderr: TextIO
-    environ: Mapping[str, str]
+    environ: MutableMapping[str, str]
     cwd: Path
     paths: Paths
     clock: Callable[[], float] = time.perf_counter

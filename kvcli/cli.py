@@ -1,0 +1,140 @@
+"""The command tree: which commands there are, and how whatever ends them becomes an exit code.
+
+A command is imported when it runs, so `kvcli --help` imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+import typer.main
+from typer.core import TyperCommand, TyperGroup
+
+from kvcli import __version__
+from kvcli.commands.options import take_common
+from kvcli.errors import ExitStatus, KvcliError, UsageError
+from kvcli.world import World
+
+COMMANDS = {
+    "chat": "Talk to a model, or ask it one question with -p.",
+    "profiles": "Named settings: list, show, compare, check.",
+    "models": "Models on this machine.",
+    "config": "Where settings live, and the schemas of the JSON output.",
+    "doctor": "Versions, devices, memory, paths: for a bug report.",
+}
+HABITS = {
+    "run": "chat",
+    "ask": "chat",
+    "generate": "chat",
+    "list": "models list",
+    "ls": "models list",
+    "info": "doctor",
+}
+
+SHORT_HELP = """\
+kvcli {version}: chat with long documents on your own machine.
+
+  kvcli chat                                       talk to the bundled demo model
+  kvcli chat -f report.md -p "What was decided?"   one question about a file
+  kvcli chat Qwen/Qwen3-8B -P ngram                another model, another profile
+
+kvcli --help lists all commands; kvcli chat --help what one of them takes.
+"""
+
+
+class Lazy(TyperCommand):
+    """Stands in the tree for a command that is not imported yet."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        app = import_module(f"kvcli.commands.{self.name}").app
+        command = take_common(typer.main.get_command(app))
+        command.name = self.name
+        return command.make_context(info_name, args, parent=parent, **extra)
+
+
+class Tree(TyperGroup):
+    """The root: commands by name, with a hint for names that other tools use."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        self.commands = {name: Lazy(name, help=help) for name, help in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name in self.commands or name.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        near = [HABITS[name]] if name in HABITS else get_close_matches(name, self.commands)
+        raise UsageError(
+            f"there is no command {name!r}",
+            try_=[f"kvcli {command}" for command in near] or [f"kvcli chat {name}", "kvcli --help"],
+        )
+
+
+app = typer.Typer(
+    name="kvcli",
+    cls=Tree,
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Chat with long documents on your own machine: faster decoding with the same text, and memory you can see.",
+)
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.", show_default=False)] = False,
+) -> None:
+    world: World = context.obj
+    if version:
+        world.stdout.write(f"kvcli {__version__}\n")
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        world.stdout.write(SHORT_HELP.format(version=__version__))
+
+
+def main() -> None:
+    """Entry of the `kvcli` script."""
+    world = World.real()
+    status = run(sys.argv[1:], world)
+    if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
+        # End as a program does that never asked for anything else; also keeps Python from flushing into the pipe.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
+    sys.exit(status)
+
+
+def run(args: Sequence[str], world: World) -> int:
+    """Run one command line in a world and return its exit code. The one place where errors become exit codes."""
+    from kvcli.commands import ends
+
+    command = take_common(typer.main.get_command(app))
+    if "_KVCLI_COMPLETE" in world.environ:  # the shell asks for completions; Typer answers and exits
+        command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE")
+    try:
+        with command.make_context("kvcli", list(args), obj=world) as context:
+            status = command.invoke(context)
+        world.stdout.flush()
+        return int(status or ExitStatus.OK)
+    except typer.Exit as done:
+        return int(done.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return ExitStatus.INTERRUPTED
+    except KvcliError as error:
+        return ends.failed(world, args, error)
+    except ends.UsageProblem as problem:
+        return ends.failed(world, args, ends.usage_error(problem))
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EINVAL if os.name == "nt" else errno.EPIPE):
+            return ExitStatus.CLOSED_PIPE
+        return ends.broke(world, args, error)
+    except Exception as error:
+        return ends.broke(world, args, error)

@@ -1,0 +1,110 @@
+"""What is asked: the question and its documents from flags, files and standard input, checked before a model loads."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcli.documents import BUNDLED, Document, decode, document_of, read_document
+from kvcli.errors import BadInput, UsageError
+from kvcli.world import World
+
+STDIN = "standard input"
+PATIENCE = 1.0  # seconds before the user is told what we wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question; `text` is None when the user is to be asked on the terminal."""
+
+    text: str | None
+    documents: tuple[Document, ...]
+    system: str | None
+
+
+def read_question(
+    world: World, prompt: str | None, files: Sequence[str], system: str | None, system_file: str | None
+) -> Question:
+    """Collect what was given. Documents first: a wrong name should not wait for standard input."""
+    documents = [read_file(world, name) for name in files]
+    system_text = read_system(world, system, system_file)
+    if prompt is not None and prompt != "-":
+        if has_piped_input(world) and (data := read_stdin(world)).strip():
+            documents.append(document_of(data, STDIN))
+        text: str | None = well_formed(prompt, "the prompt")
+    elif prompt == "-" or not world.is_tty("stdin"):
+        text = decode(read_stdin(world), STDIN).rstrip("\n")
+    else:
+        text = None
+    if text is None and (world.options.json or world.options.no_input or not world.is_tty("stdout")):
+        raise empty_prompt()
+    if text is not None and not text.strip():
+        raise empty_prompt()
+    return Question(text, tuple(documents), system_text)
+
+
+def read_file(world: World, name: str) -> Document:
+    """A document by its path, relative to where the user is, or the bundled one."""
+    return read_document(name if name == BUNDLED else world.cwd / Path(name).expanduser(), name=name)
+
+
+def read_system(world: World, text: str | None, file: str | None) -> str | None:
+    """The system message from the flag or from a file."""
+    if text is not None and file is not None:
+        raise UsageError("--system and --system-file exclude each other", try_=["one of the two"])
+    if file is not None:
+        return read_file(world, file).text.rstrip("\n")
+    return well_formed(text, "the system text") if text else None
+
+
+def well_formed(text: str, what: str) -> str:
+    """Arguments that were not UTF-8 arrive with stand-ins that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            f"{what} is not valid UTF-8", code="bad_encoding", lines=[f"at character {error.start + 1:,}"]
+        ) from None
+    return text
+
+
+def has_piped_input(world: World) -> bool:
+    """Whether standard input was redirected on purpose: a pipe or a file, not a terminal and not /dev/null.
+
+    A program that starts kvcli often leaves its own standard input open, and reading that would wait for ever.
+    """
+    try:
+        mode = os.fstat(world.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # a stand-in without a file behind it
+        return not world.is_tty("stdin")
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def read_stdin(world: World) -> bytes:
+    """All of standard input; if nothing comes for a while, the user learns what is missing."""
+    if not world.options.quiet and not world.is_tty("stdin") and _is_silent(world):
+        from kvcli.render.errors import print_note
+        from kvcli.render.terminal import Terminal
+
+        print_note(Terminal.of(world, "stderr"), "waiting for standard input; </dev/null if there is none")
+    return world.read_stdin()
+
+
+def _is_silent(world: World) -> bool:
+    try:
+        return not select.select([world.stdin.fileno()], [], [], PATIENCE)[0]
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def empty_prompt() -> BadInput:
+    return BadInput(
+        "the prompt is empty",
+        code="empty_prompt",
+        lines=["there is no question in -p or on standard input"],
+        try_=['kvcli chat -p "..."', "echo ... | kvcli chat"],
+    )

@@ -1,0 +1,155 @@
+"""`kvcli chat`: one question with -p or from a pipe, a conversation on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvcli.commands import flags as o
+from kvcli.errors import ExitStatus, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.api import Event
+    from kvcli.commands.ask import Question
+    from kvcli.commands.setup import Setup
+    from kvcli.conversation import Chat
+    from kvcli.local import Model
+    from kvcli.profile import Profile
+    from kvcli.render.screen import Screen
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def chat(
+    context: typer.Context,
+    model: o.ModelName = None,
+    prompt: o.Prompt = None,
+    file: o.File = None,
+    system: o.System = None,
+    system_file: o.SystemFile = None,
+    max_new_tokens: o.Most = None,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    min_p: o.MinP = None,
+    repetition_penalty: o.Penalty = None,
+    seed: o.Seed = None,
+    greedy: o.Greedy = False,
+    stats: o.Figures = None,
+    stream: o.Lines = False,
+    ctx: o.Ctx = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    spec: o.Spec = None,
+    exact: o.Exact = False,
+    allow_pickle: o.Pickle = False,
+    dry_run: o.DryRun = False,
+) -> int:
+    """Talk to a model, or ask it one question with -p or through a pipe.
+
+    What the model has read is kept in its cache (the "KV" in the figures): keys and values of every token, so that
+    the next question only reads what is new.
+
+    stdout gets the answer and nothing else; figures and notes go to stderr.
+    """
+    from kvcli.commands.ask import read_question
+    from kvcli.commands.setup import Setup
+
+    world: World = context.obj
+    if stream and not world.options.json:
+        raise UsageError("--stream needs --json", try_=["--json --stream"])
+    setup = Setup(world, model, o.profile_flags(context.params), exact)
+    profile = setup.profile()
+    if dry_run:
+        from kvcli.commands.plan import print_plan
+
+        return print_plan(setup, profile, file or [])
+    question = read_question(world, prompt, file or [], system, system_file)
+    return answer(setup, profile, question, stats, stream)
+
+
+def answer(setup: Setup, profile: Profile, question: Question, stats: o.StatsMode | None, stream: bool) -> int:
+    """Load the model and ask it, or let the user talk to it."""
+    from kvcli.conversation import Chat
+    from kvcli.render.errors import print_note
+    from kvcli.render.screen import Screen
+    from kvcli.render.stream import busy_word
+
+    world = setup.world
+    screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
+    with busy_word(screen, f"loading {setup.name}"):
+        model = setup.load(profile, tell=lambda text: None if screen.quiet else print_note(screen.err, text))
+    with model:
+        talk = Chat(model, question.system, folder=world.paths.data / "chats")
+        for document in question.documents:
+            talk.attach(document)
+        for note in model.info.notes if not screen.quiet and not world.options.json else ():
+            print_note(screen.err, note)
+        if question.text is None:
+            return converse(setup, profile, model, talk, screen)
+        return ask_once(world, profile, talk, question.text, screen, stream)
+
+
+def ask_once(world: World, profile: Profile, talk: Chat, text: str, screen: Screen, stream: bool) -> int:
+    """One question. Ctrl-C ends the answer after the pass it is in; what was said stays."""
+    from kvcli.commands.interrupt import Interrupt
+
+    with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel)) as events:
+        if world.options.json:
+            from kvcli.commands.turn_json import Run, print_events, print_turn
+
+            run = Run(profile.name, profile.spec.method, profile.hash, profile.exactness)
+            turn = (print_events if stream else print_turn)(world, events, talk.model.info, run)
+        else:
+            from kvcli.render.live import Look
+            from kvcli.render.stream import show_turn
+
+            turn = show_turn(with_notes(events, talk, screen), screen, Look(profile.name, stopping=cancel))
+    return ExitStatus.INTERRUPTED if turn.finish == "interrupted" else ExitStatus.OK
+
+
+def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[Event]:
+    """The same events; what had to be done to the prompt is said before the first."""
+    from kvcli.render.errors import print_note
+
+    told = screen.quiet
+    for event in events:
+        if not told:
+            for note in talk.notes:
+                print_note(screen.err, note)
+            told = True
+        yield event
+
+
+def converse(setup: Setup, profile: Profile, model: Model, talk: Chat, screen: Screen) -> int:
+    """The interactive chat."""
+    from kvcli import __version__
+    from kvcli.commands.repl import run_repl
+    from kvcli.render.summary import Opening, header
+
+    world = setup.world
+    if not screen.quiet:
+        opening = Opening(__version__, profile.name, profile.exactness, context=model.limit, threads=threads())
+        for line in header(model.info, opening, screen.err.width):
+            screen.err.line((line, ""))
+    return run_repl(
+        talk,
+        screen,
+        world,
+        profiles=setup,
+        profile=profile.name,
+        sets=world.options.set,
+        history=world.paths.state / "history",
+    )
+
+
+def threads() -> int:
+    import torch
+
+    return torch.get_num_threads()

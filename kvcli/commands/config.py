@@ -1,0 +1,64 @@
+"""`kvcli config`: where things lie, and the schemas of the JSON that kvcli prints."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.commands.setup import SYSTEM_CONFIG, sources
+from kvcli.commands.show import print_json, print_table
+from kvcli.errors import ExitStatus, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Where settings live, and the schemas of the JSON.")
+
+
+@app.command()
+def path(context: typer.Context) -> int:
+    """Files and folders that kvcli reads and writes; a dash marks what does not exist."""
+    world: World = context.obj
+    if world.options.json:
+        print_json(world, {"schema": "kvcli.paths/1", **{name: str(p) for name, p in places(world).items()}})
+        return ExitStatus.OK
+    rows = [[name, str(p), "" if p.exists() else "–"] for name, p in places(world).items()]
+    print_table(world, [["what", "where", ""], *rows])
+    return ExitStatus.OK
+
+
+@app.command()
+def schema(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="turn, error, ...; none lists them.")] = None,
+) -> int:
+    """Print the JSON Schema of a document."""
+    from kvcli.schemas import DOCUMENTS, json_schema
+
+    world: World = context.obj
+    if name is None:
+        world.stdout.write("".join(f"{known}\n" for known in DOCUMENTS))
+        return ExitStatus.OK
+    bare = name.removeprefix("kvcli.").partition("/")[0]
+    if bare not in DOCUMENTS:
+        raise UsageError(f"there is no schema {name!r}", try_=[f"kvcli config schema {n}" for n in DOCUMENTS])
+    world.stdout.write(json.dumps(json_schema(bare), indent=2) + "\n")
+    return ExitStatus.OK
+
+
+def places(world: World) -> dict[str, Path]:
+    """What lies where, in the order in which settings are read."""
+    found = {"system": SYSTEM_CONFIG, "user": world.paths.config / "config.toml"}
+    found["profiles"] = world.paths.config / "profiles"
+    if project := sources(world).project():
+        found["project"] = project
+    if world.options.config:
+        found["--config"] = world.options.config
+    found["chats"] = world.paths.data / "chats"
+    found["history"] = world.paths.state / "history"
+    found["log"] = world.paths.state / "kvcli.log"
+    return found

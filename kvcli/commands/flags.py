@@ -1,0 +1,107 @@
+"""The options of `kvcli chat`, as types for its signature, and the profile keys that many of them stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kvcli.errors import UsageError
+
+
+def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
+
+
+def _ask(*names: str, **more: Any) -> Any:
+    return _option("The question", *names, **more)
+
+
+def _answer(*names: str, **more: Any) -> Any:
+    return _option("The answer", *names, **more)
+
+
+def _model(*names: str, **more: Any) -> Any:
+    return _option("The model", *names, **more)
+
+
+_MODEL = "demo, a folder, a Hugging Face id, or a name from [models]."
+_PROMPT = "Ask this and end; - reads standard input."
+_FILE = "Attach a text file; demo:report is an example. Repeatable."
+_SPEC = "Guess tokens and check several at once; the text stays the same."
+
+ModelName = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=_MODEL)]
+Prompt = Annotated[str | None, _ask("--prompt", "-p", metavar="TEXT", help=_PROMPT)]
+File = Annotated[list[str] | None, _ask("--file", "-f", metavar="PATH", help=_FILE)]
+System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]
+SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="System message from a file.")]
+
+Most = Annotated[str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Longest answer; 4k is 4096 tokens.")]
+Temperature = Annotated[float | None, _answer("--temperature", "-t", metavar="F", help="0 takes the likeliest token.")]
+TopP = Annotated[float | None, _answer("--top-p", metavar="F", help="Draw from the likeliest that hold this share.")]
+TopK = Annotated[int | None, _answer("--top-k", metavar="N", help="Draw from this many tokens; 0 is all.")]
+MinP = Annotated[float | None, _answer("--min-p", metavar="F", help="Leave out what is below this share of the best.")]
+Penalty = Annotated[float | None, _answer("--repetition-penalty", metavar="F", help="Above 1 repeats less.")]
+Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Same seed, same text.")]
+Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0.")]
+StatsMode = Literal["live", "turn", "off"]
+Figures = Annotated[StatsMode | None, _answer("--stats", help="Figures while answering, after it, or not at all.")]
+Lines = Annotated[bool, _answer("--stream", help="With --json: one line for each event.")]
+
+Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="The window in tokens; 32k is 32768.")]
+Device = Annotated[str | None, _model("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.")]
+Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Weights as none, int8, int4 or nf4.")]
+Spec = Annotated[str | None, _model("--spec", metavar="off|ngram", help=_SPEC)]
+Exact = Annotated[bool, _model("--exact", help="Refuse every setting that can change the text.")]
+Pickle = Annotated[bool, _model("--allow-pickle", help="Load weights from pickle files, which can run code.")]
+DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and what they need; load nothing.")]
+
+# the flag is what `origin` names wherever a setting is shown
+KEYS: Mapping[str, str] = {
+    "--device": "load.device",
+    "--dtype": "load.dtype",
+    "--quant": "load.quant",
+    "--allow-pickle": "load.allow_pickle",
+    "--spec": "spec.method",
+    "--temperature": "sample.temperature",
+    "--greedy": "sample.temperature",
+    "--top-p": "sample.top_p",
+    "--top-k": "sample.top_k",
+    "--min-p": "sample.min_p",
+    "--repetition-penalty": "sample.repetition_penalty",
+    "--seed": "sample.seed",
+    "--max-new-tokens": "sample.max_new_tokens",
+    "--ctx": "context.limit",
+}
+
+
+def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
+    """Dotted key -> value and flag, from a command's parameters; those not typed are None or False."""
+    given = {flag: params.get(flag[2:].replace("-", "_")) for flag in KEYS}
+    given = {flag: value for flag, value in given.items() if value is not None and value is not False}
+    if "--greedy" in given:
+        given["--greedy"] = 0.0
+        if given.get("--temperature", 0.0) != 0.0:
+            raise UsageError("--greedy and --temperature exclude each other", try_=["one of the two"])
+    if "--max-new-tokens" in given:
+        given["--max-new-tokens"] = tokens(str(given["--max-new-tokens"]), "--max-new-tokens")
+    if "--ctx" in given:
+        given["--ctx"] = window(str(given["--ctx"]))
+    return {KEYS[flag]: (value, flag) for flag, value in given.items()}
+
+
+def window(text: str) -> int | str:
+    """`auto`, `max` or a number of tokens. Until something can be fitted, both words mean the model's own limit."""
+    return "auto" if text in ("auto", "max") else tokens(text, "--ctx", 'tokens, "auto" or "max"')
+
+
+def tokens(text: str, flag: str, kind: str = "tokens") -> int:
+    """`4096`, `4k` (4,096), `1.5k`, `1m`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().replace("_", ""), re.IGNORECASE)
+    n = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0.0
+    if n < 1 or n != int(n):
+        raise UsageError(f"{flag} takes {kind}, not {text!r}", try_=[f"{flag} 4096", f"{flag} 4k"])
+    return int(n)

@@ -1,0 +1,62 @@
+"""Where the details go: stderr with -v, a file with --log-file, and the log of the user when something breaks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from datetime import datetime
+from pathlib import Path
+
+from kvcli import __version__
+from kvcli.errors import BadInput
+from kvcli.files import private_folder
+from kvcli.world import World
+
+LARGEST = 1 << 20  # bytes; beyond that the old log is put aside and a new one begun
+FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def start_log(world: World) -> None:
+    """Set up the logger `kvcli` as the options say. Prompts and answers are never logged."""
+    logger, options = logging.getLogger("kvcli"), world.options
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
+    logger.setLevel(logging.DEBUG)
+    if options.verbose:
+        handler = logging.StreamHandler(world.stderr)
+        handler.setLevel(logging.INFO if options.verbose == 1 else logging.DEBUG)
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+    if options.log_file:
+        try:
+            to_file = logging.FileHandler(options.log_file, encoding="utf-8", delay=False)
+        except OSError as error:
+            raise BadInput(
+                f"cannot write the log {options.log_file}: {error.strerror or error}", code="file_unwritable"
+            ) from None
+        to_file.setFormatter(logging.Formatter(FORM))
+        logger.addHandler(to_file)
+        logger.info("kvcli %s", __version__)
+
+
+def log_path(world: World) -> Path:
+    """The file that gets the traceback of an internal error."""
+    return world.options.log_file or world.paths.state / "kvcli.log"
+
+
+def write_traceback(world: World, error: BaseException) -> Path | None:
+    """Append the traceback to the log; None when even that fails."""
+    path = log_path(world)
+    text = "".join(traceback.format_exception(error))
+    try:
+        private_folder(path.parent)
+        if path.exists() and path.stat().st_size > LARGEST:
+            path.replace(path.with_suffix(".old.log"))
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as log:
+            log.write(f"{datetime.now().isoformat(timespec='seconds')} kvcli {__version__}\n{text}\n")
+    except OSError:
+        return None
+    return path

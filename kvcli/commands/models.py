@@ -1,0 +1,147 @@
+"""`kvcli models`: what can be loaded without the network, and whether kvcli supports it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.commands.setup import sources
+from kvcli.commands.show import print_json, print_table
+from kvcli.config import load_config
+from kvcli.errors import ExitStatus, KvcliError
+
+if TYPE_CHECKING:
+    from kvcli.schemas import ModelEntry
+    from kvcli.source import Source
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Models on this machine.")
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="demo, a folder, a hub id, or a name from [models].")]
+Pickle = Annotated[bool, typer.Option("--allow-pickle", help="Count pickle weights as usable.", show_default=False)]
+
+
+@app.command("list")
+def list_models(context: typer.Context, allow_pickle: Pickle = False) -> int:
+    """The demo model, the names in your config, and the Hugging Face cache."""
+    from kvcli.schemas import ModelsDocument
+
+    world: World = context.obj
+    entries = [look_at(world, name, kind, allow_pickle) for name, kind in known(world)]
+    if world.options.json:
+        print_json(world, ModelsDocument(models=entries))
+        return ExitStatus.OK
+    print_table(world, [["model", "size", "dtype", "context", "family", "works", "from"], *map(row, entries)])
+    return ExitStatus.OK
+
+
+@app.command()
+def show(context: typer.Context, model: Name, allow_pickle: Pickle = False) -> int:
+    """One model: where it is, how large, and whether kvcli supports it."""
+    from kvcli.schemas import ModelsDocument
+
+    world: World = context.obj
+    entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True)
+    if world.options.json:
+        print_json(world, ModelsDocument(models=[entry]))
+        return ExitStatus.OK
+    from kvcli.render.figures import count, long_size
+
+    lines = [
+        ["model", entry.name],
+        ["path", entry.path or "–"],
+        ["weights", long_size(entry.bytes) if entry.bytes else "–"],
+        ["dtype", entry.dtype or "–"],
+        ["family", entry.family or "–"],
+        ["context", f"{count(entry.context)} tokens" if entry.context else "–"],
+        ["works", works(entry)],
+    ]
+    if entry.profile:
+        lines.append(["profile", entry.profile])
+    world.stdout.write("".join(f"{name:<8} {value}\n" for name, value in lines))
+    return ExitStatus.OK
+
+
+@app.command()
+def path(context: typer.Context, model: Name) -> int:
+    """Print the folder of a model, and nothing else."""
+    world: World = context.obj
+    world.stdout.write(f"{find(world, model, allow_pickle=True).path}\n")
+    return ExitStatus.OK
+
+
+def known(world: World) -> list[tuple[str, str]]:
+    """Names and where they come from: the bundled model, the config files, the cache."""
+    config = load_config(sources(world))
+    names = {"demo": "demo", **dict.fromkeys(config.models, "config")}
+    for name in cached_models():
+        names.setdefault(name, "cache")
+    return list(names.items())
+
+
+def cached_models() -> list[str]:
+    """Models of the Hugging Face cache, sorted."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+    except CacheNotFound:
+        return []
+
+
+def kind_of(world: World, name: str) -> str:
+    if name == "demo" or name in load_config(sources(world)).models:
+        return "demo" if name == "demo" else "config"
+    return "folder" if Path(name).expanduser().exists() else "cache"
+
+
+def find(world: World, name: str, allow_pickle: bool) -> Source:
+    """The checked files of a model that is on this machine; raises BadModel otherwise."""
+    from kvcli import source
+
+    entry = load_config(sources(world)).model(name)
+    return source.find(entry.path, offline=True, revision=entry.revision or None, allow_pickle=allow_pickle)
+
+
+def look_at(world: World, name: str, kind: str, allow_pickle: bool, strict: bool = False) -> ModelEntry:
+    """What its config and the headers of its files say. With `strict`, a model that is not there is an error."""
+    from kvcli.schemas import ModelEntry
+
+    profile = load_config(sources(world)).model(name).profile or None
+    facts: dict[str, object] = dict.fromkeys(["path", "bytes", "family", "dtype", "context", "supported", "reason"])
+    try:
+        found = find(world, name, allow_pickle)
+        facts |= {
+            "path": str(found.path),
+            "bytes": found.nbytes,
+            "family": found.family,
+            "dtype": found.dtype.lower() or None,
+            "context": found.text_config.get("max_position_embeddings"),
+            "supported": True,
+        }
+    except KvcliError as error:
+        if strict and error.code == "model_not_found":
+            raise
+        facts |= {"supported": False, "reason": error.message}
+    return ModelEntry.model_validate({"name": name, "kind": kind, "profile": profile, **facts})
+
+
+def row(entry: ModelEntry) -> list[str]:
+    from kvcli.render.figures import count, long_size
+
+    return [
+        entry.name,
+        long_size(entry.bytes) if entry.bytes else "–",
+        entry.dtype or "–",
+        count(entry.context) if entry.context else "–",
+        entry.family or "–",
+        works(entry),
+        {"demo": "bundled", "config": "your config", "cache": "cache", "folder": "folder"}[entry.kind],
+    ]
+
+
+def works(entry: ModelEntry) -> str:
+    return "yes" if entry.supported else f"no: {entry.reason}"

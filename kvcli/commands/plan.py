@@ -1,0 +1,81 @@
+"""`kvcli chat --dry-run`: the settings of a run and what it would need, with nothing loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcli.commands.ask import read_file
+from kvcli.commands.models import find, kind_of, look_at
+from kvcli.commands.show import print_json, print_table
+from kvcli.errors import ExitStatus
+from kvcli.render.figures import count, long_size
+from kvcli.schemas import PlanDocument
+
+if TYPE_CHECKING:
+    from kvcli.commands.setup import Setup
+    from kvcli.profile import Profile
+
+BYTES = {"bf16": 2, "fp16": 2, "f16": 2, "fp32": 4, "f32": 4, "fp64": 8, "f64": 8}
+
+
+def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
+    """The plan in words, or as `kvcli.plan/1`."""
+    document = plan(setup, profile, files)
+    if setup.world.options.json:
+        print_json(setup.world, document)
+        return ExitStatus.OK
+    out = setup.world.stdout
+    model = document.model
+    out.write(f"model    {model.name}, {model.family}, {long_size(model.bytes or 0)} of weights in {model.dtype}\n")
+    out.write(f"         {model.path}\n")
+    out.write(f"context  {count(document.context or 0)} tokens, {long_size(document.kv_bytes or 0)} when full\n")
+    for file in document.documents:
+        out.write(f"file     {file['name']}, {count(file['lines'])} lines, {count(file['characters'])} characters\n")
+    out.write(f"profile  {document.profile}, {document.exactness}, hash {document.profile_hash}\n\n")
+    rows = [[key, _shown(value), document.origins[key]] for key, value in document.settings.items()]
+    print_table(setup.world, [["key", "value", "from"], *rows])
+    return ExitStatus.OK
+
+
+def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
+    """Look at files and settings only."""
+    world = setup.world
+    documents = [read_file(world, name) for name in files]
+    entry = look_at(world, setup.name, kind_of(world, setup.name), profile.load.allow_pickle, strict=True)
+    found = find(world, setup.name, profile.load.allow_pickle)
+    limit = profile.context.limit
+    most = entry.context or 0
+    context = most if limit == "auto" else min(int(limit), most or int(limit))
+    return PlanDocument(
+        model=entry,
+        profile=profile.name,
+        profile_hash=profile.hash,
+        exactness=profile.exactness,
+        context=context or None,
+        kv_bytes=context * kv_bytes_of_token(found.text_config, _kv_dtype(profile, entry.dtype)) or None,
+        documents=[
+            {"name": d.name, "sha256": d.sha256, "lines": d.lines, "characters": len(d.text)} for d in documents
+        ],
+        settings=dict(profile.values),
+        origins=profile.origins,
+    )
+
+
+def kv_bytes_of_token(config: dict[str, Any], dtype: str) -> int:
+    """Bytes of the keys and values of one token in all layers; 0 if the config does not tell."""
+    heads = config.get("num_attention_heads") or 0
+    kv_heads = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
+    return int(2 * config.get("num_hidden_layers", 0) * kv_heads * size * BYTES.get(dtype, 2))
+
+
+def _kv_dtype(profile: Profile, weights: str | None) -> str:
+    for wanted in (profile.kv.dtype, profile.load.dtype):
+        if wanted != "auto":
+            return wanted
+    return weights or "bf16"
+
+
+def _shown(value: object) -> str:
+    return "the model's own" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,109 @@
+"""From what was typed to a loaded model: the profile with its flags, then the model under it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.config import load_config
+from kvcli.errors import BadConfig
+from kvcli.layers import Sources
+from kvcli.profile import Profile, load_profile
+
+if TYPE_CHECKING:
+    from kvcli.local import Model
+    from kvcli.schema import Model as Entry
+    from kvcli.world import World
+
+Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and the flag that says so
+SYSTEM_CONFIG = Path("/etc/xdg/kvcli/config.toml")
+
+# What --exact insists on: with these, the text is the one the model writes by itself.
+EXACT = {"exactness": "exact", "load.quant": "none", "load.dtype": "auto", "kv.dtype": "auto"}
+
+log = logging.getLogger("kvcli.setup")
+
+
+def sources(world: World) -> Sources:
+    """Where settings are looked for in this world."""
+    home = world.environ.get("HOME")
+    return Sources(
+        system=SYSTEM_CONFIG,
+        user=world.paths.config,
+        cwd=world.cwd,
+        home=Path(home) if home else None,
+        config=world.options.config,
+        environ=world.environ,
+    )
+
+
+@dataclass(slots=True)
+class Setup:
+    """A model by name and the settings it runs with. Nothing is loaded before `load`."""
+
+    world: World
+    model: str | None = None  # as typed; None = the default model
+    flags: Flags = field(default_factory=dict)
+    exact: bool = False
+
+    @property
+    def entry(self) -> Entry:
+        """What the name stands for in the config files."""
+        return load_config(sources(self.world)).model(self.model)
+
+    @property
+    def name(self) -> str:
+        return self.model or load_config(sources(self.world)).default_model
+
+    def profile(self, name: str | None = None, sets: Sequence[str] | None = None) -> Profile:
+        """The resolved profile; name and sets are those of the command line unless given."""
+        options = self.world.options
+        profile = load_profile(
+            name or options.profile,
+            sources=sources(self.world),
+            model=self.model,
+            sets=options.set if sets is None else sets,
+            flags=self.flags,
+        )
+        if self.exact:
+            refuse_inexact(profile)
+        log.info("profile %s, hash %s", profile.name, profile.hash)
+        for key, value in profile.values.items():
+            log.debug("%s = %r (%s)", key, value, profile.origins[key])
+        return profile
+
+    # what the chat asks for when settings change on the way
+
+    def names(self) -> list[str]:
+        return sorted(load_config(sources(self.world)).profiles)
+
+    def keys(self) -> list[str]:
+        return list(self.profile().values)
+
+    def resolve(self, name: str, sets: Sequence[str]) -> Profile:
+        return self.profile(name, sets)
+
+    def load(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Model:
+        """Load the model; `tell` hears of a download."""
+        from kvcli.local import load
+
+        model = load(self.entry.path, profile, offline=self.world.options.offline, tell=tell)
+        info = model.info
+        log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
+        return model
+
+
+def refuse_inexact(profile: Profile) -> None:
+    """--exact: no key may change the text."""
+    wrong = [key for key, value in EXACT.items() if profile.values[key] != value]
+    if wrong:
+        raise BadConfig(
+            f"--exact cannot be kept with profile {profile.name}",
+            code="not_exact",
+            lines=[f"{key} = {profile.values[key]} ({profile.origins[key]}) can change the text" for key in wrong],
+            detail={key: profile.values[key] for key in wrong},
+            try_=["-P exact", *(f"--set {key}={EXACT[key]}" for key in wrong)],
+        )

@@ -1,0 +1,162 @@
+"""A turn as JSON: one document at its end, or a line for each event as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli import __version__
+from kvcli.api import End, Event, Live, ModelInfo, Read, Text, Turn
+from kvcli.commands.show import print_json
+from kvcli.schemas import (
+    EndEvent,
+    Memory,
+    ModelFacts,
+    ReadEvent,
+    Spec,
+    Speed,
+    Start,
+    StatsEvent,
+    TextEvent,
+    Times,
+    Tokens,
+    TurnDocument,
+)
+
+if TYPE_CHECKING:
+    from kvcli.stats import Stats
+    from kvcli.world import World
+
+EVERY = 0.5  # seconds between two stats lines
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a turn ran under, beside the model."""
+
+    profile: str
+    method: str = "off"  # how drafts are made
+    profile_hash: str | None = None
+    exactness: str | None = None
+    session: str | None = None
+    number: int = 1
+
+
+def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
+    """`kvcli.turn/1` of a finished turn."""
+    stats = turn.stats
+    return TurnDocument(
+        kvcli=__version__,
+        session=run.session,
+        turn=run.number,
+        model=model_facts(info),
+        engine="local",
+        profile=run.profile,
+        profile_hash=run.profile_hash,
+        exactness=run.exactness,
+        text=turn.text,
+        finish=turn.finish,
+        tokens=Tokens(
+            prompt=stats.prompt, cached=stats.cached, new=stats.new, context=stats.context, limit=stats.limit
+        ),
+        time=Times(
+            load=stats.load or info.load_seconds or None,
+            read=stats.read,
+            first_token=stats.first_token or None,
+            decode=stats.decode,
+            total=stats.read + stats.decode,
+        ),
+        speed=Speed(
+            read_tok_s=stats.read_tok_s or None, decode_tok_s=stats.decode_tok_s or None, vs_plain=stats.vs_plain
+        ),
+        spec=spec_figures(stats, run.method),
+        memory=memory_figures(stats, info.device),
+        overflow=None,
+        events=[],
+    )
+
+
+def spec_figures(stats: Stats, method: str) -> Spec:
+    """Acceptance; figures that would divide by nothing are null."""
+    figures = dict(stats.as_spec(method))
+    if not stats.drafted_passes:
+        figures |= {"mean_acceptance_length": None, "acceptance_rate": None}
+    if not stats.passes:
+        figures["tokens_per_pass"] = None
+    return Spec.model_validate(figures)
+
+
+def memory_figures(stats: Stats, device: str) -> Memory:
+    return Memory(
+        kv_bytes=stats.kv_bytes,
+        kv_bytes_fp16=stats.kv_fp16 or None,
+        kv_tiers=dict(stats.kv),
+        peak_bytes=stats.peak or None,
+        estimate_bytes=None,
+        device=device,
+        limit_bytes=None,
+    )
+
+
+def model_facts(info: ModelInfo) -> ModelFacts:
+    return ModelFacts(id=info.id, revision=info.revision or None, dtype=info.dtype, quant=info.quant)
+
+
+def print_turn(world: World, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
+    """One document when the turn is over."""
+    for event in events:
+        if isinstance(event, End):
+            print_json(world, turn_document(event.turn, info, run))
+            return event.turn
+    raise AssertionError("a stream ends with End")
+
+
+def print_events(world: World, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
+    """A line for each event, `start` first and `end` with the whole document last."""
+    print_json(
+        world, Start(event="start", kvcli=__version__, model=model_facts(info), engine="local", profile=run.profile)
+    )
+    tell_stats = _stats_lines(world)
+    for event in events:
+        if isinstance(event, Read):
+            print_json(
+                world,
+                ReadEvent(event="read", done=event.done, total=event.total, cached=event.cached, seconds=event.seconds),
+            )
+        elif isinstance(event, Text):
+            print_json(world, TextEvent(event="text", text=event.text, tokens=len(event.ids)))
+            tell_stats(None)
+        elif isinstance(event, Live):
+            tell_stats(event.stats)
+        elif isinstance(event, End):
+            print_json(world, EndEvent(event="end", turn=turn_document(event.turn, info, run)))
+            return event.turn
+    raise AssertionError("a stream ends with End")
+
+
+def _stats_lines(world: World) -> Callable[[Stats | None], None]:
+    """Remembers the counting object of the turn and prints it now and then."""
+    seen: list[Stats] = []
+    last = [world.clock()]
+
+    def tell(stats: Stats | None) -> None:
+        if stats is not None:
+            seen[:] = [stats]
+        elif seen and world.clock() - last[0] >= EVERY:
+            last[0] = world.clock()
+            print_json(world, _stats_event(seen[0]))
+
+    return tell
+
+
+def _stats_event(stats: Stats) -> StatsEvent:
+    return StatsEvent(
+        event="stats",
+        new=stats.new,
+        context=stats.context,
+        decode=stats.decode,
+        decode_tok_s=stats.decode_tok_s or None,
+        mean_acceptance_length=stats.mean_acceptance_length if stats.drafted_passes else None,
+        kv_bytes=stats.kv_bytes,
+    )
