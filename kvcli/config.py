@@ -39,6 +39,24 @@ class Config:
         setting = self.top.get("default_model")
         return str(setting.value) if setting else Top.default_model
 
+    @property
+    def default_profile(self) -> str:
+        setting = self.top.get("default_profile")
+        return str(setting.value) if setting else Top.default_profile
+
+    def unknown_profiles(self) -> list[Problem]:
+        """Profile names outside profiles that nothing defines."""
+        top = self.top.get("default_profile")
+        named = [
+            (("default_profile",), top),
+            *((("profile",), model.get(("profile",))) for model in self.models.values()),
+        ]
+        return [
+            _unknown_profile(setting, keys, self)
+            for keys, setting in named
+            if setting is not None and setting.value not in ("", *self.profiles)
+        ]
+
     def model(self, name: str | None = None) -> Model:
         """What the name stands for; a name that no file defines stands for itself. None = the default model."""
         name = name or self.default_model
@@ -81,14 +99,21 @@ def chosen_profile(name: str | None, config: Config, environ: Mapping[str, str],
             return asked
         raise no_such_profile(asked, config, "" if name else "from KVCLI_PROFILE in the environment")
     of_model = config.models.get(model or config.default_model, {}).get(("profile",))
-    setting, keys = (of_model, ("profile",)) if of_model else (config.top.get("default_profile"), ("default_profile",))
+    setting, keys = config.top.get("default_profile"), ("default_profile",)
+    if of_model is not None and of_model.value:
+        setting, keys = of_model, ("profile",)
     usual = str(setting.value) if setting else Top.default_profile
     if usual in config.profiles:
         return usual
     if setting is None:
         raise no_such_profile(usual, config)
-    hint = did_you_mean(usual, config.profiles) or f"profiles: {', '.join(sorted(config.profiles))}"
-    raise bad_config([setting.problem(keys, f"no profile is called {toml_value(usual)}", hint, of_value=True)])
+    raise bad_config([_unknown_profile(setting, keys, config)])
+
+
+def _unknown_profile(setting: Setting, keys: Keys, config: Config) -> Problem:
+    name = str(setting.value)
+    hint = did_you_mean(name, config.profiles) or f"profiles: {', '.join(sorted(config.profiles))}"
+    return setting.problem(keys, f"no profile is called {toml_value(name)}", hint, of_value=True)
 
 
 def no_such_profile(name: str, config: Config, whence: str = "") -> BadConfig:

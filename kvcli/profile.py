@@ -18,7 +18,7 @@ from typing import Any, overload
 from kvcli.config import Config, chosen_profile, read_config
 from kvcli.layers import Sources, from_arguments, from_environ, from_flags, from_sets
 from kvcli.problems import Problem, bad_config
-from kvcli.resolve import Registries, Resolved, lineage, resolve
+from kvcli.resolve import Registries, Resolved, extended_names, lineage, resolve
 from kvcli.schema import METHODS, ORDER, Context, Exactness, Kv, Load, Prefill, Sample
 from kvcli.settings import DEFAULT, InFile, Setting, Settings, merge
 
@@ -105,6 +105,11 @@ class Profile:
             raise bad_config(problems)
         return dataclasses.replace(profile, description=names.get("description", self.description))
 
+    @property
+    def extends(self) -> tuple[str, ...]:
+        """What the profile itself extends, as its own file says."""
+        return tuple(extended_names(self.settings.get(("extends",))))
+
     @cached_property
     def values(self) -> dict[str, object]:
         """Dotted key -> value, in the order of the tables; None = the model decides."""
@@ -174,16 +179,15 @@ def resolve_profile(
 ) -> Outcome:
     """One profile of the merged files, `above` laid over it. `name` must be one of `config.profiles`."""
     names, problems = lineage(name, config)
-    layers = [_of_model(config, model), *(_inherited(config.profiles[n], n == name) for n in names), above or {}]
+    layers = [_of_model(config, model), *(config.profiles[n] for n in names), above or {}]
     resolved = resolve(layers, rules.registries)
     resolved.problems += problems
+    for keys in (("description",), ("extends",)):  # not handed down
+        if keys not in config.profiles[name]:
+            resolved.settings.pop(keys, None)
+            resolved.header.pop(keys[0], None)
     profile = _profile(resolved, name, tuple(reversed(names)), rules)
     return Outcome(profile, resolved.problems or clash_problems(profile))
-
-
-def _inherited(settings: Settings, is_chosen: bool) -> Settings:
-    """What a profile gives on: all but its own description. `extends` has done its work, and is still checked."""
-    return settings if is_chosen else {keys: s for keys, s in settings.items() if keys != ("description",)}
 
 
 def _of_model(config: Config, model: str | None) -> Settings:
@@ -202,7 +206,7 @@ def _profile(resolved: Resolved, name: str, chain: tuple[str, ...], rules: Rules
         description=str(resolved.header.get("description", "")),
         exactness=resolved.header.get("exactness", "exact"),  # type: ignore[arg-type]  # checked against its field
         chain=chain,
-        settings={keys: s for keys, s in resolved.settings.items() if keys not in (("extends",), ("description",))},
+        settings=resolved.settings,
         rules=rules,
         **tables,
     )

@@ -36,7 +36,7 @@ def lineage(name: str, config: Config) -> tuple[list[str], list[Problem]]:
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         extends = config.profiles[name].get(("extends",))
-        for base in _names(extends):
+        for base in extended_names(extends):
             assert extends is not None
             chain = " -> ".join((*above, name, base))
             if base not in config.profiles:
@@ -55,7 +55,7 @@ def lineage(name: str, config: Config) -> tuple[list[str], list[Problem]]:
     return order, problems
 
 
-def _names(extends: Setting | None) -> Sequence[str]:
+def extended_names(extends: Setting | None) -> Sequence[str]:
     """Names in an `extends`; none where its type is wrong, which is reported with all other values."""
     value = extends.value if extends else ()
     if isinstance(value, str):
@@ -217,7 +217,7 @@ def _built(
         built: object = schema(**values)
     except (ValueError, TypeError, KvcliError) as error:
         words = str(error).replace(",", " ").split()
-        named = [name for name in values if name in words]
+        named = [word for word in words if word in values]
         keys = (table, named[0]) if named else (table, METHODS[table][0])
         problems.append(mine[keys].problem(keys, str(error), of_value=True))
         return None

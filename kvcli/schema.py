@@ -28,11 +28,10 @@ class Range:
         )
 
     def words(self) -> str:
-        low = (
-            f"from {self.least}" if self.least is not None else f"above {self.above}" if self.above is not None else ""
-        )
-        high = f"to {self.most}" if self.most is not None else f"below {self.below}" if self.below is not None else ""
-        return " and ".join(filter(None, [low, high])) if "above" in low or "below" in high else f"{low} {high}".strip()
+        is_open = self.above is not None or self.below is not None
+        most = "at most" if is_open else "to"
+        limits = (("from", self.least), ("above", self.above), (most, self.most), ("below", self.below))
+        return (" and " if is_open else " ").join(f"{word} {limit}" for word, limit in limits if limit is not None)
 
 
 @dataclass(frozen=True, slots=True)

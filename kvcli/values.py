@@ -67,7 +67,7 @@ def check(hint: object, value: object) -> object:
     for part in parts:
         base, own = _base(part)
         try:
-            taken = _adapter(base).validate_python(_frozen(value), strict=True)
+            taken = _validator(base).validate_python(_frozen(value), strict=True)
         except ValueError:  # pydantic's ValidationError is one
             continue
         if all(_allows(marker, taken) for marker in (*markers, *own)):
@@ -76,11 +76,24 @@ def check(hint: object, value: object) -> object:
 
 
 @cache
-def _adapter(hint: Any) -> Any:
-    # late: it takes most of the time that reading a profile takes, and only values given somewhere need it
+def _validator(hint: Any) -> Any:
+    """What pydantic's TypeAdapter would make of the type.
+
+    For the types of TOML values it is built from pydantic's core, because importing all of pydantic takes 0.1 s, half
+    of what reading a profile may take.
+    """
+    from pydantic_core import SchemaValidator
+
+    if hint in _CORE:
+        return SchemaValidator({"type": _CORE[hint]})
+    if typing.get_origin(hint) is Literal:
+        return SchemaValidator({"type": "literal", "expected": list(typing.get_args(hint))})
     from pydantic import TypeAdapter
 
     return TypeAdapter(hint)
+
+
+_CORE = {bool: "bool", int: "int", float: "float", str: "str"}
 
 
 def _frozen(value: object) -> object:

@@ -1,0 +1,247 @@
+"""`kvcli profiles`: which named settings there are, what they come to, and whether they are sound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcli.commands.setup import sources
+from kvcli.commands.show import print_json
+from kvcli.config import NAME, Config, load_config, no_such_profile, read_config
+from kvcli.errors import BadInput, UsageError
+from kvcli.layers import PROJECT_FILE, Sources
+from kvcli.problems import Problem, bad_config, printable
+from kvcli.profile import Outcome, Profile, Rules, load_profile, resolve_profile
+from kvcli.profile_file import new_profile
+from kvcli.settings import InFile
+from kvcli.toml_places import toml_value
+from kvcli.world import World
+
+SCHEMA = "kvcli.profiles/1"
+
+app = typer.Typer(help="Named settings: list, show, compare, check.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_(context: typer.Context) -> None:
+    """All profiles: what each extends, what it promises about the text, and its one line."""
+    world: World = context.obj
+    config, rules = load_config(sources(world)), Rules.shipped()
+    found = [resolve_profile(name, config, rules) for name in sorted(config.profiles)]
+    if world.options.json:
+        _json(world, profiles=[_entry(outcome, config) for outcome in found], default=config.default_profile)
+    else:
+        _table(world, list_rows(found, config))
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Profile; without it, the one that chat would use.")] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,  # it always is
+) -> None:
+    """Every setting of a profile, with the environment and --set on top, as TOML that can be kept."""
+    world: World = context.obj
+    profile = load_profile(name or world.options.profile, sources=sources(world), sets=world.options.set)
+    if world.options.json:
+        _json(world, profiles=[_document(profile)])
+    elif origin or world.options.plain:
+        _table(world, show_rows(profile, origin))
+    else:
+        _lines(world, show_toml(profile))
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    what: Annotated[str | None, typer.Argument(metavar="[FILE|NAME]", help="Without it: all files.")] = None,
+) -> None:
+    """Look for problems and print all of them, each with its line. Exits with 9 if there are any."""
+    world: World = context.obj
+    names, problems = checked(what, sources(world), Rules.shipped())
+    if problems:
+        raise bad_config(problems)
+    if world.options.json:
+        _json(world, profiles=names, problems=[])
+    else:
+        _lines(world, [f"no problems in {', '.join(names) or what}"])
+
+
+@app.command()
+def diff(context: typer.Context, a: str, b: str) -> None:
+    """The settings in which two profiles differ, as their files have them: the environment is left out."""
+    world: World = context.obj
+    files = replace(sources(world), environ={})
+    one, two = (load_profile(name, sources=files) for name in (a, b))
+    keys = [key for key in one.values | two.values if one.values.get(key) != two.values.get(key)]
+    if world.options.json:
+        changes = [{"key": key, "a": one.values.get(key), "b": two.values.get(key)} for key in keys]
+        _json(world, profiles=[_document(one), _document(two)], differences=changes)
+    elif keys:
+        _table(world, [["key", one.name, two.name], *([key, _value(one, key), _value(two, key)] for key in keys)])
+    else:
+        _lines(world, [f"{one.name} and {two.name} have the same settings"])
+
+
+@app.command()
+def new(
+    context: typer.Context,
+    name: str,
+    extends: Annotated[str | None, typer.Option("--extends", metavar="NAME", help="What it starts from.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where; - = stdout.")] = None,
+) -> None:
+    """Write a profile with every key in it, commented out, to fill in."""
+    world: World = context.obj
+    where = sources(world)
+    config = load_config(where)
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{toml_value(name)} is not a profile name: use letters, digits, dots, - and _")
+    base = load_profile(extends or config.default_profile, sources=replace(where, environ={}))
+    text = new_profile(name, base)
+    if output == Path("-"):
+        world.stdout.write(text)
+        return
+    if output is None and name in config.profiles:
+        raise BadInput(
+            f"there is a profile {toml_value(name)} already",
+            lines=[_defined_in(name, config)],
+            try_=[f"kvcli profiles show {name}", f"kvcli profiles new {name}-2"],
+        )
+    path = output or world.paths.config / "profiles" / f"{name}.toml"
+    write_new(path, text, where.shown(path))
+    if world.options.json:
+        _json(world, profiles=[name], file=str(path))
+    else:
+        _lines(world, [where.shown(path)])
+
+
+def list_rows(found: Iterable[Outcome], config: Config) -> list[list[str]]:
+    """Header and one row a profile; the default one is marked."""
+    rows = [["profile", "extends", "text", "", ""]]
+    for outcome in found:
+        name = outcome.profile.name
+        broken = f"has problems: kvcli profiles check {name}"
+        mark = "default" if name == config.default_profile else ""
+        promise = "" if outcome.problems else outcome.profile.exactness
+        about = broken if outcome.problems else outcome.profile.description
+        rows.append([name, ", ".join(outcome.profile.extends) or "-", promise, mark, about])
+    return rows
+
+
+def show_rows(profile: Profile, origin: bool) -> list[list[str]]:
+    """Key, value and where it comes from."""
+    return [[key, _value(profile, key), *([profile.origins[key]] if origin else [])] for key in profile.values]
+
+
+def show_toml(profile: Profile) -> list[str]:
+    """The profile as dotted TOML keys under a line of comment."""
+    first = f"# {' -> '.join(profile.chain)}, hash {profile.hash}"
+    about = [f"description = {toml_value(profile.description)}"] if profile.description else []
+    return [first, *about, *(_assignment(key, value) for key, value in profile.values.items())]
+
+
+def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], list[Problem]]:
+    """The profiles that were looked at, and the problems of them and of their files."""
+    if what is None:
+        config = read_config(where)
+        return _all_problems(config, sorted(config.profiles), config.problems, rules)
+    path = Path(what).expanduser()
+    if "/" not in what and not what.endswith(".toml") and not path.is_file():
+        config = load_config(where)
+        if what not in config.profiles:
+            raise no_such_profile(what, config)
+        return _all_problems(config, [what], [], rules)
+    path = path if where.cwd is None else where.cwd / path
+    is_project = path.name == PROJECT_FILE  # has rules of its own
+    config = read_config(replace(where, cwd=path.parent) if is_project else replace(where, config=path))
+    source = where.shown(path)
+    named = [name for name, settings in config.profiles.items() if _is_from(source, settings.values())]
+    return _all_problems(config, named, [p for p in config.problems if p.place.source == source], rules)
+
+
+def write_new(path: Path, text: str, shown: str) -> None:
+    """Write a file that must not be there yet."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise BadInput(f"{shown} exists and is left as it is", try_=["-o FILE, for another place"]) from None
+    except OSError as error:
+        raise BadInput(f"{shown} cannot be written: {error.strerror or error}") from error
+
+
+def _all_problems(
+    config: Config, names: Sequence[str], problems: Sequence[Problem], rules: Rules
+) -> tuple[list[str], list[Problem]]:
+    found = [problem for name in names for problem in resolve_profile(name, config, rules).problems]
+    return list(names), [*problems, *found, *config.unknown_profiles()]
+
+
+def _is_from(source: str, settings: Iterable[object]) -> bool:
+    origins = [getattr(setting, "origin", None) for setting in settings]
+    return any(isinstance(origin, InFile) and origin.document.source == source for origin in origins)
+
+
+def _defined_in(name: str, config: Config) -> str:
+    origins = {setting.origin.name for setting in config.profiles[name].values()}
+    return f"defined in {sorted(origins)[0]}" if origins else f"level: {config.levels[name]}"
+
+
+def _entry(outcome: Outcome, config: Config) -> dict[str, object]:
+    profile = outcome.profile
+    return {
+        "name": profile.name,
+        "description": profile.description,
+        "extends": list(profile.extends),
+        "chain": list(profile.chain),
+        "exactness": profile.exactness,
+        "level": config.levels[profile.name],
+        "problems": [problem.as_detail() for problem in outcome.problems],
+    }
+
+
+def _document(profile: Profile) -> dict[str, object]:
+    return {
+        "name": profile.name,
+        "description": profile.description,
+        "chain": list(profile.chain),
+        "exactness": profile.exactness,
+        "hash": profile.hash,
+        "values": profile.values,
+        "origins": profile.origins,
+    }
+
+
+def _value(profile: Profile, key: str) -> str:
+    """The value as TOML, for a cell."""
+    if key not in profile.values:
+        return "-"
+    value = profile.values[key]
+    return "the model's" if value is None else toml_value(value)
+
+
+def _assignment(key: str, value: object) -> str:
+    return f"# {key}: the model's" if value is None else f"{key} = {toml_value(value)}"
+
+
+def _json(world: World, **fields: object) -> None:
+    print_json(world, {"schema": SCHEMA, **fields})
+
+
+def _table(world: World, rows: Sequence[Sequence[str]]) -> None:
+    """Rows in columns, all to the left; with --plain, tabs."""
+    if world.options.plain:
+        _lines(world, ["\t".join(row) for row in rows])
+        return
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    _lines(world, ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows])
+
+
+def _lines(world: World, lines: Iterable[str]) -> None:
+    world.stdout.write("".join(f"{printable(line)}\n" for line in lines))
