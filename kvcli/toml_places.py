@@ -143,10 +143,7 @@ def find_marks(text: str) -> Found:
 
 def _table(node: Node, lines: list[bytes], found: Found) -> None:
     key, *rest = node.named_children
-    keys = _names(key)
-    if node.type == "table_array_element":  # each element may give the same keys
-        found.written = {k: line for k, line in found.written.items() if k[: len(keys)] != keys}
-    _record(keys, Mark(_at(key, lines), _at(key, lines)), found)
+    keys = _record((), key, None, lines, found, repeatable=node.type == "table_array_element")
     for child in rest:
         if child.type == "pair":
             _pair(child, keys, lines, found)
@@ -157,34 +154,45 @@ def _pair(node: Node, above: Keys, lines: list[bytes], found: Found) -> None:
     if len(parts) != 2:  # a broken line; the TOML parser has its own words for it
         return
     key, value = parts
-    keys = above + _names(key)
-    _record(keys, Mark(_at(key, lines), _at(value, lines)), found)
+    keys = _record(above, key, value, lines, found)
     if value.type == "inline_table":
         for child in value.named_children:
             if child.type == "pair":
                 _pair(child, keys, lines, found)
 
 
-def _record(keys: Keys, mark: Mark, found: Found) -> None:
-    for n in range(1, len(keys)):
-        found.marks.setdefault(keys[:n], mark)
+def _record(
+    above: Keys, key: Node, value: Node | None, lines: list[bytes], found: Found, *, repeatable: bool = False
+) -> Keys:
+    """Note a key below `above` and the tables that a dotted key names on the way; returns its full path."""
+    names = _names(key)
+    keys = above + tuple(name for name, _ in names)
+    for n, (_, node) in enumerate(names[:-1], len(above) + 1):
+        at = _at(node, lines)
+        found.marks.setdefault(keys[:n], Mark(at, at))
+    at = _at(names[-1][1], lines)
+    mark = Mark(at, _at(value, lines) if value is not None else at)
+    if repeatable:  # each element of an array of tables may give the same keys
+        found.written = {k: line for k, line in found.written.items() if k[: len(keys)] != keys}
     if keys in found.written:
         found.twice.append((keys, mark, found.written[keys]))
-        return
-    found.written[keys] = mark.key[0]
-    found.marks[keys] = mark
+    else:
+        found.written[keys] = at[0]
+        found.marks[keys] = mark
+    return keys
 
 
-def _names(key: Node) -> Keys:
+def _names(key: Node) -> list[tuple[str, Node]]:
+    """The names of a key, dotted or not, each with its node."""
     if key.type == "dotted_key":
-        return tuple(name for child in key.named_children for name in _names(child))
+        return [name for child in key.named_children for name in _names(child)]
     written = (key.text or b"").decode()
     if key.type != "quoted_key":
-        return (written,)
+        return [(written, key)]
     try:
-        return tuple(tomli.loads(f"{written} = 0"))
+        return [(name, key) for name in tomli.loads(f"{written} = 0")]
     except tomli.TOMLDecodeError:
-        return (written,)
+        return [(written, key)]
 
 
 def _at(node: Node, lines: list[bytes]) -> tuple[int, int]:
