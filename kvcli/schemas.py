@@ -231,6 +231,7 @@ class DoctorDocument(Json):
     paths: dict[str, str]
     environment: dict[str, str]
     demo_model: bool
+    problems: list[str]
 
 
 def error_document(error: KvcliError) -> ErrorDocument:

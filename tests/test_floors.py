@@ -21,7 +21,7 @@ FLOORS = [
         # words and files, no tensors
         "config demo documents files layers problems profile refusals resolve schema settings source text toml_places "
         "values",
-        "kv memory rows sample stats verify",
+        "kv machine memory rows sample stats verify",
         "forward model policies seam weights",
         "drafts prune",
         "api build conversation kvcli local schemas session transcript world",

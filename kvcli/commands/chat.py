@@ -131,6 +131,7 @@ def converse(setup: Setup, profile: Profile, model: Model, talk: Chat, screen: S
     """The interactive chat."""
     from kvcli import __version__
     from kvcli.commands.repl import run_repl
+    from kvcli.machine import threads
     from kvcli.render.summary import Opening, header
 
     world = setup.world
@@ -147,9 +148,3 @@ def converse(setup: Setup, profile: Profile, model: Model, talk: Chat, screen: S
         sets=world.options.set,
         history=world.paths.state / "history",
     )
-
-
-def threads() -> int:
-    import torch
-
-    return torch.get_num_threads()

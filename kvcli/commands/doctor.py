@@ -1,0 +1,136 @@
+"""`kvcli doctor`: what a bug report needs, without names of people or secrets."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvcli import __version__
+from kvcli.commands.config import places
+from kvcli.commands.show import print_json
+from kvcli.errors import ExitStatus
+
+if TYPE_CHECKING:
+    from kvcli.schemas import DoctorDocument
+    from kvcli.world import World
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "triton", "typer", "rich")
+VARIABLES = re.compile(
+    r"(KVCLI|XDG|HF|TRANSFORMERS|TORCH|CUDA|OMP|MKL|NCCL|PYTORCH)_\w+|NO_COLOR|FORCE_COLOR|TERM|COLUMNS|LANG|LC_ALL"
+)
+SECRET = re.compile(r"token|key|secret|password|passwd|auth|credential", re.IGNORECASE)
+TOKEN = re.compile(r"\b(hf|sk|ghp|gho|xox[bp])[_-][\w-]{8,}|(?<=://)[^/@\s]+@")
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def doctor(context: typer.Context) -> int:
+    """Versions, devices, memory, paths: paste it into a bug report."""
+    world: World = context.obj
+    document = examine(world)
+    if world.options.json:
+        print_json(world, document)
+    else:
+        from kvcli.render.terminal import Terminal
+
+        Terminal.of(world, "stdout").write("\n".join(words(document)) + "\n")
+    return ExitStatus.OK
+
+
+def examine(world: World) -> DoctorDocument:
+    """Look at everything; takes the seconds that importing torch takes."""
+    import psutil
+
+    from kvcli.demo import weights_dir
+    from kvcli.schemas import DoctorDocument
+
+    memory = psutil.virtual_memory()
+    return DoctorDocument(
+        versions={"kvcli": __version__, "python": platform.python_version(), **{p: installed(p) for p in PACKAGES}},
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        memory_total=memory.total,
+        memory_free=memory.available,
+        paths={name: redacted(str(path), world) for name, path in places(world).items()},
+        environment={
+            name: "(set)" if SECRET.search(name) else redacted(value, world)
+            for name, value in sorted(world.environ.items())
+            if VARIABLES.fullmatch(name)
+        },
+        demo_model=(weights_dir() / "model.safetensors").exists(),
+        **hardware(world),
+    )
+
+
+def hardware(world: World) -> dict[str, Any]:
+    """What torch sees. A torch that cannot be imported is a finding, not a reason to say nothing."""
+    from kvcli.schemas import Device, Kernel
+
+    try:
+        from kvcli import machine
+
+        return {
+            "cpu": machine.cpu_name(),
+            "cpu_flags": machine.cpu_flags(),
+            "cores": machine.cores(),
+            "threads": machine.threads(),
+            "devices": [
+                Device(kind=d.kind, name=d.name, total_bytes=d.total, free_bytes=d.free) for d in machine.devices()
+            ],
+            "kernels": [Kernel(device=d, op=op, choice=choice, reason=why) for d, op, choice, why in machine.kernels()],
+            "quant": machine.quant_backends(),
+            "problems": [],
+        }
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        problem = redacted(f"torch does not work here: {type(error).__name__}: {error}", world)
+        nothing: dict[str, Any] = {"cpu": None, "cpu_flags": [], "cores": None, "threads": None, "devices": []}
+        return nothing | {"kernels": [], "quant": {}, "problems": [problem]}
+
+
+def installed(package: str) -> str | None:
+    """Its version, without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def redacted(text: str, world: World) -> str:
+    """Without the home folder, the user's name in it, and anything that looks like a token."""
+    for home in {world.environ.get("HOME", ""), str(Path.home())}:
+        if len(home) > 1:
+            text = re.sub(rf"{re.escape(home.rstrip('/'))}(?=/|:|$)", "~", text)
+    return TOKEN.sub("(redacted)", text)
+
+
+def words(document: DoctorDocument) -> list[str]:
+    """The same for people."""
+    from kvcli.render.figures import long_size
+
+    versions = [f"{name:<14}{number or '–'}" for name, number in document.versions.items()]
+    flags = ", ".join(document.cpu_flags) or "none of the flags that matter"
+    machine = [
+        f"system        {document.system}",
+        f"cpu           {document.cpu or '–'}",
+        f"              {flags}",
+        f"              {document.cores} cores for this process, {document.threads} threads",
+        f"memory        {long_size(document.memory_free)} free of {long_size(document.memory_total)}",
+    ]
+    for device in document.devices[1:]:
+        free = f", {long_size(device.free_bytes or 0)} free of {long_size(device.total_bytes)}" * bool(
+            device.total_bytes
+        )
+        machine.append(f"{device.kind:<14}{device.name}{free}")
+    kernels = [f"{k.device:<5} {k.op:<13} {k.choice}: {k.reason}" for k in document.kernels]
+    kernels += [f"{device:<5} {'quant':<13} {backend}" for device, backend in document.quant.items()]
+    paths = [f"{name:<14}{path}" for name, path in document.paths.items()]
+    environment = [f"{name}={value}" for name, value in document.environment.items()]
+    demo = ["demo model    " + ("here" if document.demo_model else "MISSING: pip install --force-reinstall kvcli")]
+    problems = [f"problem       {problem}" for problem in document.problems]
+    sections = [problems, versions, machine, kernels, [*demo, *paths], environment]
+    return [line for section in sections if section for line in [*section, ""]][:-1]
