@@ -21,6 +21,7 @@ class _Slab:
     pos: Tensor  # [1, cap] int32, or [K, cap] once heads differ; -1 = empty
     length: int = 0  # slots of the longest head
     lengths: Tensor | None = None  # [K] slots of each head; None = all `length`
+    newest: int = -1  # the last position appended
     ordered: bool = True  # positions rise with the slot index in every head
 
 
@@ -65,7 +66,11 @@ class Dense:
         """Store k, v [K, M, D] at positions pos [M]; every head takes all of them."""
         s = self._slabs[layer]
         m = pos.shape[0]
+        if not m:
+            return
         self._grow(s, s.length + m)
+        s.ordered &= int(pos[0]) > s.newest
+        s.newest = int(pos[-1])
         if s.lengths is None:
             s.k[:, s.length : s.length + m] = k
             s.v[:, s.length : s.length + m] = v
@@ -98,7 +103,7 @@ class Dense:
         after = compact(before, mask)
         same = bool((after.pos == after.pos[:1]).all())
         s.k, s.v = after.k.contiguous(), after.v.contiguous()
-        s.pos = (after.pos[:1] if same else after.pos).contiguous()
+        s.pos = after.pos[:1].clone() if same else after.pos
         s.length = after.n_slots
         s.lengths = None if same else left
         return fell
@@ -108,6 +113,7 @@ class Dense:
         for layer, s in enumerate(self._slabs):
             if s.lengths is None and s.ordered:
                 s.length = int((s.pos[0, : s.length] < n).sum())
+                s.newest = int(s.pos[0, s.length - 1]) if s.length else -1
             else:
                 self.keep(layer, self.slots(layer).pos < n)
 
@@ -137,7 +143,8 @@ class Dense:
 
 def _resize(s: _Slab, cap: int) -> None:
     def wider(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-        new = t.new_empty(shape)
+        # unequal heads read their empty slots under a mask, and a masked NaN is still a NaN
+        new = t.new_empty(shape) if s.lengths is None else t.new_zeros(shape)
         new[:, : s.length] = t[:, : s.length]
         return new
 

@@ -1,0 +1,128 @@
+"""attend, attend_fresh and merge: each implementation is softmax attention, however slots are cut (I6)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli.kernels import attend, attend_fresh, dispatch
+from kvcli.kernels.attend import attend as attend_op
+from kvcli.kernels.merge import Part, merge
+
+# K, G, N, S, D: primes and ones
+SHAPES = [(1, 1, 1, 1, 8), (2, 3, 5, 7, 16), (3, 1, 1, 131, 8), (1, 7, 3, 4099, 8), (2, 2, 13, 1, 32)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+IMPLEMENTATIONS = ["reference", "cpu"]
+
+
+def of(op: str, name: str):  # type: ignore[no-untyped-def]
+    from importlib import import_module
+
+    return getattr(import_module(f"kvcli.kernels.{op}.{name}"), op)
+
+
+def inputs(k: int, g: int, n: int, s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    r = torch.Generator().manual_seed(k * 1000 + s)
+    q, key, v = (
+        torch.randn(shape, generator=r, dtype=torch.float64) for shape in ((k * g, n, d), (k, s, d), (k, s, d))
+    )
+    return q.to(dtype), key.to(dtype), v.to(dtype)
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The definition, one query head at a time, in float64."""
+    outs, lses = [], []
+    group = q.shape[0] // k.shape[0]
+    for h in range(q.shape[0]):
+        score = q[h].double() @ k[h // group].double().T * scale
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if mask is not None:
+            score = score.masked_fill(~(mask if mask.dim() == 2 else mask[h // group]), -torch.inf)
+        outs.append(torch.softmax(score, -1).nan_to_num(0.0) @ v[h // group].double())
+        lses.append(torch.logsumexp(score, -1))
+    return torch.stack(outs), torch.stack(lses)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("masked", ["none", "rows", "heads"])
+def test_attend_is_softmax_attention(name: str, shape: tuple[int, ...], dtype: torch.dtype, masked: str) -> None:
+    k, _, n, s, _ = shape
+    q, key, v = inputs(*shape, dtype)
+    r = torch.Generator().manual_seed(9)
+    mask = None if masked == "none" else torch.rand((n, s) if masked == "rows" else (k, n, s), generator=r) < 0.6
+    if mask is not None:
+        mask[..., 0, :] = False  # a row that sees nothing
+    out, lse = of("attend", name)(q, key, v, 0.3, 0.0, mask)
+    want, mass = softmax_attention(q, key, v, 0.3, 0.0, mask)
+    torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.double(), mass, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_soft_capped_scores_are_bent(dtype: torch.dtype) -> None:
+    q, k, v = inputs(2, 3, 5, 7, 16, dtype)
+    part = attend_op(q * 4, k, v, 0.3, softcap=1.5)
+    want, mass = softmax_attention(q * 4, k, v, 0.3, 1.5, None)
+    torch.testing.assert_close(part.out.double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(part.lse.double(), mass, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(part.out, attend_op(q * 4, k, v, 0.3).out, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("k", "g", "n", "d"), [(1, 1, 1, 8), (2, 3, 1, 16), (2, 2, 7, 8), (3, 1, 67, 16)])
+@pytest.mark.parametrize("tree", [False, True])
+def test_attend_fresh_is_masked_attention(
+    name: str, k: int, g: int, n: int, d: int, tree: bool, dtype: torch.dtype
+) -> None:
+    q, key, v = inputs(k, g, n, n, d, dtype)
+    sees = torch.ones(n, n, dtype=torch.bool).tril()
+    if tree:
+        sees = (torch.rand(n, n, generator=torch.Generator().manual_seed(4)) < 0.4) | torch.eye(n, dtype=torch.bool)
+    out, lse = of("attend_fresh", name)(q, key, v, 0.3, sees if tree else None, 0.0)
+    want, mass = softmax_attention(q, key, v, 0.3, 0.0, sees)
+    torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.double(), mass, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("cuts", [(), (0,), (3, 3), (1, 64, 65, 130), (131,)])
+def test_merged_parts_equal_one_attention(cuts: tuple[int, ...]) -> None:
+    q, k, v = inputs(2, 3, 5, 131, 16, torch.float64)
+    edges = [0, *cuts, 131]
+    parts = [attend_op(q, k[:, a:b], v[:, a:b], 0.3) for a, b in itertools.pairwise(edges)]
+    whole = attend_op(q, k, v, 0.3)
+    torch.testing.assert_close(merge(parts), whole.out)
+    torch.testing.assert_close(merge(parts[::-1]), whole.out)
+
+
+def test_a_part_that_saw_nothing_weighs_nothing_even_when_it_holds_garbage() -> None:
+    q, k, v = inputs(2, 3, 5, 7, 16, torch.float32)
+    part = attend_op(q, k, v, 0.3)
+    blind = Part(torch.full_like(part.out, 1e30), torch.full_like(part.lse, -torch.inf))
+    torch.testing.assert_close(merge([blind, part, blind]), part.out)
+    assert merge([blind, blind]).abs().max() == 0
+
+
+def test_spare_capacity_behind_the_slots_is_never_read() -> None:
+    q, k, v = inputs(2, 3, 5, 7, 16, torch.float32)
+    slab_k, slab_v = (torch.full((2, 20, 16), torch.nan) for _ in "kv")
+    slab_k[:, :7], slab_v[:, :7] = k, v
+    for name in IMPLEMENTATIONS:
+        out, _ = of("attend", name)(q, slab_k[:, :7], slab_v[:, :7], 0.3, 0.0, None)
+        torch.testing.assert_close(out, attend_op(q, k, v, 0.3).out)
+
+
+def test_dispatch_says_what_it_chose_and_why() -> None:
+    chosen = dispatch.explain("cpu", torch.bfloat16)
+    assert [(op, what) for op, what, _ in chosen] == [("attend", "cpu"), ("attend_fresh", "cpu")]
+    assert all(why for *_, why in chosen)
+    assert {what for _, what, _ in dispatch.explain("cuda", torch.bfloat16)} == {"reference"}
+    assert attend.dispatch is attend_fresh.dispatch

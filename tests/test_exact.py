@@ -1,0 +1,134 @@
+"""The heart: whatever drafts, the text is that of plain decoding with the same storage, policy and sampler (I2).
+
+Rows of the table: storage x policy x drafter x sampler x precision. A new storage, policy or drafter adds its row here
+before anybody speaks of its speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+
+from kvcli.drafts.base import Drafter, Off
+from kvcli.drafts.ngram import Ngram
+from kvcli.kv.dense import Dense
+from kvcli.model import LM
+from kvcli.sample import Sampler
+from kvcli.session import Session
+from tests import drafters, families
+from tests.policies import KeepAll, Ragged, Recent
+
+NEW = 40
+STOP = 96  # drawn now and then by the sampled rows; greedy rows end by length
+
+MODELS = {"dense": "llama", "sliding": "gemma3", "sinks": "gpt_oss"}
+POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "recent": (Recent(), 11), "ragged": (Ragged(), 16)}
+SAMPLERS = {
+    "greedy": Sampler(),
+    "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
+    "penalty": Sampler(temperature=0.7, repetition_penalty=1.3, seed=11),
+}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+Make = Callable[[Sequence[int]], Drafter]
+DRAFTERS: dict[str, Make] = {
+    "ngram": lambda truth: Ngram(min_match=1).drafter(),
+    **{
+        kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]
+        for kind in drafters.ADVERSARIES
+    },
+}
+
+
+@cache
+def lm(storage: str, dtype: str) -> LM:
+    return LM.of(families.build(MODELS[storage], DTYPES[dtype]))
+
+
+def prompt() -> list[int]:
+    # a phrase that returns, so that n-grams match; longer than the sliding window
+    phrase = families.prompt(9)
+    return families.prompt(17, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]
+
+
+def decode(storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> list[int]:
+    model = lm(storage, dtype)
+    keep, every = POLICIES[policy]
+    kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    session = Session(model, kv, drafter, SAMPLERS[sampler], policy=keep, every=every, chunk=13)
+    session.feed(prompt())
+    for _ in session.stream(NEW, stop={STOP}):
+        assert session.committed == len(session.ids) - 1
+    return session.ids
+
+
+@cache
+def plain(storage: str, policy: str, sampler: str, dtype: str) -> list[int]:
+    return decode(storage, policy, sampler, dtype, Off())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("storage", MODELS)
+def test_any_drafter_gives_the_text_of_plain_decoding(
+    storage: str, policy: str, drafter: str, sampler: str, dtype: str
+) -> None:
+    want = plain(storage, policy, sampler, dtype)
+    assert decode(storage, policy, sampler, dtype, DRAFTERS[drafter](want)) == want
+
+
+def test_the_right_guesses_are_taken_and_the_wrong_ones_are_not() -> None:
+    want = plain("dense", "all", "greedy", "fp32")
+    right = drafters.Right(want, 97, STOP)
+    decode("dense", "all", "greedy", "fp32", right)
+    wrong = drafters.Wrong(want, 97, STOP)
+    decode("dense", "all", "greedy", "fp32", wrong)
+    assert len(right.steps) == -(-NEW // 8)
+    assert all(step.n_accepted == step.n_drafted for step in right.steps)
+    assert len(wrong.steps) == NEW
+    assert all(step.n_accepted == 0 for step in wrong.steps)
+
+
+def test_some_rows_of_the_table_do_end_at_a_stop_token() -> None:
+    ended = [p for p in POLICIES for s in SAMPLERS if plain("dense", p, s, "fp32")[-1] == STOP]
+    assert ended, "choose a STOP that the samplers draw, or the table does not cover it"
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_reading_in_other_chunks_gives_the_same_text(sampler: str) -> None:
+    texts = []
+    for chunk in (1, 7, 13, 512):
+        model = lm("sliding", "fp64")
+        kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        session = Session(model, kv, Off(), SAMPLERS[sampler], chunk=chunk)
+        session.feed(prompt())
+        list(session.stream(20))
+        texts.append(session.ids)
+    assert texts[1:] == texts[:-1]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_another_turn_after_an_undo_gives_the_same_text(drafter: str) -> None:
+    model = lm("dense", "fp64")
+    first, second = prompt(), [*prompt(), *families.prompt(8, seed=9)]
+
+    def fresh(maker: Make, truth: Sequence[int]) -> Session:
+        kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        return Session(model, kv, maker(truth), Sampler(), chunk=13)
+
+    alone = fresh(lambda _: Off(), [])
+    alone.feed(second)
+    list(alone.stream(20))
+    session = fresh(DRAFTERS[drafter], alone.ids)
+    session.feed(first)
+    list(session.stream(10))
+    cached = session.resume(second)
+    assert cached >= len(first) - 1
+    session.feed(second[len(session.ids) :])
+    list(session.stream(20))
+    assert session.ids == alone.ids

@@ -1,0 +1,154 @@
+"""Storage: slot order means nothing, bytes are those of the tensors, views and windows read what they say (I5, I8)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend.reference import attend as specified
+from kvcli.kernels.merge import merge
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Sight, Slots, compact, nbytes
+from kvcli.kv.view import View
+
+K, G, D, L = 3, 2, 8, 2
+H = K * G
+
+
+def filled(n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Dense:
+    g = torch.Generator().manual_seed(seed)
+    kv = Dense(L, K, D, dtype)
+    at = 0
+    for m in (1, n // 3, n - n // 3 - 1):
+        for layer in range(L):
+            k, v = (torch.randn(K, m, D, generator=g, dtype=torch.float64).to(dtype) for _ in "kv")
+            kv.append(layer, k, v, torch.arange(at, at + m))
+        at += m
+    return kv
+
+
+def rows(n: int, at: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(5)
+    return torch.randn(H, n, D, generator=g, dtype=torch.float64), torch.arange(at, at + n)
+
+
+def read(kv: Dense | View, q: Tensor, pos: Tensor, window: int | None = None, layer: int = 1) -> Tensor:
+    parts = kv.attend(layer, q, Sight(0.3, 0.0, window), pos)
+    return merge([*parts, *parts]) if parts else torch.zeros_like(q)  # a part merged with itself is itself
+
+
+def uneven(s: Slots) -> Tensor:
+    """Head j keeps the slots whose position is a multiple of j + 1."""
+    return torch.stack([s.pos[j] % (j + 1) == 0 for j in range(K)])
+
+
+def test_shuffling_slots_changes_nothing() -> None:
+    kv = filled(37)
+    q, pos = rows(5, 37)
+    want = read(kv, q, pos)
+    slots = kv.slots(1)
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(1))
+    shuffled = Dense(L, K, D, torch.float64)
+    for i in order.tolist():
+        shuffled.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], slots.pos[0, i : i + 1])
+    torch.testing.assert_close(read(shuffled, q, pos), want)
+
+
+@pytest.mark.parametrize("window", [1, 4, 11, 36, 37, 41, 42, 1000])
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sliding_window_hides_what_is_too_old(window: int, n: int, shuffle: bool) -> None:
+    kv = filled(37)
+    if shuffle:
+        slots, order = kv.slots(1), torch.randperm(37, generator=torch.Generator().manual_seed(2))
+        kv = Dense(L, K, D, torch.float64)
+        for i in order.tolist():
+            kv.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], slots.pos[0, i : i + 1])
+    q, pos = rows(n, 37)
+    s = kv.slots(1)
+    mask = s.pos.unsqueeze(1) > (pos - window).view(1, -1, 1)
+    out, _ = specified(q, s.k, s.v, 0.3, 0.0, mask)
+    torch.testing.assert_close(read(kv, q, pos, window), out)
+
+
+def test_unequal_heads_read_their_own_slots_and_take_more() -> None:
+    kv = filled(37)
+    s = kv.slots(1)
+    mask = uneven(s)
+    out, _ = specified(rows(5, 37)[0], s.k, s.v, 0.3, 0.0, mask.unsqueeze(1).expand(-1, 5, -1))
+    fell = kv.keep(1, mask)
+    torch.testing.assert_close(read(kv, *rows(5, 37)), out)
+    assert int((fell.pos >= 0).sum()) == int((~mask).sum())
+    k, v = torch.randn(K, 2, D, dtype=torch.float64), torch.randn(K, 2, D, dtype=torch.float64)
+    kv.append(1, k, v, torch.tensor([37, 38]))
+    after = kv.slots(1)
+    for j in range(K):
+        held = after.pos[j][after.pos[j] >= 0].tolist()
+        assert held == [p for p in range(37) if p % (j + 1) == 0] + [37, 38]
+        torch.testing.assert_close(after.k[j, len(held) - 2 : len(held)], k[j])
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_bytes_are_what_the_tensors_hold_and_evicting_gives_them_back(ragged: bool) -> None:
+    kv = filled(37, torch.float32)
+    full = nbytes(kv)["cpu"]
+    assert full == L * 37 * (2 * K * D * 4 + 4)
+    kv.settle(lambda layer, s: uneven(s) if ragged else s.pos < 10)
+    held = nbytes(kv)["cpu"]
+    longest = 37 if ragged else 10
+    assert held == L * longest * (2 * K * D * 4 + 4 * (K if ragged else 1))
+
+
+def test_keeping_all_is_a_no_op() -> None:
+    kv = filled(37)
+    before = [t.data_ptr() for t in (kv.slots(0).k, kv.slots(0).v)]
+    fell = kv.keep(0, kv.slots(0).pos >= 0)
+    kv.settle(None)
+    assert [t.data_ptr() for t in (kv.slots(0).k, kv.slots(0).v)] == before
+    assert fell.n_slots == 0
+    assert kv.slots(0).n_slots == 37
+
+
+def test_reserved_room_is_counted_and_never_moves() -> None:
+    kv = Dense(L, K, D, torch.float32)
+    kv.reserve(100)
+    at = kv.slots(0).k.untyped_storage().data_ptr()
+    for i in range(100):
+        kv.append(0, torch.ones(K, 1, D), torch.ones(K, 1, D), torch.tensor([i]))
+    assert kv.slots(0).k.untyped_storage().data_ptr() == at
+    assert nbytes(kv)["cpu"] == L * 100 * (2 * K * D * 4 + 4)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_cropping_forgets_the_newest(ragged: bool) -> None:
+    kv = filled(37)
+    if ragged:
+        kv.keep(1, uneven(kv.slots(1)))
+    kv.crop(20)
+    for layer in range(L):
+        pos = kv.slots(layer).pos
+        assert int(pos.max()) < 20
+        assert 0 in pos[0].tolist()
+    kv.append(0, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), torch.tensor([20]))
+    assert kv.slots(0).pos[0].tolist() == list(range(21))
+
+
+def test_a_view_reads_what_is_picked_and_leaves_the_store_alone() -> None:
+    kv = filled(37)
+    q, pos = rows(5, 37)
+    whole = View(kv, lambda layer, q, s: s.pos >= 0)
+    torch.testing.assert_close(read(whole, q, pos), read(kv, q, pos))
+    s = kv.slots(1)
+    out, _ = specified(q, s.k, s.v, 0.3, 0.0, uneven(s).unsqueeze(1).expand(-1, 5, -1))
+    torch.testing.assert_close(read(View(kv, lambda layer, q, s: uneven(s)), q, pos), out)
+    assert View(kv, lambda layer, q, s: s.pos < 0).attend(1, q, Sight(0.3), pos) == []
+    assert kv.slots(1).n_slots == 37
+
+
+def test_compacting_keeps_order_and_pads_with_empty_slots() -> None:
+    s = filled(7).slots(0)
+    mask = torch.tensor([[1, 0, 1, 1, 0, 0, 1], [0] * 7, [1] * 7], dtype=torch.bool)
+    kept = compact(s, mask)
+    assert kept.pos.tolist() == [[0, 2, 3, 6, -1, -1, -1], [-1] * 7, list(range(7))]
+    torch.testing.assert_close(kept.k[0, 1], s.k[0, 2])

@@ -1,0 +1,153 @@
+"""Sampling: the law is what the settings say, noise depends on seed, position and token alone, matching is exact."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvcli.kernels.gumbel import gumbel
+from kvcli.rows import Draft, Rows
+from kvcli.sample import Sampler, Seen
+from kvcli.verify import exact
+
+V = 13
+
+
+def logits(n: int = 1, seed: int = 0, v: int = V) -> torch.Tensor:
+    return torch.randn(n, v, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def law(sampler: Sampler, row: torch.Tensor) -> torch.Tensor:
+    ids, scores = sampler.warp(row)
+    return torch.zeros(row.shape[-1], dtype=torch.float64).scatter(0, ids[0], scores[0].exp())
+
+
+SETTINGS = [
+    Sampler(temperature=0.7),
+    Sampler(temperature=1.3, top_k=5),
+    Sampler(temperature=0.9, top_p=0.8),
+    Sampler(temperature=1.0, min_p=0.1),
+    Sampler(temperature=0.8, top_k=9, top_p=0.9, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("sampler", SETTINGS)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_law_is_that_of_transformers(sampler: Sampler, seed: int) -> None:
+    row = logits(seed=seed)
+    want = TemperatureLogitsWarper(sampler.temperature)(None, row)
+    if sampler.top_k:
+        want = TopKLogitsWarper(sampler.top_k)(None, want)
+    if sampler.top_p < 1:
+        want = TopPLogitsWarper(sampler.top_p)(None, want)
+    if sampler.min_p:
+        want = MinPLogitsWarper(sampler.min_p)(None, want)
+    torch.testing.assert_close(law(sampler, row), torch.softmax(want[0].double(), -1), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sampler", SETTINGS)
+def test_draws_follow_the_law(sampler: Sampler) -> None:
+    n, row = 20_000, logits(seed=3)
+    drawn = sampler(row.expand(n, -1), torch.arange(n))
+    p = law(sampler, row)
+    counts = torch.bincount(drawn, minlength=V).double()
+    assert counts[p == 0].sum() == 0
+    live = p > 0
+    chi2 = ((counts[live] - n * p[live]) ** 2 / (n * p[live])).sum()
+    freedom = int(live.sum()) - 1
+    assert chi2 < freedom + 5 * math.sqrt(2 * freedom) + 5  # five standard deviations
+
+
+def test_greedy_is_the_first_of_the_likeliest() -> None:
+    assert Sampler()(torch.tensor([[1.0, 5.0, 5.0, 2.0]]), torch.tensor([0])).tolist() == [1]
+
+
+def test_the_repetition_penalty_is_that_of_transformers() -> None:
+    row, ids = logits(seed=4), [2, 5, 5, 7]
+    want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), row.clone()).argmax(-1)
+    seen = Seen(V)
+    seen.add(ids)
+    assert Sampler(repetition_penalty=1.7)(row, torch.tensor([0]), seen.mask).tolist() == want.tolist()
+
+
+def test_noise_is_a_function_of_seed_position_and_token_only() -> None:
+    ids = torch.arange(V)
+    whole = gumbel(5, torch.arange(40), ids)
+    some = gumbel(5, torch.tensor([31, 7]), ids[[4, 2]])
+    assert torch.equal(some, whole[[31, 7]][:, [4, 2]])
+    assert not torch.equal(gumbel(6, torch.arange(40), ids), whole)
+    assert torch.isfinite(gumbel(2**63 + 1, torch.tensor([0, 2**40]), torch.tensor([0, 2**31]))).all()
+
+
+def test_noise_is_gumbel_and_independent_between_neighbours() -> None:
+    g = gumbel(1, torch.arange(400), torch.arange(500)).flatten()
+    u = torch.exp(-torch.exp(-g)).sort().values
+    n = u.numel()
+    distance = (u - (torch.arange(n) + 0.5) / n).abs().max()
+    assert distance < 1.95 / math.sqrt(n)  # Kolmogorov-Smirnov, one in a thousand
+    grid = gumbel(1, torch.arange(400), torch.arange(500))
+    for a, b in (
+        (grid[1:], grid[:-1]),
+        (grid[:, 1:], grid[:, :-1]),
+        (grid, gumbel(2, torch.arange(400), torch.arange(500))),
+    ):
+        r = torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]
+        assert abs(r) < 5 / math.sqrt(a.numel())
+
+
+def test_one_row_and_many_rows_draw_the_same() -> None:
+    rows, pos = logits(9, seed=8), torch.arange(5, 14)
+    sampler = Sampler(temperature=0.9, top_p=0.9, seed=4)
+    together = sampler(rows, pos).tolist()
+    assert together == [int(sampler(rows[i : i + 1], pos[i : i + 1])[0]) for i in range(9)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-1, 8), min_size=1, max_size=9), st.integers(0, 99), st.sampled_from([1.0, 1.4]))
+def test_the_walk_takes_the_path_that_the_sampler_draws(parents: list[int], seed: int, penalty: float) -> None:
+    """Against a brute-force walk: sample at a node, look for a child with that token, go on."""
+    parent = [min(p, i - 1) for i, p in enumerate(parents)]
+    ids: list[int] = []
+    for i, p in enumerate(parent):
+        taken = {ids[j] for j in range(i) if parent[j] == p}
+        ids.append(next(t for t in range(V) if t not in taken and (t * 7 + seed) % 3) if len(taken) < 8 else 12)
+    rows = Rows.build(3, 20, Draft(ids, parent))
+    scores = logits(rows.tree, seed) * 0.2
+    sampler = Sampler(temperature=0.9, repetition_penalty=penalty, seed=seed)
+    text = [1, 3]
+    seen = Seen(V)
+    seen.add(text)
+    path, new = exact(rows, scores, sampler, seen)
+
+    want_path, want_new, node = [0], [], 0
+    while True:
+        mask = torch.zeros(V, dtype=torch.bool)
+        mask[text + want_new] = True
+        token = int(sampler(scores[node : node + 1], rows.pos[node : node + 1], mask)[0])
+        want_new.append(token)
+        child = [i + 1 for i, p in enumerate(parent) if p + 1 == node and ids[i] == token]
+        if not child:
+            break
+        node = child[0]
+        want_path.append(node)
+    assert (path, new) == (want_path, want_new)
+
+
+def test_rows_of_a_tree_see_their_ancestors_and_nothing_else() -> None:
+    rows = Rows.build(9, 100, Draft([1, 2, 3, 4, 5], [-1, 0, 0, -1, 3]))
+    assert rows.pos.tolist() == [100, 101, 102, 102, 101, 102]
+    assert rows.sees is not None
+    seen = [[j for j in range(6) if rows.sees[i, j]] for i in range(6)]
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5]]
+    assert Rows.build(9, 100, Draft.chain([1, 2])).sees is None

@@ -1,0 +1,143 @@
+"""What a session promises beside the text: what is stored, when the past may change, where a turn may stop (I3, I4)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcli.drafts.base import Off
+from kvcli.forward import Pass
+from kvcli.kv.dense import Dense
+from kvcli.model import LM
+from kvcli.rows import Draft, Rows
+from kvcli.sample import Sampler
+from kvcli.session import Session
+from tests import drafters, families
+from tests.policies import Ragged, Recent
+
+torch.set_num_threads(1)
+TINY = LM.of(families.build("llama"))
+
+
+def session(drafter: object = None, **options: object) -> Session:
+    kv = Dense(TINY.n_layers, TINY.n_kv_heads, TINY.head_dim, TINY.dtype)
+    return Session(TINY, kv, drafter or Off(), Sampler(), **options)  # type: ignore[arg-type]
+
+
+def truth(n: int) -> list[int]:
+    s = session()
+    s.feed(families.prompt(12))
+    list(s.stream(n))
+    return s.ids
+
+
+TRUTH = truth(40)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_only_accepted_rows_are_stored_and_positions_are_unique(data: st.DataObject) -> None:
+    moody = drafters.Moody(TRUTH, 97, -1)
+    moody.random.seed(data.draw(st.integers(0, 999)))
+    policy = data.draw(st.sampled_from([None, Recent(), Ragged()]))
+    every = data.draw(st.integers(1, 9)) if policy else None
+    s = session(moody, policy=policy, every=every, chunk=data.draw(st.integers(1, 20)))
+    s.feed(families.prompt(12))
+    for _ in s.stream(24):
+        for layer in range(TINY.n_layers):
+            for pos in s.kv.slots(layer).pos:
+                stored = pos[pos >= 0].tolist()
+                assert len(stored) == len(set(stored))
+                assert set(stored) <= set(range(s.committed))
+                if policy is None:
+                    assert len(stored) == s.committed
+
+
+def test_keys_of_accepted_rows_are_those_of_plain_decoding() -> None:
+    plain, drafted = session(), session(drafters.Bush(TRUTH, 97, -1))
+    for s in (plain, drafted):
+        s.feed(families.prompt(12))
+        list(s.stream(20))
+    for layer in range(TINY.n_layers):
+        a, b = plain.kv.slots(layer), drafted.kv.slots(layer)
+        assert a.pos.tolist() == b.pos.tolist()
+        torch.testing.assert_close(a.k, b.k)
+        torch.testing.assert_close(a.v, b.v)
+
+
+def test_the_past_changes_only_at_boundaries() -> None:
+    s = session(drafters.Right(TRUTH, 97, -1), policy=Recent(), every=8)
+    s.feed(families.prompt(12))
+    for step in s.stream(26):
+        before = s.committed - len(step.path)
+        assert before // 8 == (s.committed - 1) // 8, "a draft crossed a boundary"
+        held = s.kv.slots(0).n_slots
+        if s.committed % 8:
+            assert held == min(15, 12 - 1) + s.committed - 11 if s.committed < 16 else held >= 15 + s.committed % 8
+
+
+def test_a_pass_refuses_to_commit_across_a_boundary() -> None:
+    p = Pass(Rows.chain([1, 2, 3], 0), Dense(1, 1, 4, torch.float32))
+    with pytest.raises(AssertionError, match="boundary"):
+        p.commit([0, 1, 2], 2)
+
+
+def test_a_draft_deeper_than_the_room_is_refused() -> None:
+    class Deep(Off):
+        def propose(self, ids: object, room: int) -> Draft:
+            return Draft.chain([5] * (room + 1))
+
+    s = session(Deep(), every=8, policy=Recent())
+    s.feed(families.prompt(4))
+    with pytest.raises(AssertionError, match="deeper"):
+        s.step()
+
+
+def test_a_turn_ends_at_its_length_at_a_stop_token_and_when_cancelled() -> None:
+    s = session(drafters.Right(TRUTH, 97, -1))
+    s.feed(families.prompt(12))
+    list(s.stream(5))
+    assert s.ids == TRUTH[:17]
+    stop = TRUTH[20]
+    list(s.stream(20, stop={stop}))
+    assert s.ids == TRUTH[: TRUTH.index(stop, 17) + 1]
+    asked = iter([False, False, True])
+    s = session()
+    s.feed(families.prompt(12))
+    assert len(list(s.stream(20, cancel=lambda: next(asked)))) == 2
+
+
+def test_rewinding_crops_the_store_and_an_evicted_past_is_read_again() -> None:
+    s = session()
+    s.feed(families.prompt(12))
+    list(s.stream(10))
+    assert s.rewind(15) == 14
+    assert s.kv.slots(0).n_slots == 14
+    assert s.ids == TRUTH[:15]
+    list(s.stream(25))
+    assert s.ids == TRUTH[:40]
+    lossy = session(policy=Recent(), every=8)
+    lossy.feed(families.prompt(12))
+    list(lossy.stream(10))
+    assert lossy.rewind(15) == 0
+    assert lossy.ids == []
+    assert lossy.kv.slots(0).n_slots == 0
+
+
+def test_a_one_token_prompt_and_a_prompt_of_one_chunk_work() -> None:
+    for n in (1, 2, 3):
+        s = session(chunk=2)
+        s.feed(families.prompt(n))
+        list(s.stream(3))
+        assert len(s.ids) == n + 3
+
+
+def test_reading_stopped_between_chunks_can_be_taken_up_again() -> None:
+    s = session(chunk=3)
+    next(iter(s.read(TRUTH[:12])))
+    assert s.resume(TRUTH[:12]) == 3
+    s.feed(TRUTH[len(s.ids) : 12])
+    list(s.stream(10))
+    assert s.ids == TRUTH[:22]

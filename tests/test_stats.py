@@ -1,0 +1,41 @@
+"""Stats: the identities that every report of acceptance must obey."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcli.rows import Draft, Rows
+from kvcli.stats import Stats, Step
+
+
+def step(drafted: int, accepted: int, seconds: float = 0.1) -> Step:
+    rows = Rows.build(1, 5, Draft.chain([2] * drafted))
+    return Step(rows, None, list(range(accepted + 1)), [3] * (accepted + 1), seconds)  # type: ignore[arg-type]
+
+
+passes = st.integers(0, 8).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d)))
+
+
+@given(st.lists(passes, max_size=30))
+def test_identities_hold(history: list[tuple[int, int]]) -> None:
+    stats = Stats()
+    for drafted, accepted in history:
+        stats.fold(step(drafted, accepted))
+    assert stats.accepted_tokens == sum(i * n for i, n in enumerate(stats.histogram))
+    assert stats.drafted_passes == sum(stats.histogram)
+    assert stats.new == stats.passes + stats.accepted_tokens
+    assert stats.tokens_per_pass * stats.passes == pytest.approx(stats.new)
+    if stats.drafted_passes:
+        assert stats.mean_acceptance_length == pytest.approx(1 + stats.accepted_tokens / stats.drafted_passes)
+        assert sum(stats.per_position) == pytest.approx(stats.mean_acceptance_length - 1)
+        assert stats.per_position == sorted(stats.per_position, reverse=True)
+
+
+def test_gain_over_plain_needs_passes_of_both_kinds() -> None:
+    stats = Stats()
+    stats.fold(step(0, 0, 0.1))
+    assert stats.vs_plain is None
+    stats.fold(step(3, 3, 0.1))
+    assert stats.vs_plain == pytest.approx(2.5)
