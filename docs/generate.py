@@ -125,6 +125,13 @@ def _cell_text(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def slash(_: str) -> str:
+    """What can be typed in a chat beside questions."""
+    from kvcli.commands.slash import markdown
+
+    return markdown()
+
+
 def keys(_: str) -> str:
     """Every key of a profile, from the dataclasses that check it."""
     from kvcli.build import REGISTRIES
@@ -236,6 +243,7 @@ def example(where: str) -> str:
 KINDS: dict[str, Callable[[str], str]] = {
     "run": run,
     "commands": commands,
+    "slash": slash,
     "keys": keys,
     "exits": exits,
     "codes": codes,
