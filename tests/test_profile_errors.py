@@ -242,7 +242,7 @@ IN_FILE = {
     "profiles is no table": (
         "profiles = 3",
         [
-            "~/config.toml:1:1: profiles: profiles is a whole number",
+            "~/config.toml:1:1: profiles: this is a table",
             "    1 | profiles = 3",
             "      | ^ write [profiles.NAME]",
         ],
