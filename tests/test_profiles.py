@@ -1,0 +1,53 @@
+"""The shipped profiles, and the page that documents the keys."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from kvcli.layers import builtin_files
+from kvcli.profile import load_profile
+from kvcli.schema import Header, Model, Top
+from kvcli.values import comments_of, keys_of
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = [file.profile for file in builtin_files()]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_profile_is_sound_and_says_what_it_is_for(name: str) -> None:
+    profile = load_profile(name)
+
+    assert profile.description
+    assert len(profile.description) < 70
+    assert profile.spec.drafter() is not None
+
+
+def test_the_shipped_profiles() -> None:
+    assert SHIPPED == ["exact", "ngram"]
+    assert {load_profile(name).exactness for name in SHIPPED} == {"exact"}
+    assert load_profile("exact").spec.method == "off"
+
+
+@pytest.mark.parametrize("table", [Header, Top, Model, *{type(load_profile("exact").kv)}])
+def test_every_key_has_a_comment(table: type) -> None:
+    assert comments_of(table).keys() == keys_of(table).keys()
+
+
+def test_the_page_has_the_keys_as_they_are() -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    page = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
+
+    part = re.search(r"<!-- generated: keys -->\n(.*?)<!-- end -->", page, re.DOTALL)
+
+    assert part is not None
+    assert part[1].rstrip() == generate.keys("").rstrip(), "run python docs/generate.py"
+    for table in (Header, Top, Model):
+        assert [name for name in keys_of(table) if f"`{name}`" not in page and f"{name} =" not in page] == []

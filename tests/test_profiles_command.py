@@ -1,0 +1,212 @@
+"""`kvcli profiles`: what each of its commands prints, writes and exits with."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcli.cli import run
+from kvcli.world import Paths, World
+
+
+class Shell:
+    """Runs command lines in a home of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.home, self.environ = root, {"HOME": str(root), "KVCLI_HOME": str(root / "kv")}
+        self.config = root / "kv" / "config"
+        self.config.mkdir(parents=True)
+        self.out = self.err = ""
+
+    def __call__(self, *args: str) -> int:
+        out, err = io.StringIO(), io.StringIO()
+        paths = Paths.of(self.environ)
+        world = World(io.StringIO(), out, err, dict(self.environ), cwd=self.home, paths=paths)
+        status = run(["profiles", *args], world)
+        self.out, self.err = out.getvalue(), err.getvalue()
+        return status
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+def test_list_names_every_profile_and_marks_the_default(shell: Shell) -> None:
+    (shell.config / "config.toml").write_text("[profiles.mine]\nextends = ['exact', 'ngram']\n[profiles.bad]\nx = 1\n")
+
+    assert shell("list") == 0
+
+    rows = [line.split("  ")[0] for line in shell.out.splitlines()]
+    assert rows == ["profile", "bad", "exact", "mine", "ngram"]
+    assert "has problems: kvcli profiles check bad" in shell.out
+    assert "exact, ngram" in shell.out
+    assert shell.err == ""
+
+
+def test_list_in_json_and_plain(shell: Shell) -> None:
+    assert shell("list", "--json") == 0
+    document = json.loads(shell.out)
+    assert (document["schema"], document["default"]) == ("kvcli.profiles/1", "ngram")
+    assert [(p["name"], p["extends"], p["problems"]) for p in document["profiles"]] == [
+        ("exact", [], []),
+        ("ngram", ["exact"], []),
+    ]
+
+    assert shell("list", "--plain") == 0
+    assert [line.split("\t")[:3] for line in shell.out.splitlines()][1:] == [
+        ["exact", "-", "exact"],
+        ["ngram", "exact", "exact"],
+    ]
+
+
+def test_show_with_origins(shell: Shell) -> None:
+    shell.environ["KVCLI_SPEC__MAX"] = "6"
+
+    assert shell("show", "ngram", "--origin", "--plain", "--set", "kv.dtype=fp16") == 0
+
+    rows = dict(line.split("\t", 1) for line in shell.out.splitlines())
+    assert rows["spec.method"] == '"ngram"\tbuilt-in ngram'
+    assert rows["spec.max"] == "6\tenv KVCLI_SPEC__MAX"
+    assert rows["kv.dtype"] == '"fp16"\t--set'
+    assert rows["sample.temperature"] == "the model's\tdefault"
+
+
+def test_what_show_prints_is_a_profile_again(shell: Shell) -> None:
+    shell("show", "ngram", "--set", "spec.max=5", "--set", "sample.top_p=0.5")
+    (shell.config / "profiles").mkdir()
+    (shell.config / "profiles" / "kept.toml").write_text(shell.out)
+
+    assert shell("diff", "kept", "ngram", "--plain") == 0
+
+    assert shell.out.splitlines() == ["key\tkept\tngram", "spec.max\t5\t16", "sample.top_p\t0.5\tthe model's"]
+
+
+def test_show_without_a_name_is_what_chat_would_use(shell: Shell) -> None:
+    assert shell("show", "--json") == 0
+    assert json.loads(shell.out)["profiles"][0]["name"] == "ngram"
+    shell.environ["KVCLI_PROFILE"] = "exact"
+    assert shell("show", "--json") == 0
+    profile = json.loads(shell.out)["profiles"][0]
+    assert (profile["name"], profile["values"]["spec.method"], profile["origins"]["spec.method"]) == (
+        "exact",
+        "off",
+        "built-in exact",
+    )
+
+
+def test_diff_leaves_the_environment_out(shell: Shell) -> None:
+    shell.environ["KVCLI_SPEC__METHOD"] = "off"
+
+    assert shell("diff", "exact", "ngram", "--json") == 0
+    changes = {change["key"]: (change["a"], change["b"]) for change in json.loads(shell.out)["differences"]}
+    assert changes["spec.method"] == ("off", "ngram")
+    assert changes["spec.max"] == (None, 16)
+
+    assert shell("diff", "exact", "exact") == 0
+    assert shell.out == "exact and exact have the same settings\n"
+
+
+def test_new_writes_a_sound_file_once(shell: Shell) -> None:
+    path = shell.config / "profiles" / "mine.toml"
+
+    assert shell("new", "mine", "--extends", "exact") == 0
+    assert shell.out == "~/kv/config/profiles/mine.toml\n"
+    written = path.read_text()
+    assert shell("check", "mine") == 0
+    assert shell("diff", "mine", "exact") == 0
+    assert shell.out == "mine and exact have the same settings\n"
+
+    assert shell("new", "mine") == 3
+    assert 'there is a profile "mine" already' in shell.err
+    assert path.read_text() == written
+
+
+def test_every_line_that_new_comments_out_can_be_used(shell: Shell) -> None:
+    assert shell("new", "mine", "-o", "-") == 0
+    lines = [
+        line.removeprefix("# ") if " = " in line and "..." not in line else line for line in shell.out.splitlines()
+    ]
+    target = shell.home / "mine.toml"
+    target.write_text("\n".join(lines))
+
+    assert shell("check", str(target)) == 0
+    assert shell.out == "no problems in mine\n"
+    assert shell("diff", "mine", "ngram", "--config", str(target)) == 0
+    assert shell.out == "mine and ngram have the same settings\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "said"),
+    [
+        (["new", "../mine"], 2, "is not a profile name"),
+        (["new", "exact"], 3, 'there is a profile "exact" already'),
+        (["new", "mine", "-o", "there.toml"], 3, "there.toml exists and is left as it is"),
+        (["new", "mine", "--extends", "exakt"], 9, 'did you mean "exact"?'),
+        (["show", "exakt"], 9, 'did you mean "exact"?'),
+        (["diff", "exact", "exakt"], 9, 'did you mean "exact"?'),
+        (["check", "exakt"], 9, 'did you mean "exact"?'),
+        (["check", "no.toml"], 9, "cannot be read"),
+        (["show", "exact", "--set", "kv.dtyp=1"], 9, 'did you mean "kv.dtype"?'),
+    ],
+)
+def test_what_is_refused(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, args: list[str], status: int, said: str
+) -> None:
+    monkeypatch.chdir(shell.home)
+    (shell.home / "there.toml").write_text("kept")
+
+    assert shell(*args) == status
+
+    assert said in " ".join(shell.err.split())
+    assert (shell.home / "there.toml").read_text() == "kept"
+    assert not (shell.config / "profiles").exists()
+
+
+def test_check_finds_all_problems_of_all_files(shell: Shell) -> None:
+    (shell.config / "config.toml").write_text(
+        "default_profile = 'no'\n[profiles.mine]\nkv.dtype = 'x'\nextends = 'b'\n"
+    )
+    (shell.config / "profiles").mkdir()
+    (shell.config / "profiles" / "b.toml").write_text("[sample]\ntop_k = 'x'\n")
+    (shell.config / "profiles" / "broken.toml").write_text("[")
+
+    assert shell("check") == 9
+
+    assert "4 problems in 3 files" in shell.err
+    assert "~/kv/config/config.toml:3:12: profiles.mine.kv.dtype" in shell.err
+    assert shell.out == ""
+
+
+def test_check_in_json_lists_the_problems(shell: Shell) -> None:
+    (shell.config / "config.toml").write_text("[profiles.mine]\nkv.dtype = 'x'\n")
+
+    assert shell("check", "--json") == 9
+
+    error = json.loads(shell.out)
+    assert (error["schema"], error["code"], error["exit"]) == ("kvcli.error/1", "bad_config", 9)
+    assert [(p["line"], p["column"], p["key"]) for p in error["detail"]["problems"]] == [
+        (2, 12, "profiles.mine.kv.dtype")
+    ]
+
+
+def test_check_of_one_file_keeps_to_that_file(shell: Shell) -> None:
+    (shell.config / "config.toml").write_text("[profiles.mine]\nkv.dtype = 'x'\n")
+    other = shell.home / "other.toml"
+    other.write_text("[profiles.other]\nextends = 'ngram'\n")
+
+    assert shell("check", str(other)) == 0
+    assert shell("check", "other.toml") == 0
+    assert shell("check", str(shell.config / "config.toml")) == 9
+
+
+def test_check_of_a_project_file_knows_its_limits(shell: Shell) -> None:
+    project = shell.home / "cloned" / ".kvcli.toml"
+    project.parent.mkdir()
+    project.write_text("[profiles.mine.load]\ntrust_remote_code = true\n")
+
+    assert shell("check", str(project)) == 9
+    assert "a project file may not set this" in " ".join(shell.err.split())
