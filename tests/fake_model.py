@@ -111,7 +111,7 @@ class FakeModel:
             stats.first_token = stats.first_token or stats.read + 0.01
             stats.kv, stats.context = dict(self.kv), n + stats.new
             said += piece
-            yield Text(piece, tuple(map(ord, piece)))
+            yield Text(piece, tuple(map(ord, said)))
         return said
 
     def with_profile(self, profile: FakeProfile) -> FakeModel:

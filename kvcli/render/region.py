@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from kvcli.render.terminal import Terminal
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+WRAP, NO_WRAP = "\x1b[?7h", "\x1b[?7l"
 TO_LINE_END, TO_SCREEN_END = "\x1b[K", "\x1b[J"
+# This line and all below it. Not TO_SCREEN_END alone: from the top left corner, tmux takes that for clearing the
+# screen and moves what was there to its history.
+EMPTY = "\x1b[2K\x1b7\x1b[B" + TO_SCREEN_END + "\x1b8"
 
 
 class Region:
@@ -31,11 +35,16 @@ class Region:
             return
         up = f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else ""
         # a terminal that rewrapped the rows remembers them as joined until the lines are emptied
-        start = ("" if self.is_open else HIDE) + ("" if width == self.width else "\r" + TO_SCREEN_END)
+        start = ("" if self.is_open else HIDE) + ("" if width == self.width else "\r" + EMPTY)
         # each line is erased behind its end, not before it, so that nothing flickers
-        body = "".join(line + TO_LINE_END + "\n" for line in above) + (TO_LINE_END + "\n").join(rows)
+        body = "".join(line + TO_LINE_END + "\n" for line in above)
+        if rows:
+            # the window may be narrowed while these bytes are on their way: rows that wrapped would not be found again
+            body += NO_WRAP + (TO_LINE_END + "\n").join(rows) + WRAP + TO_SCREEN_END
+        else:
+            body += EMPTY
         self.rows, self.width, self.is_open = list(rows), width, True
-        self.terminal.write(f"{start}\r{body}{TO_SCREEN_END}{up}\r")
+        self.terminal.write(f"{start}\r{body}{up}\r")
 
     def close(self, above: Sequence[str] = ()) -> None:
         """Remove the rows, after writing what is left for good; the cursor is back where text goes."""

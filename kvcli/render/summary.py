@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvcli.api import ModelInfo, Turn
 from kvcli.render import figures as f
 from kvcli.render.terminal import cells
+from kvcli.render.wrap import fold
 from kvcli.stats import Stats
 
 DOT = " · "
@@ -84,12 +85,12 @@ def _memory(stats: Stats) -> list[str]:
 
 
 def joined(parts: Iterable[str], width: int, indent: str = "", between: str = DOT) -> list[str]:
-    """The parts side by side, on as many lines as they need; a part is never split."""
+    """The parts side by side, on as many lines as they need. Only a part longer than a line is split."""
     lines: list[str] = []
     for part in filter(None, parts):
         longer = f"{lines[-1]}{between}{part}" if lines else ""
         if lines and cells(longer) < width:
             lines[-1] = longer
         else:
-            lines.append(indent + part)
+            lines += [indent + line.rstrip() for line in fold(part, max(20, width - 1 - len(indent)))]
     return lines

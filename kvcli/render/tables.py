@@ -13,6 +13,7 @@ from kvcli.stats import Stats
 from kvcli.text import neutralise
 
 LONGEST = 14  # columns of the longest bar
+TALLEST = 12  # rows of the histogram
 SIDE_BY_SIDE = 76  # columns from which the two blocks of /spec stand beside each other
 
 
@@ -28,38 +29,39 @@ def spec_table(stats: Stats, width: int) -> list[str]:
     first = joined([f"{said} {gained}" if cells(said + gained) + 1 < width else said, passes], width, between="     ")
     if gained not in first[0]:
         first.insert(1, gained)
-    histogram, beside = _histogram(stats.histogram), [*_positions(stats.per_position, width), "", *_drafts(stats)]
-    if width < SIDE_BY_SIDE:
+    histogram = _histogram(stats.histogram)
+    column = max(map(cells, histogram)) + 4 if width >= SIDE_BY_SIDE else 0
+    beside = [*_positions(stats.per_position, min(width, 120) - column), "", *_drafts(stats)]
+    if not column:
         return [*first, *histogram, "", *beside]
-    column = max(map(cells, histogram)) + 4
     pairs = zip_longest(histogram, beside, fillvalue="")
     return [*first, *((left + " " * (column - cells(left)) + right).rstrip() for left, right in pairs)]
 
 
 def _histogram(counts: Sequence[int]) -> list[str]:
-    top, digits = max(counts), len(str(len(counts) - 1))
+    shown = [*counts[: TALLEST - 1], sum(counts[TALLEST - 1 :])] if len(counts) > TALLEST else counts
+    top, digits = max(shown), len(str(len(shown) - 1))
     rows = []
-    for i, n in enumerate(counts):
+    for i, n in enumerate(shown):
         # one block a pass while that fits, so that small counts can be counted
         size = n if top <= LONGEST else round(n * LONGEST / top)
         bar = "█" * size or ("▏" if n else "")
-        label = "accepted" if i == 0 else ""
+        label = "accepted" if i == 0 else "or more" if i == TALLEST - 1 and len(counts) > TALLEST else ""
         rows.append(f"{label:<8} {i:>{digits + 1}}  {bar} {n}" if n else f"{label:<8} {i:>{digits + 1}}  0")
     return rows
 
 
 def _positions(taken: Sequence[float], width: int) -> list[str]:
     """Share of the drafts whose guess at each position was accepted, as many positions as fit."""
-    room = max(1, (min(width, 120) - (44 if width >= SIDE_BY_SIDE else 11)) // 6)
-    if len(taken) > room:
-        room = max(1, room - 2)  # for "and N more"
-    shown = taken[:room]
-    more = f"  and {len(taken) - room} more" if len(taken) > room else ""
-    if not shown:
+    label, column, more = 10, 6, ""
+    if label + column * len(taken) >= width:
+        fit = max(1, (width - label - 1 - len("  and 99 more")) // column)
+        taken, more = taken[:fit], f"  and {len(taken) - fit} more"
+    if not taken:
         return ["no guess was accepted"]
     return [
-        "position  " + "".join(f"{i:>6}" for i in range(1, len(shown) + 1)),
-        "taken     " + "".join(f"{f.percent(share):>6}" for share in shown) + more,
+        "position  " + "".join(f"{i:>{column}}" for i in range(1, len(taken) + 1)),
+        "taken     " + "".join(f"{f.percent(share):>{column}}" for share in taken) + more,
     ]
 
 

@@ -1,0 +1,59 @@
+"""Runs in a terminal of the tests: one turn, or the whole chat, on a model that is told what to say.
+
+python -m tests.chat_driver turn '{"answer": "Hello", "delay": 0.01}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from kvcli.commands.interrupt import Interrupt
+from kvcli.conversation import Chat
+from kvcli.errors import KvcliError
+from kvcli.render import Look, Memory, Opening, Screen, header, print_error, show_turn
+from kvcli.world import World
+from tests.fake_model import FakeModel, FakeProfile
+
+
+class Profiles:
+    """Three names, two keys."""
+
+    def names(self):
+        return ["exact", "fafo", "lean"]
+
+    def keys(self):
+        return ["kv.dtype", "sample.temperature"]
+
+    def resolve(self, name, sets):
+        return FakeProfile(name)
+
+
+def memory():
+    return Memory("ram", 431 << 20)
+
+
+def main(what, facts, history=""):
+    world = World.real()
+    stats = facts.pop("stats", "live")
+    world.options.quiet = facts.pop("quiet", False)
+    model, screen = FakeModel(**facts), Screen.of(world, stats)
+    if what == "repl":
+        from kvcli.commands.repl import run_repl
+
+        for line in header(model.info, Opening("0.1.0", "fafo", "exact"), screen.err.width):
+            screen.err.line((line, ""))
+        options = {"profiles": Profiles(), "profile": "fafo", "memory": memory}
+        return int(run_repl(Chat(model), screen, world, history=Path(history) if history else None, **options))
+    try:
+        with Interrupt() as cancel:
+            show_turn(model.stream("x" * 191, cancel=cancel), screen, Look("fafo", memory, cancel))
+    except KvcliError as error:
+        print_error(screen.err, error)
+        return int(error.exit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:]))

@@ -1,0 +1,420 @@
+"""Rows, bars, summaries, errors and tables, as text."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcli.api import End, Live, Read, Text, Turn
+from kvcli.errors import ContextOverflow, DoesNotFit
+from kvcli.render import Look, Memory, Opening, Screen, header, print_error, print_note, show_turn, summary
+from kvcli.render import figures as f
+from kvcli.render.live import live_row, reading_bar
+from kvcli.render.stream import TurnView
+from kvcli.render.tables import clip, columns, kv_table, spec_table, token_table
+from kvcli.render.terminal import Terminal, cells
+from kvcli.render.wrap import TAB, Wrapper, fold
+from kvcli.stats import Stats
+from tests.fake_model import FakeModel, fake_info
+
+LOOK = Look("fafo")
+RAM = Memory("ram", 431 << 20)
+
+
+def some_stats(**changes):
+    facts = {
+        "prompt": 1912, "cached": 431, "new": 64, "read": 0.84, "first_token": 0.88, "decode": 2.92, "passes": 26,
+        "drafted_passes": 19, "draft_tokens": 61, "accepted_tokens": 38, "histogram": [4, 3, 4, 5, 3],
+        "recent": [1, 3, 5, 8, 7, 4, 6], "kv": {"dense": 4_613_734}, "kv_fp16": 18_210_816, "peak": 418 << 20,
+        "context": 1976, "limit": 2048, "plain": [0.082],
+    }  # fmt: skip
+    return Stats(**(facts | changes))
+
+
+def row(width, stats=None, look=LOOK, memory=RAM):
+    return "".join(text for text, _ in live_row(stats or some_stats(), look, memory, width))
+
+
+def style_of(text, spans):
+    return next(style for said, style in spans if text in said)
+
+
+# --- the live row
+
+
+FULL = " fafo  64 tok  21.9/s  accept 3.00·73% ▃▅█▇▄▆  kv 17.1M  ctx 96%  ram 431M"
+
+
+def test_the_row_is_that_of_the_design():
+    stats = some_stats(kv={"dense": 17_930_000}, kv_fp16=0)
+    assert row(80, stats) == FULL
+    assert row(200, stats) == FULL
+
+
+def test_fields_go_in_the_order_stated_as_the_terminal_narrows():
+    stats = some_stats(kv={"dense": 17_930_000}, kv_fp16=0)
+    shown = [(width, row(width, stats)) for width in range(90, 39, -1)]
+    gone = []
+    for _, text in shown:
+        for name, mark in (("spark", "█"), ("profile", "fafo"), ("ctx", "ctx"), ("memory", "ram"), ("kv", "kv")):
+            if mark not in text and name not in gone:
+                gone.append(name)
+        assert "21.9/s" in text
+        assert "accept 3.00·73%" in text
+    assert gone == ["spark", "profile", "ctx", "memory", "kv"]
+    assert all(cells(text) <= width - 2 for width, text in shown)
+    assert row(39, stats) == ""
+
+
+def test_a_lossy_profile_shows_how_much_smaller_the_cache_is():
+    assert "kv 4.4M ×3.9" in row(100)
+
+
+def test_several_tiers_are_told_apart():
+    assert "kv 4.4M+12.0M cpu " in row(120, some_stats(kv={"packed": 4_613_734, "cpu": 12 << 20}, kv_fp16=0))
+    assert f.tiers({"dense": 5 << 20, "cpu": 0}) == "5.0M"
+
+
+def test_what_is_unknown_is_a_dash_and_not_a_zero():
+    text = row(100, Stats(limit=2048))
+    assert "accept –" in text
+    assert "–/s" in text
+    assert "kv" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "style"),
+    [
+        ({"context": 1740}, "85%", ""),
+        ({"context": 1760}, "86%", "yellow"),
+        ({"context": 2048}, "100%", "red"),
+        ({"plain": [0.04]}, "3.00", "yellow"),
+        ({"plain": []}, "3.00", ""),
+    ],
+)
+def test_thresholds_colour_the_figure(changes, text, style):
+    assert style_of(text, live_row(some_stats(**changes), LOOK, RAM, 120)) == style
+
+
+def test_memory_near_its_limit_is_yellow():
+    spans = live_row(some_stats(), LOOK, Memory("gpu", 91, 100), 120)
+    assert spans[-2:] == [("gpu ", "dim"), ("0K", "yellow")]
+
+
+def test_the_sparkline_is_scaled_to_its_own_passes():
+    assert f.spark([1, 3, 5, 8, 7, 4, 6]) == "▃▅█▇▄▆"
+    assert f.spark([1, 1, 1]) == "▁▁▁"
+    assert f.spark([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("size", "short", "long"),
+    [
+        (0, "0K", "0 KiB"),
+        (312 << 10, "312K", "312 KiB"),
+        (4_613_734, "4.4M", "4.4 MiB"),
+        (431 << 20, "431M", "431 MiB"),
+        (1023 << 20, "1.0G", "1.0 GiB"),
+        (15_300 << 20, "14.9G", "14.9 GiB"),
+    ],
+)
+def test_sizes(size, short, long):
+    assert (f.short_size(size), f.long_size(size)) == (short, long)
+
+
+@pytest.mark.parametrize(
+    ("time", "text"), [(0.884, "0.88 s"), (0.999, "1.0 s"), (2.92, "2.9 s"), (99.99, "1 min 40 s"), (125, "2 min 05 s")]
+)
+def test_times(time, text):
+    assert f.seconds(time) == text
+
+
+# --- the reading bar
+
+
+def bar(width, read):
+    return "".join(text for text, _ in reading_bar(read, width))
+
+
+def test_the_bar_is_that_of_the_design():
+    text = bar(80, Read(1480, 1912, 0, 0.841))
+    assert text.startswith("  reading 1,480 of 1,912 tokens ━━━━")
+    assert text.endswith("  77 %  1,760/s  0:00")
+
+
+@pytest.mark.parametrize("width", range(1, 201))
+def test_the_bar_fits(width):
+    for read in (Read(1480, 1912, 431, 0.8), Read(0, 131_902, 0, 0.0), Read(131_902, 131_902, 131_902, 9e4)):
+        assert cells(bar(width, read)) < max(width, 1) or bar(width, read) == ""
+
+
+def test_the_bar_tells_what_was_cached():
+    assert "(431 cached)" in bar(100, Read(1480, 1912, 431, 0.8))
+
+
+# --- summary and header
+
+
+def test_the_summary_is_that_of_the_design():
+    assert summary(Turn("", (), "stop", some_stats()), 80) == [
+        "  64 tokens in 2.9 s · 21.9/s (×1.8 vs plain) · first token 0.88 s",
+        "  read 1,912 tokens (431 cached) in 0.84 s · accept 3.00 in 73% of 26 passes",
+        "  kv 4.4 MiB (17.4 MiB at fp16) · peak 418 MiB · context 1,976 of 2,048",
+    ]
+
+
+def test_figures_that_are_missing_are_left_out():
+    lines = summary(Turn("", (), "length", Stats(new=1, decode=0.5, passes=1)), 80)
+    assert lines == ["  1 token in 0.50 s · the answer's length limit was reached · 2.0/s"]
+
+
+@pytest.mark.parametrize("width", [40, 57, 80])
+def test_the_summary_wraps_between_its_parts(width):
+    lines = summary(Turn("", (), "stop", some_stats()), width)
+    assert all(cells(line) < width and line.startswith("  ") for line in lines)
+
+
+def test_the_header():
+    opening = Opening("0.1.0", "fafo", "exact", 2048, 425 << 20, 2, "01KA…7Q new")
+    assert header(fake_info(), opening, 80) == [
+        "kvcli 0.1.0 · demo (bundled, toy answers) · fafo, exact · cpu, 2 threads",
+        "context 2,048 (model limit 2,048) · est. 425 MiB · session 01KA…7Q new · /help",
+    ]
+
+
+# --- wrapping
+
+
+@given(st.text("ab 漢é\t\n", max_size=120), st.integers(3, 40), st.data())
+def test_lines_do_not_depend_on_how_the_text_arrives(text, width, data):
+    whole, piecewise = Wrapper(), Wrapper()
+    lines = whole.feed(text, width)
+    at, pieces = 0, []
+    while at < len(text):
+        size = data.draw(st.integers(1, 7))
+        pieces += piecewise.feed(text[at : at + size], width)
+        at += size
+    assert [*lines, whole.rest()] == [*pieces, piecewise.rest()]
+
+
+@given(st.text("ab 漢é\n", max_size=120), st.integers(3, 40))
+def test_no_letter_is_lost_and_no_line_too_long(text, width):
+    wrapper = Wrapper()
+    lines = [*wrapper.feed(text, width), wrapper.shown(width)]
+    assert "".join("".join(lines).split()) == "".join(text.split())
+    assert all(cells(line) <= width for line in lines)
+
+
+def test_words_stay_whole_where_they_fit():
+    assert fold("one two three", 9) == ["one two", "three"]
+    assert fold("xxxxxxxxxxxx yy", 5) == ["xxxxx", "xxxxx", "xx yy"]
+    assert fold("    indented_and_long", 10) == ["    indent", "ed_and_lon", "g"]
+
+
+def test_tabs_count_as_columns():
+    wrapper = Wrapper()
+    assert wrapper.feed("漢\tx\n", 40) == ["漢" + " " * (TAB - 2) + "x"]
+
+
+# --- errors
+
+
+def err(width=80, unicode=True):
+    stream = io.StringIO()
+    return Terminal(stream, lambda: width, unicode=unicode), stream
+
+
+def test_an_error_is_that_of_the_design():
+    terminal, stream = err()
+    error = ContextOverflow(
+        "the conversation is longer than the window",
+        lines=["38,912 tokens of text + 1,024 for the answer > 26,112 (fitted for fafo on 11.6 GiB)"],
+        try_=["-P lean --ctx 40960", "--on-overflow summarize", "/drop 1"],
+    )
+    print_error(terminal, error)
+    assert stream.getvalue().split("\n") == [
+        "error: the conversation is longer than the window            [context_overflow]",
+        "  38,912 tokens of text + 1,024 for the answer > 26,112 (fitted for fafo on",
+        "  11.6 GiB)",
+        "  try: -P lean --ctx 40960   ·   --on-overflow summarize   ·   /drop 1",
+        "",
+    ]
+
+
+def test_on_a_narrow_terminal_each_way_out_has_its_line():
+    terminal, stream = err(40)
+    ways = ["kvcli fit x --all", "kvcli engine plan x"]
+    print_error(terminal, DoesNotFit("not enough memory to load Qwen/Qwen3-32B", try_=ways))
+    assert stream.getvalue().split("\n") == [
+        "error: not enough memory to load",
+        "       Qwen/Qwen3-32B    [does_not_fit]",
+        "  try: kvcli fit x --all",
+        "       kvcli engine plan x",
+        "",
+    ]
+
+
+def test_names_in_errors_cannot_steer_the_terminal():
+    terminal, stream = err()
+    print_error(terminal, ContextOverflow("no \x1b[2J", lines=["\x1b]0;x\x07"], try_=["a\nb\x1b"]))
+    print_note(terminal, "\x9b1m")
+    assert not set(stream.getvalue()) & {"\x1b", "\x07", "\x9b"}
+
+
+def test_ascii_where_the_stream_has_nothing_else():
+    terminal, stream = err(unicode=False)
+    terminal.line((FULL, "dim"))
+    assert stream.getvalue() == " fafo  64 tok  21.9/s  accept 3.00*73% :=#*-+  kv 17.1M  ctx 96%  ram 431M\n"
+
+
+# --- tables
+
+
+def test_spec_is_that_of_the_design():
+    assert spec_table(some_stats(), 100) == [
+        "accept 3.00 in 73% of passes → 2.46 tokens per pass     (26 passes, 7 without a draft)",
+        "accepted  0  ████ 4     position       1     2     3     4",
+        "          1  ███ 3      taken        79%   63%   42%   16%",
+        "          2  ████ 4",
+        "          3  █████ 5    guesses     38 of 61 (62%)",
+        "          4  ███ 3      paused      0 passes",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 60, 76, 80, 120, 200])
+@pytest.mark.parametrize("depth", [1, 5, 33])
+def test_spec_fits(width, depth):
+    stats = some_stats(histogram=[1000 - i for i in range(depth)])
+    assert max(map(cells, spec_table(stats, width))) < width
+
+
+def test_spec_without_drafts_says_so():
+    assert spec_table(Stats(passes=20, paused_passes=5), 80) == [
+        "no pass carried a draft (20 passes; drafting was paused in 5 of them)"
+    ]
+
+
+def test_kv_by_layer_and_tier():
+    rows = [{"layer": i, "tier": "dense", "slots": 1976, "bytes": 9 << 20} for i in range(2)]
+    assert columns(kv_table(rows)) == [
+        "layer   tier  slots     bytes",
+        "0      dense  1,976   9.0 MiB",
+        "1      dense  1,976   9.0 MiB",
+        "total                18.0 MiB",
+    ]
+
+
+def test_tokens_by_message():
+    lines = token_table([("question 1", 14), ("file a\x1bb.md", 1024)], 2048, 80)
+    assert lines == [
+        "question 1           14     1 %",
+        "file a␛b.md       1,024    50 %",
+        "total             1,038    51 %",
+        "1,010 of 2,048 left",
+    ]
+
+
+def test_a_long_name_is_cut_and_the_cut_is_marked():
+    assert clip("漢字かな", 5) == "漢字…"
+
+
+# --- a turn, without a terminal and without a clock
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@dataclass
+class Fake:
+    """A screen that is one terminal of `width` columns."""
+
+    width: int = 60
+    clock: Clock = field(default_factory=Clock)
+    stream: io.StringIO = field(default_factory=io.StringIO)
+
+    def screen(self, stats="live", quiet=False):
+        terminal = Terminal(self.stream, lambda: self.width, True, True, True)
+        return Screen(terminal, terminal, stats, quiet, self.clock, None, shared=True)
+
+
+def test_the_bar_comes_after_a_moment_and_the_row_with_the_first_word():
+    fake, stats = Fake(), Stats()
+    view = TurnView(fake.screen(), Look("fafo", lambda: None))
+    view.on(Live(stats))
+    view.on(Read(50, 100, 0, 0.1))
+    view.tick()
+    assert "reading" not in fake.stream.getvalue()
+    fake.clock.now = 0.5
+    view.tick()
+    assert "50 of 100" in fake.stream.getvalue()
+    stats.new = 2
+    view.on(Text("hello", (1, 2)))
+    view.tick()
+    assert fake.stream.getvalue().rsplit("\r", 2)[1].startswith("\x1b[?7lhello█\x1b[K\n")
+
+
+def test_nothing_is_written_when_nothing_changed():
+    fake = Fake()
+    view = TurnView(fake.screen(), Look("fafo", lambda: None))
+    view.on(Text("hello", (1,)))
+    view.tick()
+    written = fake.stream.getvalue()
+    view.tick()
+    assert fake.stream.getvalue() == written
+
+
+def test_a_turn_that_fails_leaves_what_was_said():
+    fake = Fake()
+
+    def events():
+        yield Text("half an ans", (1,))
+        raise DoesNotFit("out of memory")
+
+    with pytest.raises(DoesNotFit):
+        show_turn(events(), fake.screen(), LOOK)
+    assert "half an ans" in fake.stream.getvalue()
+    assert fake.stream.getvalue().endswith("\x1b[?25h")
+
+
+def test_closing_the_stream_is_left_to_nobody_else():
+    closed = []
+
+    def events():
+        try:
+            yield Text("a", (1,))
+            yield Text("b", (1, 2))
+        finally:
+            closed.append(True)
+
+    class Broken(Terminal):
+        def write(self, text):
+            raise BrokenPipeError
+
+    broken = Broken(io.StringIO(), lambda: 80)
+    with pytest.raises(BrokenPipeError):
+        show_turn(events(), Screen(broken, broken))
+    assert closed == [True]
+
+
+def test_the_answer_alone_goes_to_a_pipe_and_figures_to_the_other_stream():
+    out, figures = io.StringIO(), io.StringIO()
+    screen = Screen(Terminal(out, lambda: 80), Terminal(figures, lambda: 80))
+    turn = show_turn(FakeModel(answer="a\x1bb  \n").stream("x"), screen, LOOK)
+    assert out.getvalue() == turn.text == "a\x1bb  \n"
+    assert figures.getvalue().startswith("  1 token in")
+
+
+def test_a_turn_that_was_stopped_before_its_first_word_has_no_summary():
+    fake = Fake()
+    turn = Turn("", (), "interrupted", Stats(prompt=5))
+    assert show_turn(iter([End(turn)]), fake.screen(), LOOK) is turn
+    assert "tokens" not in fake.stream.getvalue()
