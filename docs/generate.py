@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a bare checkout documents itself
 
 PIPES: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "encoding": "utf-8", "check": True}
-PART = re.compile(r"(<!-- generated: (\w+) ?(.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(<!-- generated: (\w+)(.*) -->\n)(?s:.*?)(<!-- end -->)")
 
 
 def main(args: list[str]) -> int:
@@ -32,7 +32,7 @@ def main(args: list[str]) -> int:
     stale = 0
     for page in pages:
         old = page.read_text(encoding="utf-8")
-        new = PART.sub(lambda part: part[1] + KINDS[part[2]](part[3]).rstrip() + "\n" + part[4], old)
+        new = PART.sub(lambda part: f"{part[1]}{KINDS[part[2]](part[3].strip())}\n{part[4]}", old)
         if "--check" not in args:
             page.write_text(new, encoding="utf-8")
         elif _steady(old) != _steady(new):
@@ -45,12 +45,12 @@ def main(args: list[str]) -> int:
 
 
 def _steady(page: str) -> str:
-    """The page without what differs from run to run: times and sizes in sample outputs, and the gaps beside them."""
+    """The page without what differs from run to run: the numbers in sample outputs, and whole lines of figures."""
 
     def blur(part: re.Match[str]) -> str:
         if part[2] not in ("run", "example"):
             return part[0]
-        return re.sub(r"[ ━╺▁▂▃▄▅▆▇█]+", " ", re.sub(r"[0-9][0-9.,]*", "0", part[0]))
+        return re.sub(r" +", " ", re.sub(r"[0-9][0-9.,]*", "0", re.sub(r"(?m)^.* · .*\n", "", part[0])))
 
     return PART.sub(blur, page)
 
@@ -113,7 +113,7 @@ def _command(title: str, command: Any) -> list[str]:
 def _options(command: Any) -> str:
     context = command.context_class(command)
     records = [param.get_help_record(context) for param in command.params if param.name != "help"]
-    rows = [f"| `{' '.join(names.split())}` | {_cell_text(text)} |" for names, text in filter(None, records)]
+    rows = [f"| `{_cell_text(names)}` | {_cell_text(text)} |" for names, text in filter(None, records)]
     return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
 
 
@@ -217,7 +217,7 @@ def bench(folder: str) -> str:
         lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
         lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
         blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    return "\n\n".join(["### Speed", *blocks]) if blocks else ""
 
 
 def _cell(value: object) -> str:

@@ -99,6 +99,13 @@ def _exists(page: str, path: str) -> bool:
     return (ROOT / path).exists() or (ROOT / "docs" / path).exists()
 
 
+def test_the_readme_asks_what_ci_asks():
+    from kvcli.demo.example import QUESTION
+
+    for page in ("README.md", "docs/example.py"):
+        assert f'"{QUESTION}"' in (ROOT / page).read_text(encoding="utf-8")
+
+
 def test_every_import_is_a_declared_dependency():
     """At run time, that is: what trains the demo model leans on packages that transformers brings."""
     declared = {canonicalize_name(r.name) for r in RUNTIME} | {"pydantic-core"}  # pydantic's own half, pinned by it
