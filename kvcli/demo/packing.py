@@ -67,12 +67,12 @@ def copy_row(rng: Random, length: int, vocabulary: int) -> tuple[list[int], list
     n_letters = int(24 * ((vocabulary - len(SPECIALS)) / 24) ** rng.random())
     alphabet = [between(rng, len(SPECIALS), vocabulary - 1) for _ in range(n_letters)]
     n_source = int(length * (0.3 + 0.3 * rng.random()))
-    ids = [pick(rng, alphabet) for _ in range(n_source)]
+    ids = [BOS, *(pick(rng, alphabet) for _ in range(n_source - 1))]
     weights = [0.0] * n_source
     n_ambiguous = 1 if n_letters > 300 else 2
     while len(ids) < length:
         n = between(rng, 5, 19)
-        start = between(rng, 0, max(0, n_source - n - 1))
+        start = between(rng, 1, max(1, n_source - n - 1))
         ids += ids[start : start + n]
         weights += [0.0] * n_ambiguous + [1.0] * (n - n_ambiguous)
     return ids[:length], weights[:length]
