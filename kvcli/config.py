@@ -13,7 +13,7 @@ from kvcli.problems import Problem, bad_config, did_you_mean
 from kvcli.schema import ORDER, Header, Model, Top
 from kvcli.settings import InFile, Setting, Settings, flatten, merge
 from kvcli.toml_places import Keys, Level, toml_value
-from kvcli.values import WrongValue, check, keys_of
+from kvcli.values import WrongValue, check, keys_of, noun
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # what a cloned repository must not decide: whose code runs, and where the user's text goes
@@ -143,7 +143,7 @@ def _add_config_file(config: Config, file: ConfigFile) -> None:
                 for inner, table in value.items():
                     _add_named(config, file, name, inner, table)
             else:
-                config.note(setting, (name,), "this is a table", f"write [{name}.NAME]")
+                config.note(setting, (name,), f"{toml_value(value)} is {noun(value)}", f"write [{name}.NAME]")
         elif name in keys_of(Top):
             if file.level == "project" and name == "default_model" and _is_outside(value):
                 config.note(setting, (name,), "a project file may not name a model outside the project", _OWN)
@@ -169,7 +169,7 @@ def _add_named(config: Config, file: ConfigFile, kind: str, name: str, table: ob
     origin = InFile(file.document, (kind,), (name,))
     if not isinstance(table, Mapping):
         wrong = Setting(table, origin)
-        config.note(wrong, (name,), "this is a table", f"write [{kind}.{name}]")
+        config.note(wrong, (name,), f"{toml_value(table)} is {noun(table)}", f"write [{kind}.{name}]")
         return
     settings = flatten(file.document, (kind, name))
     if not table:  # an empty table, which flattens to itself
@@ -195,8 +195,11 @@ def _refused_model(config: Config, name: str, keys: Keys, setting: Setting) -> s
         return "a project file may not set this"
     if keys == ("path",) and _is_outside(setting.value):
         return "a project file may not name a model outside the project"
-    if keys in (("path",), ("revision",)) and name in config.models:
-        return "a project file may not redirect a model that your own config names"
+    if keys in (("path",), ("revision",)):
+        if name in config.models:
+            return "a project file may not redirect a model that your own config names"
+        if "/" in name or name == Top.default_model:
+            return "a project file may not redirect a model id"
     return ""
 
 

@@ -151,7 +151,8 @@ def load_profile(
     Raises one BadConfig with all problems.
     """
     sources = sources or Sources()
-    rules = Rules.shipped() if registries is None else Rules(registries, clashes)
+    shipped = Rules.shipped() if registries is None else Rules(registries)
+    rules = dataclasses.replace(shipped, clashes=clashes or shipped.clashes)
     config = read_config(sources)
     if config.problems:
         raise bad_config(config.problems)

@@ -13,7 +13,7 @@ from kvcli.problems import Problem, any_of, did_you_mean
 from kvcli.schema import METHODS, ORDER, TABLES, Header
 from kvcli.settings import DEFAULT, Setting, Settings, Typed, merge
 from kvcli.toml_places import Keys, toml_value
-from kvcli.values import WrongValue, check, keys_of
+from kvcli.values import WrongValue, check, keys_of, noun
 
 Registries = Mapping[str, Mapping[str, str]]  # table -> name of a method -> "module:Class"
 DEEPEST = 8  # profiles below the chosen one
@@ -101,7 +101,8 @@ def _problem(keys: Keys, setting: Setting, around: Settings, registries: Registr
     if keys[0] in ORDER and len(keys) == 1:
         if setting.value == {}:
             return None
-        return setting.problem(keys, "this is a table", f"name one of its keys: {keys[0]}.KEY", of_value=True)
+        message = f"{toml_value(setting.value)} is {noun(setting.value)}"
+        return setting.problem(keys, message, f"{keys[0]} is a table: write {keys[0]}.KEY", of_value=True)
     known = keys_of(TABLES[keys[0]]) if keys[0] in TABLES else keys_of(Header) if keys[0] not in ORDER else {}
     depth = 2 if keys[0] in ORDER else 1
     name = keys[depth - 1]

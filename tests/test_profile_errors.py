@@ -156,9 +156,9 @@ IN_FILE = {
     "a value in place of a table": (
         "[profiles.mine]\nkv = 3",
         [
-            "~/config.toml:2:6: profiles.mine.kv: this is a table",
+            "~/config.toml:2:6: profiles.mine.kv: 3 is a whole number",
             "    2 | kv = 3",
-            "      |      ^ name one of its keys: kv.KEY",
+            "      |      ^ kv is a table: write kv.KEY",
         ],
     ),
     "unknown method": (
@@ -176,6 +176,10 @@ IN_FILE = {
             "    3 | spec.max = 3",
             '      |      ^ a key of spec.method = "copy" or "ngram", but "off" is chosen',
         ],
+    ),
+    "key of a method that is left behind": (
+        "[profiles.b.spec]\nmethod = 'copy'\nmx = 3\n[profiles.mine]\nextends = 'b'\nspec.method = 'off'",
+        ["~/config.toml:3:1: profiles.b.spec.mx: unknown key", "    3 | mx = 3", '      | ^ did you mean "max"?'],
     ),
     "what the method itself refuses": (
         "[profiles.mine.spec]\nmethod = 'copy'\nleast = 1\nmax = 0",
@@ -242,7 +246,7 @@ IN_FILE = {
     "profiles is no table": (
         "profiles = 3",
         [
-            "~/config.toml:1:1: profiles: this is a table",
+            "~/config.toml:1:1: profiles: 3 is a whole number",
             "    1 | profiles = 3",
             "      | ^ write [profiles.NAME]",
         ],

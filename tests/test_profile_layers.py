@@ -277,6 +277,8 @@ REFUSED = {
     "a model in home": ("[models.new]\npath = '~/weights'", "2:1: models.new.path"),
     "a default model outside": ("default_model = '/tmp/weights'", "1:1: default_model"),
     "another path of the user's model": ("[models.big]\npath = 'evil/model'", "2:1: models.big.path"),
+    "another path for an id": ("[models.'good/model']\npath = 'evil/model'", "2:1: models.good/model.path"),
+    "another demo": ("[models.demo]\npath = 'evil/model'", "2:1: models.demo.path"),
     "another revision of the user's model": ("[models.big]\nrevision = 'evil'", "2:1: models.big.revision"),
 }
 
