@@ -23,7 +23,7 @@ from kvcli.world import World
 
 SCHEMA = "kvcli.profiles/1"
 
-app = typer.Typer(help="Named settings: list, show, compare, check.", no_args_is_help=True)
+app = typer.Typer(help="Named settings: list, show, compare, check.", no_args_is_help=True, add_completion=False)
 
 
 @app.command("list")
@@ -41,7 +41,9 @@ def list_(context: typer.Context) -> None:
 @app.command()
 def show(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Profile; without it, the one that chat would use.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Profile; without it, the one that chat would use.")
+    ] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,  # it always is
 ) -> None:
@@ -73,7 +75,11 @@ def check(
 
 
 @app.command()
-def diff(context: typer.Context, a: str, b: str) -> None:
+def diff(
+    context: typer.Context,
+    a: Annotated[str, typer.Argument(metavar="A", help="One profile.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other.")],
+) -> None:
     """The settings in which two profiles differ, as their files have them: the environment is left out."""
     world: World = context.obj
     files = replace(sources(world), environ={})
@@ -91,7 +97,7 @@ def diff(context: typer.Context, a: str, b: str) -> None:
 @app.command()
 def new(
     context: typer.Context,
-    name: str,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What it is called.")],
     extends: Annotated[str | None, typer.Option("--extends", metavar="NAME", help="What it starts from.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where; - = stdout.")] = None,
 ) -> None:
