@@ -23,7 +23,7 @@ from kvcli.world import World
 
 SCHEMA = "kvcli.profiles/1"
 
-app = typer.Typer(help="Named settings: list, show, compare, check.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Named settings: list, show, compare, check.", add_completion=False)
 
 
 @app.command("list")
@@ -42,7 +42,7 @@ def list_(context: typer.Context) -> None:
 def show(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Profile; without it, the one that chat would use.")
+        str | None, typer.Argument(metavar="NAME", help="Profile; without it, the one that chat would use.")
     ] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,  # it always is
@@ -61,7 +61,7 @@ def show(
 @app.command()
 def check(
     context: typer.Context,
-    what: Annotated[str | None, typer.Argument(metavar="[FILE|NAME]", help="Without it: all files.")] = None,
+    what: Annotated[str | None, typer.Argument(metavar="FILE|NAME", help="Without it: all files.")] = None,
 ) -> None:
     """Look for problems and print all of them, each with its line. Exits with 9 if there are any."""
     world: World = context.obj
