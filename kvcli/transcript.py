@@ -123,7 +123,7 @@ def markdown(chat: Chat) -> str:
         parts.append(f"## System\n\n{chat.system}")
     for message in chat.messages:
         if message.role == "user":
-            files = "".join(f"*{d.name}, {d.lines:,} lines*\n\n" for d in message.documents)
+            files = "".join(f"*{d.name}, {d.lines:,} line{'s' * (d.lines != 1)}*\n\n" for d in message.documents)
             parts.append(f"## You\n\n{files}{message.text}")
         else:
             mark = FINISH_MARKS[message.finish or "stop"]

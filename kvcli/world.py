@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -77,7 +78,9 @@ class World:
 
     @classmethod
     def real(cls) -> World:
-        return cls(sys.stdin, sys.stdout, sys.stderr, os.environ, Path.cwd(), Paths.of(os.environ))
+        """Python leaves None for a stream that was closed before it started; then nothing is read or written."""
+        streams = sys.stdin or nothing("r"), sys.stdout or nothing("w"), sys.stderr or nothing("w")
+        return cls(*streams, os.environ, Path.cwd(), Paths.of(os.environ))
 
     def stream(self, name: Stream) -> TextIO:
         return {"stdin": self.stdin, "stdout": self.stdout, "stderr": self.stderr}[name]
@@ -120,3 +123,8 @@ class World:
         """All of standard input, as bytes."""
         buffer = getattr(self.stdin, "buffer", None)
         return buffer.read() if buffer is not None else self.stdin.read().encode()
+
+
+def nothing(mode: str) -> TextIO:
+    """A stream that is always empty and takes everything."""
+    return io.TextIOWrapper(io.FileIO(os.devnull, mode), encoding="utf-8")

@@ -122,10 +122,8 @@ def words(document: DoctorDocument) -> list[str]:
         f"memory        {long_size(document.memory_free)} free of {long_size(document.memory_total)}",
     ]
     for device in document.devices[1:]:
-        free = f", {long_size(device.free_bytes or 0)} free of {long_size(device.total_bytes)}" * bool(
-            device.total_bytes
-        )
-        machine.append(f"{device.kind:<14}{device.name}{free}")
+        size = f", {long_size(device.free_bytes or 0)} free of {long_size(device.total_bytes or 0)}"
+        machine.append(f"{device.kind:<14}{device.name}{size if device.total_bytes else ''}")
     kernels = [f"{k.device:<5} {k.op:<13} {k.choice}: {k.reason}" for k in document.kernels]
     kernels += [f"{device:<5} {'quant':<13} {backend}" for device, backend in document.quant.items()]
     paths = [f"{name:<14}{path}" for name, path in document.paths.items()]

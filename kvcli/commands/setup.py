@@ -29,13 +29,13 @@ log = logging.getLogger("kvcli.setup")
 
 def sources(world: World) -> Sources:
     """Where settings are looked for in this world."""
-    home = world.environ.get("HOME")
+    home, config = world.environ.get("HOME"), world.options.config
     return Sources(
         system=SYSTEM_CONFIG,
         user=world.paths.config,
         cwd=world.cwd,
         home=Path(home) if home else None,
-        config=world.options.config,
+        config=world.cwd / config.expanduser() if config else None,
         environ=world.environ,
     )
 

@@ -1,0 +1,96 @@
+"""A world of strings and a model that obeys, for commands run in this process."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvcli.cli import run
+from kvcli.world import Paths, World
+from tests.fake_model import FakeModel
+
+
+class Stream(io.TextIOWrapper):
+    """A text stream over bytes in memory, a terminal or not."""
+
+    def __init__(self, data: bytes = b"", *, is_tty: bool = False, encoding: str = "utf-8") -> None:
+        self.bytes = io.BytesIO(data)
+        self._is_tty = is_tty
+        super().__init__(self.bytes, encoding=encoding, newline="\n", write_through=True)
+
+    def isatty(self) -> bool:
+        return self._is_tty
+
+    @property
+    def text(self) -> str:
+        return self.bytes.getvalue().decode()
+
+
+class ClosedPipe(Stream):
+    """A pipe whose reader has gone after so many writes."""
+
+    def __init__(self, writes: int = 0) -> None:
+        super().__init__()
+        self.left = writes
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
+
+
+class Loaded(FakeModel):
+    """The fake model as `load` would return it."""
+
+    @property
+    def limit(self) -> int:
+        return self.info.limit
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@dataclass
+class Result:
+    """How one command line ended."""
+
+    exit: int
+    out: str
+    err: str
+    world: World
+
+
+@dataclass
+class Machine:
+    """Runs command lines in one folder, as one user, with one model."""
+
+    folder: Path
+    model: Loaded = field(default_factory=lambda: Loaded(answer="It is 972 metres."))
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def world(self, stdin: bytes = b"", tty: tuple[str, ...] = (), stdout: Stream | None = None) -> World:
+        streams = {name: Stream(is_tty=name in tty) for name in ("stdout", "stderr")}
+        environ = {"KVCLI_HOME": str(self.folder / "home"), "HOME": str(self.folder), **self.environ}
+        return World(
+            stdin=Stream(stdin, is_tty="stdin" in tty),
+            stdout=stdout or streams["stdout"],
+            stderr=streams["stderr"],
+            environ=environ,
+            cwd=self.folder,
+            paths=Paths.of(environ),
+        )
+
+    def __call__(
+        self, *args: str, stdin: bytes = b"", tty: tuple[str, ...] = (), stdout: Stream | None = None
+    ) -> Result:
+        world = self.world(stdin, tty, stdout)
+        status = run(args, world)
+        out, err = world.stdout, world.stderr
+        assert isinstance(out, Stream)
+        assert isinstance(err, Stream)
+        return Result(status, out.text, err.text, world)

@@ -1,0 +1,276 @@
+"""The command tree: help without torch, options on both sides, and every way a command can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvcli
+from kvcli.commands.setup import Setup
+from tests.fakes import ClosedPipe, Machine, Stream
+
+KVCLI = [sys.executable, "-m", "kvcli"]
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """`kvcli` in an empty home with a model that says what it is told to."""
+    made = Machine(tmp_path)
+    monkeypatch.setattr(Setup, "load", lambda self, profile, tell=None: made.model)
+    return made
+
+
+def environment(home):
+    return os.environ | {"KVCLI_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+# --- help and version
+
+
+@pytest.mark.parametrize("args", [["--help"], ["chat", "--help"], ["--version"], ["config", "schema"], []])
+def test_quick_commands_import_nothing_heavy(args, tmp_path):
+    code = f"import sys; sys.argv = ['kvcli', *{args!r}]\ntry:\n from kvcli.cli import main; main()\n"
+    code += "finally: print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert done.stderr == "[]\n"
+
+
+def test_help_is_quick(tmp_path):
+    """Measured in processor time, which a busy machine does not stretch."""
+
+    def spent():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    times = []
+    for _ in range(3):
+        before = spent()
+        subprocess.run([*KVCLI, "--help"], cwd=ROOT, env=environment(tmp_path), stdout=subprocess.DEVNULL, check=True)
+        times.append(spent() - before)
+    assert min(times) < 0.4
+
+
+def test_version(machine):
+    assert machine("--version").out == machine("-V").out == f"kvcli {kvcli.__version__}\n"
+
+
+def test_kvcli_alone_shows_three_examples(machine):
+    done = machine()
+    assert done.exit == 0
+    assert len([line for line in done.out.splitlines() if line.startswith("  kvcli chat")]) == 3
+
+
+def test_help_lists_what_exists_and_nothing_else(machine, capsys):
+    machine("--help")
+    listed = capsys.readouterr().out.partition("Commands")[2]
+    assert [name for name in ("chat", "profiles", "models", "config", "doctor") if name not in listed] == []
+    assert [name for name in ("bench", "serve", "summarize", "fit") if name in listed] == []
+
+
+# --- common options
+
+
+@pytest.mark.parametrize("args", [["--json", "-P", "exact"], []])
+def test_common_options_on_either_side(machine, args):
+    rest = [a for a in ["--json", "-P", "exact"] if a not in args]
+    done = machine(*args, "chat", "--dry-run", *rest)
+    assert json.loads(done.out)["profile"] == "exact"
+
+
+def test_lists_and_counts_add_up_and_the_later_value_wins(machine):
+    args = ("-v", "--set", "sample.seed=1", "-P", "exact", "chat", "-v", "--set", "spec.max=2", "-P", "ngram")
+    done = machine(*args, "-p", "Hi")
+    options = done.world.options
+    assert (options.set, options.verbose, options.profile) == (["sample.seed=1", "spec.max=2"], 2, "ngram")
+
+
+def test_every_command_takes_the_common_options(machine):
+    for command in (["models", "list"], ["config", "path"], ["profiles", "list"]):
+        assert machine(*command, "--json", "--no-color", "--offline").exit == 0
+
+
+def test_offline_is_told_to_the_hub_before_it_is_imported(machine):
+    assert machine("chat", "-p", "Hi", "--offline").world.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_quiet_leaves_stderr_empty(machine):
+    done = machine("chat", "-q", "-p", "Hi")
+    assert (done.out, done.err) == ("It is 972 metres.\n", "")
+
+
+def test_verbose_says_which_profile_and_where_keys_come_from(machine):
+    assert "kvcli.setup: profile ngram" in machine("-v", "chat", "-p", "Hi").err
+    assert "spec.method = 'ngram' (built-in ngram)" in machine("-vv", "chat", "-p", "Hi").err
+
+
+def test_log_file_gets_the_details_but_no_prompt(machine, tmp_path):
+    done = machine("chat", "-p", "a secret question", "--log-file", str(tmp_path / "log"))
+    assert "profile ngram" in (tmp_path / "log").read_text()
+    assert "secret" not in (tmp_path / "log").read_text()
+    assert "profile ngram," not in done.err
+
+
+def test_config_file_on_top(machine, tmp_path):
+    (tmp_path / "c.toml").write_text('default_profile = "exact"\n')
+    assert json.loads(machine("--config", "c.toml", "--json", "chat", "--dry-run").out)["profile"] == "exact"
+
+
+# --- ends
+
+
+def test_errors_name_message_code_and_what_to_try(machine):
+    done = machine("chat", "-p", "Hi", "-f", "nowhere.md")
+    assert done.exit == 3
+    assert done.out == ""
+    assert done.err.startswith("error: no such file: nowhere.md")
+    assert "[file_missing]" in done.err
+
+
+def test_errors_as_json_go_to_stdout(machine):
+    done = machine("chat", "-p", "Hi", "-f", "nowhere.md", "--json")
+    document = json.loads(done.out)
+    assert (document["schema"], document["code"], document["exit"]) == ("kvcli.error/1", "file_missing", 3)
+    assert done.err == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["chta"], "kvcli chat"),
+        (["run", "demo"], "kvcli chat"),
+        (["list"], "kvcli models list"),
+        (["chat", "--profle", "x"], "--profile"),
+        (["models", "lst"], "'list'"),
+        (["chat", "--stats", "loud"], "live"),
+        (["chat", "--temperature", "hot"], "'--temperature'"),
+        (["chat", "-p"], "requires an argument"),
+        (["chat", "--stream", "-p", "Hi"], "--stream needs --json"),
+        (["chat", "--greedy", "-t", "0.7", "-p", "Hi"], "exclude each other"),
+        (["chat", "-n", "many", "-p", "Hi"], "--max-new-tokens takes tokens"),
+        (["chat", "--ctx", "1.0001k", "-p", "Hi"], "--ctx takes tokens"),
+        (["chat", "-s", "a", "--system-file", "b", "-p", "Hi"], "exclude each other"),
+        (["config", "schema", "trun"], "kvcli config schema turn"),
+    ],
+)
+def test_usage_errors_exit_2_and_say_what_is_meant(machine, args, words):
+    done = machine(*args)
+    assert done.exit == 2, done.err
+    assert words in done.err
+    assert "[usage]" in done.err
+
+
+def test_usage_errors_as_json(machine):
+    document = json.loads(machine("chat", "--profle", "x", "--json").out)
+    assert (document["code"], document["exit"]) == ("usage", 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "words"),
+    [
+        (["-P", "nothere"], 9, "nothere"),
+        (["--set", "kv.nothere=1"], 9, "unknown key"),
+        (["--set", "sample.temperature=-1"], 9, "--set"),
+        (["--device", "toaster"], 9, "--device"),
+        (["--exact", "--quant", "int8"], 9, "load.quant = int8 (--quant) can change the text"),
+    ],
+)
+def test_settings_that_are_wrong_exit_9_with_their_place(machine, args, status, words):
+    done = machine("chat", "-p", "Hi", *args)
+    assert done.exit == status
+    assert words in done.err
+
+
+def test_a_bug_is_one_line_and_a_traceback_in_the_log(machine, monkeypatch):
+    def bug(*_, **__):
+        raise ZeroDivisionError("division by\nzero")
+
+    monkeypatch.setattr(Setup, "load", bug)
+    done = machine("chat", "-p", "Hi")
+    log = done.world.paths.state / "kvcli.log"
+    assert done.exit == 1
+    assert "error: internal: ZeroDivisionError: division by" in done.err
+    assert "[internal]" in done.err
+    assert str(log) in done.err.replace("\n  ", "")
+    assert "Traceback" not in done.err
+    assert "Traceback" in log.read_text()
+    assert log.stat().st_mode & 0o077 == 0
+    assert "Traceback" in machine("-vv", "chat", "-p", "Hi").err
+
+
+def test_interrupt_while_loading_exits_130(machine, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Setup, "load", interrupted)
+    assert machine("chat", "-p", "Hi").exit == 130
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_closed_pipe_is_silent_141(machine, writes):
+    done = machine("chat", "-p", "Hi", stdout=ClosedPipe(writes))
+    assert done.exit == 141
+    assert "error" not in done.err
+    assert machine("models", "list", stdout=ClosedPipe()).exit == 141
+    assert machine("chat", "-p", "Hi", "--json", "--stream", stdout=ClosedPipe(writes)).exit == 141
+
+
+def test_a_full_disk_is_said(machine):
+    class Full(Stream):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    done = machine("chat", "-p", "Hi", stdout=Full())
+    assert done.exit == 1
+    assert "No space left on device" in done.err
+
+
+# --- the real thing
+
+
+def test_the_pipe_to_head_ends_by_signal(tmp_path):
+    """As for any program in a shell: `kvcli ... | head -1` leaves 141 and no message."""
+    script = f"{' '.join(KVCLI)} config schema turn | head -1; echo ${{PIPESTATUS[0]}} >&2"
+    long = script.replace("config schema turn", "config schema doctor")
+    for line in (script, long):
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "{\n"
+        assert done.stderr in ("0\n", "141\n")  # 0 when all of it fitted into the pipe before head left
+
+
+def test_a_pipe_closed_before_the_answer(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.Popen(
+        [*KVCLI, "config", "path"], cwd=ROOT, env=environment(tmp_path), stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    _, err = done.communicate(timeout=60)
+    assert (done.returncode, err) == (-signal.SIGPIPE, b"")
+
+
+def test_no_stdout_at_all(tmp_path):
+    line = f"{' '.join(KVCLI)} config path >&-"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(tmp_path), capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_completion_scripts_are_printed(tmp_path):
+    env = environment(tmp_path) | {"_KVCLI_COMPLETE": "source_bash"}
+    done = subprocess.run(KVCLI, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert "_KVCLI_COMPLETE" in done.stdout
+    env = environment(tmp_path) | {"_KVCLI_COMPLETE": "complete_bash", "COMP_WORDS": "kvcli ch", "COMP_CWORD": "1"}
+    done = subprocess.run(KVCLI, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["chat"]

@@ -1,0 +1,306 @@
+"""`kvcli chat` with one question: where it comes from, what goes to which stream, what is refused, and the JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from kvcli.api import Turn
+from kvcli.commands.setup import Setup
+from kvcli.commands.turn_json import Run, turn_document
+from kvcli.schemas import DOCUMENTS, json_schema
+from kvcli.stats import Stats
+from tests.fake_model import fake_info
+from tests.fakes import Loaded, Machine
+
+ROOT = Path(__file__).parents[1]
+ANSWER = "It is 972 metres."
+LONG = "Repeat this: " + "one two three four. " * 60
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    made = Machine(tmp_path)
+    monkeypatch.setattr(Setup, "load", lambda self, profile, tell=None: made.model)
+    return made
+
+
+def asked(machine):
+    return "".join(map(chr, machine.model.prompts[-1]))
+
+
+# --- where the question comes from
+
+
+def test_the_answer_alone_on_stdout_and_figures_on_stderr(machine):
+    done = machine("chat", "-p", "How deep?")
+    assert (done.exit, done.out) == (0, f"{ANSWER}\n")
+    assert "tokens in" in done.err
+
+
+def test_no_escape_codes_outside_a_terminal(machine):
+    machine.model.answer = "red \x1b[31m text"
+    done = machine("chat", "-p", "Hi")
+    assert done.out == "red \x1b[31m text\n"  # in a pipe the bytes are the model's
+    assert "\x1b" not in done.err
+
+
+def test_a_terminal_is_not_steered_by_the_answer(machine):
+    machine.model.answer = "red \x1b[31m text"
+    machine.environ["TERM"] = "dumb"
+    assert "red ␛[31m text" in machine("chat", "-p", "Hi", tty=("stdout", "stderr")).out
+
+
+@pytest.mark.parametrize("args", [[], ["-p", "-"]])
+def test_stdin_is_the_question(machine, args):
+    assert machine("chat", *args, stdin=b"How deep?\n").exit == 0
+    assert "<user>How deep?\n<assistant>" in asked(machine)
+
+
+def test_with_both_stdin_is_a_document_after_the_files(machine, tmp_path):
+    (tmp_path / "a.md").write_text("Text A.\n")
+    machine("chat", "-p", "How deep?", "-f", "a.md", stdin=b"Piped text.\n")
+    assert "=== Document 1: a.md ===\nText A.\n\n=== Document 2: standard input ===\nPiped text.\n\nHow deep?" in asked(
+        machine
+    )
+
+
+def test_empty_stdin_beside_a_question_is_nothing(machine):
+    assert machine("chat", "-p", "How deep?", stdin=b"").exit == 0
+    assert "<user>How deep?\n<assistant>" in asked(machine)
+
+
+def test_system_text_from_flag_or_file(machine, tmp_path):
+    (tmp_path / "s.txt").write_text("Be brief.\n")
+    for args in (["-s", "Be brief."], ["--system-file", "s.txt"]):
+        machine("chat", "-p", "Hi", *args)
+        assert asked(machine).startswith("<system>Be brief.\n<user>Hi")
+
+
+def test_flags_are_profile_keys_with_their_own_origin(machine):
+    flags = ["--device", "cpu", "--dtype", "fp32", "--spec", "off", "-n", "4k", "-t", "0.5", "--top-p", "0.9"]
+    flags += ["--top-k", "40", "--min-p", "0.1", "--seed", "7", "--repetition-penalty", "1.1", "--ctx", "1.5k"]
+    plan = json.loads(machine("chat", "--dry-run", "--json", *flags, "--allow-pickle").out)
+    settings, origins = plan["settings"], plan["origins"]
+    assert settings["sample.max_new_tokens"] == 4096
+    assert settings["context.limit"] == plan["context"] == 1536
+    assert (settings["sample.temperature"], origins["sample.temperature"]) == (0.5, "--temperature")
+    assert (settings["load.allow_pickle"], origins["load.allow_pickle"]) == (True, "--allow-pickle")
+    assert sorted(origin for origin in origins.values() if origin.startswith("--")) == sorted(
+        ["--device", "--dtype", "--spec", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--min-p",
+         "--seed", "--repetition-penalty", "--ctx", "--allow-pickle"]
+    )  # fmt: skip
+
+
+def test_greedy_is_temperature_zero(machine):
+    plan = json.loads(machine("chat", "--dry-run", "--json", "--greedy").out)
+    assert (plan["settings"]["sample.temperature"], plan["origins"]["sample.temperature"]) == (0.0, "--greedy")
+
+
+def test_dry_run_loads_nothing(machine, monkeypatch):
+    monkeypatch.setattr(Setup, "load", None)
+    done = machine("chat", "--dry-run", "-f", "demo:report")
+    assert done.exit == 0
+    assert "8,192 tokens" in done.out
+    assert "demo:report" in done.out
+
+
+@pytest.mark.parametrize(("mode", "shown"), [("off", False), ("turn", True), ("live", True)])
+def test_stats_modes(machine, mode, shown):
+    assert ("tokens in" in machine("chat", "-p", "Hi", "--stats", mode).err) == shown
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "code", "words"),
+    [
+        ([], b"", "empty_prompt", "the prompt is empty"),
+        ([], b" \n", "empty_prompt", "the prompt is empty"),
+        (["-p", ""], b"", "empty_prompt", "the prompt is empty"),
+        (["-p", "-"], b"", "empty_prompt", "the prompt is empty"),
+        (["-p", "Hi", "-f", "missing.md"], b"", "file_missing", "no such file: missing.md"),
+        (["-p", "Hi", "-f", "."], b"", "is_a_folder", "is a folder"),
+        (["-p", "Hi", "-f", "zero"], b"", "not_text", "zero byte at offset 2"),
+        (["-p", "Hi", "-f", "latin"], b"", "bad_encoding", "byte 1, line 1"),
+        (["-p", "Hi", "-f", "empty"], b"", "empty_file", "empty is empty"),
+        (["-p", "Hi", "--system-file", "missing.md"], b"", "file_missing", "no such file"),
+        (["-p", "Hi"], b"ok\n\xff", "bad_encoding", "standard input is not valid UTF-8: byte 3, line 2"),
+        (["-p", "\udcff"], b"", "bad_encoding", "the prompt is not valid UTF-8"),
+        (["-p", "Hi", "--log-file", "no/such/folder"], b"", "file_unwritable", "cannot write the log"),
+    ],
+)
+def test_bad_input_exits_3_and_says_what_and_where(machine, tmp_path, args, stdin, code, words):
+    (tmp_path / "zero").write_bytes(b"ab\0")
+    (tmp_path / "latin").write_bytes(b"B\xe4ume")
+    (tmp_path / "empty").write_bytes(b"")
+    done = machine("chat", *args, stdin=stdin)
+    assert (done.exit, done.out) == (3, "")
+    assert f"[{code}]" in done.err
+    assert words in " ".join(done.err.split())
+
+
+def test_overflow_exits_6_with_the_numbers(machine):
+    done = machine("chat", "-p", "x" * 3000)
+    assert done.exit == 6
+    assert "[context_overflow]" in done.err
+    document = json.loads(machine("chat", "-p", "x" * 3000, "--json").out)
+    assert (document["code"], document["exit"]) == ("context_overflow", 6)
+
+
+@pytest.mark.parametrize("args", [["--no-input"], ["--json"]])
+def test_a_terminal_without_a_question_where_nothing_may_be_asked(machine, args):
+    done = machine("chat", *args, tty=("stdin", "stdout", "stderr"))
+    assert done.exit == 3
+
+
+def test_a_model_that_is_not_there_exits_4(tmp_path):
+    done = Machine(tmp_path)("chat", "./nowhere", "-p", "Hi")
+    assert done.exit == 4
+    assert "./nowhere does not exist" in done.err
+
+
+# --- JSON
+
+
+def validate(name, document):
+    TypeAdapter(DOCUMENTS[name]).validate_json(json.dumps(document), strict=True)
+    schema = json_schema(name)
+    assert schema["$schema"].startswith("https://json-schema.org")
+    if "properties" in schema:
+        assert set(document) == set(schema["properties"]) == set(schema["required"]) | {"schema"}
+
+
+def test_a_turn_is_one_object(machine):
+    done = machine("chat", "-p", "How deep?", "--json")
+    (line,) = done.out.splitlines()
+    document = json.loads(line)
+    validate("turn", document)
+    assert done.err == ""
+    assert (document["schema"], document["text"], document["finish"]) == ("kvcli.turn/1", ANSWER, "stop")
+    assert (document["engine"], document["profile"], document["exactness"]) == ("local", "ngram", "exact")
+    assert document["session"] is document["overflow"] is document["memory"]["estimate_bytes"] is None
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_figures_of_a_turn_agree_with_each_other(machine, drafts):
+    machine.model = Loaded(answer=ANSWER * 9, drafts=drafts)
+    document = json.loads(machine("chat", "-p", "How deep?", "--json").out)
+    validate("turn", document)
+    spec, tokens = document["spec"], document["tokens"]
+    assert spec["accepted_tokens"] == sum(i * n for i, n in enumerate(spec["histogram"]))
+    assert spec["drafted_passes"] == sum(spec["histogram"])
+    assert spec["tokens_per_pass"] * spec["passes"] == pytest.approx(tokens["new"])
+    if drafts:
+        assert spec["mean_acceptance_length"] == 1 + spec["accepted_tokens"] / spec["drafted_passes"]
+    else:
+        assert spec["mean_acceptance_length"] is spec["acceptance_rate"] is None
+
+
+def test_what_never_happened_is_null_and_not_zero():
+    turn = Turn("", (), "interrupted", Stats(prompt=7, limit=100))
+    document = turn_document(turn, fake_info(load_seconds=0.0), Run("exact")).document()
+    validate("turn", document)
+    assert document["time"]["first_token"] is document["time"]["load"] is None
+    assert set(document["speed"].values()) == {None}
+    assert document["spec"]["tokens_per_pass"] is document["spec"]["mean_acceptance_length"] is None
+    assert document["memory"]["peak_bytes"] is None
+
+
+def test_streamed_json_is_one_event_a_line(machine):
+    done = machine("chat", "-p", "How deep?", "--json", "--stream")
+    events = [json.loads(line) for line in done.out.splitlines()]
+    for event in events:
+        TypeAdapter(DOCUMENTS["event"]).validate_json(json.dumps(event), strict=True)
+    kinds = [event["event"] for event in events]
+    assert (kinds[0], kinds[1], kinds[-1]) == ("start", "read", "end")
+    assert "".join(e["text"] for e in events if e["event"] == "text") == ANSWER == events[-1]["turn"]["text"]
+
+
+def test_streamed_json_tells_the_figures_now_and_then(machine):
+    machine.model = Loaded(answer="one two three four", delay=0.3)
+    kinds = [json.loads(x)["event"] for x in machine("chat", "-p", "Hi", "--json", "--stream").out.splitlines()]
+    assert 1 <= kinds.count("stats") < kinds.count("text")
+
+
+def test_a_streamed_error_is_an_event(machine):
+    (line,) = machine("chat", "-p", "", "--json", "--stream").out.splitlines()
+    event = json.loads(line)
+    assert (event["event"], event["error"]["code"]) == ("error", "empty_prompt")
+    TypeAdapter(DOCUMENTS["event"]).validate_json(line, strict=True)
+
+
+def test_schemas_are_printed(machine):
+    assert machine("config", "schema").out.split() == list(DOCUMENTS)
+    for name in DOCUMENTS:
+        assert json.loads(machine("config", "schema", name).out) == json_schema(name)
+
+
+def test_models_doctor_and_plan_follow_their_schemas(machine):
+    validate("models", json.loads(machine("models", "list", "--json").out))
+    validate("models", json.loads(machine("models", "show", "demo", "--json").out))
+    validate("plan", json.loads(machine("chat", "--dry-run", "--json").out))
+    machine.environ |= {"HF_TOKEN": "hf_abcdefghijklmnop", "KVCLI_X": f"{machine.folder}/hf_abcdefghijklmnop"}
+    done = machine("doctor", "--json")
+    validate("doctor", json.loads(done.out))
+    assert "hf_abc" not in done.out + machine("doctor").out
+    assert str(machine.folder) not in done.out
+
+
+# --- with the bundled model, as a user would
+
+
+@pytest.fixture(scope="module")
+def kvcli(tmp_path_factory):
+    env = os.environ | {
+        "KVCLI_HOME": str(tmp_path_factory.mktemp("home")), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"
+    }  # fmt: skip
+
+    def start(*args, **options):
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        return subprocess.Popen([sys.executable, "-m", "kvcli", *args], cwd=ROOT, env=env, **pipes)
+
+    return start
+
+
+def test_the_demo_finds_a_fact_in_its_report(kvcli):
+    question = "What is the depth of well Bethden?"
+    out, err = kvcli("chat", "-f", "demo:report", "-p", question, "--json").communicate(timeout=300)
+    assert err == b""
+    document = json.loads(out)
+    validate("turn", document)
+    assert document["text"] == "The depth of well Bethden is 972 metres."
+    spec = document["spec"]
+    assert spec["accepted_tokens"] == sum(i * n for i, n in enumerate(spec["histogram"]))
+    assert spec["tokens_per_pass"] * spec["passes"] == pytest.approx(document["tokens"]["new"])
+
+
+def test_ctrl_c_keeps_what_was_said_and_exits_130(kvcli):
+    started = kvcli(
+        "chat", "-p", "Repeat this: " + "one two three four. " * 60, "--greedy", "-n", "4k", "--spec", "off"
+    )
+    first = started.stdout.read(1)
+    started.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out, err = started.communicate(timeout=60)
+    assert first
+    assert started.returncode == 130, err
+    assert time.monotonic() - began < 20
+    assert out.endswith(b"\n")
+
+
+def test_a_reader_that_leaves_ends_the_answer(kvcli):
+    started = kvcli("chat", "-p", LONG, "--greedy", "--spec", "off")
+    started.stdout.read(1)
+    started.stdout.close()
+    assert started.stderr.read() == b""
+    assert started.wait(timeout=120) == -signal.SIGPIPE
