@@ -97,7 +97,7 @@ class LM:
         model.set_attn_implementation(_ATTENTION)
         lm = LM(model, shape, info)
         if verify:
-            seam.compare(lm, _attention(model, "eager"), id)
+            seam.compare(lm, lambda: _attention(model, "eager"), id)
         return lm
 
     @staticmethod

@@ -62,6 +62,7 @@ _list = [
             "layer_types": _MIXED,
             "attn_logit_softcapping": 1.5,
             "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": False,  # tied, a random model repeats one token for ever
         },
         (WINDOW, None, WINDOW),
         (_WINDOWED, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"query_pre_attn_scalar": 16}),
@@ -77,6 +78,7 @@ _list = [
                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
                 "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
             },
+            "tie_word_embeddings": False,
         },
         (WINDOW, None, WINDOW),
         (_WINDOWED, {"query_pre_attn_scalar": 16}),
@@ -105,7 +107,7 @@ _list = [
         (WINDOW, None, WINDOW),
         (_WINDOWED,),
     ),
-    Family("starcoder2", {"sliding_window": WINDOW}, (WINDOW,) * 3, (_WINDOWED,)),
+    Family("starcoder2", {"sliding_window": WINDOW, "tie_word_embeddings": False}, (WINDOW,) * 3, (_WINDOWED,)),
     Family(
         "gpt_oss",
         {
@@ -140,6 +142,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **change
     """A tiny random model of a family, on the CPU, ready to run."""
     model = AutoModelForCausalLM.from_config(config_of(name, **changes), attn_implementation="eager")
     sharpen(model, seed)
+    if dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch's grouped product has no float64
     return model.to(dtype).eval().requires_grad_(False)
 
 
@@ -157,7 +161,7 @@ def sharpen(model: PreTrainedModel, seed: int = 0) -> None:
         elif "norm" in name and name.endswith("weight"):
             weight.add_((fresh * 0.4).to(weight.dtype))  # around one, or around zero where a family stores w - 1
         else:
-            weight.copy_((fresh * 1.5).to(weight.dtype))  # biases and sinks
+            weight.copy_((fresh * (1.5 if name.endswith("sinks") else 0.5)).to(weight.dtype))  # sinks, biases
     model.tie_weights()
 
 

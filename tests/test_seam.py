@@ -1,0 +1,141 @@
+"""Our pass against transformers' own, family by family, on tiny random weights (I1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli.drafts.base import Off
+from kvcli.errors import BadModel, ExitStatus
+from kvcli.forward import Pass, run
+from kvcli.kv.dense import Dense
+from kvcli.model import LM
+from kvcli.rows import Rows
+from kvcli.sample import Sampler
+from kvcli.session import Session
+from tests.families import FAMILIES, WINDOW, build, prompt
+
+PROMPT = 37  # tokens: more than three windows, a prime
+NEW = 64  # tokens
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def stock_logits(name: str, dtype: torch.dtype) -> Tensor:
+    """[N, V] of the family's own forward."""
+    model = build(name, dtype)
+    if model._supports_sdpa and dtype == torch.float64 and name != "gemma2":  # eager takes its softmax in float32
+        model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        return model(torch.tensor([prompt(PROMPT)])).logits[0]
+
+
+def our_logits(lm: LM, ids: list[int], chunk: int) -> Tensor:
+    """[N, V] of passes of at most `chunk` rows, each committed before the next."""
+    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+    logits = []
+    for a in range(0, len(ids), chunk):
+        p = Pass(Rows.chain(ids[a : a + chunk], a), kv)
+        logits.append(run(lm, p, torch.arange(p.rows.n_rows)))
+        p.commit(list(range(p.rows.n_rows)))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_logits_equal_the_stock_forward(name: str, dtype: torch.dtype):
+    lm, stock = LM.of(build(name, dtype)), stock_logits(name, dtype)
+    # neither softcap nor sinks have a stock forward in float64
+    within = 1e-10 if dtype == torch.float64 and name not in ("gemma2", "gpt_oss") else 2e-5
+    for chunk in (PROMPT, 13, 1):  # one pass; chunks across and inside the window; plain decoding
+        off = float((our_logits(lm, prompt(PROMPT), chunk) - stock).abs().max() / stock.abs().max())
+        assert off < within, f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [(f.name, change) for f in FAMILIES.values() for change in f.matters], ids=str
+)
+def test_what_a_family_adds_is_visible(name: str, change: dict[str, Any]):
+    """Else the test above would pass with a forgotten softcap, window or multiplier."""
+    with torch.inference_mode():
+        without = build(name, **change)(torch.tensor([prompt(PROMPT)])).logits[0]
+    assert (without - stock_logits(name, torch.float32)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("name", "end"), [(f.name, end) for f in FAMILIES.values() for end in f.zeroed])
+def test_biases_norms_and_sinks_are_visible(name: str, end: str):
+    model = build(name)
+    for key, weight in model.named_parameters():
+        if key.endswith(end):
+            weight.zero_()
+    with torch.inference_mode():
+        without = model(torch.tensor([prompt(PROMPT)])).logits[0]
+    assert (without - stock_logits(name, torch.float32)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_text_equals_generate(name: str):
+    model, ids = build(name), prompt(PROMPT, seed=2)
+    model.generation_config.eos_token_id = None  # some families bring stop tokens of their own
+    theirs = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, PROMPT:].tolist()
+    lm = LM.of(model)
+    for chunk in (64, 7):
+        kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+        session = Session(lm, kv, Off(), Sampler(), chunk=chunk)
+        session.feed(ids)
+        for _ in session.stream(NEW):
+            pass
+        assert session.ids[PROMPT:] == theirs, f"chunks of {chunk}"
+    assert len(set(theirs)) > 2  # not one token over and over
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
+def test_windows_are_read_off_the_model(family: Any):
+    assert LM.of(build(family.name)).windows == family.windows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_self_check_accepts(name: str, dtype: torch.dtype):
+    LM.of(build(name, dtype), verify=True)
+
+
+# ---- what the self-check must notice ----
+
+_FORGOTTEN = {"softcap": "gemma2", "s_aux": "gpt_oss", "sliding_window": "gemma3", "scaling": "granite"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("key", _FORGOTTEN)
+def test_the_self_check_notices_what_is_forgotten(key: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    from transformers import AttentionInterface
+
+    from kvcli import forward
+
+    def careless(*args: Any, **asked: Any) -> Any:
+        asked.pop(key)
+        return forward.attention(*args, **asked)
+
+    LM.of(build("llama"))  # so that ours is registered, and only then replaced
+    monkeypatch.setitem(AttentionInterface._global_mapping, "kvcli", careless)
+    with pytest.raises(BadModel, match=_FORGOTTEN[key]) as caught:
+        LM.of(build(_FORGOTTEN[key], dtype), id="mine", verify=True)
+    assert caught.value.exit == ExitStatus.BAD_MODEL
+    assert "does not give the logits of its own forward" in caught.value.message
+    assert any("expect wrong text" in line for line in caught.value.try_)
+
+
+def test_sliding_layers_are_tested_beyond_their_window():
+    assert PROMPT > 3 * WINDOW
