@@ -119,7 +119,7 @@ class FakeModel:
 
     def kv_table(self) -> list[dict[str, Any]]:
         return [
-            {"layer": layer, "tier": tier, "slots": 1976, "bytes": size // self.info.layers}
+            {"layer": layer, "tier": tier, "slots": 1976, "nbytes": size // self.info.layers}
             for layer in range(self.info.layers)
             for tier, size in self.kv.items()
         ]

@@ -299,7 +299,7 @@ def test_spec_without_drafts_says_so():
 
 
 def test_kv_by_layer_and_tier():
-    rows = [{"layer": i, "tier": "dense", "slots": 1976, "bytes": 9 << 20} for i in range(2)]
+    rows = [{"layer": i, "tier": "dense", "slots": 1976, "nbytes": 9 << 20} for i in range(2)]
     assert columns(kv_table(rows)) == [
         "layer   tier  slots     bytes",
         "0      dense  1,976   9.0 MiB",
@@ -418,3 +418,14 @@ def test_a_turn_that_was_stopped_before_its_first_word_has_no_summary():
     turn = Turn("", (), "interrupted", Stats(prompt=5))
     assert show_turn(iter([End(turn)]), fake.screen(), LOOK) is turn
     assert "tokens" not in fake.stream.getvalue()
+
+
+def test_a_note_while_the_rows_are_shown_lands_above_them():
+    fake = Fake()
+    screen = fake.screen()
+    view = TurnView(screen, Look("fafo", lambda: None))
+    view.on(Text("hello", (1,)))
+    view.tick()
+    print_note(screen.err, "by the way")
+    last = fake.stream.getvalue().rsplit("\r", 2)[1]
+    assert last.index("by the way") < last.index("hello")

@@ -7,6 +7,7 @@ which every terminal keeps track of, so a redraw begins where the cursor is and 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from kvcli.render.terminal import Terminal
@@ -22,14 +23,21 @@ EMPTY = "\x1b[2K\x1b7\x1b[B" + TO_SCREEN_END + "\x1b8"
 class Region:
     """Rows that stay below everything written through `draw`. Each row must be narrower than the terminal."""
 
-    def __init__(self, terminal: Terminal) -> None:
+    def __init__(self, terminal: Terminal, *also: Terminal) -> None:
+        """`also` are other streams to the same terminal, whose lines must not land among the rows."""
         self.terminal = terminal
+        self.streams = (terminal, *also)
         self.rows: list[str] = []
         self.width = 0  # at the last draw
         self.is_open = False
+        self.lock = threading.RLock()  # a timer draws the rows while the main thread writes a note
 
     def draw(self, above: Sequence[str], rows: Sequence[str]) -> None:
         """Write finished lines for good, then the rows below them. Nothing is sent when nothing changed."""
+        with self.lock:
+            self._draw(above, rows)
+
+    def _draw(self, above: Sequence[str], rows: Sequence[str]) -> None:
         width = self.terminal.width
         if not above and list(rows) == self.rows and width == self.width:
             return
@@ -44,11 +52,20 @@ class Region:
         else:
             body += EMPTY
         self.rows, self.width, self.is_open = list(rows), width, True
+        for stream in self.streams:
+            stream.above = self._insert
         self.terminal.write(f"{start}\r{body}{up}\r")
+
+    def _insert(self, line: str) -> None:
+        with self.lock:
+            self._draw([line], self.rows)
 
     def close(self, above: Sequence[str] = ()) -> None:
         """Remove the rows, after writing what is left for good; the cursor is back where text goes."""
-        if self.is_open or above:
-            self.draw([*above], [])
-            self.terminal.write(SHOW)
-        self.rows, self.is_open = [], False
+        with self.lock:
+            if self.is_open or above:
+                self._draw(above, [])
+                self.terminal.write(SHOW)
+            for stream in self.streams:
+                stream.above = None
+            self.rows, self.is_open = [], False

@@ -163,7 +163,7 @@ class TurnView:
 def _region(screen: Screen) -> Region | None:
     """Answer and row together on one terminal; the row alone on stderr where the answer goes elsewhere."""
     if screen.shared:
-        return Region(screen.out)
+        return Region(screen.out, screen.err)
     if screen.err.live and not screen.quiet and not screen.out.is_tty:
         return Region(screen.err)
     return None
@@ -193,27 +193,41 @@ def ticking(tick: Callable[[], None] | None) -> Iterator[None]:
         thread.join()
 
 
+class Busy:
+    """A word on the screen that says something long goes on."""
+
+    def __init__(self, screen: Screen, word: str) -> None:
+        self.screen, self.word = screen, word
+        self.region = Region(screen.err, screen.out) if screen.shared else Region(screen.err)
+        self.started = screen.clock()
+        self.is_over = False
+
+    def draw(self) -> None:
+        with self.region.lock:
+            if not self.is_over:
+                row = self.screen.err.paint(busy(self.word, self.screen.clock() - self.started, self.screen.err.width))
+                self.region.draw([], [row] if row else [])
+
+    def stop(self) -> None:
+        """Take the word away early: something else is about to write to the terminal, a download for example."""
+        with self.region.lock:
+            self.is_over = True
+            self.region.close()
+
+
 @contextmanager
-def busy_word(screen: Screen, word: str) -> Iterator[None]:
+def busy_word(screen: Screen, word: str) -> Iterator[Busy | None]:
     """Say at once that something long goes on, `loading demo` for example; gone when the block is left."""
-    if screen.quiet or not screen.err.is_tty:
-        yield
+    if screen.quiet or not screen.err.live:
+        if screen.err.is_tty and not screen.quiet:
+            screen.err.line((f"{word} …", ""))
+        yield None
         return
-    if not screen.err.live:
-        screen.err.line((f"{word} …", ""))
-        yield
-        return
-    region, started = Region(screen.err), screen.clock()
-
-    def draw() -> None:
-        width = screen.err.width
-        row = screen.err.paint(busy(word, screen.clock() - started, width))
-        region.draw([], [row] if row else [])
-
-    draw()
+    shown = Busy(screen, word)
+    shown.draw()
     with echo(screen.stdin, on=False):
         try:
-            with ticking(draw):
-                yield
+            with ticking(shown.draw):
+                yield shown
         finally:
-            region.close()
+            shown.stop()

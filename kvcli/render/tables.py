@@ -82,7 +82,8 @@ def kv_table(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     keys = list(dict.fromkeys(key for row in table for key in row))
     body = [[_cell(key, row.get(key)) for key in keys] for row in table]
     total = [_total(key, table) for key in keys]
-    return [[key.replace("_", " ") for key in keys], *body, ["total" if i == 0 else t for i, t in enumerate(total)]]
+    names = ["bytes" if key == "nbytes" else key.replace("_", " ") for key in keys]
+    return [names, *body, ["total" if i == 0 else t for i, t in enumerate(total)]]
 
 
 def _cell(key: str, value: Any) -> str:

@@ -45,6 +45,7 @@ class Terminal:
     colour: bool = False
     live: bool = False  # the cursor may move: a terminal that is neither dumb nor NO_COLOR
     unicode: bool = True
+    above: Callable[[str], None] | None = None  # set while rows are redrawn in place: lines go above them
 
     @classmethod
     def of(cls, world: World, name: Stream) -> Terminal:
@@ -75,4 +76,9 @@ class Terminal:
         return "".join(f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style else text for text, style in spans)
 
     def line(self, *spans: Span) -> None:
-        self.write(self.paint(spans) + "\n")
+        """One line of our own, above what is being redrawn."""
+        text = self.paint(spans)
+        if self.above is not None:
+            self.above(text)
+        else:
+            self.write(text + "\n")
