@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -320,6 +321,12 @@ def test_tokens_by_message():
 
 def test_a_long_name_is_cut_and_the_cut_is_marked():
     assert clip("漢字かな", 5) == "漢字…"
+
+
+def test_the_guide_shows_what_is_shown():
+    page = Path(__file__).parents[1].joinpath("docs", "chat.md").read_text(encoding="utf-8")
+    assert f"\n{FULL}\n" in page
+    assert "\n".join(spec_table(some_stats(), 100)) in page
 
 
 # --- a turn, without a terminal and without a clock

@@ -82,7 +82,7 @@ def table() -> list[tuple[str, str]]:
 
 def markdown(_: str = "") -> str:
     """The table of docs/chat.md."""
-    rows = [f"| `{call.replace('|', '&#124;')}` | {help} |".replace("`/", "`/") for call, help in table()]
+    rows = [f"| `{call}` | {help} |".replace(call, call.replace("|", "\\|")) for call, help in table()]
     return "\n".join(["| command | what it does |", "|---|---|", *rows])
 
 
