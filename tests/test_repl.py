@@ -357,7 +357,7 @@ def completions(talk, text):
 def test_tab_completes_commands_and_their_arguments(talk, tmp_path):
     (tmp_path / "report.md").write_text("x")
     talk.chat.attach(Document("a", "a", ""))
-    assert completions(talk, "/s") == ["save", "set", "spec", "stats", "system"]
+    assert completions(talk, "/s") == ["save ", "set ", "spec", "stats ", "system "]
     assert completions(talk, "/profile f") == ["fafo"]
     assert completions(talk, "/set ") == ["kv.dtype", "sample.temperature"]
     assert completions(talk, "/set kv.dtype ") == []

@@ -150,7 +150,8 @@ class SlashCompleter(Completer):
             return
         name, space, argument = text[1:].partition(" ")
         if not space:
-            names = sorted(n for command in COMMANDS.values() for n in (command.name, *command.also))
+            # a space goes in as well where an argument follows
+            names = sorted(n + " " * bool(c.usage) for c in COMMANDS.values() for n in (c.name, *c.also))
             yield from _matching(name, names)
             return
         kind = next((c.completes for c in COMMANDS.values() if name in (c.name, *c.also)), "")
@@ -161,4 +162,6 @@ class SlashCompleter(Completer):
 
 
 def _matching(begun: str, words: Iterable[str]) -> Iterable[Completion]:
-    return (Completion(word, start_position=-len(begun)) for word in words if word.startswith(begun))
+    return (
+        Completion(word, start_position=-len(begun), display=word.rstrip()) for word in words if word.startswith(begun)
+    )
