@@ -1,0 +1,260 @@
+"""Decide from the clock when drafting pays.
+
+The rule is the marginal one of Sequoia (arXiv 2402.12374) and DySpec (arXiv 2410.11744): a row is worth verifying when
+its chance of acceptance exceeds what the row costs at the present rate. Costs are measured while decoding, in passes:
+one unit is the time of a pass with one row, so that a context that grows or a machine that slows down moves both sides
+alike. What is decided here changes the speed and never the text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import median, median_low
+
+# Kernels take rows in blocks, so pass times are a staircase; counts up to the same one of these are timed together.
+_STAIRS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 129)
+_WARM_UP = 2  # first passes, whose times count for nothing (allocation, caches, compilation)
+_FIRST_PLAIN = 3  # plain passes measured before any claim
+_WINDOW = 32  # passes with a look-up over which the speed is judged
+_PAUSE, _LONGEST_PAUSE = 64, 1024  # passes; a pause doubles each time drafting fails again
+_RELAPSE = 128  # passes after a pause within which another failure doubles the next one
+_PAPER_EVERY = 8  # passes between two guesses on paper during a pause
+_SLOPE = 0.03  # units per row, the guess for row counts that were never timed
+_STALE = 1024  # passes after which the cost of a row count is forgotten
+_ABSURD = 0.6  # units; a pass with guesses that seems cheaper means that the plain time is wrong
+_STEADY = 1.33  # plain passes further apart than this factor are not of one kind
+_MARGINAL = 1.2  # multiple of plain speed
+_FEW = 8  # passes with guesses that make a slow window drafting's own fault
+_ENOUGH = 4  # guesses on paper in a row that end any pause
+
+
+class Mode(Enum):
+    """What the next pass is for."""
+
+    DRAFT = "draft"  # look up, and verify what pays
+    PAPER = "paper"  # look up, verify nothing, see whether the guess comes true
+    PLAIN = "plain"  # nothing: one row, timed as the yardstick
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """How guesses that continue a match of some length have fared."""
+
+    match: str  # tokens, a range
+    seen: float  # guesses, recent ones weighing more
+    share: float  # accepted share
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `/spec` shows. Seconds, passes, and speed as a multiple of plain decoding."""
+
+    paused: bool
+    reason: str  # why drafting pauses, or what it does
+    paused_passes: int
+    plain_pass: float  # median seconds of a pass with one row, 0 = not measured
+    gain: float | None  # speed over plain decoding in the last passes, None = not measured
+    row_cost: dict[int, float]  # rows in a pass -> its time in plain passes, measured ones only
+    acceptance: tuple[Accepted, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One pass on the books."""
+
+    guesses: int
+    tokens: int
+    units: float
+
+
+class Clock:
+    """How long passes take, by rows. Medians, for a shared machine is noisy."""
+
+    def __init__(self) -> None:
+        self._now = 0  # passes
+        self._plain: deque[float] = deque(maxlen=5)  # seconds
+        self._units: dict[int, deque[float]] = {}  # stair -> what passes on it took
+        self._timed: dict[int, int] = {}  # stair -> the pass it was last timed in
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a pass with one row, 0 = not measured."""
+        return median(self._plain) if self._plain else 0.0
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """Stair -> units. It takes two passes, of which the faster counts: a first one includes its preparation."""
+        return {stair: median_low(units) for stair, units in sorted(self._units.items()) if len(units) > 1}
+
+    def tick(self) -> None:
+        """A pass has gone by. Costs nobody has paid for long are forgotten: they may have been one bad moment."""
+        self._now += 1
+        for stair in [stair for stair, when in self._timed.items() if self._now - when > _STALE]:
+            del self._units[stair], self._timed[stair]
+
+    def time_plain(self, seconds: float) -> bool:
+        """A plain pass took this long; False if that contradicts the ones before, which are then forgotten."""
+        is_steady = not self._plain or 1 / _STEADY < seconds / self.plain < _STEADY
+        if not is_steady:
+            self._plain.clear()
+        self._plain.append(seconds)
+        return is_steady
+
+    def time(self, rows: int, units: float) -> None:
+        """A pass of `rows` rows, more than one, took as long as `units` plain passes."""
+        stair = _stair(rows)
+        self._units.setdefault(stair, deque(maxlen=9)).append(units)
+        self._timed[stair] = self._now
+
+    def forget_plain(self) -> None:
+        self._plain.clear()
+
+    def costs(self, most: int) -> list[float]:
+        """Units of a pass with 1, 2, ... `most` rows, never falling; between measured stairs a straight line."""
+        measured, costs = self.measured, [1.0]
+        for stair in _STAIRS[1:]:
+            above = [(n, u) for n, u in measured.items() if n >= stair]
+            n, u = above[0] if above else (stair, costs[-1] + _SLOPE * (stair - len(costs)))
+            step = max(0.0, u - costs[-1]) * (stair - len(costs)) / (n - len(costs))
+            costs += [costs[-1] + step] * (stair - len(costs))
+            if stair >= most:
+                break
+        return costs[:most]
+
+    def knows(self, rows: int) -> bool:
+        """Have passes of this many rows or more been timed lately?"""
+        return rows <= max(self.measured, default=1)
+
+
+class Pace:
+    """Says what each pass is for and how many guesses it verifies, and hears how long it took."""
+
+    def __init__(self, kill_below: float = 0.98, probe_every: int = 64) -> None:
+        self.kill_below = kill_below  # multiple of plain speed below which drafting pauses
+        self.probe_every = probe_every  # passes between two plain passes timed as the yardstick
+        self.paused_passes = 0
+        self._clock = Clock()
+        self._passes = 0
+        self._owed = _FIRST_PLAIN  # plain passes to time
+        self._timed = 0  # pass in which a plain one was last timed
+        self._window: deque[Timed] = deque(maxlen=_WINDOW)  # passes with a look-up
+        self._recent: deque[Timed] = deque(maxlen=2 * _WINDOW)  # all passes
+        self._left = 0  # passes until the pause ends
+        self._pause = _PAUSE
+        self._kept = 0  # guesses on paper that came true in a row
+        self._resumed = -_RELAPSE  # pass in which the last pause ended
+        self._why = ""
+        self._mode = Mode.PLAIN
+
+    def restart(self) -> None:
+        """The text has changed, and with it perhaps the time of a plain pass; what rows cost in units is kept."""
+        self._window.clear()
+        self._owed = max(self._owed, 1)
+
+    def mode(self) -> Mode:
+        """What the coming pass is for."""
+        if self._left:
+            self._mode = Mode.PAPER if self._left % _PAPER_EVERY == 0 else Mode.PLAIN
+        else:
+            # where drafting gains little a plain pass costs little, and the yardstick must be good
+            every = self.probe_every // 4 if self._rate(self._window) < _MARGINAL else self.probe_every
+            due = self._passes < _WARM_UP or self._owed or self._passes - self._timed >= every
+            self._mode = Mode.PLAIN if due else Mode.DRAFT
+        return self._mode
+
+    def rows(self, chances: Sequence[float], safe: int) -> int:
+        """How many of the guesses to verify; `chances` of acceptance, falling; past `safe` only at a measured cost."""
+        costs = self._clock.costs(len(chances) + 1)
+        rate = max(self._rate(self._window), 1.0)
+        best, most, tokens = 0, 1 - rate, 1.0
+        for n, chance in enumerate(chances, start=1):
+            if n > safe and not self._clock.knows(n + 1):
+                break
+            tokens += chance
+            if tokens - rate * costs[n] > most:
+                best, most = n, tokens - rate * costs[n]
+        return best
+
+    def observe(self, guesses: int, tokens: int, seconds: float) -> None:
+        """The pass verified this many guesses and yielded this many tokens."""
+        self._passes += 1
+        self._clock.tick()
+        if self._passes <= _WARM_UP:
+            return
+        if self._mode is Mode.PLAIN and not guesses:
+            is_steady = self._clock.time_plain(seconds)
+            self._timed, self._owed = self._passes, max(0, self._owed - 1) if is_steady else 2
+        if not self._clock.plain:
+            return
+        units = seconds / self._clock.plain
+        if guesses and units < _ABSURD:
+            self._clock.forget_plain()  # it was timed while warming up, or the machine has become faster
+            self._owed = _FIRST_PLAIN
+            return
+        # one stall (a boundary, another program) says nothing about drafting
+        usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1)
+        if guesses:
+            self._clock.time(guesses + 1, units)
+        self._note(Timed(guesses, tokens, min(units, (1.5 if is_known else 4) * usual)))
+
+    def hear_paper(self, came_true: bool) -> None:
+        """How a guess on paper turned out: one that came true ends a first pause, twice as many each relapse."""
+        self._kept = self._kept + 1 if came_true else 0
+        if self._left and self._kept >= min(_ENOUGH, self._pause // _PAUSE):
+            self._resume()
+
+    def report(self) -> Report:
+        reason = self._why
+        if not self._left:
+            reason = "" if self._clock.plain else "measuring plain passes"
+        return Report(
+            paused=bool(self._left),
+            reason=f"{reason}; next try in {self._left} passes" if self._left else reason,
+            paused_passes=self.paused_passes,
+            plain_pass=self._clock.plain,
+            gain=self._rate(self._recent) if self._recent else None,
+            row_cost=self._clock.measured,
+        )
+
+    @staticmethod
+    def _rate(passes: Sequence[Timed]) -> float:
+        """Speed as a multiple of plain decoding."""
+        return sum(p.tokens for p in passes) / sum(p.units for p in passes) if passes else 0.0
+
+    def _note(self, timed: Timed) -> None:
+        self._recent.append(timed)
+        if self._left:
+            self._tick_pause()
+        elif self._mode is Mode.DRAFT:
+            self._window.append(timed)
+            if len(self._window) == _WINDOW:
+                self._judge()
+
+    def _judge(self) -> None:
+        """Pause if the window was slower than plain decoding, for longer if drafting itself made it so once more."""
+        rate = self._rate(self._window)
+        if rate >= self.kill_below:
+            return
+        guessed = sum(p.guesses > 0 for p in self._window) >= _FEW
+        is_relapse = guessed and self._passes - self._resumed < _RELAPSE
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE) if is_relapse else _PAUSE
+        self._left, self._kept = self._pause, 0
+        self._why = f"drafting ran at {rate:.2f} of plain speed over {_WINDOW} passes"
+        self._window.clear()
+
+    def _tick_pause(self) -> None:
+        self.paused_passes += 1
+        self._left -= 1
+        if not self._left:
+            self._resume()
+
+    def _resume(self) -> None:
+        self._left = 0
+        self._resumed = self._passes
+
+
+def _stair(rows: int) -> int:
+    return next(stair for stair in _STAIRS if rows <= stair)

@@ -1,0 +1,143 @@
+"""Find where the end of a text occurred before.
+
+SAM-Decoding (arXiv 2411.10666) keeps a suffix automaton and SuffixDecoding (arXiv 2411.04975) a suffix tree; both find
+the longest match in amortised constant time. A sorted table of token pairs finds the same match: all earlier places of
+the last two tokens are one run of an array, and numpy compares the run backwards at once. It is built by one sort,
+takes 12 bytes a token where an automaton of Python dicts took 480, knows every place rather than one per state, and
+forgets dropped tokens by a filter, which an automaton cannot do. `tests/bench/ngram_index.py` measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+# One table entry is token, previous token, position in 19 + 19 + 25 bits. Wider ids collide, and `_measured`, which
+# compares the tokens themselves, drops the collisions.
+_ID_BITS, _POS_BITS = 19, 25
+_ID_MASK, _POS_MASK = (1 << _ID_BITS) - 1, (1 << _POS_BITS) - 1
+
+_FOLD = 4096  # tokens at the end that are scanned and not yet sorted: scanning them costs about what one search does
+_CROWD = 4096  # latest places of a pair that are looked at; only pairs as common as a line break have more
+_HERD = 512  # the same from three matched tokens on
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Earlier places that end as the text does: the longest match first, then the most recent."""
+
+    ends: list[int]  # position of the last matched token
+    lengths: list[int]  # tokens matched, at most the index's `longest`
+
+
+class SuffixIndex:
+    """A text that grows at its end and is searched for its own end."""
+
+    def __init__(self, shortest: int = 2, longest: int = 32) -> None:
+        self.shortest = shortest  # tokens a match must have
+        self.longest = longest  # tokens beyond which matches count as equally long
+        self._text = np.zeros(1024, dtype=np.int32)  # [capacity], grows by doubling
+        self._n = 0
+        self._table = np.empty(0, dtype=np.int64)  # [folded] entries in order
+        self._folded = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._text.nbytes + self._table.nbytes
+
+    def shared(self, ids: Sequence[int]) -> int:
+        """Length of the prefix that the text and `ids` have in common."""
+        n = min(len(ids), self._n)
+        same = self._text[:n] == np.asarray(ids[:n], dtype=np.int32)
+        return n if same.all() else int(same.argmin())
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Append tokens."""
+        n = self._n + len(ids)
+        if n > len(self._text):
+            grown = np.zeros(max(n, 2 * len(self._text)), dtype=np.int32)
+            grown[: self._n] = self._text[: self._n]
+            self._text = grown
+        self._text[self._n : n] = ids
+        self._n = n
+        if n - self._folded >= _FOLD:
+            self._fold()
+
+    def truncate(self, n: int) -> None:
+        """Forget the tokens from position `n` on."""
+        self._n = min(n, self._n)
+        if self._n < self._folded:
+            self._table = self._table[(self._table & _POS_MASK) < self._n]
+            self._folded = self._n
+
+    def tail(self, n: int) -> list[int]:
+        """The last `n` tokens."""
+        return list(self._text[max(0, self._n - n) : self._n].tolist())
+
+    def find(self, limit: int = 16) -> Matches:
+        """Up to `limit` earlier places whose last `shortest` or more tokens are the last tokens of the text."""
+        if self._n < 2:
+            return Matches([], [])
+        ends, known = self._of_pair(), 2
+        if not len(ends) and self.shortest == 1:
+            ends, known = self._of_token(), 1
+        shorter = ends
+        while len(ends) > limit and known < self.longest:
+            shorter = ends[-(_CROWD if known < 3 else _HERD) :]
+            before = shorter[shorter >= known]
+            ends = before[self._text[before - known] == self._text[self._n - 1 - known]]
+            known += 1
+        spare = limit - len(ends)
+        # the latest of the shorter matches fill the list up: where the longest leads nowhere, one of them may
+        return self._measured(np.union1d(ends, shorter[-spare:]) if spare > 0 else ends[-limit:])
+
+    def following(self, ends: Sequence[int], n: int) -> list[list[int]]:
+        """The `n` tokens after each position but the last; past the end of the text its last stretch repeats."""
+        at = np.asarray(ends, dtype=np.int64)[:, None]  # [places, 1]
+        return list(self._text[at + 1 + np.arange(n) % (self._n - 1 - at)].tolist())
+
+    def _of_pair(self) -> NDArray[np.int64]:
+        """Positions before the last that close the same pair of tokens, ascending."""
+        x, last = self._text, self._n - 1
+        token, previous = int(x[last]), int(x[last - 1])
+        low = ((token & _ID_MASK) << (_ID_BITS + _POS_BITS)) | ((previous & _ID_MASK) << _POS_BITS)
+        start, stop = self._table.searchsorted([low, low + _POS_MASK])
+        old = self._table[start:stop] & _POS_MASK
+        first = max(self._folded, 1)
+        new = np.flatnonzero((x[first:last] == token) & (x[first - 1 : last - 1] == previous)) + first
+        ends = np.concatenate([old, new])
+        return ends[:-1] if len(ends) and ends[-1] == last else ends  # a fold has just taken the last position in
+
+    def _of_token(self) -> NDArray[np.int64]:
+        """Positions before the last that hold the same token, ascending."""
+        return np.flatnonzero(self._text[: self._n - 1] == self._text[self._n - 1])
+
+    def _measured(self, ends: NDArray[np.int64]) -> Matches:
+        """The same places with their match lengths, best first, too short ones left out."""
+        back = np.arange(self.longest)
+        at = ends[:, None] - back  # [places, longest]
+        ours = self._text[np.maximum(self._n - 1 - back, 0)]  # [longest]
+        differs = (self._text[np.maximum(at, 0)] != ours) | (at < 0)
+        lengths = np.where(differs.any(axis=1), differs.argmax(axis=1), self.longest)
+        order = np.lexsort((-ends, -lengths))
+        order = order[lengths[order] >= self.shortest]
+        return Matches(ends[order].tolist(), lengths[order].tolist())
+
+    def _fold(self) -> None:
+        """Sort the scanned end into the table."""
+        fresh = np.sort(self._entries(np.arange(self._folded, self._n)))
+        self._table = np.insert(self._table, np.searchsorted(self._table, fresh), fresh)
+        self._folded = self._n
+
+    def _entries(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Table entries of the positions `at`; position 0, which closes no pair, is entered after token 0."""
+        token = self._text[at].astype(np.int64) & _ID_MASK
+        previous = np.where(at > 0, self._text[at - 1].astype(np.int64) & _ID_MASK, 0)
+        return (token << (_ID_BITS + _POS_BITS)) | (previous << _POS_BITS) | at
