@@ -21,10 +21,10 @@ FLOORS = [
         # words and files, no tensors
         "config demo documents files layers problems profile profile_file refusals resolve schema settings source text "
         "toml_places values",
-        "kv machine memory rows sample stats verify",
+        "api kv machine memory rows sample stats verify",
         "forward model policies seam weights",
         "drafts prune",
-        "api build conversation kvcli local schemas session transcript world",
+        "build conversation kvcli local schemas session transcript world",
         "__main__ cli commands render",
     )
 ]
@@ -32,7 +32,7 @@ FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 
 # Heavy packages, and the only places that may import them, late or not. The demo trains with both.
 ONLY = {
-    "transformers": {"demo", "forward", "model", "source", "text", "weights"},
+    "transformers": {"demo", "forward", "local", "model", "source", "text", "weights"},
     "torch": {"demo", "kernels"} | FLOORS[2] | FLOORS[3] | FLOORS[4] | {"build", "session"},
     "triton": {"kernels"},
     "bitsandbytes": {"model"},

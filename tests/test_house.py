@@ -100,10 +100,10 @@ def _exists(page: str, path: str) -> bool:
 
 
 def test_the_readme_asks_what_ci_asks():
-    from kvcli.demo.example import QUESTION
+    from kvcli.demo.example import SAMPLES
 
     for page in ("README.md", "docs/example.py"):
-        assert f'"{QUESTION}"' in (ROOT / page).read_text(encoding="utf-8")
+        assert f'"{SAMPLES[0].question}"' in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_every_import_is_a_declared_dependency():
