@@ -28,7 +28,7 @@ class Layer:
     index: int
     heads: tuple[int, int, int, int]  # H, K, key size, value size
     window: int | None
-    mask: int  # which mask the model made for it, -1 = none
+    mask: int | None  # which of the model's masks it was handed; None = none, -1 = one changed on the way
     extras: tuple[str, ...]  # what it asks of attention that nobody here serves
 
 
@@ -43,7 +43,7 @@ class Probe:
     masks: list[MaskRule] = field(default_factory=list)
 
     def attention(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **asked: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
     ) -> tuple[Tensor, None]:
         """Registered with transformers under its own name for the length of the probe."""
         extras = [k for k, v in asked.items() if k not in _SERVED and isinstance(v, Tensor)]
@@ -51,7 +51,7 @@ class Probe:
             extras.append("is_causal=False")
         heads = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
         index, window = int(getattr(module, "layer_idx", -1)), asked.get("sliding_window")
-        which = -1 if mask is None else int(mask.flatten()[0])
+        which = None if attention_mask is None else self._which(attention_mask)
         self.layers.append(Layer(module, index, heads, window, which, tuple(extras)))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -59,6 +59,10 @@ class Probe:
         """A mask whose only entry says which rule made it."""
         self.masks.append(mask_function)
         return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
+
+    def _which(self, mask: Tensor) -> int:
+        mark = float(mask) if mask.numel() == 1 else -1.0
+        return int(mark) if mark in range(len(self.masks)) else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +83,17 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
         with torch.inference_mode():
             row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
             model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], kvcli_pass=probe)
-    except TypeError as error:
-        _refuse(kind, "it does not take the arguments of a pass", [str(error)])
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        _refuse(kind, "a row does not get through it", [f"{type(error).__name__}: {str(error).splitlines()[0]}"])
     layers = probe.layers
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
     if [at.index for at in layers] != list(range(n_layers)):
         seen = len({at.index for at in layers})
-        _refuse(kind, f"{seen} of its {n_layers} layers attend", ["the others keep a running state or borrow keys"])
+        why = f"only {seen} of its {n_layers} layers attend" if seen < n_layers else "its layers attend more than once"
+        _refuse(kind, why, ["kvcli stores one key and one value per head, layer and token"])
     for at in layers:
         _check_layer(at, probe, limit, kind)
     heads = sorted({at.heads for at in layers})
@@ -102,7 +109,9 @@ def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
         _refuse(kind, f"layer {at.index} has {h} heads, {k} KV heads, keys of {d}, values of {d_value}", ["as MLA has"])
     if at.extras:
         _refuse(kind, f"layer {at.index} asks its attention for {', '.join(at.extras)}", ["which kvcli does not serve"])
-    if at.mask >= 0 and not _is_causal(probe.masks[at.mask], at.window, limit):
+    if at.mask == -1:
+        _refuse(kind, f"layer {at.index} makes a mask of its own", ["kvcli serves full and sliding-window attention"])
+    if at.mask is not None and not _is_causal(probe.masks[at.mask], at.window, limit):
         what = "causal" if at.window is None else f"a sliding window of {at.window}"
         _refuse(kind, f"the mask of layer {at.index} is not {what}", ["as in chunked or bidirectional attention"])
 

@@ -99,7 +99,7 @@ def find(
     """
     if name == "demo":
         path, commit = _demo(demo_dir), ""
-    elif Path(name).expanduser().exists():
+    elif name and Path(name).expanduser().exists():
         path, commit = Path(name).expanduser(), ""
     elif re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         path, commit = _hub(name, offline, revision, tell)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvcli.errors import BadModel, UsageError
@@ -37,7 +38,7 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
+    except (ValueError, TypeError, KeyError, OSError, ImportError, StrictDataclassError) as error:
         raise _unreadable(source, "its config.json does not fit its architecture", error) from error
 
 
@@ -98,7 +99,7 @@ def _check_loading(source: Source, loading: Mapping[str, Any]) -> None:
 
 
 def _unreadable(source: Source, why: str, error: Exception) -> BadModel:
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return BadModel(
         f"{source.id} ({source.family}) cannot be loaded: {why}",
         code="model_corrupt",

@@ -112,6 +112,28 @@ def test_the_self_check_accepts(name: str, dtype: torch.dtype):
     LM.of(build(name, dtype), verify=True)
 
 
+def test_longrope_uses_one_table_for_the_whole_text():
+    """transformers chooses between two by the longest position of each call; a text read in chunks would mix them."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 20}
+    rope |= {"short_factor": [1.0] * 6, "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0]}
+    model = build("phi3", rope_parameters=rope, original_max_position_embeddings=20)
+    with torch.inference_mode():
+        stock = model(torch.tensor([prompt(PROMPT)])).logits[0]
+        short = model(torch.tensor([prompt(20)])).logits[0]
+    assert (stock[:20] - short).abs().max() > 0.1  # the tables differ
+    lm = LM.of(model)
+    for chunk in (PROMPT, 7):
+        torch.testing.assert_close(our_logits(lm, prompt(PROMPT), chunk), stock, rtol=1e-4, atol=1e-4)
+    assert lm.info.notes == ("rope: its table for texts beyond 20 tokens is used for shorter ones too",)
+
+
+def test_dynamic_rope_ends_where_it_would_change_stored_keys():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    lm = LM.of(build("llama", rope_parameters=rope))
+    assert lm.limit == 128
+    assert "context ends at 128 tokens" in lm.info.notes[0]
+
+
 # ---- what the self-check must notice ----
 
 _FORGOTTEN = {"softcap": "gemma2", "s_aux": "gpt_oss", "sliding_window": "gemma3", "scaling": "granite"}

@@ -1,0 +1,434 @@
+"""Finding and loading models: what loads, and what each broken or unsupported folder says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from kvcli import source
+from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
+from kvcli.model import LM
+from tests.families import build, config_of
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers writes it."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build("qwen2").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(tiny, tmp_path / "mine"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    build("qwen2").save_pretrained(tmp_path / "mine", max_shard_size="20KB")
+    return tmp_path / "mine"
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty hub cache, and an error for whoever opens a connection."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("this test reached for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def refused(work: Callable[[], object]) -> KvcliError:
+    """The error that `work` ends in, checked to be one a user can act on."""
+    with pytest.raises(KvcliError) as caught:
+        work()
+    assert "\n" not in caught.value.message
+    assert caught.value.try_, "an error says what to do"
+    return caught.value
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+# ---- what loads ----
+
+
+def test_a_folder_loads_with_what_the_model_says_of_itself(folder: Path):
+    settings = {"eos_token_id": [5, 7], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    edit_config(folder, eos_token_id=9)
+    found = source.find(str(folder))
+    lm = LM.load(found, device="cpu")
+    assert (lm.n_layers, lm.n_heads, lm.n_kv_heads, lm.head_dim, lm.vocab) == (3, 4, 2, 12, 97)
+    assert lm.stop_ids == {5, 7, 9}
+    assert lm.generation == {"temperature": 0.6, "top_p": 0.9}
+    assert lm.limit == 512
+    assert lm.info.parameters == found.parameters
+    assert 0 <= lm.info.weight_bytes - found.parameters * 4 < 100  # the rotary table comes on top
+    assert (lm.info.family, lm.info.dtype, lm.info.backend) == ("qwen2", "float32", "torch")
+
+
+def test_sampling_settings_do_not_count_where_the_model_is_greedy(folder: Path):
+    (folder / "generation_config.json").write_text('{"do_sample": false, "repetition_penalty": 1.1}')
+    assert LM.load(source.find(str(folder)), device="cpu").generation == {"temperature": 0.0, "repetition_penalty": 1.1}
+
+
+def test_the_demo_loads():
+    lm = LM.load(source.find("demo"), device="cpu")
+    assert lm.info.id == "demo"
+    assert lm.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16", "fp32"])
+def test_dtypes(folder: Path, dtype: str):
+    wanted = {"auto": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    assert LM.load(source.find(str(folder)), device="cpu", dtype=dtype).dtype == wanted[dtype]
+
+
+def test_shards_load(sharded: Path):
+    found = source.find(str(sharded))
+    assert len(found.files) > 2
+    assert LM.load(found, device="cpu").info.parameters == found.parameters
+
+
+def test_loading_prints_nothing(sharded: Path, capfd: pytest.CaptureFixture[str]):
+    LM.load(source.find(str(sharded)), device="cpu")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pickles_load_when_allowed(folder: Path):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    found = source.find(str(folder), allow_pickle=True)
+    assert LM.load(found, device="cpu", allow_pickle=True).info.parameters > 0
+
+
+def test_a_hub_id_is_found_in_the_cache(folder: Path, tmp_path: Path):
+    repo = tmp_path / "hub" / "models--someone--tiny"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(folder, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    found = source.find("someone/tiny", offline=True)
+    assert (found.id, found.revision, found.family) == ("someone/tiny", commit, "qwen2")
+
+
+def test_headers_are_read_without_the_weights(folder: Path):
+    found = source.find(str(folder))
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        assert set(found.files[0].tensors) == set(weights.keys())
+    assert found.nbytes == (folder / "model.safetensors").stat().st_size
+    assert found.dtype == "F32"
+
+
+def test_a_vision_model_loads_its_text_decoder(tmp_path: Path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    text = config_of("gemma3", vocab_size=300).to_dict()
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, image_token_index=299)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mine")
+    lm = LM.load(source.find(str(tmp_path / "mine")), device="cpu")
+    assert lm.windows == (11, None, 11)
+    assert (lm.n_layers, lm.vocab) == (3, 300)
+
+
+# ---- quantization on the CPU ----
+
+
+def wide(tmp_path: Path, **changes: Any) -> Path:
+    """A model whose layers can be packed."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16} | changes
+    build("llama", **sizes).save_pretrained(tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize(("quant", "least", "most"), [("int8", 3.3, 4.0), ("int4", 4.7, 8.0)])
+def test_packed_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant: str, least: float, most: float):
+    found = source.find(str(wide(tmp_path)))
+    plain, packed = LM.load(found, device="cpu"), LM.load(found, device="cpu", quant=quant)
+    assert packed.info.backend == f"torch packed {quant}"
+    assert packed.info.parameters == plain.info.parameters
+    assert packed.info.notes == ()
+    layers = sum(p.numel() * 4 for n, p in plain.model.named_parameters() if ".layers." in n and p.dim() == 2)
+    other = plain.info.weight_bytes - layers
+    assert least < layers / (packed.info.weight_bytes - other) < most
+    assert type(packed.model.lm_head) is torch.nn.Linear
+
+
+def test_layers_that_cannot_be_packed_are_counted(tmp_path: Path):
+    found = source.find(str(wide(tmp_path, intermediate_size=40)))
+    notes = LM.load(found, device="cpu", quant="int4").info.notes
+    assert "3 linear layers stay unpacked: 40 inputs are not a multiple of 32" in notes
+    assert "6 linear layers stay unpacked: 40 outputs are not a multiple of 16" in notes
+
+
+def test_experts_that_stay_unpacked_are_counted():
+    notes = LM.of(build("qwen3_moe", hidden_size=64), quant="int8").info.notes
+    assert "experts are no linear layers and stay unpacked" in notes[-1]
+
+
+def test_nf4_on_a_cpu_says_what_to_type(folder: Path):
+    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu", quant="nf4"))
+    assert isinstance(error, UsageError)
+    assert "nf4 is for CUDA" in error.message
+    assert error.try_ == ("--set load.quant=int4",)
+
+
+def test_a_checkpoint_quantized_already_is_not_quantized_again(folder: Path):
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu", quant="int8"))
+    assert "quantized already" in error.message
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "sofa", "mps:3"])
+def test_a_device_that_is_not_there(folder: Path, device: str):
+    error = refused(lambda: LM.load(source.find(str(folder)), device=device))
+    assert error.exit == ExitStatus.USAGE
+    assert f"load.device = {device}" in error.message
+
+
+# ---- broken folders: (what is done to a folder, what the error says, its code) ----
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _drop_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _pickle_only(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def _adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json", "model_incomplete"),
+    "adapter": (_adapter, "has no config.json", "model_incomplete"),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{,"), "is not JSON", "model_corrupt"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), "holds no JSON object", "model_corrupt"),
+    "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\x00"), "is not JSON", "model_corrupt"),
+    "no model_type": (lambda f: edit_config(f, model_type=None), "names no model_type", "model_corrupt"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights", "model_incomplete"),
+    "truncated": (_truncate, "model.safetensors is damaged or cut short", "model_corrupt"),
+    "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "damaged or cut short", "model_corrupt"),
+    "not safetensors": (lambda f: (f / "model.safetensors").write_text("x" * 99), "damaged or cut", "model_corrupt"),
+    "lfs pointer": (
+        lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "damaged or cut short",
+        "model_corrupt",
+    ),
+    "pickle": (_pickle_only, "pickle files, which can run any code", "model_pickle"),
+    "missing tensor": (_drop_tensor, "are incomplete: 1 tensors are missing", "model_incomplete"),
+    "other shapes": (lambda f: edit_config(f, intermediate_size=64), "transformers could not load it", "model_corrupt"),
+    "more layers": (
+        lambda f: edit_config(f, num_hidden_layers=4, layer_types=None),
+        "are incomplete: 12 tensors are missing",
+        "model_incomplete",
+    ),
+    "nonsense in config": (lambda f: edit_config(f, num_hidden_layers="many"), "does not fit", "model_corrupt"),
+    "unknown architecture": (
+        lambda f: edit_config(f, model_type="qwen22"),
+        "has an unknown architecture: qwen22",
+        "model_unsupported",
+    ),
+    "remote code": (
+        lambda f: edit_config(f, model_type="novel", auto_map={"AutoConfig": "configuration_novel.NovelConfig"}),
+        "runs code of its own, which is off",
+        "model_remote_code",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_refused_by_name(folder: Path, name: str):
+    damage, says, code = BROKEN[name]
+    damage(folder)
+    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu"))
+    assert isinstance(error, BadModel)
+    assert error.exit == ExitStatus.BAD_MODEL
+    assert says in error.message
+    assert error.code == code
+    assert "mine" in error.message + "".join(error.lines)
+
+
+def test_a_truncated_file_says_how_much_is_missing(folder: Path):
+    _truncate(folder)
+    assert "100 bytes are missing" in refused(lambda: source.find(str(folder))).lines[0]
+
+
+def test_a_missing_tensor_is_named(folder: Path):
+    _drop_tensor(folder)
+    assert refused(lambda: LM.load(source.find(str(folder)))).lines == ("model.layers.1.mlp.up_proj.weight",)
+
+
+def test_a_missing_shard_is_named(sharded: Path):
+    shards = sorted(sharded.glob("*.safetensors"))
+    shards[1].unlink()
+    error = refused(lambda: source.find(str(sharded)))
+    assert f"1 of {len(shards)} shards are missing" in error.message
+    assert error.lines == (shards[1].name,)
+    assert error.exit == ExitStatus.BAD_MODEL
+
+
+def test_shards_of_another_revision_are_noticed(sharded: Path):
+    shards = sorted(sharded.glob("*.safetensors"))
+    shutil.copy(shards[0], shards[1])
+    error = refused(lambda: source.find(str(sharded)))
+    assert "do not hold what their index promises" in error.message
+    assert error.lines[0].endswith(f"is not in {shards[1].name}")
+
+
+def test_an_index_without_tensors(sharded: Path):
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    assert "lists no tensors" in refused(lambda: source.find(str(sharded))).message
+
+
+# ---- names that lead nowhere ----
+
+
+def test_a_hub_id_that_is_not_in_the_cache_while_offline():
+    error = refused(lambda: source.find("someone/absent", offline=True))
+    assert error.message == "someone/absent is neither a folder nor in the Hugging Face cache, and --offline is set"
+    assert error.exit == ExitStatus.BAD_MODEL
+    assert "hf download someone/absent" in error.try_
+
+
+def test_nothing_is_downloaded_without_telling():
+    assert "nor in the Hugging Face cache" in refused(lambda: source.find("someone/absent", offline=False)).message
+
+
+def test_a_download_is_told_first():
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        source.find("someone/absent", tell=tell)
+    assert told == ["someone/absent is not in the cache: downloading it from huggingface.co"]
+
+
+def test_a_file_is_no_model(folder: Path):
+    error = refused(lambda: source.find(str(folder / "model.safetensors")))
+    assert "is a file; a model is a folder" in error.message
+    assert error.exit == ExitStatus.BAD_MODEL
+
+
+def test_a_gguf_file_names_the_engine(tmp_path: Path):
+    (tmp_path / "mine.gguf").write_bytes(b"GGUF")
+    assert "llama-server" in refused(lambda: source.find(str(tmp_path / "mine.gguf"))).lines[0]
+
+
+@pytest.mark.parametrize("name", ["./absent", "/absent/model", "a/b/c", "what is this", ""])
+def test_a_path_that_does_not_exist(name: str):
+    error = refused(lambda: source.find(name, offline=True))
+    assert error.code == "model_not_found"
+    assert error.exit == ExitStatus.BAD_MODEL
+
+
+def test_a_demo_that_is_not_installed(tmp_path: Path):
+    assert "demo model is missing" in refused(lambda: source.find("demo", demo_dir=tmp_path)).message
+
+
+# ---- designs that cannot run ----
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "MLA": ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "q_lora_rank": 1536}, "multi-head latent attention"),
+    "mamba": ({"layer_types": None, "model_type": "mamba", "state_size": 16}, "it has recurrent layers"),
+    "rwkv": ({"layer_types": None, "model_type": "rwkv"}, "it has recurrent layers"),
+    "hybrid": ({"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "it has recurrent layers"),
+    "conv": ({"layer_types": ["conv", "full_attention", "conv"]}, "it has recurrent layers"),
+    "nemotron_h": ({"layer_types": None, "hybrid_override_pattern": "M-M*-"}, "it has recurrent layers"),
+    "chunked": ({"attention_chunk_size": 8192}, "it uses chunked attention"),
+    "sparse": ({"layer_types": ["compressed_sparse_attention"] * 3}, "of kind compressed_sparse_attention"),
+    "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "it is an encoder-decoder"),
+    "bloom": ({"model_type": "bloom"}, "it uses ALiBi"),
+    "mpt": ({"model_type": "mpt", "attn_config": {"alibi": True}}, "it uses ALiBi"),
+    "classifier": ({"architectures": ["BertForSequenceClassification"]}, "does not write text"),
+    "vision": ({"architectures": ["ViTModel"], "vision_config": {}}, "no text decoder"),
+    "nested": ({"text_config": {"model_type": "x", "kv_lora_rank": 8}}, "multi-head latent attention"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_design_is_refused_before_any_weight_is_read(folder: Path, name: str):
+    changes, says = UNSUPPORTED[name]
+    edit_config(folder, **changes)
+    (folder / "model.safetensors").unlink()
+    error = refused(lambda: source.find(str(folder)))
+    assert error.exit == ExitStatus.BAD_MODEL
+    assert error.code == "model_unsupported"
+    assert says in error.message
+    assert error.lines, "it says why"
+
+
+def test_attention_only_hybrids_are_not_refused_for_their_settings(folder: Path):
+    """granitemoehybrid lists the settings of recurrent layers even where all its layers attend."""
+    edit_config(folder, mamba_d_state=16, layer_types=["full_attention"] * 3)
+    source.find(str(folder))
+
+
+STRANGE = {
+    "falcon": ({"alibi": False, "ffn_hidden_size": 64}, "does not go through transformers' attention interface"),
+    "diffllama": ({}, "its layers attend more than once"),
+    "doge": ({}, "layer 0 makes a mask of its own"),
+    "nemotron": ({}, "a row does not get through it"),
+    "deepseek_v3": (
+        {
+            "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+            "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+        },
+        "keys of 16, values of 8",
+    ),
+    "llama4_text": (
+        {"num_local_experts": 2, "head_dim": 12, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
+        "the mask of layer 0 is not causal",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", STRANGE)
+def test_the_probe_refuses_what_config_did_not_tell(family: str):
+    """Decided from the modules: a design nobody listed is refused too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    changes, says = STRANGE[family]
+    base = config_of("llama").to_dict()
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    config = AutoConfig.for_model(family, **{k: base[k] for k in keys} | {"num_hidden_layers": 2} | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    error = refused(lambda: LM.of(model, id="mine"))
+    assert error.exit == ExitStatus.BAD_MODEL
+    assert f"mine ({family}) is not supported" in error.message
+    assert says in error.message
