@@ -5,7 +5,6 @@ A command is imported when it runs, so `kvcli --help` imports neither torch nor 
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -131,10 +130,8 @@ def run(args: Sequence[str], world: World) -> int:
     except KvcliError as error:
         return ends.failed(world, args, error)
     except ends.UsageProblem as problem:
-        return ends.failed(world, args, ends.usage_error(problem))
-    except OSError as error:
-        if error.errno in (errno.EPIPE, errno.EINVAL if os.name == "nt" else errno.EPIPE):
-            return ExitStatus.CLOSED_PIPE
-        return ends.broke(world, args, error)
+        return ends.misused(world, args, problem)
+    except BrokenPipeError:
+        return ExitStatus.CLOSED_PIPE
     except Exception as error:
         return ends.broke(world, args, error)

@@ -232,7 +232,34 @@ def test_a_full_disk_is_said(machine):
 
     done = machine("chat", "-p", "Hi", stdout=Full())
     assert done.exit == 1
-    assert "No space left on device" in done.err
+    assert done.err.startswith("error: cannot write: No space left on device")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] can't allocate memory: 9 bytes")])
+def test_out_of_memory_is_not_a_bug(machine, monkeypatch, error):
+    def hungry(*_, **__):
+        raise error
+
+    monkeypatch.setattr(Setup, "load", hungry)
+    done = machine("chat", "-p", "Hi")
+    assert done.exit == 5
+    assert "[out_of_memory]" in done.err
+
+
+@pytest.mark.parametrize("group", ["models", "config", "profiles"])
+def test_a_group_alone_shows_its_help(machine, capsys, group):
+    done = machine(group)
+    assert (done.exit, done.err) == (2, "")
+    assert "Commands" in capsys.readouterr().out
+
+
+def test_what_is_set_in_the_chat_wins_over_the_flags_it_began_with(machine):
+    world = machine.world()
+    world.options.set = ["sample.seed=3"]
+    setup = Setup(world, "demo", {"sample.temperature": (0.7, "--temperature"), "sample.top_p": (0.5, "--top-p")})
+    assert setup.profile().sample.temperature == 0.7
+    profile = setup.resolve("exact", ["sample.seed=3", "sample.temperature=0.2"])
+    assert (profile.name, profile.sample.temperature, profile.sample.top_p) == ("exact", 0.2, 0.5)
 
 
 # --- the real thing
@@ -271,6 +298,13 @@ def test_completion_scripts_are_printed(tmp_path):
     env = environment(tmp_path) | {"_KVCLI_COMPLETE": "source_bash"}
     done = subprocess.run(KVCLI, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert "_KVCLI_COMPLETE" in done.stdout
-    env = environment(tmp_path) | {"_KVCLI_COMPLETE": "complete_bash", "COMP_WORDS": "kvcli ch", "COMP_CWORD": "1"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"), [("kvcli ch", ["chat"]), ("kvcli chat --dr", ["--dry-run"]), ("kvcli models l", ["list"])]
+)
+def test_completion_completes(tmp_path, line, words):
+    at = str(line.count(" "))
+    env = environment(tmp_path) | {"_KVCLI_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": at}
     done = subprocess.run(KVCLI, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["chat"]
+    assert done.stdout.split() == words

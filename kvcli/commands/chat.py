@@ -53,10 +53,8 @@ def chat(
 ) -> int:
     """Talk to a model, or ask it one question with -p or through a pipe.
 
-    What the model has read is kept in its cache (the "KV" in the figures): keys and values of every token, so that
-    the next question only reads what is new.
-
-    stdout gets the answer and nothing else; figures and notes go to stderr.
+    The answer goes to stdout, all else to stderr. "kv" in the figures is the
+    cache: keys and values of every token read, so nothing is read twice.
     """
     from kvcli.commands.ask import read_question
     from kvcli.commands.setup import Setup
@@ -132,12 +130,16 @@ def converse(setup: Setup, profile: Profile, model: Model, talk: Chat, screen: S
     from kvcli import __version__
     from kvcli.commands.repl import run_repl
     from kvcli.machine import threads
+    from kvcli.render.figures import count
     from kvcli.render.summary import Opening, header
+    from kvcli.text import neutralise
 
     world = setup.world
     if not screen.quiet:
         opening = Opening(__version__, profile.name, profile.exactness, context=model.limit, threads=threads())
-        for line in header(model.info, opening, screen.err.width):
+        lines = header(model.info, opening, screen.err.width)
+        lines += [f"attached {neutralise(d.name, one_line=True)} · {count(d.lines)} lines" for d in talk.documents]
+        for line in lines:
             screen.err.line((line, ""))
     return run_repl(
         talk,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvcli.world import World
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Where settings live, and the schemas of the JSON.")
+app = typer.Typer(add_completion=False, help="Where settings live, and the schemas of the JSON.")
 
 
 @app.command()

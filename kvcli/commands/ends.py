@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -10,19 +11,21 @@ import typer
 
 from kvcli.commands.log import write_traceback
 from kvcli.commands.show import print_json
-from kvcli.errors import ExitStatus, KvcliError, UsageError
+from kvcli.errors import DoesNotFit, ExitStatus, KvcliError, UsageError
 from kvcli.world import World
 
 # The root of what the option parser raises; Typer carries its own copy of Click, or uses the real one when older.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def usage_error(problem: Any) -> UsageError:
+def misused(world: World, args: Sequence[str], problem: Any) -> int:
     """What the option parser found, as one of our errors."""
     message = problem.format_message().strip().rstrip(".")
+    if not message:  # a group without a command, and its help was printed
+        return ExitStatus.USAGE
     context = getattr(problem, "ctx", None)
     path = context.command_path if context is not None else "kvcli"
-    return UsageError(message[:1].lower() + message[1:], try_=[f"{path} --help"])
+    return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=[f"{path} --help"]))
 
 
 def failed(world: World, args: Sequence[str], error: KvcliError) -> int:
@@ -47,6 +50,10 @@ def failed(world: World, args: Sequence[str], error: KvcliError) -> int:
 
 def broke(world: World, args: Sequence[str], error: Exception) -> int:
     """A bug, or something nobody thought of: one line for people, the traceback in the log."""
+    known = machine_gave_out(error)
+    if known is not None:
+        known.__cause__ = error
+        return failed(world, args, known)
     log = write_traceback(world, error)
     first = str(error).strip().split("\n")[0]
     known = KvcliError(
@@ -57,3 +64,16 @@ def broke(world: World, args: Sequence[str], error: Exception) -> int:
     )
     known.__cause__ = error
     return failed(world, args, known)
+
+
+def machine_gave_out(error: Exception) -> KvcliError | None:
+    """An error that is neither a bug nor the user's mistake: no memory, no room on the disk."""
+    first = str(error).strip().split("\n")[0]
+    # torch has no common class for its allocators; on CUDA it is an OutOfMemoryError, on the CPU a RuntimeError
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in first:
+        smaller = ["a smaller --ctx", "--quant int8", "close what else needs memory"]
+        return DoesNotFit("out of memory", code="out_of_memory", lines=[first] if first else [], try_=smaller)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        where = f" {error.filename}" if error.filename else ""
+        return KvcliError(f"cannot write{where}: {error.strerror}", code="cannot_write")
+    return None

@@ -27,12 +27,12 @@ def _model(*names: str, **more: Any) -> Any:
     return _option("The model", *names, **more)
 
 
-_MODEL = "demo, a folder, a Hugging Face id, or a name from [models]."
+_MODEL = "demo, a folder, a Hugging Face id, or a name from your config."
 _PROMPT = "Ask this and end; - reads standard input."
 _FILE = "Attach a text file; demo:report is an example. Repeatable."
 _SPEC = "Guess tokens and check several at once; the text stays the same."
 
-ModelName = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=_MODEL)]
+ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
 Prompt = Annotated[str | None, _ask("--prompt", "-p", metavar="TEXT", help=_PROMPT)]
 File = Annotated[list[str] | None, _ask("--file", "-f", metavar="PATH", help=_FILE)]
 System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]

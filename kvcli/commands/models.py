@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from kvcli.source import Source
     from kvcli.world import World
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Models on this machine.")
+app = typer.Typer(add_completion=False, help="Models on this machine.")
 
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="demo, a folder, a hub id, or a name from [models].")]
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="demo, a folder, a hub id, or a name from your config.")]
 Pickle = Annotated[bool, typer.Option("--allow-pickle", help="Count pickle weights as usable.", show_default=False)]
 
 
@@ -60,7 +60,7 @@ def show(context: typer.Context, model: Name, allow_pickle: Pickle = False) -> i
     ]
     if entry.profile:
         lines.append(["profile", entry.profile])
-    world.stdout.write("".join(f"{name:<8} {value}\n" for name, value in lines))
+    print_table(world, lines)
     return ExitStatus.OK
 
 

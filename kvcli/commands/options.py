@@ -48,6 +48,7 @@ def take_common(command: Any) -> Any:
         if getattr(param, "is_flag", False) or getattr(param, "count", False):
             param.metavar = ""  # Typer would write <bool>
     for below in getattr(command, "commands", {}).values():
+        command.no_args_is_help = not getattr(command, "invoke_without_command", False)
         take_common(below)
     return command
 

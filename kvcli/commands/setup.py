@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,16 +58,14 @@ class Setup:
     def name(self) -> str:
         return self.model or load_config(sources(self.world)).default_model
 
-    def profile(self, name: str | None = None, sets: Sequence[str] | None = None) -> Profile:
-        """The resolved profile; name and sets are those of the command line unless given."""
+    def profile(self) -> Profile:
+        """The profile that the command line asks for."""
         options = self.world.options
-        profile = load_profile(
-            name or options.profile,
-            sources=sources(self.world),
-            model=self.model,
-            sets=options.set if sets is None else sets,
-            flags=self.flags,
-        )
+        return self._profile(options.profile, options.set, self.flags)
+
+    def _profile(self, name: str | None, sets: Sequence[str], flags: Flags) -> Profile:
+        where = sources(self.world)
+        profile = load_profile(name, sources=where, model=self.model, sets=sets, flags=flags)
         if self.exact:
             refuse_inexact(profile)
         log.info("profile %s, hash %s", profile.name, profile.hash)
@@ -84,14 +82,20 @@ class Setup:
         return list(self.profile().values)
 
     def resolve(self, name: str, sets: Sequence[str]) -> Profile:
-        return self.profile(name, sets)
+        """Another profile on the way. What was set in the chat wins over the flags it was started with."""
+        typed = self.world.options.set
+        new = sets[len(typed) :] if list(sets[: len(typed)]) == typed else sets
+        changed = {item.partition("=")[0].strip() for item in new}
+        return self._profile(name, sets, {key: flag for key, flag in self.flags.items() if key not in changed})
 
     def load(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Model:
         """Load the model; `tell` hears of a download."""
+        # transformers reads it when imported; its warnings are about what kvcli checks itself
+        self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         from kvcli.local import load
 
         model = load(self.entry.path, profile, offline=self.world.options.offline, tell=tell)
-        info = model.info
+        info = model.info = replace(model.info, id=self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
         return model
 
