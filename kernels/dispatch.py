@@ -14,7 +14,7 @@ import torch
 def choose(op: str, device: str, dtype: torch.dtype, softcap: bool = False) -> Callable[..., Any]:
     """The function behind `op` for tensors of this device and type."""
     module, _ = _decide(op, device, dtype, softcap)
-    return getattr(import_module(f"kvcli.kernels.{op}.{module}"), op)  # type: ignore[no-any-return]
+    return getattr(import_module(f"kvcli.kernels.{op}.{module}"), op)
 
 
 def explain(device: str, dtype: torch.dtype) -> list[tuple[str, str, str]]:

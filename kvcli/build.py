@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvcli.model import LM
-    from kvcli.profile import Profile
+    from kvcli.profile import Clash, Profile
     from kvcli.sample import Sampler
     from kvcli.session import Session
 
@@ -20,12 +20,27 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
 }
 
 
+KV_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # kv.dtype -> torch's name
+
+
+def clashes(profile: Profile) -> list[Clash]:
+    """Settings that cannot both be kept. `exactness` promises what store, policy and prefill leave unchanged."""
+    from kvcli.profile import Clash
+
+    if profile.exactness == "exact" and profile.kv.dtype not in ("auto", profile.load.dtype):
+        return [Clash("exactness", "kv.dtype", '"exact" cannot be kept', "which may round keys and values")]
+    return []
+
+
 def session(lm: LM, profile: Profile) -> Session:
     """An empty session of `lm` as the profile wants it."""
+    import torch
+
     from kvcli.kv.dense import Dense
     from kvcli.session import Session
 
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
+    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, dtype, lm.device)
     return Session(lm, kv, profile.spec.drafter(), sampler(lm, profile), chunk=profile.prefill.chunk)
 
 

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from kvcli.kernels.attend_fresh import attend_fresh
 from kvcli.kernels.merge import Part, merge
-from kvcli.kv.slots import Sight, Readable, Store
+from kvcli.kv.slots import Readable, Sight, Store
 from kvcli.rows import Rows
 
 if TYPE_CHECKING:
     from kvcli.model import LM
+
+
+class _Enough(Exception):
+    """Ends a pass early: all that was wanted of it is there."""
 
 
 class Pass:
@@ -30,18 +34,23 @@ class Pass:
         self.recent = recent  # accepted queries to hold on to, for policies
         self.fresh: list[tuple[Tensor, Tensor]] = []  # per layer k, v [K, N, D], never in the store
         self.queries: list[Tensor] = []  # per layer q [H, tree, D]; empty unless `recent`
+        self.last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
         self._banded: dict[int, Tensor | None] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
 
-        No mask over the past exists: every stored slot is older than every row, so the only mask is N x N.
+        No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
+        read in the store's numbers: a guess must see its ancestors as it will once they are stored.
         """
+        q, k, v = (t.to(self.past.dtype) for t in (q, k, v))
         assert layer == len(self.fresh), "layers run in order, once"
         self.fresh.append((k, v))
         tree, pos = self.rows.tree, self.rows.pos
         if self.recent:
             self.queries.append(q[:, :tree])
+        if layer == self.last:
+            raise _Enough
         parts = self.past.attend(layer, q[:, :tree], sight, pos[:tree])
         if tree < self.rows.n_rows:
             scouts = (self.view or self.past).attend(layer, q[:, tree:], sight, pos[tree:])
@@ -76,15 +85,24 @@ class Pass:
 
 
 def run(lm: LM, p: Pass, want: Tensor) -> Tensor:
-    """Send the pass's rows through the model -> logits [len(want), V] of the rows indexed by `want` (may be empty)."""
-    with torch.inference_mode():
-        out = lm.model(
-            input_ids=p.rows.ids.unsqueeze(0),
-            position_ids=p.rows.pos.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=want,
-            kvcli_pass=p,
-        )
+    """Send the pass's rows through the model -> logits [len(want), V] of the rows indexed by `want`.
+
+    With no row wanted, as in reading, the pass ends where the last layer has its keys and values: the rest of that
+    layer and the head would be thrown away.
+    """
+    if not want.shape[0]:
+        p.last = lm.n_layers - 1
+    try:
+        with torch.inference_mode():
+            out = lm.model(
+                input_ids=p.rows.ids.unsqueeze(0),
+                position_ids=p.rows.pos.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=want,
+                kvcli_pass=p,
+            )
+    except _Enough:
+        return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
     logits: Tensor = out.logits[0]
     return logits
 

@@ -33,6 +33,10 @@ class Drafter(Protocol):
 class Off:
     """No drafting: one row a pass, the yardstick."""
 
+    def drafter(self) -> Off:
+        """The drafter of these settings, as every method's dataclass makes its own."""
+        return self
+
     @property
     def view(self) -> Policy | None:
         return None

@@ -37,6 +37,7 @@ class Dense:
     def __init__(
         self, n_layers: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
+        self.dtype = dtype
         self._name = "cpu" if torch.device(device).type == "cpu" else torch.device(device).type
         self._slabs = [
             _Slab(

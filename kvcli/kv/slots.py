@@ -74,6 +74,10 @@ class Tier(Readable, Protocol):
 class Store(Tier, Protocol):
     """The whole past: a ladder of tiers or a bare one."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Numbers that newly accepted rows are stored in; a pass reads its own fresh rows in them too."""
+
     def reserve(self, n: int) -> None:
         """Make room for n slots a head in every layer, so that growing moves nothing."""
 
