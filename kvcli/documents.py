@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Protocol
 
 from kvcli.errors import BadInput
@@ -129,7 +130,7 @@ def _refuse_binary(data: bytes, name: str) -> None:
             raise BadInput(
                 f"{name} is {kind}; only text and markdown can be attached",
                 code="not_text",
-                try_=["convert it to text first" + (": pdftotext FILE FILE.txt" if magic == b"%PDF-" else "")],
+                try_=[f"pdftotext {quote(name)} text.txt" if magic == b"%PDF-" else "convert it to text first"],
             )
     head = data[:SNIFFED]
     zero = data.find(b"\0")
@@ -159,7 +160,7 @@ def _bad_encoding(body: bytes, start: int, encoding: str, error: UnicodeDecodeEr
         code="bad_encoding",
         lines=[f"byte 0x{body[error.start]:02x}: {error.reason}"],
         detail={"encoding": encoding, "offset": offset, "line": line},
-        try_=["iconv -f latin1 -t utf-8 FILE > FILE.txt" if encoding == "utf-8" else "save the file as UTF-8"],
+        try_=[f"iconv -f latin1 -t utf-8 {quote(name)} > utf8.txt" if encoding == "utf-8" else "save it as UTF-8"],
     )
 
 
@@ -177,7 +178,7 @@ def _similar(file: Path) -> list[str]:
     from difflib import get_close_matches
 
     try:
-        names = [entry.name for entry in file.parent.iterdir()]
+        names = [BUNDLED, *(entry.name for entry in file.parent.iterdir())]
     except OSError:
-        return []
+        names = [BUNDLED]
     return [f"did you mean {match}?" for match in get_close_matches(file.name, names, 1)]

@@ -150,7 +150,7 @@ def test_errors_as_json_go_to_stdout(machine):
         (["chta"], "kvcli chat"),
         (["run", "demo"], "kvcli chat"),
         (["list"], "kvcli models list"),
-        (["chat", "--profle", "x"], "--profile"),
+        (["chat", "--profle", "x"], "did you mean --profile?"),
         (["models", "lst"], "'list'"),
         (["chat", "--stats", "loud"], "live"),
         (["chat", "--temperature", "hot"], "'--temperature'"),

@@ -75,6 +75,7 @@ def test_a_missing_file_suggests_the_nearest_name(tmp_path):
     error = refused(tmp_path / "reprot.md")
     assert error.code == "file_missing"
     assert error.try_ == ("did you mean report.md?",)
+    assert refused("demo:reprot").try_ == ("did you mean demo:report?",)
 
 
 def test_a_folder_is_not_a_file(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -20,12 +21,16 @@ UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.
 
 def misused(world: World, args: Sequence[str], problem: Any) -> int:
     """What the option parser found, as one of our errors."""
-    message = problem.format_message().strip().rstrip(".")
+    near = sorted(getattr(problem, "possibilities", None) or [])
+    # the parser lists every option that looks a little alike; the nearest one is enough
+    message = str(problem.message if near else problem.format_message()).strip().rstrip(".")
     if not message:  # a group without a command, and its help was printed
         return ExitStatus.USAGE
     context = getattr(problem, "ctx", None)
     path = context.command_path if context is not None else "kvcli"
-    return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=[f"{path} --help"]))
+    nearest = get_close_matches(getattr(problem, "option_name", ""), near, 1, cutoff=0.0)
+    try_ = [*(f"did you mean {option}?" for option in nearest), f"{path} --help"]
+    return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=try_))
 
 
 def failed(world: World, args: Sequence[str], error: KvcliError) -> int:
