@@ -45,12 +45,12 @@ def main(args: list[str]) -> int:
 
 
 def _steady(page: str) -> str:
-    """The page without what differs from run to run: the numbers in sample outputs, and whole lines of figures."""
+    """The page without what differs from run to run: in samples, lines of figures (they are indented) and numbers."""
 
     def blur(part: re.Match[str]) -> str:
         if part[2] not in ("run", "example"):
             return part[0]
-        return re.sub(r" +", " ", re.sub(r"[0-9][0-9.,]*", "0", re.sub(r"(?m)^.* · .*\n", "", part[0])))
+        return re.sub(r" +", " ", re.sub(r"[0-9][0-9.,]*", "0", re.sub(r"(?m)^  .*[0-9].*\n", "", part[0])))
 
     return PART.sub(blur, page)
 
