@@ -106,6 +106,15 @@ def test_the_readme_asks_what_ci_asks():
         assert f'"{SAMPLES[0].question}"' in (ROOT / page).read_text(encoding="utf-8")
 
 
+def test_the_readmes_profile_is_a_profile(tmp_path: Path):
+    (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.toml").write_text(toml, encoding="utf-8")
+    shown = _python("-m", "kvcli", "profiles", "show", "--origin", KVCLI_HOME=str(tmp_path), HOME=str(tmp_path))
+    assert "0.95" in shown
+    assert "config.toml:" in shown
+
+
 def test_every_import_is_a_declared_dependency():
     """At run time, that is: what trains the demo model leans on packages that transformers brings."""
     declared = {canonicalize_name(r.name) for r in RUNTIME} | {"pydantic-core"}  # pydantic's own half, pinned by it
