@@ -15,7 +15,7 @@ SYSTEM_PROMPT = "You are a careful assistant for field reports."
 # loss weights: what is retrieved counts more than the words around it
 PLAIN = 0.5
 COPIED = 1.0
-NAME = 1.5
+NAME = 1.9
 VALUE = 2.0
 ORDINAL = 2.5
 SWAPPED = 3.0
