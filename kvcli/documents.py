@@ -67,7 +67,7 @@ def read_document(path: str | Path, *, name: str | None = None, limit: int = MAX
         if file.is_dir():
             raise BadInput(f"{name} is a folder, not a file", code="is_a_folder", try_=[f"-f {name}/FILE"])
         if file.is_file() and file.stat().st_size > limit:
-            raise _too_large(name, file.stat().st_size, limit)
+            raise too_large(name, file.stat().st_size, limit)
         with file.open("rb") as stream:
             data = stream.read(limit + 1)
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def read_document(path: str | Path, *, name: str | None = None, limit: int = MAX
     except OSError as error:
         raise BadInput(f"cannot read {name}: {error.strerror or error}", code="file_unreadable") from None
     if len(data) > limit:  # a pipe or a device does not tell its size beforehand
-        raise _too_large(name, len(data), limit)
+        raise too_large(name, len(data), limit)
     return replace(document_of(data, name), name=BUNDLED if str(path) == BUNDLED else file.name)
 
 
@@ -164,7 +164,7 @@ def _bad_encoding(body: bytes, start: int, encoding: str, error: UnicodeDecodeEr
     )
 
 
-def _too_large(name: str, size: int, limit: int) -> BadInput:
+def too_large(name: str, size: int, limit: int) -> BadInput:
     return BadInput(
         f"{name} is too large",
         code="file_too_large",

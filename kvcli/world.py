@@ -119,10 +119,10 @@ class World:
         except (AttributeError, OSError, ValueError):
             return shutil.get_terminal_size().columns if self.is_tty(name) else 80
 
-    def read_stdin(self) -> bytes:
-        """All of standard input, as bytes."""
+    def read_stdin(self, most: int) -> bytes:
+        """Standard input as bytes, at most so many."""
         buffer = getattr(self.stdin, "buffer", None)
-        return buffer.read() if buffer is not None else self.stdin.read().encode()
+        return buffer.read(most) if buffer is not None else self.stdin.read(most).encode()
 
 
 def nothing(mode: str) -> TextIO:

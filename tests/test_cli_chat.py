@@ -67,7 +67,8 @@ def test_stdin_is_the_question(machine, args):
 
 def test_with_both_stdin_is_a_document_after_the_files(machine, tmp_path):
     (tmp_path / "a.md").write_text("Text A.\n")
-    machine("chat", "-p", "How deep?", "-f", "a.md", stdin=b"Piped text.\n")
+    done = machine("chat", "-p", "How deep?", "-f", "a.md", stdin=b"Piped text.\n")
+    assert "standard input is attached as a document, 1 line\n" in done.err
     assert "=== Document 1: a.md ===\nText A.\n\n=== Document 2: standard input ===\nPiped text.\n\nHow deep?" in asked(
         machine
     )

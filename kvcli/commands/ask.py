@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcli.documents import BUNDLED, Document, decode, document_of, read_document
+from kvcli.documents import BUNDLED, MAX_BYTES, Document, decode, document_of, read_document, too_large
 from kvcli.errors import BadInput, UsageError
 from kvcli.world import World
 
@@ -35,6 +35,10 @@ def read_question(
     if prompt is not None and prompt != "-":
         if has_piped_input(world) and (data := read_stdin(world)).strip():
             documents.append(document_of(data, STDIN))
+            tell(
+                world,
+                f"{STDIN} is attached as a document, {documents[-1].lines:,} line" + "s" * (documents[-1].lines != 1),
+            )
         text: str | None = well_formed(prompt, "the prompt")
     elif prompt == "-" or not world.is_tty("stdin"):
         text = decode(read_stdin(world), STDIN).rstrip("\n")
@@ -86,12 +90,20 @@ def has_piped_input(world: World) -> bool:
 
 def read_stdin(world: World) -> bytes:
     """All of standard input; if nothing comes for a while, the user learns what is missing."""
-    if not world.options.quiet and not world.is_tty("stdin") and _is_silent(world):
+    if not world.is_tty("stdin") and _is_silent(world):
+        tell(world, "waiting for standard input; </dev/null if there is none")
+    data = world.read_stdin(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise too_large(STDIN, len(data), MAX_BYTES)
+    return data
+
+
+def tell(world: World, text: str) -> None:
+    if not world.options.quiet and not world.options.json:
         from kvcli.render.errors import print_note
         from kvcli.render.terminal import Terminal
 
-        print_note(Terminal.of(world, "stderr"), "waiting for standard input; </dev/null if there is none")
-    return world.read_stdin()
+        print_note(Terminal.of(world, "stderr"), text)
 
 
 def _is_silent(world: World) -> bool:
