@@ -68,7 +68,7 @@ def test_stdin_is_the_question(machine, args):
 def test_with_both_stdin_is_a_document_after_the_files(machine, tmp_path):
     (tmp_path / "a.md").write_text("Text A.\n")
     done = machine("chat", "-p", "How deep?", "-f", "a.md", stdin=b"Piped text.\n")
-    assert "standard input is attached as a document, 1 line\n" in done.err
+    assert "standard input is attached as a document: 12 bytes" in done.err
     assert "=== Document 1: a.md ===\nText A.\n\n=== Document 2: standard input ===\nPiped text.\n\nHow deep?" in asked(
         machine
     )

@@ -35,10 +35,7 @@ def read_question(
     if prompt is not None and prompt != "-":
         if has_piped_input(world) and (data := read_stdin(world)).strip():
             documents.append(document_of(data, STDIN))
-            tell(
-                world,
-                f"{STDIN} is attached as a document, {documents[-1].lines:,} line" + "s" * (documents[-1].lines != 1),
-            )
+            tell(world, f"{STDIN} is attached as a document: {len(data):,} bytes")
         text: str | None = well_formed(prompt, "the prompt")
     elif prompt == "-" or not world.is_tty("stdin"):
         text = decode(read_stdin(world), STDIN).rstrip("\n")
