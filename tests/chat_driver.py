@@ -12,7 +12,11 @@ from pathlib import Path
 from kvcli.commands.interrupt import Interrupt
 from kvcli.conversation import Chat
 from kvcli.errors import KvcliError
-from kvcli.render import Look, Memory, Opening, Screen, header, print_error, show_turn
+from kvcli.render.errors import print_error
+from kvcli.render.live import Look, Memory
+from kvcli.render.screen import Screen
+from kvcli.render.stream import show_turn
+from kvcli.render.summary import Opening, header
 from kvcli.world import World
 from tests.fake_model import FakeModel, FakeProfile
 

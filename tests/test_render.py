@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from kvcli.api import End, Live, Read, Text, Turn
 from kvcli.errors import ContextOverflow, DoesNotFit
-from kvcli.render import Look, Memory, Opening, Screen, header, print_error, print_note, show_turn, summary
 from kvcli.render import figures as f
-from kvcli.render.live import live_row, reading_bar
-from kvcli.render.stream import TurnView
+from kvcli.render.errors import print_error, print_note
+from kvcli.render.live import Look, Memory, live_row, reading_bar
+from kvcli.render.screen import Screen
+from kvcli.render.stream import TurnView, show_turn
+from kvcli.render.summary import Opening, header, summary
 from kvcli.render.tables import clip, columns, kv_table, spec_table, token_table
 from kvcli.render.terminal import Terminal, cells
 from kvcli.render.wrap import TAB, Wrapper, fold
@@ -143,7 +145,7 @@ def bar(width, read):
 
 def test_the_bar_is_that_of_the_design():
     text = bar(80, Read(1480, 1912, 0, 0.841))
-    assert text.startswith("  reading 1,480 of 1,912 tokens ━━━━")
+    assert text.startswith("⠋ reading 1,480 of 1,912 tokens ━━━━")
     assert text.endswith("  77 %  1,760/s  0:00")
 
 

@@ -18,7 +18,7 @@ from kvcli.commands.repl import HINT, Repl
 from kvcli.conversation import Chat
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, ExitStatus
-from kvcli.render import Screen
+from kvcli.render.screen import Screen
 from kvcli.world import Paths, World
 from tests.fake_model import FakeModel, FakeProfile, fake_info
 

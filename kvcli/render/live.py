@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import psutil
 
 from kvcli.api import Read
 from kvcli.render import figures as f
 from kvcli.render.terminal import Span, cells
 from kvcli.stats import Stats
 
+HERTZ = 8  # redraws a second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 NARROWEST = 40  # columns; below that nothing is live
 CTX_HIGH, MEMORY_HIGH = 0.85, 0.90
@@ -34,11 +38,15 @@ class Look:
     stopping: Callable[[], bool] | None = None  # True once Ctrl-C was pressed
 
 
+@lru_cache(maxsize=1)
+def _process() -> tuple[psutil.Process, int]:
+    return psutil.Process(), psutil.virtual_memory().total
+
+
 def process_memory() -> Memory:
     """RSS of this process."""
-    import psutil
-
-    return Memory("ram", psutil.Process().memory_info().rss, psutil.virtual_memory().total)
+    process, total = _process()
+    return Memory("ram", process.memory_info().rss, total)
 
 
 def live_row(stats: Stats, look: Look, memory: Memory | None, width: int) -> list[Span]:
@@ -107,11 +115,18 @@ def _context(stats: Stats) -> Span:
     return f.percent(share), "red" if share >= 1 else "yellow" if share > CTX_HIGH else ""
 
 
-def reading_bar(read: Read, width: int) -> list[Span]:
-    """`reading 1,480 of 1,912 tokens ━━━━━╺━━  77 %  1,760/s  0:00`, or as much of it as fits."""
+def reading_bar(read: Read, width: int, since: float = 0.0) -> list[Span]:
+    """`⠹ reading 1,480 of 1,912 tokens ━━━━━╺━━  77 %  1,760/s  0:00`, or as much of it as fits.
+
+    The glyph turns with `since`, the seconds so far: a chunk may take long, and the bar stands still meanwhile.
+    """
     share = read.done / read.total if read.total else 1.0
     speed = (read.done - read.cached) / read.seconds if read.seconds > 0 else 0.0
-    word: list[Span] = [("  reading ", "dim"), (f"{f.count(read.done)} of {f.count(read.total)}", "")]
+    word: list[Span] = [
+        (spinner(since), "cyan"),
+        (" reading ", "dim"),
+        (f"{f.count(read.done)} of {f.count(read.total)}", ""),
+    ]
     tokens: list[Span] = [(" tokens", "dim")]
     cached: list[Span] = [(f" ({f.count(read.cached)} cached)", "dim")] if read.cached else []
     end: list[Span] = [(f"  {100 * share:.0f} %", "")]
@@ -139,7 +154,11 @@ def _bar(share: float, width: int) -> Sequence[Span]:
 
 def busy(word: str, since: float, width: int) -> list[Span]:
     """`⠹ loading demo  1.2 s`: something is going on and its length is unknown."""
-    glyph = SPINNER[int(since * 8) % len(SPINNER)]
     time = f"  {since:.1f} s" if since >= 1 else ""
-    spans: list[Span] = [("  ", ""), (glyph, "cyan"), (f" {word}", ""), (time, "dim")]
+    spans: list[Span] = [(spinner(since), "cyan"), (f" {word}", ""), (time, "dim")]
     return spans if cells("".join(text for text, _ in spans)) < width else []
+
+
+def spinner(since: float) -> str:
+    """The glyph of this moment, a new one for each redraw."""
+    return SPINNER[int(since * HERTZ) % len(SPINNER)]

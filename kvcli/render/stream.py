@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from kvcli.api import End, Event, Live, Read, Text, Turn
 from kvcli.render.keys import echo
-from kvcli.render.live import Look, busy, live_row, process_memory, reading_bar
+from kvcli.render.live import HERTZ, Look, busy, live_row, process_memory, reading_bar
 from kvcli.render.region import Region
 from kvcli.render.screen import Screen
 from kvcli.render.summary import summary
@@ -18,7 +18,6 @@ from kvcli.render.wrap import Wrapper
 from kvcli.stats import Stats
 from kvcli.text import neutralise
 
-HERTZ = 8
 PATIENCE = 0.3  # seconds of reading before a bar is worth its flicker
 CURSOR = "█"
 STOPPED = " [stopped]"
@@ -85,7 +84,7 @@ class TurnView:
     def _say(self, text: str) -> None:
         self.has_said = self.has_said or bool(text)
         out = self.screen.out
-        text = neutralise(text) if out.is_tty else text
+        text = neutralise(text.replace("\r\n", "\n")) if out.is_tty else text
         if self.region is not None and self.screen.shared:
             self.said.append(text)
         elif text:
@@ -134,12 +133,16 @@ class TurnView:
                 return []
             if self.look.stopping is not None and self.look.stopping():
                 return busy("stopping", waited, width)
-            if self.read is None or self.read.done >= self.read.total:
-                return busy("reading", waited, width)
-            return reading_bar(self.read, width)
+            read = self.read or self._announced()
+            return reading_bar(read, width, waited) if read.done < read.total else busy("reading", waited, width)
         if self.stats is None or self.screen.stats != "live":
             return []
         return live_row(self.stats, self.look, (self.look.memory or process_memory)(), width)
+
+    def _announced(self) -> Read:
+        """What is to be read, as long as no chunk has been."""
+        cached, prompt = (self.stats.cached, self.stats.prompt) if self.stats else (0, 0)
+        return Read(cached, prompt, cached, 0.0)
 
     def _finish(self) -> None:
         """Remove the rows and end the answer's line, marking an answer that was stopped."""
