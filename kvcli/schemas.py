@@ -101,7 +101,7 @@ class TurnDocument(Json):
     spec: Spec
     memory: Memory
     overflow: dict[str, Any] | None
-    events: list[dict[str, Any]]
+    events: list[dict[str, Any]] = Field(description="what happened on the way; kind is note for now")
 
 
 class ErrorDocument(Json):
@@ -199,6 +199,13 @@ class PlanDocument(Json):
     origins: dict[str, str]
 
 
+class PathsDocument(Json):
+    """Where kvcli reads and writes."""
+
+    schema_: Literal["kvcli.paths/1"] = Field(default="kvcli.paths/1", alias="schema")
+    paths: dict[str, str]
+
+
 class Device(Json):
     name: str
     kind: str
@@ -253,6 +260,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "event": EventDocument,
     "models": ModelsDocument,
     "doctor": DoctorDocument,
+    "paths": PathsDocument,
     "plan": PlanDocument,
 }
 

@@ -151,7 +151,7 @@ def test_errors_as_json_go_to_stdout(machine):
         (["run", "demo"], "kvcli chat"),
         (["list"], "kvcli models list"),
         (["chat", "--profle", "x"], "did you mean --profile?"),
-        (["models", "lst"], "'list'"),
+        (["models", "lst"], "list"),
         (["chat", "--stats", "loud"], "live"),
         (["chat", "--temperature", "hot"], "'--temperature'"),
         (["chat", "-p"], "requires an argument"),
@@ -260,6 +260,22 @@ def test_what_is_set_in_the_chat_wins_over_the_flags_it_began_with(machine):
     assert setup.profile().sample.temperature == 0.7
     profile = setup.resolve("exact", ["sample.seed=3", "sample.temperature=0.2"])
     assert (profile.name, profile.sample.temperature, profile.sample.top_p) == ("exact", 0.2, 0.5)
+
+
+def test_models_of_the_cache_are_listed_with_what_is_wrong_with_them(tmp_path):
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    refs = tmp_path / "hub" / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123abc")
+    env = environment(tmp_path) | {"HF_HOME": str(tmp_path)}
+    listed = [*KVCLI, "models", "list", "--json"]
+    done = subprocess.run(listed, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    models = {m["name"]: m for m in json.loads(done.stdout)["models"]}
+    assert models["demo"]["supported"]
+    assert models["some/model"]["kind"] == "cache"
+    assert "no weights" in models["some/model"]["reason"]
 
 
 # --- the real thing

@@ -217,6 +217,15 @@ def test_what_never_happened_is_null_and_not_zero():
     assert document["memory"]["peak_bytes"] is None
 
 
+def test_notes_are_in_the_json_too(machine):
+    machine.model.tokenizer.chat_template = None
+    document = json.loads(machine("chat", "-p", "How deep?", "--json").out)
+    assert "no chat template" in document["events"][0]["text"]
+    done = machine("chat", "-p", "How deep?")
+    assert "note: this model has no chat template" in done.err
+    assert (done.out, machine("chat", "-q", "-p", "How deep?").err) == (f"{ANSWER}\n", "")
+
+
 def test_streamed_json_is_one_event_a_line(machine):
     done = machine("chat", "-p", "How deep?", "--json", "--stream")
     events = [json.loads(line) for line in done.out.splitlines()]
@@ -249,6 +258,7 @@ def test_schemas_are_printed(machine):
 def test_models_doctor_and_plan_follow_their_schemas(machine):
     validate("models", json.loads(machine("models", "list", "--json").out))
     validate("models", json.loads(machine("models", "show", "demo", "--json").out))
+    validate("paths", json.loads(machine("config", "path", "--json").out))
     validate("plan", json.loads(machine("chat", "--dry-run", "--json").out))
     machine.environ |= {"HF_TOKEN": "hf_abcdefghijklmnop", "KVCLI_X": f"{machine.folder}/hf_abcdefghijklmnop"}
     done = machine("doctor", "--json")

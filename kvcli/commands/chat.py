@@ -102,7 +102,7 @@ def ask_once(world: World, profile: Profile, talk: Chat, text: str, screen: Scre
         if world.options.json:
             from kvcli.commands.turn_json import Run, print_events, print_turn
 
-            run = Run(profile.name, profile.spec.method, profile.hash, profile.exactness)
+            run = Run(profile.name, profile.spec.method, profile.hash, profile.exactness, notes=talk.notes)
             turn = (print_events if stream else print_turn)(world, events, talk.model.info, run)
         else:
             from kvcli.render.live import Look

@@ -24,7 +24,9 @@ def path(context: typer.Context) -> int:
     """Files and folders that kvcli reads and writes; a dash marks what does not exist."""
     world: World = context.obj
     if world.options.json:
-        print_json(world, {"schema": "kvcli.paths/1", **{name: str(p) for name, p in places(world).items()}})
+        from kvcli.schemas import PathsDocument
+
+        print_json(world, PathsDocument(paths={name: str(p) for name, p in places(world).items()}))
         return ExitStatus.OK
     rows = [[name, str(p), "" if p.exists() else "–"] for name, p in places(world).items()]
     print_table(world, [["what", "where", ""], *rows])

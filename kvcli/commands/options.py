@@ -71,7 +71,9 @@ def _take(context: Any, param: Any, value: Any) -> None:
         return
     name = param.name.rstrip("_")
     before = getattr(world.options, name)
-    if isinstance(before, list):
+    if name in ("config", "log_file"):
+        value = Path(value)  # older Typers leave that to the function that these parameters do not have
+    elif isinstance(before, list):
         value = [*before, *_strings(value)]
     elif isinstance(before, int) and not isinstance(before, bool):
         value = before + value

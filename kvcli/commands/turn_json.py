@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ class Run:
     exactness: str | None = None
     session: str | None = None
     number: int = 1
+    notes: Sequence[str] = ()  # what had to be done differently; may still grow while the turn runs
 
 
 def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
@@ -73,7 +74,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         spec=spec_figures(stats, run.method),
         memory=memory_figures(stats, info.device),
         overflow=None,
-        events=[],
+        events=[{"kind": "note", "text": note} for note in (*info.notes, *run.notes)],
     )
 
 
