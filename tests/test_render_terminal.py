@@ -161,3 +161,14 @@ def test_the_bar_shows_what_is_read_and_goes_away():
     assert term.finish() == 0
     assert "reading" not in term.text
     assert term.lines[0] == "done"
+
+
+def test_ctrl_z_leaves_no_rows_behind():
+    """Nobody continues a process without a shell, and the system does not stop it; the rows come and go all the same."""
+    term = Terminal("turn", {"answer": NUMBERED, "delay": 0.01})
+    term.wait("w040")
+    term.send("\x1a")
+    assert term.finish() == 0
+    assert words_on(term.lines) == WORDS
+    assert "tok  " not in term.text
+    assert term.raw.count("\x1b[?25h") == 2

@@ -94,6 +94,7 @@ class Editor:
             complete_style=CompleteStyle.READLINE_LIKE,
             key_bindings=_keys(),
             multiline=True,
+            enable_suspend=True,
             prompt_continuation=[("class:more", MORE)],
             style=STYLE,
             color_depth=None if world.has_color("stdout") else ColorDepth.DEPTH_1_BIT,

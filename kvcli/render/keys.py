@@ -1,10 +1,15 @@
-"""Keep what is typed while a turn runs off the screen; it stays in the queue for the next prompt."""
+"""What keys do to the terminal while a turn runs: nothing is echoed, and Ctrl-Z leaves it in order."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TextIO
+
+from kvcli.render.region import Region
 
 try:
     import termios
@@ -14,7 +19,7 @@ except ImportError:  # Windows has no echo to switch off here
 
 @contextmanager
 def echo(stdin: TextIO | None, on: bool) -> Iterator[None]:
-    """Echo on or off inside the block. Nothing happens where stdin is no terminal."""
+    """Echo on or off inside the block. What is typed without it stays in the queue for the next prompt."""
     saved = None
     if stdin is not None and termios is not None:
         try:
@@ -29,3 +34,27 @@ def echo(stdin: TextIO | None, on: bool) -> Iterator[None]:
     finally:
         if saved is not None and stdin is not None:
             termios.tcsetattr(stdin.fileno(), termios.TCSANOW, saved)
+
+
+@contextmanager
+def suspendable(region: Region | None, stdin: TextIO | None) -> Iterator[None]:
+    """Ctrl-Z inside the block takes the region away and stops the process; once continued, it is drawn again."""
+    kind = getattr(signal, "SIGTSTP", None)
+    if region is None or kind is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        with region.lock, echo(stdin, on=True):  # the timer must not draw meanwhile
+            region.close()
+            signal.signal(kind, signal.SIG_DFL)
+            signal.pthread_kill(threading.get_ident(), kind)  # to this thread: it goes on only when continued
+            signal.signal(kind, stop)
+
+    before = signal.getsignal(kind)
+    if before is not signal.SIG_IGN:  # a shell without job control
+        signal.signal(kind, stop)
+    try:
+        yield
+    finally:
+        signal.signal(kind, before)

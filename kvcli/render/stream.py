@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from kvcli.api import End, Event, Live, Read, Text, Turn
-from kvcli.render.keys import echo
+from kvcli.render.keys import echo, suspendable
 from kvcli.render.live import HERTZ, Look, busy, live_row, process_memory, reading_bar
 from kvcli.render.region import Region
 from kvcli.render.screen import Screen
@@ -96,7 +96,8 @@ class TurnView:
     @contextmanager
     def running(self) -> Iterator[TurnView]:
         """Redraw from a timer thread inside the block; afterwards only the answer is left on the screen."""
-        with echo(self.screen.stdin if self.region else None, on=False), ticking(self.tick if self.region else None):
+        region, stdin = self.region, self.screen.stdin if self.region else None
+        with echo(stdin, on=False), suspendable(region, stdin), ticking(self.tick if region else None):
             try:
                 yield self
             finally:
@@ -228,7 +229,7 @@ def busy_word(screen: Screen, word: str) -> Iterator[Busy | None]:
         return
     shown = Busy(screen, word)
     shown.draw()
-    with echo(screen.stdin, on=False):
+    with echo(screen.stdin, on=False), suspendable(shown.region, screen.stdin):
         try:
             with ticking(shown.draw):
                 yield shown

@@ -57,7 +57,7 @@ class Timed(TurnView):
 def terminal() -> Iterator[TextIO]:
     """A pseudo terminal whose other end another process reads."""
     reader, writer = pty.openpty()
-    drain = subprocess.Popen(["cat"], stdin=reader, stdout=subprocess.DEVNULL)
+    drain = subprocess.Popen(["cat"], stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.close(reader)
     with os.fdopen(writer, "w", encoding="utf-8") as stream:
         yield stream
