@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.drafts.pace import Accepted, Mode, Pace, Report
 
@@ -61,7 +61,7 @@ class Odds:
     """How often guesses come true, by match length and by who names them; old evidence fades."""
 
     _DECAY = 0.98  # per guess: the last 50 or so count
-    _PRIOR = 4.0  # guesses that the starting values are worth
+    _PRIOR = 2.0  # guesses that the starting values are worth
     # Rows: matches of 1, 2-3, 4-7, 8-15, 16-31, 32+ tokens. Columns: the first choice of 1, of 2, of 3 or more places,
     # and any later choice, apart because the best of several shares is more luck than it seems.
     # From replayed Python files and Markdown docs, rounded down.
@@ -77,6 +77,7 @@ class Odds:
     def __init__(self) -> None:
         self._true = [[p * self._PRIOR for p in row] for row in self._START]
         self._seen = [[self._PRIOR for _ in row] for row in self._START]
+        self._tally = [[0, 0] for _ in self._START]  # first choices: right, made
 
     def chance(self, match: int, places: int, rank: int) -> float:
         """Probability that a continuation is right, once multiplied by its share of the weight."""
@@ -87,19 +88,21 @@ class Odds:
         row, column = _cell(guess.match, guess.places, guess.rank)
         self._true[row][column] = self._DECAY * self._true[row][column] + was_right
         self._seen[row][column] = self._DECAY * self._seen[row][column] + guess.share
+        if not guess.rank:
+            self._tally[row][0] += was_right
+            self._tally[row][1] += 1
 
     def by_match(self) -> tuple[Accepted, ...]:
-        """The record of first choices by match length."""
+        """The record of first choices, by match length."""
         record = []
-        for row, (true, seen) in enumerate(zip(self._true, self._seen, strict=True)):
+        for row, (right, made) in enumerate(self._tally):
             low, high = 1 << row, (2 << row) - 1
-            name = f"{low}+" if row == len(self._START) - 1 else f"{low}-{high}" if row else "1"
-            record.append(Accepted(name, sum(seen[:3]), min(1.0, sum(true[:3]) / sum(seen[:3]))))
+            name = f"{low}+" if row == len(self._tally) - 1 else f"{low}-{high}" if row else "1"
+            record.append(Accepted(name, made, right / made if made else 0.0))
         return tuple(record)
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):  # dozens are made each pass, and making a frozen dataclass takes four times as long
     """One row that could be verified."""
 
     id: int
@@ -128,10 +131,11 @@ def grow(index: SuffixIndex, odds: Odds, most: int, room: int, branches: int) ->
         named: dict[int, list[int]] = {}
         for place in places:
             named.setdefault(ahead[place][d], []).append(place)
-        total = sum(weight[place] for place in places)
-        ranked = sorted(named.items(), key=lambda item: -sum(weight[place] for place in item[1]))
+        weights = {token: sum(weight[place] for place in agree) for token, agree in named.items()}
+        total = sum(weights.values())
+        ranked = sorted(named.items(), key=lambda item: -weights[item[0]])
         for rank, (token, agree) in enumerate(ranked[:branches]):
-            share = sum(weight[place] for place in agree) / total
+            share = weights[token] / total
             match = found.lengths[agree[0]] + d  # places come longest match first
             p = chance * share * odds.chance(match, len(agree), rank)
             if p >= _FAINT:

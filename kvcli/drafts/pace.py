@@ -8,6 +8,7 @@ alike. What is decided here changes the speed and never the text.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,11 +42,11 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """How guesses that continue a match of some length have fared."""
+    """How first choices that continue a match of some length have fared, verified or only compared with what came."""
 
     match: str  # tokens, a range
-    seen: float  # guesses, recent ones weighing more
-    share: float  # accepted share
+    made: int  # guesses
+    share: float  # of them right
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Report:
     paused_passes: int
     plain_pass: float  # median seconds of a pass with one row, 0 = not measured
     gain: float | None  # speed over plain decoding in the last passes, None = not measured
-    row_cost: dict[int, float]  # rows in a pass -> its time in plain passes, measured ones only
+    row_cost: dict[int, float]  # rows in a pass, up to so many -> its time in plain passes; measured ones only
     acceptance: tuple[Accepted, ...] = ()
 
 
@@ -113,15 +114,15 @@ class Clock:
         self._plain.clear()
 
     def costs(self, most: int) -> list[float]:
-        """Units of a pass with 1, 2, ... `most` rows, never falling; between measured stairs a straight line."""
-        measured, costs = self.measured, [1.0]
-        for stair in _STAIRS[1:]:
-            above = [(n, u) for n, u in measured.items() if n >= stair]
-            n, u = above[0] if above else (stair, costs[-1] + _SLOPE * (stair - len(costs)))
-            step = max(0.0, u - costs[-1]) * (stair - len(costs)) / (n - len(costs))
-            costs += [costs[-1] + step] * (stair - len(costs))
-            if stair >= most:
-                break
+        """Units of a pass with 1, 2, ... `most` rows; between measured stairs a straight line."""
+        measured, costs, least = [], [1.0], math.inf
+        for stair, units in reversed(self.measured.items()):
+            least = max(1.0, min(least, units))  # fewer rows cannot take longer: that was noise
+            measured.append((stair, least))
+        for stair, units in reversed(measured):
+            step = (units - costs[-1]) / (stair - len(costs))
+            costs += [costs[-1] + step * i for i in range(1, stair - len(costs) + 1)]
+        costs += [costs[-1] + _SLOPE * i for i in range(1, most - len(costs) + 1)]
         return costs[:most]
 
     def knows(self, rows: int) -> bool:

@@ -41,7 +41,7 @@ class SuffixIndex:
         self.longest = longest  # tokens beyond which matches count as equally long
         self._text = np.zeros(1024, dtype=np.int32)  # [capacity], grows by doubling
         self._n = 0
-        self._table = np.empty(0, dtype=np.int64)  # [folded] entries in order
+        self._table = np.empty(0, dtype=np.int64)  # [folded - 1] entries in order
         self._folded = 0
 
     def __len__(self) -> int:
@@ -132,12 +132,12 @@ class SuffixIndex:
 
     def _fold(self) -> None:
         """Sort the scanned end into the table."""
-        fresh = np.sort(self._entries(np.arange(self._folded, self._n)))
+        fresh = np.sort(self._entries(np.arange(max(self._folded, 1), self._n)))
         self._table = np.insert(self._table, np.searchsorted(self._table, fresh), fresh)
         self._folded = self._n
 
     def _entries(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Table entries of the positions `at`; position 0, which closes no pair, is entered after token 0."""
+        """Table entries of the positions `at`, all above 0."""
         token = self._text[at].astype(np.int64) & _ID_MASK
-        previous = np.where(at > 0, self._text[at - 1].astype(np.int64) & _ID_MASK, 0)
+        previous = self._text[at - 1].astype(np.int64) & _ID_MASK
         return (token << (_ID_BITS + _POS_BITS)) | (previous << _POS_BITS) | at
