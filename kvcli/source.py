@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,34 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.errors import BadModel
+from kvcli.headers import WeightFile, read_header
 from kvcli.refusals import refuse
 
 Config = dict[str, Any]
 
-_BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
-    "U16": 16, "U8": 8, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
-}  # fmt: skip
-_DOWNLOAD = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """One tensor as its file announces it."""
-
-    dtype: str  # as safetensors spells it: BF16, F32, ...
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    """One file of weights; `tensors` is empty for a pickle, which says nothing before it is run."""
-
-    path: Path
-    nbytes: int
-    tensors: Mapping[str, TensorHeader]
+_DOWNLOAD = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +74,28 @@ def find(
     A hub id is looked for in the local cache. It is downloaded only when `offline` is false and there is a `tell` to
     say so to: a library that was given nobody to tell stays off the network.
     """
+    at = f"{name} at {revision}" if revision else name
     if name == "demo":
-        path, commit = _demo(demo_dir), ""
-    elif name and Path(name).expanduser().exists():
-        path, commit = Path(name).expanduser(), ""
-    elif re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
-        path, commit = _hub(name, offline, revision, tell)
-    else:
+        return _checked(name, _demo(demo_dir), "", allow_pickle)
+    if name and Path(name).expanduser().exists():
+        return _checked(name, Path(name).expanduser(), "", allow_pickle)
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         raise BadModel(
-            f"{name} does not exist",
+            f"{name or 'a model without a name'} does not exist",
             code="model_not_found",
             try_=["kvcli models list", "give the folder that holds config.json"],
         )
+    try:
+        return _checked(name, *_cached(name, revision, at, offline), allow_pickle)
+    except BadModel as error:
+        if offline or tell is None or error.code not in ("model_not_found", "model_incomplete"):
+            raise
+        where = "not in the cache" if error.code == "model_not_found" else "in the cache only in part"
+    tell(f"{at} is {where}: downloading it from huggingface.co")
+    return _checked(name, *_download(name, revision, at), allow_pickle)
+
+
+def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
     if not path.is_dir():
         raise BadModel(
             f"{name} is a file; a model is a folder with config.json and *.safetensors",
@@ -140,33 +127,31 @@ def _demo(demo_dir: Path | None) -> Path:
     return demo_dir
 
 
-def _hub(name: str, offline: bool, revision: str | None, tell: Callable[[str], None] | None) -> tuple[Path, str]:
-    """The snapshot folder of a hub id and its commit."""
+def _cached(name: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
+    """The snapshot folder of a hub id, and its commit, without the network."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    def fetch(local: bool) -> tuple[Path, str]:
-        path = Path(snapshot_download(name, revision=revision, local_files_only=local, allow_patterns=_DOWNLOAD))
-        return path, path.name
-
-    at = f"{name} at {revision}" if revision else name
     try:
-        return fetch(local=True)
+        path = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except HFValidationError as error:
-        raise BadModel(
-            f"{name} is neither a folder nor a hub id", code="model_not_found", lines=[str(error)]
-        ) from error
+        why = f"{name} is neither a folder nor a hub id"
+        raise BadModel(why, code="model_name", lines=[str(error)], try_=["kvcli models list"]) from error
     except LocalEntryNotFoundError as error:
-        if offline or tell is None:
-            raise BadModel(
-                f"{at} is neither a folder nor in the Hugging Face cache"
-                + (", and --offline is set" if offline else ""),
-                code="model_not_found",
-                try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
-            ) from error
-    tell(f"{at} is not in the cache: downloading it from huggingface.co")
+        raise BadModel(
+            f"{at} is neither a folder nor in the Hugging Face cache" + (", and --offline is set" if offline else ""),
+            code="model_not_found",
+            try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
+        ) from error
+    return path, path.name
+
+
+def _download(name: str, revision: str | None, at: str) -> tuple[Path, str]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
     try:
-        return fetch(local=False)
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOAD))
     except (HfHubHTTPError, OSError) as error:
         raise BadModel(
             f"{at} could not be downloaded",
@@ -174,12 +159,21 @@ def _hub(name: str, offline: bool, revision: str | None, tell: Callable[[str], N
             lines=[str(error).splitlines()[0]],
             try_=["check the name at huggingface.co", f"hf auth login, then hf download {name}"],
         ) from error
+    return path, path.name
 
 
 def _hint_for_file(path: Path) -> list[str]:
     if path.suffix == ".gguf":
         return ["GGUF files are for llama.cpp: run llama-server on it and use --engine llama-server"]
     return []
+
+
+def _hint_for_folder(path: Path) -> list[str]:
+    """Weights that are there and cannot be read."""
+    if any(path.glob("*.gguf")):
+        return ["it holds GGUF files: they are for llama.cpp (--engine llama-server)"]
+    other = sorted(f.name for f in path.glob("*.safetensors"))
+    return [f"found {', '.join(other[:3])}, which transformers does not look for"] if other else []
 
 
 # ---- config.json ----
@@ -192,8 +186,7 @@ def read_config(path: Path, name: str) -> Config:
         lines = [f"looked for {file}"]
         if (path / "adapter_config.json").exists():
             lines.append("adapter_config.json is there: this is an adapter; merge it into its base model first")
-        if any(path.glob("*.gguf")):
-            lines.append("it holds GGUF files: they are for llama.cpp (--engine llama-server)")
+        lines += _hint_for_folder(path)
         raise BadModel(f"{name} has no config.json", code="model_incomplete", lines=lines, try_=[f"ls {path}"])
     config = _json(file, name)
     if not isinstance(config.get("model_type"), str):
@@ -254,7 +247,7 @@ def _weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFil
     raise BadModel(
         f"{name} has no weights",
         code="model_incomplete",
-        lines=[f"looked in {path} for model.safetensors and model.safetensors.index.json"],
+        lines=[f"looked in {path} for model.safetensors and model.safetensors.index.json", *_hint_for_folder(path)],
         try_=[f"ls {path}", "download the model again"],
     )
 
@@ -292,49 +285,3 @@ def _check_index(name: str, weight_map: Mapping[str, str], files: Sequence[Weigh
 
 def _pickle(file: Path) -> WeightFile:
     return WeightFile(file, file.stat().st_size, {})
-
-
-def read_header(file: Path) -> WeightFile:
-    """The tensors a safetensors file announces, after checking that the file is as long as it says."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        first = stream.read(8)
-        if first == b"version ":  # a git-lfs pointer, left by `git clone` without lfs
-            raise _corrupt(file, "it is a git-lfs pointer, not the weights", ["git lfs pull"])
-        if len(first) < 8:
-            raise _corrupt(file, f"it has {size} bytes")
-        (length,) = struct.unpack("<Q", first)
-        if length > size - 8:
-            raise _corrupt(file, f"its header needs {length + 8:,} bytes, the file has {size:,}")
-        raw = stream.read(length)
-    try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        tensors = {k: _tensor(v) for k, v in header.items()}
-        end = max((int(v["data_offsets"][1]) for v in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _corrupt(file, f"its header cannot be read: {error}") from error
-    if size != 8 + length + end:
-        cut = f"{8 + length + end - size:,} bytes are missing" if size < 8 + length + end else "it has bytes too many"
-        raise _corrupt(file, f"its header announces {8 + length + end:,} bytes, the file has {size:,}: {cut}")
-    return WeightFile(file, size, tensors)
-
-
-def _tensor(entry: Mapping[str, Any]) -> TensorHeader:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(n) for n in entry["shape"])
-    nbytes = int(end) - int(begin)
-    bits = _BITS.get(entry["dtype"])
-    if nbytes < 0 or (bits is not None and math.prod(shape) * bits != nbytes * 8):
-        raise ValueError(f"a tensor of shape {list(shape)} in {entry['dtype']} cannot have {nbytes} bytes")
-    return TensorHeader(str(entry["dtype"]), shape, nbytes)
-
-
-def _corrupt(file: Path, why: str, try_: Sequence[str] = ()) -> BadModel:
-    return BadModel(
-        f"{file.name} is damaged or cut short",
-        code="model_corrupt",
-        lines=[f"{file}: {why}"],
-        detail={"file": str(file)},
-        try_=[*try_, f"download {file.name} again"],
-    )

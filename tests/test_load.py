@@ -338,6 +338,27 @@ def test_a_download_is_told_first():
     assert told == ["someone/absent is not in the cache: downloading it from huggingface.co"]
 
 
+def test_a_cache_with_half_a_model_is_completed(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """An interrupted download leaves a snapshot without weights."""
+    weights = (folder / "model.safetensors").rename(folder.parent / "later")
+
+    def snapshot(name: str, local_files_only: bool = False, **_: object) -> str:
+        if not local_files_only:
+            weights.rename(folder / "model.safetensors")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert "has no weights" in refused(lambda: source.find("someone/half", offline=True)).message
+    told: list[str] = []
+    assert source.find("someone/half", tell=told.append).parameters > 0
+    assert told == ["someone/half is in the cache only in part: downloading it from huggingface.co"]
+
+
+def test_weights_of_another_format_are_named(folder: Path):
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    assert "found consolidated.safetensors" in refused(lambda: source.find(str(folder))).lines[1]
+
+
 def test_a_file_is_no_model(folder: Path):
     error = refused(lambda: source.find(str(folder / "model.safetensors")))
     assert "is a file; a model is a folder" in error.message
@@ -349,7 +370,7 @@ def test_a_gguf_file_names_the_engine(tmp_path: Path):
     assert "llama-server" in refused(lambda: source.find(str(tmp_path / "mine.gguf"))).lines[0]
 
 
-@pytest.mark.parametrize("name", ["./absent", "/absent/model", "a/b/c", "what is this", ""])
+@pytest.mark.parametrize("name", ["./absent", "/absent/model", "a/b/c", "what is this", "", "someone/absent"])
 def test_a_path_that_does_not_exist(name: str):
     error = refused(lambda: source.find(name, offline=True))
     assert error.code == "model_not_found"
