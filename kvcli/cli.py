@@ -18,6 +18,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from kvcli import __version__
+from kvcli.commands.log import start_log
 from kvcli.commands.options import take_common
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.world import World
@@ -115,6 +116,7 @@ def run(args: Sequence[str], world: World) -> int:
     """Run one command line in a world and return its exit code. The one place where errors become exit codes."""
     from kvcli.commands import ends
 
+    start_log(world)
     command = take_common(typer.main.get_command(app))
     if "_KVCLI_COMPLETE" in world.environ:  # the shell asks for completions; Typer answers and exits
         command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE")

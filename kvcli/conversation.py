@@ -1,4 +1,4 @@
-"""A conversation with a loaded model: messages, attached documents, and the ids they become.
+"""A conversation with a loaded model.
 
     chat = kvcli.load("demo").chat(system="Answer briefly.")
     chat.attach(read_document("report.md"))
@@ -44,7 +44,7 @@ class Speaker(Protocol):
 
 
 class Chat:
-    """Questions and answers in turn. Questions and answers alternate; the last message is an answer."""
+    """Questions and answers in turn; the last message is always an answer."""
 
     def __init__(
         self, model: Speaker, system: str | None = None, *, title: str | None = None, folder: Path | None = None
@@ -110,16 +110,17 @@ class Chat:
 
     def edit(self, text: str, **options: Any) -> Generator[Event]:
         """Ask `text` in place of the last question, with the same documents. If it fails, nothing has changed."""
-        before, pending = list(self.messages), list(self.pending)
+        before, waiting = list(self.messages), self.pending
         *_, question, _ = self.messages[-2:] or self._nothing("edit")
         del self.messages[-2:]
-        self.pending[:0] = question.documents
+        self.pending = list(question.documents)
         kept = len(self.messages)
         try:
             yield from self.stream(text, **options)
         finally:
+            self.pending = waiting
             if len(self.messages) == kept:
-                self.messages, self.pending = before, pending
+                self.messages = before
 
     @property
     def last_question(self) -> str:

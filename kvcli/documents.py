@@ -42,7 +42,7 @@ class Document:
     name: str
     text: str
     sha256: str
-    _counts: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    _counts: dict[int, tuple[Counter, int]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def lines(self) -> int:
@@ -50,10 +50,10 @@ class Document:
 
     def tokens(self, tokenizer: Counter) -> int:
         """Tokens of the text alone; counted once for each tokenizer."""
-        key = id(tokenizer)
+        key = id(tokenizer)  # not hashable in general; kept beside the count, so that the id stays its own
         if key not in self._counts:
-            self._counts[key] = len(tokenizer.encode(self.text, add_special_tokens=False))
-        return self._counts[key]
+            self._counts[key] = tokenizer, len(tokenizer.encode(self.text, add_special_tokens=False))
+        return self._counts[key][1]
 
 
 def read_document(path: str | Path, *, name: str | None = None, limit: int = MAX_BYTES) -> Document:

@@ -6,11 +6,14 @@ import json
 
 import pytest
 
-from kvcli.api import End, Read, Text
-from kvcli.conversation import Chat
+from kvcli.api import End, Read, Text, Turn
+from kvcli.conversation import Chat, heard
 from kvcli.documents import Document, document_of
 from kvcli.errors import BadInput, ContextOverflow, UsageError
+from kvcli.stats import Stats
+from kvcli.text import decode, encode, render_text
 from tests.fake_model import FakeModel, fake_info
+from tests.small_tokenizers import demo
 
 ANSWER = "It is 972 metres."
 
@@ -178,6 +181,15 @@ def test_an_edit_that_fails_changes_nothing(chat):
     assert (chat.messages, chat.pending) == (before, [waiting])
 
 
+def test_what_waits_for_the_next_question_is_not_part_of_a_retry(chat, model):
+    chat.attach(report())
+    chat.send("How deep?")
+    chat.attach(report("later.md", "Later."))
+    list(chat.retry())
+    assert "Later." not in prompts(model)[-1]
+    assert [d.name for d in chat.pending] == ["later.md"]
+
+
 def test_nothing_to_retry(chat):
     for change in (chat.retry, lambda: list(chat.edit("x"))):
         with pytest.raises(BadInput, match="no question"):
@@ -276,3 +288,31 @@ def test_the_same_text_twice_is_two_documents(chat):
     chat.send("One?")
     chat.attach(Document("a", "same", "0"))
     assert len(chat.documents) == 2
+
+
+class Spelling(FakeModel):
+    """Answers letter by letter, as its tokenizer never would, and stops with the stop token."""
+
+    def stream(self, prompt, **options):
+        self.prompts.append(list(prompt))
+        letters = [i for c in self.answer for i in encode(demo(), c)]
+        yield End(Turn(self.answer, (*letters, demo().eos_token_id), "stop", Stats()))
+
+
+def test_what_the_model_has_heard_is_asked_in_the_same_tokens():
+    model = Spelling(answer=ANSWER, tokenizer=demo())
+    chat = Chat(model, "Be brief.")
+    turn = chat.send("How deep?")
+    chat.send("Really?")
+    first, second = model.prompts
+    assert encode(demo(), ANSWER) != list(turn.ids[:-1])
+    assert second[: len(first) + len(turn.ids)] == [*first, *turn.ids]
+    assert decode(demo(), second) == render_text(demo(), [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "How deep?"},
+        {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "Really?"},
+    ])[0]  # fmt: skip
+
+
+def test_a_text_cut_by_a_stop_string_is_read_anew():
+    turn = Turn("It is", tuple(encode(demo(), ANSWER)), "stop", Stats())
+    assert heard(demo(), "prompt", [1, 2], turn) == ("", [])

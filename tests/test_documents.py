@@ -12,7 +12,7 @@ import pytest
 from kvcli.demo import report_path
 from kvcli.documents import Document, decode, document_of, read_document, with_documents
 from kvcli.errors import BadInput, ExitStatus
-from tests.tokenizers_ import demo
+from tests.small_tokenizers import demo
 
 TEXT = "Bericht über Bäume\nzweite Zeile 😀\n"
 

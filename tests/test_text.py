@@ -21,7 +21,7 @@ from kvcli.text import (
     resume_ids,
     special_ids,
 )
-from tests.tokenizers_ import DROPS_SYSTEM, KINDS, NO_SYSTEM, byte_fallback, demo
+from tests.small_tokenizers import DROPS_SYSTEM, KINDS, NO_SYSTEM, byte_fallback, demo
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 

@@ -22,6 +22,7 @@ def start_log(world: World) -> None:
     logger, options = logging.getLogger("kvcli"), world.options
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
+        handler.close()
     logger.propagate = False
     logger.addHandler(logging.NullHandler())
     logger.setLevel(logging.DEBUG)
