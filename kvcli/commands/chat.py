@@ -81,8 +81,15 @@ def answer(setup: Setup, profile: Profile, question: Question, stats: o.StatsMod
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
-    with busy_word(screen, f"loading {setup.name}"):
-        model = setup.load(profile, tell=lambda text: None if screen.quiet else print_note(screen.err, text))
+    with busy_word(screen, f"loading {setup.name}") as busy:
+
+        def tell(text: str) -> None:  # of a download, which draws bars of its own
+            if busy is not None:
+                busy.stop()
+            if not screen.quiet:
+                print_note(screen.err, text)
+
+        model = setup.load(profile, tell)
     with model:
         talk = Chat(model, question.system, folder=world.paths.data / "chats")
         for document in question.documents:
