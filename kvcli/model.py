@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -60,20 +61,12 @@ class LM:
         _register()
         model.eval().requires_grad_(False)
         text = model.config.get_text_config()
-        n_layers = int(text.num_hidden_layers)
-        limit, more = _limit(text)
-        notes += (*more, *_settle_rope(model, text))
-        parameters = sum(p.numel() for p in model.parameters())
+        n_layers, (limit, of_limit) = int(text.num_hidden_layers), _limit(text)
+        of_rope = _settle_rope(model, text)
         shape = _probe(model, n_layers, limit, id)
-        backend = "torch"
-        if quant != "none" and model.device.type == "cpu":
-            swap = quantize_(_decoder_layers(model, shape), 8 if quant == "int8" else 4)
-            backend = f"torch packed {quant}"
-            notes += _swap_notes(swap, model, quant)
-        elif quant != "none":
-            backend = f"bitsandbytes {quant}"
-        elif (given := getattr(model.config, "quantization_config", None)) is not None:
-            backend = f"{getattr(given, 'quant_method', 'quantized')} as in the checkpoint"
+        parameters = sum(p.numel() for p in model.parameters())
+        backend, of_layers = _pack(model, shape, quant)
+        model.set_attn_implementation(_ATTENTION)
         info = ModelInfo(
             id=id,
             path=path,
@@ -92,9 +85,8 @@ class LM:
             weight_bytes=_weight_bytes(model),
             load_seconds=time.perf_counter() - began,
             revision=revision,
-            notes=notes,
+            notes=(*notes, *of_limit, *of_rope, *of_layers),
         )
-        model.set_attn_implementation(_ATTENTION)
         lm = LM(model, shape, info)
         if verify:
             seam.compare(lm, lambda: _attention(model, "eager"), id)
@@ -116,6 +108,7 @@ class LM:
 
         `quant` int8, int4 or nf4: packed by torch on the CPU, by bitsandbytes on CUDA.
         """
+        began = time.perf_counter()
         where = weights.find_device(device)
         weights.check_quant(source, quant, where)
         if source.is_pickle and not allow_pickle:
@@ -125,18 +118,25 @@ class LM:
         with _quiet():
             config = weights.read_config(source, trust_remote_code)
             model, notes = weights.read_weights(source, config, quant, dtype, where, trust_remote_code)
-            return LM.of(
-                model,
-                id=source.id,
-                path=str(source.path),
-                revision=source.revision,
-                quant=quant,
-                verify=verify,
-                notes=notes,
-            )
+            names = {"id": source.id, "path": str(source.path), "revision": source.revision}
+            lm = LM.of(model, **names, quant=quant, verify=verify, notes=notes)
+        lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
+        return lm
 
 
 # ---- what is packed ----
+
+
+def _pack(model: Any, shape: seam.Shape, quant: str) -> tuple[str, tuple[str, ...]]:
+    """What runs the linear layers, after packing them where that is ours to do, and notes on what stays unpacked."""
+    if quant == "none":
+        given = getattr(model.config, "quantization_config", None)
+        method = getattr(given, "quant_method", "quantized")
+        return ("torch" if given is None else f"{getattr(method, 'value', method)}, as in the checkpoint"), ()
+    if model.device.type != "cpu":
+        return f"bitsandbytes {quant}", ()
+    swap = quantize_(_decoder_layers(model, shape), 8 if quant == "int8" else 4)
+    return f"torch packed {quant}", _swap_notes(swap, model, quant)
 
 
 def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.Module:

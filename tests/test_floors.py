@@ -19,8 +19,8 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "config demo documents files headers layers problems profile profile_file refusals resolve schema settings source "
-        "text toml_places values",
+        "config demo documents files headers layers problems profile profile_file refusals resolve schema settings "
+        "source text toml_places values",
         "api kv machine memory rows sample stats verify",
         "forward model policies seam weights",
         "drafts prune",
