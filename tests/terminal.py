@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -26,9 +27,12 @@ class Terminal:
         args = ["-m", "tests.chat_driver", what, json.dumps(facts)]
         if history := env.pop("history", ""):
             args.append(history)
+        command = [sys.executable, *args]
+        if through := env.pop("through", ""):  # a shell's pipe
+            command = ["sh", "-c", f"{shlex.join(command)} | {through}"]
         self.child = pexpect.spawn(
-            sys.executable,
-            args,
+            command[0],
+            command[1:],
             cwd=str(ROOT),
             env=home | {"TERM": "xterm-256color", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"} | env,
             dimensions=(lines, columns),

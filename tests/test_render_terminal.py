@@ -127,6 +127,17 @@ def test_a_terminal_that_is_not_utf8():
     assert not set("▁▂▃▄▅▆▇█–━×") & set(term.raw)
 
 
+def test_an_answer_that_comes_back_through_a_pipe_is_not_drawn_over():
+    term = Terminal("turn", {"answer": NUMBERED, "delay": 0.005, "read_delay": 0.3}, 200, through="cat -u")
+    term.wait("reading")
+    term.wait("w149")
+    assert term.finish() == 0
+    shown = " ".join(term.lines)
+    assert all(word in shown for word in WORDS)
+    assert "tok  " not in term.raw
+    assert "tokens in" in term.text
+
+
 def run(facts, **env):
     args = [sys.executable, "-m", "tests.chat_driver", "turn", facts]
     return subprocess.run(args, cwd=ROOT, env={"PATH": "", **env}, capture_output=True, check=True)
@@ -164,7 +175,7 @@ def test_the_bar_shows_what_is_read_and_goes_away():
 
 
 def test_ctrl_z_leaves_no_rows_behind():
-    """Nobody continues a process without a shell, and the system does not stop it; the rows come and go all the same."""
+    """The system does not stop a process that no shell could continue; the rows come and go all the same."""
     term = Terminal("turn", {"answer": NUMBERED, "delay": 0.01})
     term.wait("w040")
     term.send("\x1a")

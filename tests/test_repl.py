@@ -244,6 +244,8 @@ def test_documents(talk, tmp_path):
     assert "1  a b␛.md  2 lines  10 tokens  with the next question" in talk.type("/files")
     talk.type("what is in it?")
     assert "with the next question" not in talk.type("/files")
+    assert "forgot 1 question, 0 left; with it went a b␛.md" in talk.type("/undo")
+    talk.type('/file "a b\x1b.md"')
     assert "dropped a b␛.md" in talk.type("/drop 1")
     assert "no document is attached" in talk.type("/files")
     assert "[no_such_document]" in talk.type("/drop 1")

@@ -124,9 +124,14 @@ def _retry(repl: Repl, _: str) -> None:
 
 @slash("undo", "[N]", "forget the last question, or the last N")
 def _undo(repl: Repl, argument: str) -> None:
+    documents = repl.chat.documents
     n = repl.chat.undo(_number(argument or "1", "/undo 2"))
-    left = len(repl.chat.messages) // 2
-    repl.say(f"forgot {_counted(n, 'question')}, {left} left" if n else "there is no question to forget")
+    if not n:
+        repl.say("there is no question to forget")
+        return
+    gone = [d.name for d in documents if not any(d is kept for kept in repl.chat.documents)]
+    along = f"; with it went {neutralise(', '.join(gone), one_line=True)}" if gone else ""
+    repl.say(f"forgot {_counted(n, 'question')}, {len(repl.chat.messages) // 2} left{along}")
 
 
 @slash("edit", "", "change the last question in $EDITOR, and ask it")

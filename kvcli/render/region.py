@@ -30,12 +30,14 @@ class Region:
         self.rows: list[str] = []
         self.width = 0  # at the last draw
         self.is_open = False
+        self.is_over = False
         self.lock = threading.RLock()  # a timer draws the rows while the main thread writes a note
 
     def draw(self, above: Sequence[str], rows: Sequence[str]) -> None:
         """Write finished lines for good, then the rows below them. Nothing is sent when nothing changed."""
         with self.lock:
-            self._draw(above, rows)
+            if not self.is_over:
+                self._draw(above, rows)
 
     def _draw(self, above: Sequence[str], rows: Sequence[str]) -> None:
         width = self.terminal.width
@@ -69,3 +71,9 @@ class Region:
             for stream in self.streams:
                 stream.above = None
             self.rows, self.is_open = [], False
+
+    def end(self) -> None:
+        """Remove the rows for good: a timer that comes late draws nothing."""
+        with self.lock:
+            self.close()
+            self.is_over = True

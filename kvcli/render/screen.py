@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class Screen:
     quiet: bool = False
     clock: Callable[[], float] = time.monotonic
     stdin: TextIO | None = None  # its echo is switched off while a live region is on the screen
+    piped: bool = False  # a program reads stdout, and may write what it reads to the terminal stderr is on
     shared: bool = False  # both streams are the same terminal, so one region can hold answer and row
 
     @classmethod
@@ -32,7 +34,8 @@ class Screen:
         out, err = Terminal.of(world, "stdout"), Terminal.of(world, "stderr")
         shared = out.live and err.live and same_device(world.stdout, world.stderr)
         keys = world.stdin if world.is_tty("stdin") else None
-        return cls(out, err, stats, world.options.quiet, world.clock, keys, shared)
+        piped = is_pipe(world.stdout)
+        return cls(out, err, stats, world.options.quiet, world.clock, keys, piped, shared)
 
 
 def same_device(a: TextIO, b: TextIO) -> bool:
@@ -41,3 +44,12 @@ def same_device(a: TextIO, b: TextIO) -> bool:
         return os.fstat(a.fileno()).st_rdev == os.fstat(b.fileno()).st_rdev
     except (OSError, ValueError, AttributeError):
         return a is b
+
+
+def is_pipe(stream: TextIO) -> bool:
+    """Whether what is written goes to another program, not to a file or a terminal."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

@@ -88,6 +88,9 @@ class TurnView:
         if self.region is not None and self.screen.shared:
             self.said.append(text)
         elif text:
+            if self.screen.piped and self.region is not None:
+                # `| tee` writes to the same terminal: rows would land on the answer
+                self.region.end()
             out.write(text)
             self.ended_line = text.endswith("\n")
 
@@ -204,19 +207,14 @@ class Busy:
         self.screen, self.word = screen, word
         self.region = Region(screen.err, screen.out) if screen.shared else Region(screen.err)
         self.started = screen.clock()
-        self.is_over = False
 
     def draw(self) -> None:
-        with self.region.lock:
-            if not self.is_over:
-                row = self.screen.err.paint(busy(self.word, self.screen.clock() - self.started, self.screen.err.width))
-                self.region.draw([], [row] if row else [])
+        row = self.screen.err.paint(busy(self.word, self.screen.clock() - self.started, self.screen.err.width))
+        self.region.draw([], [row] if row else [])
 
     def stop(self) -> None:
         """Take the word away early: something else is about to write to the terminal, a download for example."""
-        with self.region.lock:
-            self.is_over = True
-            self.region.close()
+        self.region.end()
 
 
 @contextmanager

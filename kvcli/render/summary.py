@@ -32,7 +32,9 @@ def header(info: ModelInfo, opening: Opening, width: int) -> list[str]:
     """Two lines: what runs, and how much fits."""
     model = f"{info.id} (bundled, toy answers)" if info.id == "demo" else info.id
     promise = f", {opening.exactness}" if opening.exactness else ""
-    place = info.device + (f", {opening.threads} threads" if opening.threads and info.device == "cpu" else "")
+    place = info.device + (
+        f", {opening.threads} thread{'s' * (opening.threads > 1)}" if opening.threads and info.device == "cpu" else ""
+    )
     quant = "" if info.quant in ("", "none") else info.quant
     limit = f" (model limit {f.count(info.limit)})" if info.limit else ""
     first = [f"kvcli {opening.version}", model, f"{opening.profile}{promise}", quant, place]
