@@ -80,7 +80,11 @@ class World:
     def real(cls) -> World:
         """Python leaves None for a stream that was closed before it started; then nothing is read or written."""
         streams = sys.stdin or nothing("r"), sys.stdout or nothing("w"), sys.stderr or nothing("w")
-        return cls(*streams, os.environ, Path.cwd(), Paths.of(os.environ))
+        try:
+            cwd = Path.cwd()
+        except FileNotFoundError:  # somebody removed it
+            cwd = Path(".")
+        return cls(*streams, os.environ, cwd, Paths.of(os.environ))
 
     def stream(self, name: Stream) -> TextIO:
         return {"stdin": self.stdin, "stdout": self.stdout, "stderr": self.stderr}[name]

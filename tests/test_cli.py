@@ -310,6 +310,13 @@ def test_no_stdout_at_all(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_folder_that_is_gone(tmp_path):
+    (tmp_path / "gone").mkdir()
+    line = f"cd {tmp_path}/gone; rmdir ../gone; PYTHONPATH={ROOT} {' '.join(KVCLI)} config path --json"
+    done = subprocess.run(["bash", "-c", line], env=environment(tmp_path), capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_completion_scripts_are_printed(tmp_path):
     env = environment(tmp_path) | {"_KVCLI_COMPLETE": "source_bash"}
     done = subprocess.run(KVCLI, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
