@@ -44,7 +44,9 @@ def take_common(command: Any) -> Any:
     """Give a command, and all commands below it, the common options."""
     taken = {name for param in command.params for name in param.opts}
     command.params += [param for param in _params() if not taken & set(param.opts)]
-    for param in command.params:
+    command.context_settings = {**command.context_settings, "help_option_names": ["-h", "--help"]}
+    help_ = command.get_help_option(command.context_class(command, **command.context_settings))
+    for param in [*command.params, *filter(None, [help_])]:
         if getattr(param, "is_flag", False) or getattr(param, "count", False):
             param.metavar = ""  # Typer would write <bool>
     for below in getattr(command, "commands", {}).values():
