@@ -158,6 +158,12 @@ def test_overflow_exits_6_with_the_numbers(machine):
     assert (document["code"], document["exit"]) == ("context_overflow", 6)
 
 
+def test_a_window_beyond_the_model_is_refused_and_not_shrunk(machine):
+    done = machine("chat", "--dry-run", "--ctx", "100k")
+    assert done.exit == 9
+    assert "its limit is 8,192 tokens; --ctx asks for 102,400" in " ".join(done.err.split())
+
+
 @pytest.mark.parametrize("args", [["--no-input"], ["--json"]])
 def test_a_terminal_without_a_question_where_nothing_may_be_asked(machine, args):
     done = machine("chat", *args, tty=("stdin", "stdout", "stderr"))

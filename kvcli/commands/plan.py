@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.commands.ask import read_file
 from kvcli.commands.models import find, kind_of, look_at
+from kvcli.commands.setup import refuse_beyond
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus
 from kvcli.render.figures import count, long_size
@@ -44,9 +45,8 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
     documents = [read_file(world, name) for name in files]
     entry = look_at(world, setup.name, kind_of(world, setup.name), profile.load.allow_pickle, strict=True)
     found = find(world, setup.name, profile.load.allow_pickle)
-    limit = profile.context.limit
-    most = entry.context or 0
-    context = most if limit == "auto" else min(int(limit), most or int(limit))
+    refuse_beyond(profile, entry.context or 0, setup.name)
+    context = (entry.context or 0) if profile.context.limit == "auto" else int(profile.context.limit)
     return PlanDocument(
         model=entry,
         profile=profile.name,

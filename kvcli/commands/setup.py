@@ -48,6 +48,7 @@ class Setup:
     model: str | None = None  # as typed; None = the default model
     flags: Flags = field(default_factory=dict)
     exact: bool = False
+    most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
 
     @property
     def entry(self) -> Entry:
@@ -86,7 +87,9 @@ class Setup:
         typed = self.world.options.set
         new = sets[len(typed) :] if list(sets[: len(typed)]) == typed else sets
         changed = {item.partition("=")[0].strip() for item in new}
-        return self._profile(name, sets, {key: flag for key, flag in self.flags.items() if key not in changed})
+        profile = self._profile(name, sets, {key: flag for key, flag in self.flags.items() if key not in changed})
+        refuse_beyond(profile, self.most, self.name)
+        return profile
 
     def load(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Model:
         """Load the model; `tell` hears of a download."""
@@ -96,6 +99,8 @@ class Setup:
 
         model = load(self.entry.path, profile, offline=self.world.options.offline, tell=tell)
         info = model.info = replace(model.info, id=self.name)
+        self.most = info.limit
+        refuse_beyond(profile, self.most, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
         return model
 
@@ -110,4 +115,17 @@ def refuse_inexact(profile: Profile) -> None:
             lines=[f"{key} = {profile.values[key]} ({profile.origins[key]}) can change the text" for key in wrong],
             detail={key: profile.values[key] for key in wrong},
             try_=["-P exact", *(f"--set {key}={EXACT[key]}" for key in wrong)],
+        )
+
+
+def refuse_beyond(profile: Profile, most: int, model: str) -> None:
+    """A window that the model cannot hold is not made smaller in silence."""
+    asked = profile.context.limit
+    if asked != "auto" and int(asked) > most > 0:
+        raise BadConfig(
+            f"context.limit = {asked:,} is more than {model} was made for",
+            code="beyond_model",
+            lines=[f"its limit is {most:,} tokens; {profile.origins['context.limit']} asks for {asked:,}"],
+            detail={"asked": asked, "limit": most},
+            try_=["--ctx max", f"--ctx {most}"],
         )
