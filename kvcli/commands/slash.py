@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.documents import read_document
+from kvcli.commands.ask import read_file
 from kvcli.errors import BadInput, UsageError
 from kvcli.render import figures as f
 from kvcli.render import tables
@@ -97,7 +97,7 @@ def _help(repl: Repl, argument: str) -> None:
         return
     repl.listing(table())
     repl.say("")
-    repl.say('A text of several lines stands between """ and """, or has Alt-Enter at the line ends.')
+    repl.say('For several lines put """ before and after, or end a line with Alt-Enter.')
     repl.say("//text sends a text that begins with a slash. Ctrl-C stops an answer.")
 
 
@@ -154,7 +154,7 @@ def _file(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
         raise UsageError("which file?", try_=["/file report.md", "/file demo:report"])
-    document = read_document(path if path.startswith(("~", "demo:")) else repl.world.cwd / path)
+    document = read_file(repl.world, path)
     repl.chat.attach(document)
     tokens = document.tokens(repl.chat.model.tokenizer)
     name = neutralise(document.name, one_line=True)
