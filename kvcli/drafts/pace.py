@@ -1,9 +1,9 @@
 """Decide from the clock when drafting pays.
 
-The rule is the marginal one of Sequoia (arXiv 2402.12374) and DySpec (arXiv 2410.11744): a row is worth verifying when
-its chance of acceptance exceeds what the row costs at the present rate. Costs are measured while decoding, in passes:
-one unit is the time of a pass with one row, so that a context that grows or a machine that slows down moves both sides
-alike. What is decided here changes the speed and never the text.
+The rule is the marginal one of Sequoia (arXiv 2402.12374): a row is worth verifying when its chance of acceptance
+exceeds what the row costs at the present rate. Costs are measured while decoding, in passes: one unit is the time of a
+pass with one row, so that a context that grows or a machine that slows down moves both sides alike. What is decided
+here changes the speed and never the text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Report:
     """What `/spec` shows. Seconds, passes, and speed as a multiple of plain decoding."""
 
     paused: bool
-    reason: str  # why drafting pauses, or what it does
+    reason: str  # why drafting pauses, in words
     paused_passes: int
     plain_pass: float  # median seconds of a pass with one row, 0 = not measured
     gain: float | None  # speed over plain decoding in the last passes, None = not measured
@@ -98,7 +98,7 @@ class Clock:
 
     def time_plain(self, seconds: float) -> bool:
         """A plain pass took this long; False if that contradicts the ones before, which are then forgotten."""
-        is_steady = not self._plain or 1 / _STEADY < seconds / self.plain < _STEADY
+        is_steady = not self.plain or 1 / _STEADY < seconds / self.plain < _STEADY
         if not is_steady:
             self._plain.clear()
         self._plain.append(seconds)
@@ -187,7 +187,8 @@ class Pace:
             return
         if self._mode is Mode.PLAIN and not guesses:
             is_steady = self._clock.time_plain(seconds)
-            self._timed, self._owed = self._passes, max(0, self._owed - 1) if is_steady else 2
+            self._timed = self._passes
+            self._owed = max(0, self._owed - 1) if is_steady else 2
         if not self._clock.plain:
             return
         units = seconds / self._clock.plain
@@ -223,7 +224,8 @@ class Pace:
     @staticmethod
     def _rate(passes: Sequence[Timed]) -> float:
         """Speed as a multiple of plain decoding."""
-        return sum(p.tokens for p in passes) / sum(p.units for p in passes) if passes else 0.0
+        units = sum(p.units for p in passes)
+        return sum(p.tokens for p in passes) / units if units else 0.0
 
     def _note(self, timed: Timed) -> None:
         self._recent.append(timed)
@@ -258,4 +260,4 @@ class Pace:
 
 
 def _stair(rows: int) -> int:
-    return next(stair for stair in _STAIRS if rows <= stair)
+    return next((stair for stair in _STAIRS if rows <= stair), rows)

@@ -172,3 +172,10 @@ def test_the_rows_that_pay_are_chosen():
     assert pace.rows([0.9], safe=9) == 1
     assert pace.rows([0.5], safe=9) == 0
     assert pace.rows([], safe=9) == 0
+
+
+def test_a_clock_that_stands_still_breaks_nothing():
+    pace = Pace()
+    for _ in range(200):
+        pace.observe(pace.rows([0.5] * 200, safe=200) if pace.mode() is Mode.DRAFT else 0, 1, 0.0)
+    assert not pace.report().paused
