@@ -17,8 +17,9 @@ Note = Callable[[str], None]
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # how decoders write bytes that are not, or not yet, a character
 WINDOW = 4  # tokens kept as context; an unfinished character has at most three bytes, so at most three tokens
 
-# Text that spells a control token is put between these while the template runs (both are private use characters).
-OPEN, CLOSE = "\ue0f0", "\ue0f1"
+# Text that spells a control token is put between these while the template runs. Both are noncharacters, which Unicode
+# keeps free for such inner use.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 # --- ids to text

@@ -155,6 +155,7 @@ def test_errors_as_json_go_to_stdout(machine):
         (["chat", "--stats", "loud"], "live"),
         (["chat", "--temperature", "hot"], "'--temperature'"),
         (["chat", "-p"], "requires an argument"),
+        (["chat", "-f", "-", "-p", "Hi"], "leave it out"),
         (["chat", "--stream", "-p", "Hi"], "--stream needs --json"),
         (["chat", "--greedy", "-t", "0.7", "-p", "Hi"], "exclude each other"),
         (["chat", "-n", "many", "-p", "Hi"], "--max-new-tokens takes tokens"),

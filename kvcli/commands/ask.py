@@ -50,6 +50,9 @@ def read_question(
 
 def read_file(world: World, name: str) -> Document:
     """A document by its path, relative to where the user is, or the bundled one."""
+    if name == "-":
+        hint = "leave it out: with -p, standard input is attached by itself"
+        raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
     return read_document(name if name == BUNDLED else world.cwd / Path(name).expanduser(), name=name)
 
 
