@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from kvcli.api import Turn
 from kvcli.commands.setup import Setup
 from kvcli.commands.turn_json import Run, turn_document
+from kvcli.demo import weights_dir
 from kvcli.schemas import DOCUMENTS, json_schema
 from kvcli.stats import Stats
 from tests.fake_model import fake_info
@@ -283,8 +284,9 @@ def kvcli(tmp_path_factory):
     }  # fmt: skip
 
     def start(*args, **options):
+        options["env"] = env | options.get("env", {})
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-        return subprocess.Popen([sys.executable, "-m", "kvcli", *args], cwd=ROOT, env=env, **pipes)
+        return subprocess.Popen([sys.executable, "-m", "kvcli", *args], cwd=ROOT, **pipes)
 
     return start
 
@@ -299,6 +301,21 @@ def test_the_demo_finds_a_fact_in_its_report(kvcli):
     spec = document["spec"]
     assert spec["accepted_tokens"] == sum(i * n for i, n in enumerate(spec["histogram"]))
     assert spec["tokens_per_pass"] * spec["passes"] == pytest.approx(document["tokens"]["new"])
+
+
+def test_a_revision_that_the_config_pins_is_the_one_that_is_loaded(kvcli, tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for file in weights_dir().iterdir():
+        (snapshot / file.name).symlink_to(file)
+    config = tmp_path / "c.toml"
+    config.write_text(f'[models.mine]\npath = "some/model"\nrevision = "{commit}"\n')
+    args = ["chat", "mine", "-p", "Hello", "--json", "-n", "2", "--config", str(config)]
+    out, err = kvcli(*args, env={"HF_HOME": str(tmp_path)}).communicate(timeout=300)
+    document = json.loads(out)
+    assert document.get("model") == {"id": "mine", "revision": commit, "dtype": "bfloat16", "quant": "none"}, err
+    assert document["finish"] == "length"
 
 
 def test_ctrl_c_keeps_what_was_said_and_exits_130(kvcli):

@@ -95,10 +95,17 @@ class Setup:
         """Load the model; `tell` hears of a download."""
         # transformers reads it when imported; its warnings are about what kvcli checks itself
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        from kvcli import source
         from kvcli.local import load
 
-        model = load(self.entry.path, profile, offline=self.world.options.offline, tell=tell)
-        info = model.info = replace(model.info, id=self.name)
+        entry, offline, commit = self.entry, self.world.options.offline, ""
+        where = entry.path
+        if entry.revision:  # the config pins a commit, a tag or a branch
+            pickle = profile.load.allow_pickle
+            found = source.find(where, offline=offline, revision=entry.revision, allow_pickle=pickle, tell=tell)
+            where, commit = str(found.path), found.revision
+        model = load(where, profile, offline=offline, tell=tell)
+        info = model.info = replace(model.info, id=self.name, revision=commit or model.info.revision)
         self.most = info.limit
         refuse_beyond(profile, self.most, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
