@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MANY = {8: 48, 4: 80}  # rows from which unpacking wins
+MANY = {8: 16, 4: 64}  # rows from which unpacking wins
 _STRETCH = 1 << 21  # weights unpacked at a time: 4 MiB in bfloat16, small enough to stay in cache
 
 
