@@ -18,6 +18,7 @@ from transformers.utils import logging
 from kvcli import forward, seam, weights
 from kvcli.api import ModelInfo
 from kvcli.errors import BadModel
+from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed.module import Swap, quantize_
 from kvcli.source import Source
 
@@ -49,13 +50,14 @@ class LM:
         path: str = "",
         revision: str = "",
         quant: str = "none",
+        device: torch.device | None = None,
         verify: bool = False,
         notes: tuple[str, ...] = (),
     ) -> LM:
         """Wrap a transformers causal LM that is already built; its layers are left as they are.
 
-        With `quant` int8 or int4 on the CPU the decoder's linear layers are packed here. Raises BadModel for a model
-        whose attention is not one we serve.
+        With `quant` the decoder's linear layers are packed here, by what serves `device` (None: where the model is).
+        Raises BadModel for a model whose attention is not one we serve.
         """
         began = time.perf_counter()
         _register()
@@ -65,7 +67,7 @@ class LM:
         of_rope = _settle_rope(model, text)
         shape = _probe(model, n_layers, limit, id)
         parameters = sum(p.numel() for p in model.parameters())
-        backend, of_layers = _pack(model, shape, quant)
+        backend, of_layers = _pack(model, shape, quant, device or model.device)
         model.set_attn_implementation(_ATTENTION)
         info = ModelInfo(
             id=id,
@@ -117,26 +119,38 @@ class LM:
             torch.set_num_threads(threads)
         with _quiet():
             config = weights.read_config(source, trust_remote_code)
-            model, notes = weights.read_weights(source, config, quant, dtype, where, trust_remote_code)
+            model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code)
             names = {"id": source.id, "path": str(source.path), "revision": source.revision}
-            lm = LM.of(model, **names, quant=quant, verify=verify, notes=notes)
+            lm = LM.of(model, **names, quant=quant, device=where, verify=verify, notes=notes)
+        lm.block()
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
+
+    def block(self) -> None:
+        """Lay bf16 weights on the CPU out as its kernels want them, once instead of in every pass. Same numbers."""
+        if done := block_(self.model):
+            self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers in oneDNN's blocks")
 
 
 # ---- what is packed ----
 
 
-def _pack(model: Any, shape: seam.Shape, quant: str) -> tuple[str, tuple[str, ...]]:
-    """What runs the linear layers, after packing them where that is ours to do, and notes on what stays unpacked."""
+def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tuple[str, tuple[str, ...]]:
+    """Bring the model to `device`, packed as asked: what runs its linear layers, and notes on what stays unpacked."""
     if quant == "none":
+        if model.device.type != device.type:
+            model.to(device)
         given = getattr(model.config, "quantization_config", None)
         method = getattr(given, "quant_method", "quantized")
         return ("torch" if given is None else f"{getattr(method, 'value', method)}, as in the checkpoint"), ()
-    if model.device.type != "cpu":
-        return f"bitsandbytes {quant}", ()
-    swap = quantize_(_decoder_layers(model, shape), 8 if quant == "int8" else 4)
-    return f"torch packed {quant}", _swap_notes(swap, model, quant)
+    layers = _decoder_layers(model, shape)
+    if device.type == "cpu":
+        swap, backend = quantize_(layers, 8 if quant == "int8" else 4), f"torch packed {quant}"
+    else:
+        swap = weights.quantize_with_bitsandbytes(layers, quant, device)
+        backend = f"bitsandbytes {'fp4' if quant == 'int4' else quant}"
+    model.to(device)
+    return backend, _swap_notes(swap, model, quant)
 
 
 def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.Module:
@@ -244,8 +258,11 @@ def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
 
     AttentionInterface.register(_PROBE, attention)
     AttentionMaskInterface.register(_PROBE, probe.mask)
-    with _attention(model, _PROBE):
-        return seam.shape_of(model, probe, n_layers, limit, name)
+    try:
+        with _attention(model, _PROBE):
+            return seam.shape_of(model, probe, n_layers, limit, name)
+    finally:
+        probe.layers.clear()  # transformers' registry keeps the probe, and the probe must not keep the model
 
 
 @contextmanager

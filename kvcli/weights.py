@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvcli.errors import BadModel, UsageError
+from kvcli.kernels.linear_packed.module import Swap
 from kvcli.source import Source
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -43,9 +46,12 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
 
 
 def read_weights(
-    source: Source, config: Any, quant: str, dtype: str, device: torch.device, trust_remote_code: bool
+    source: Source, config: Any, dtype: str, device: torch.device, trust_remote_code: bool
 ) -> tuple[Any, tuple[str, ...]]:
-    """The model with every tensor from its files, and what to tell about them."""
+    """The model with every tensor from its files, on the CPU, where they are mapped; and what to tell about them.
+
+    A checkpoint that is quantized already goes to `device` at once: moving it later is not allowed.
+    """
     remote = trust_remote_code and "AutoModelForCausalLM" in source.config.get("auto_map", {})
     if not remote and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BadModel(
@@ -54,19 +60,17 @@ def read_weights(
             lines=["transformers has no class of that architecture that continues text"],
             try_=["docs/models.md lists what runs"],
         )
-    extra: dict[str, Any] = {"quantization_config": _bitsandbytes(quant, dtype)} if quant != "none" else {}
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
             dtype="auto" if dtype == "auto" else _DTYPES[dtype],
-            device_map={"": str(device)} if device.type != "cpu" else None,
+            device_map={"": str(device)} if "quantization_config" in source.config and device.type != "cpu" else None,
             attn_implementation="eager",  # ours comes once the model is built: LM.of asks it how it attends first
             use_safetensors=not source.is_pickle,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
-            **(extra if device.type == "cuda" else {}),
         )
     except torch.OutOfMemoryError:
         raise
@@ -145,12 +149,32 @@ def check_quant(source: Source, quant: str, device: torch.device) -> None:
         )
 
 
-def _bitsandbytes(quant: str, dtype: str) -> Any:
-    """transformers' settings for CUDA; it imports bitsandbytes itself, late."""
-    if quant == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4" if quant == "nf4" else "fp4",
-        bnb_4bit_compute_dtype=_DTYPES.get(dtype, torch.bfloat16),
-    )
+@torch.no_grad()
+def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device) -> Swap:
+    """Replace every plain `nn.Linear` below `root` and move it to `device`, one at a time.
+
+    Done here and not by transformers, which needs one more package for it and puts whole layers on the device first.
+    """
+    import bitsandbytes as bnb
+
+    # said at the first product of a process: int8 products take their inputs in float16, whatever the model's dtype
+    warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")
+    count, numbers, nbytes = 0, 0, 0
+    for parent in list(root.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not nn.Linear:
+                continue
+            size, has_bias, weight = (layer.in_features, layer.out_features), layer.bias is not None, layer.weight.data
+            if quant == "int8":
+                fresh = bnb.nn.Linear8bitLt(*size, bias=has_bias, has_fp16_weights=False, threshold=6.0, device="meta")
+                fresh.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+            else:
+                kind = "nf4" if quant == "nf4" else "fp4"
+                fresh = bnb.nn.Linear4bit(
+                    *size, bias=has_bias, compute_dtype=weight.dtype, quant_type=kind, device="meta"
+                )
+                fresh.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type=kind)
+            fresh.bias = layer.bias
+            setattr(parent, name, fresh.to(device).eval())  # moving is what quantizes
+            count, numbers, nbytes = count + 1, numbers + weight.numel(), nbytes + fresh.weight.nbytes
+    return Swap(count, {}, numbers, nbytes)

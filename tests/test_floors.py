@@ -35,7 +35,7 @@ ONLY = {
     "transformers": {"demo", "forward", "local", "model", "source", "text", "weights"},
     "torch": {"demo", "kernels"} | FLOORS[2] | FLOORS[3] | FLOORS[4] | {"build", "session"},
     "triton": {"kernels"},
-    "bitsandbytes": {"model"},
+    "bitsandbytes": {"weights"},
 }
 METHODS = {"drafts", "policies", "prune"}  # folders of registered methods; each has a base.py that anyone above may use
 

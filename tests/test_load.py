@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import socket
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from kvcli import source
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.model import LM
+from kvcli.weights import quantize_with_bitsandbytes
 from tests.families import build, config_of
 
 torch.set_num_threads(1)
@@ -113,6 +116,14 @@ def test_loading_prints_nothing(sharded: Path, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_model_that_nobody_holds_is_freed():
+    lm = LM.of(build("llama"), verify=True)
+    gone = weakref.ref(lm.model)
+    del lm
+    gc.collect()
+    assert gone() is None
+
+
 def test_pickles_load_when_allowed(folder: Path):
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -185,6 +196,21 @@ def test_layers_that_cannot_be_packed_are_counted(tmp_path: Path):
 def test_experts_that_stay_unpacked_are_counted():
     notes = LM.of(build("qwen3_moe", hidden_size=64), quant="int8").info.notes
     assert "experts are no linear layers and stay unpacked" in notes[-1]
+
+
+@pytest.mark.parametrize(("quant", "within"), [("int8", 0.02), ("int4", 0.15), ("nf4", 0.13)])
+@pytest.mark.filterwarnings("ignore")
+def test_bitsandbytes_layers_take_the_place_of_linear_ones(quant: str, within: float):
+    """What CUDA gets, run on the CPU, where nobody would want it."""
+    layers = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)))
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        before = layers[0](x)
+        swap = quantize_with_bitsandbytes(layers, quant, torch.device("cpu"))
+        off = (layers[0](x) - before).square().mean().sqrt() / before.square().mean().sqrt()
+    assert (swap.packed, swap.weights) == (2, 128 * 64 + 64 * 64)
+    assert swap.nbytes == swap.weights // (1 if quant == "int8" else 2)
+    assert 0 < off < within
 
 
 def test_nf4_on_a_cpu_says_what_to_type(folder: Path):
