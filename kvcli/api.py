@@ -24,7 +24,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of the answer, whole characters only; `ids` are the tokens the passes so far added for it."""
+    """A piece of the answer, whole characters only; `ids` are the tokens that came since the piece before."""
 
     text: str
     ids: tuple[int, ...]

@@ -24,12 +24,16 @@ from kvcli.transcript import Message, export_chat, load_chat, save_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvcli.profile import Profile
+
 
 class Speaker(Protocol):
     """The part of a loaded model that a conversation uses."""
 
     @property
     def info(self) -> ModelInfo: ...
+    @property
+    def profile(self) -> Profile: ...
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
     def stream(
@@ -40,6 +44,7 @@ class Speaker(Protocol):
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
+        seed: int | None = None,
     ) -> Events: ...
 
 
@@ -58,6 +63,7 @@ class Chat:
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached, not asked about yet
         self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
+        self._retries = 0
         self._heard: tuple[str, list[int]] = ("", [])  # the last prompt with its answer, as text and as ids
 
     # --- asking
@@ -77,6 +83,7 @@ class Chat:
         max_new_tokens: int | None = None,
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> Generator[Event]:
         """Ask, and get the answer in events, `End` last.
 
@@ -87,7 +94,9 @@ class Chat:
             raise BadInput("the question is empty", code="empty_prompt")
         question = Message("user", text, tuple(self.pending))
         prompt, ids = self._prompt([*self.messages, question])
-        events = self.model.stream(ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, stop=stop, cancel=cancel)
+        events = self.model.stream(
+            ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, stop=stop, cancel=cancel, seed=seed
+        )
         said: list[str] = []
         ended = False
         try:
@@ -105,8 +114,9 @@ class Chat:
             raise
 
     def retry(self, **options: Any) -> Generator[Event]:
-        """Ask the last question again in place of its answer."""
-        return self.edit(self.last_question, **options)
+        """Ask the last question again in place of its answer, with other noise: a sampled answer comes out anew."""
+        self._retries += 1
+        return self.edit(self.last_question, **{"seed": self.model.profile.sample.seed + self._retries, **options})
 
     def edit(self, text: str, **options: Any) -> Generator[Event]:
         """Ask `text` in place of the last question, with the same documents. If it fails, nothing has changed."""

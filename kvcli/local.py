@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli import build
 from kvcli.api import Cancel, End, Events, Finish, Live, ModelInfo, Prompt, Read, Text, Turn
-from kvcli.errors import BadConfig, BadInput, ContextOverflow
+from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow
 from kvcli.kv.slots import nbytes
 from kvcli.memory import peak_bytes
 from kvcli.stats import Stats
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvcli.conversation import Chat
     from kvcli.model import LM
     from kvcli.profile import Profile
+    from kvcli.source import Source
 
 
 def load(
@@ -35,15 +36,14 @@ def load(
     profile: str | Profile | None = None,
     set: Mapping[str, object] | None = None,
     *,
+    revision: str | None = None,
     offline: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Model:
-    """Load `demo`, a folder or a hub id. `set` overrides profile keys: {"load.device": "cpu"}.
+    """Load `demo`, a folder or a hub id, at `revision`. `set` overrides profile keys: {"load.device": "cpu"}.
 
     A hub id is downloaded only with `offline=False` and a `tell` to say so to. Raises KvcliError subclasses.
     """
-    from transformers import AutoTokenizer
-
     from kvcli import source
     from kvcli.model import LM
     from kvcli.profile import Profile
@@ -53,7 +53,7 @@ def load(
         chosen = chosen.replace(**_nested(set))
     began = time.perf_counter()
     wants = chosen.load
-    found = source.find(model, offline=offline, allow_pickle=wants.allow_pickle, tell=tell)
+    found = source.find(model, offline=offline, revision=revision, allow_pickle=wants.allow_pickle, tell=tell)
     lm = LM.load(
         found,
         quant=wants.quant,
@@ -64,8 +64,27 @@ def load(
         trust_remote_code=wants.trust_remote_code,
         verify=wants.verify,
     )
-    tokenizer = AutoTokenizer.from_pretrained(found.path, trust_remote_code=wants.trust_remote_code)
+    tokenizer = _tokenizer(found, wants.trust_remote_code)
     return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began)
+
+
+def _tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            found.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise BadModel(
+            f"{found.id} has no tokenizer that can be read",
+            code="bad_tokenizer",
+            lines=[said[0]],
+            try_=["put tokenizer.json and tokenizer_config.json beside config.json"],
+        ) from error
+    tokenizer.model_max_length = 1 << 40  # the window is checked here, with numbers; no second warning
+    return tokenizer
 
 
 class Model:
@@ -98,7 +117,13 @@ class Model:
             raise BadConfig(
                 "the weights are loaded already, and this changes how",
                 code="needs_reload",
-                lines=[f"load: {self.profile.load} -> {profile.load}"],
+                lines=[
+                    f"load.{key}: {old} -> {new}"
+                    for (key, old), new in zip(
+                        asdict(self.profile.load).items(), asdict(profile.load).values(), strict=True
+                    )
+                    if old != new
+                ],
                 try_=["leave and start again with --profile or --set"],
             )
         return Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds)
@@ -134,11 +159,14 @@ class Model:
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
+        seed: int | None = None,
     ) -> Events:
-        """One answer in events: Live and Read first, then Text as it comes, End last.
+        """One answer in events: Live and Read first, then Text as it comes, End last. `seed` replaces the profile's.
 
         What the store already holds of the prompt is not read again. Raises ContextOverflow before reading anything.
         """
+        sampler = self.session.sampler
+        self.session.sampler = replace(sampler, seed=self.profile.sample.seed if seed is None else seed)
         ids = self.encode(prompt)
         new = self._room(len(ids), max_new_tokens or self.profile.sample.max_new_tokens)
         stops = () if ignore_eos else self.lm.stop_ids
@@ -199,7 +227,10 @@ class Model:
 
     def _write(self, new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel, stats: Stats) -> Events:
         words, said, answer = Detokenizer(self.tokenizer), [], list[int]()
+        before = self.session.drafter.report()
+        paused = before.paused_passes if before else 0
         finish: Finish = "interrupted" if cancel() else "length"
+        shown = 0  # tokens of the answer that went out with a piece
         for step in self.session.stream(new, stops, cancel):
             stats.fold(step)
             stats.first_token = stats.first_token or stats.read + step.seconds
@@ -208,7 +239,8 @@ class Model:
             piece = strings.push(words.push([i for i in step.new if i not in stops]))
             if piece:
                 said.append(piece)
-                yield Text(piece, tuple(answer))
+                yield Text(piece, tuple(answer[shown:]))
+                shown = len(answer)
             if step.new[-1] in stops or strings.is_hit:
                 finish = "stop"
                 break
@@ -216,7 +248,10 @@ class Model:
         rest = strings.push(words.finish()) + strings.finish()
         if rest:
             said.append(rest)
-            yield Text(rest, tuple(answer))
+            yield Text(rest, tuple(answer[shown:]))
+        if (report := self.session.drafter.report()) is not None:
+            stats.paused_passes = report.paused_passes - paused
+            stats.paused_why = report.reason if report.paused else ""
         yield End(Turn("".join(said), tuple(answer), finish, stats))
 
     def _measure(self, stats: Stats) -> None:

@@ -52,6 +52,7 @@ class Stats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     paused_passes: int = 0
+    paused_why: str = ""  # in words, while drafting pauses
     histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i guesses
     recent: list[int] = field(default_factory=list)  # tokens gained by each of the last passes, for the sparkline
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier

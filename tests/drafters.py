@@ -26,6 +26,9 @@ class Scripted:
     def observe(self, step: Step) -> None:
         self.steps.append(step)
 
+    def report(self) -> None:
+        return None
+
     def ahead(self, ids: Sequence[int], n: int) -> list[int]:
         return self.truth[len(ids) : len(ids) + n]
 

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from kvcli.api import Cancel, End, Event, Finish, Live, ModelInfo, Read, Text, Turn
@@ -39,6 +40,7 @@ class FakeTokenizer:
 class FakeProfile:
     name: str = "fafo"
     exactness: str = "exact"
+    sample: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(seed=5))
 
 
 def fake_info(**changes: Any) -> ModelInfo:
@@ -65,6 +67,7 @@ class FakeModel:
     info: ModelInfo = field(default_factory=fake_info)
     tokenizer: Any = field(default_factory=FakeTokenizer)
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked
+    seeds: list[int | None] = field(default_factory=list)  # and with which seed
 
     def stream(
         self,
@@ -74,7 +77,9 @@ class FakeModel:
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
+        seed: int | None = None,
     ) -> Iterator[Event]:
+        self.seeds.append(seed)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if len(ids) > self.info.limit:
             raise ContextOverflow(
@@ -111,7 +116,7 @@ class FakeModel:
             stats.first_token = stats.first_token or stats.read + 0.01
             stats.kv, stats.context = dict(self.kv), n + stats.new
             said += piece
-            yield Text(piece, tuple(map(ord, said)))
+            yield Text(piece, tuple(map(ord, piece)))
         return said
 
     def with_profile(self, profile: FakeProfile) -> FakeModel:

@@ -190,6 +190,13 @@ def test_what_waits_for_the_next_question_is_not_part_of_a_retry(chat, model):
     assert [d.name for d in chat.pending] == ["later.md"]
 
 
+def test_each_retry_draws_anew(chat, model):
+    chat.send("How deep?")
+    for _ in range(2):
+        list(chat.retry())
+    assert model.seeds == [None, 6, 7]
+
+
 def test_nothing_to_retry(chat):
     for change in (chat.retry, lambda: list(chat.edit("x"))):
         with pytest.raises(BadInput, match="no question"):

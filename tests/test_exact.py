@@ -36,7 +36,8 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 Make = Callable[[Sequence[int]], Drafter]
 DRAFTERS: dict[str, Make] = {
-    "ngram": lambda truth: Ngram(min_match=1).drafter(),
+    "ngram": lambda truth: Ngram().drafter(),
+    "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
     **{
         kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]
         for kind in drafters.ADVERSARIES

@@ -118,7 +118,7 @@ def print_events(world: World, events: Iterable[Event], info: ModelInfo, run: Ru
     print_json(
         world, Start(event="start", kvcli=__version__, model=model_facts(info), engine="local", profile=run.profile)
     )
-    tell_stats = _stats_lines(world)
+    tell_stats, tokens = _stats_lines(world), 0
     for event in events:
         if isinstance(event, Read):
             print_json(
@@ -126,7 +126,8 @@ def print_events(world: World, events: Iterable[Event], info: ModelInfo, run: Ru
                 ReadEvent(event="read", done=event.done, total=event.total, cached=event.cached, seconds=event.seconds),
             )
         elif isinstance(event, Text):
-            print_json(world, TextEvent(event="text", text=event.text, tokens=len(event.ids)))
+            tokens += len(event.ids)
+            print_json(world, TextEvent(event="text", text=event.text, tokens=tokens))
             tell_stats(None)
         elif isinstance(event, Live):
             tell_stats(event.stats)

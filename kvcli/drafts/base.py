@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from kvcli.drafts.pace import Report
     from kvcli.policies.base import Policy
     from kvcli.rows import Draft
     from kvcli.stats import Step
@@ -27,6 +28,9 @@ class Drafter(Protocol):
 
     def observe(self, step: Step) -> None:
         """What one step made of the proposal; called once after each step, in order."""
+
+    def report(self) -> Report | None:
+        """How drafting fares and why it pauses, for people; None if there is nothing to say."""
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,6 @@ class Off:
 
     def observe(self, step: Step) -> None:
         return
+
+    def report(self) -> Report | None:
+        return None

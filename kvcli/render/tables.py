@@ -70,7 +70,7 @@ def _drafts(stats: Stats) -> list[str]:
     paused = f"{f.count(stats.paused_passes)} passes"
     return [
         f"guesses     {taken}",
-        f"paused      {paused}" + (": plain decoding was faster" if stats.paused_passes else ""),
+        f"paused      {paused}" + (f": {stats.paused_why}" if stats.paused_why else ""),
     ]
 
 

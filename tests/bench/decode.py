@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def build() -> Any:
+    """The model as transformers has it."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -43,7 +44,16 @@ def build() -> Any:
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+
+def ours_of(model: Any) -> Any:
+    """The same model as kvcli loads it."""
+    from kvcli.model import LM
+
+    lm = LM.of(model)
+    lm.block()
+    return lm
 
 
 class Clock:
@@ -61,10 +71,8 @@ class Clock:
 
 def theirs(model: Any, ids: list[int], new: int) -> tuple[float, list[float], list[int]]:
     """transformers' generate -> seconds to the first token, seconds of each later token, the tokens."""
-    model.set_attn_implementation("sdpa")
     clock = Clock()
     out = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0, streamer=clock)
-    model.set_attn_implementation("kvcli")
     steps = [b - a for a, b in zip(clock.at, clock.at[1:], strict=False)]
     return steps[0], steps[1:], out[0, len(ids) :].tolist()
 
@@ -104,14 +112,13 @@ def peak(side: str, n: int, new: int, pipe: Any) -> None:
     """Peak resident memory of a process that builds the model, reads n tokens and decodes, MiB."""
     import resource
 
-    from kvcli.model import LM
-
     model = build()
-    lm = LM.of(model)
+    if side == "kvcli":
+        model = ours_of(model)
     ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if side == "kvcli":
-        ours(lm, ids, new)
+        ours(model, ids, new)
     else:
         theirs(model, ids, new)
     pipe.send((before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
@@ -158,7 +165,7 @@ def measure(model: Any, lm: Any, n: int, new: int, reps: int) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     import transformers
 
     about = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -182,11 +189,8 @@ def main() -> None:
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    from kvcli.model import LM
-
-    before = environment()
-    model = build()
-    lm = LM.of(model)
+    before = machine()
+    model, lm = build(), ours_of(build())
     print(f"{lm.info.parameters / 1e6:.0f}M parameters, {before['threads']} threads, load {before['load_average']}")
     print("prompt   decode (min med max)   read (min med max)   8 rows / 1 row   same    peak MiB theirs / ours")
     measure(model, lm, 64, 4, 1)  # warm-up

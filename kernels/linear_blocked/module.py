@@ -1,0 +1,46 @@
+"""`nn.Linear` with a blocked weight, and the swap of one for the other inside a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.kernels.linear_blocked import block, linear_blocked, why_not
+
+
+class BlockedLinear(nn.Module):
+    """Stands in for one `nn.Linear`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = weight.nbytes
+        self.blocked = block(weight)  # not a buffer: no other code could read it
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_blocked(x, self.blocked, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}"
+
+
+@torch.no_grad()
+def block_(root: nn.Module) -> int:
+    """Replace each `nn.Linear` below `root` that gains, one at a time, so that one weight exists twice and no more.
+
+    A weight that another module shares (a tied head) stays: blocking it would keep both copies. Returns how many.
+    """
+    owners: dict[int, int] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    done = 0
+    for parent in list(root.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not nn.Linear or owners[id(layer.weight)] > 1 or why_not(layer.weight):
+                continue
+            setattr(parent, name, BlockedLinear(layer.weight, layer.bias))
+            del layer
+            done += 1
+    return done

@@ -1,0 +1,120 @@
+"""What n-gram drafting gains where there is something to copy, and costs where there is nothing: sides interleaved.
+
+    python tests/bench/ngram.py [--reps 5] [--out FILE]
+
+Profiles `exact` and `ngram` on the same weights, each turn in a session that knows nothing of the turns before it:
+  copy     the demo model repeats notes of its example report, word for word
+  lookup   the demo model answers a question about a report of 3,000 tokens
+  noise    the demo model at temperature 3: nothing to copy, and passes so short that drafting costs most
+  random   a random Llama of 152M parameters at temperature 1: nothing to copy, passes as long as a real model's
+Ratios are of decoding time for the same text. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import kvcli  # noqa: E402
+from kvcli.local import Model  # noqa: E402
+from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts for one model, and how to sample."""
+
+    name: str
+    model: Model
+    prompts: list[Any]
+    new: int
+    sample: dict[str, Any]
+    ignore_eos: bool = False
+
+
+def tasks(demo: Model, random: Model) -> list[Task]:
+    from kvcli.demo.example import example_report
+
+    report = example_report()
+    notes = [f"Repeat this: {a.paragraph} {b.paragraph}" for a, b in zip(report.notes, report.notes[1:], strict=False)]
+    fact = report.facts[len(report.facts) // 2]
+    question = f"{report.text}\n\nWhat is the {fact.attribute} of {fact.entity}?"
+    noise = torch.randint(8, 16384, (512,), generator=torch.Generator().manual_seed(3)).tolist()
+    return [
+        Task("copy", demo, notes[:6], 160, {"temperature": 0.0}),
+        Task("lookup", demo, [question], 40, {"temperature": 0.0}),
+        Task("noise", demo, ["Hello"], 400, {"temperature": 3.0}, ignore_eos=True),
+        Task("random", random, [noise], 160, {"temperature": 1.0}, ignore_eos=True),
+    ]
+
+
+def decode(task: Task, profile: str) -> tuple[float, list[int], list[Any]]:
+    """Seconds of decoding, the tokens, the stats; in a fresh session."""
+    chosen = kvcli.Profile.load(profile).replace(sample=task.sample)
+    model = task.model.with_profile(chosen)
+    seconds, ids, stats = 0.0, [], []
+    for prompt in task.prompts:
+        turn = model.generate(prompt, max_new_tokens=task.new, ignore_eos=task.ignore_eos)
+        seconds += turn.stats.decode
+        ids += turn.ids
+        stats.append(turn.stats)
+    return seconds, ids, stats
+
+
+def measure(task: Task, reps: int) -> dict[str, Any]:
+    ratios, same = [], True
+    for _ in range(reps):
+        plain, want, _ = decode(task, "exact")
+        drafted, got, stats = decode(task, "ngram")
+        ratios.append(plain / drafted)
+        same &= want == got
+    passes = sum(s.passes for s in stats)
+    drafted_passes = sum(s.drafted_passes for s in stats)
+    return {
+        "task": task.name,
+        "tokens": len(want),
+        "speedup": spread(ratios),
+        "tokens_per_pass": round(len(got) / passes, 3),
+        "drafted_share": round(drafted_passes / passes, 3),
+        "same": same,
+        "ms_per_token_plain": round(1000 * plain / len(want), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    before = machine()
+    demo = kvcli.load("demo", profile="exact")
+    random = Model(ours_of(build()), demo.tokenizer, demo.profile)
+    print("task     tokens   speedup (min med max)   tokens/pass   drafted   same text   ms/token plain")
+    found = []
+    for task in tasks(demo, random):
+        decode(task, "ngram")  # warm-up
+        row = measure(task, args.reps)
+        found.append(row)
+        speed = "  ".join(f"{x:.3f}" for x in row["speedup"])
+        print(
+            f"{row['task']:8} {row['tokens']:6}   {speed}     {row['tokens_per_pass']:.2f}          "
+            f"{row['drafted_share']:.0%}       {'yes' if row['same'] else 'NO'}         {row['ms_per_token_plain']}",
+            flush=True,
+        )
+    result = {"schema": "kvcli.bench.ngram/1", "environment": before, "rows": found}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Blocked linear layers: the numbers of F.linear, for any row count, and tied or unsuitable weights left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kvcli.kernels.linear_blocked import block, linear_blocked, reference, why_not
+from kvcli.kernels.linear_blocked.module import BlockedLinear, block_
+
+needs_bf16 = pytest.mark.skipif(
+    bool(why_not(torch.empty(1, 1, dtype=torch.bfloat16))), reason="this CPU has no bf16 kernels"
+)
+
+
+@needs_bf16
+@pytest.mark.parametrize("rows", [(0,), (1,), (2,), (3,), (4,), (7,), (1, 1), (1, 67)])
+@pytest.mark.parametrize(("out", "into"), [(1, 1), (3, 5), (64, 48), (131, 257)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_blocked_equals_linear(rows: tuple[int, ...], out: int, into: int, biased: bool) -> None:
+    g = torch.Generator().manual_seed(out)
+    x, w, b = (torch.randn(s, generator=g).bfloat16() for s in ((*rows, into), (out, into), (out,)))
+    bias = b if biased else None
+    got = linear_blocked(x, block(w), bias)
+    want = reference.linear_blocked(x.double(), w.double(), None if bias is None else bias.double())
+    assert got.shape == want.shape
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=1e-2)
+
+
+@needs_bf16
+def test_a_model_is_swapped_layer_by_layer_and_a_tied_head_stays() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 8)
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+            self.head = nn.Linear(8, 11, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied().bfloat16()
+    x = torch.randn(5, 8).bfloat16()
+    want = model.body(x)
+    assert block_(model) == 2
+    assert isinstance(model.body[0], BlockedLinear)
+    assert type(model.head) is nn.Linear
+    torch.testing.assert_close(model.body(x), want, atol=2e-2, rtol=1e-2)
+    assert block_(nn.Sequential(nn.Linear(4, 4))) == 0, "float32 gains nothing and stays"
+    assert "float32" in why_not(torch.empty(2, 2))
