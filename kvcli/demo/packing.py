@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kvcli.demo.report import write_report
+from kvcli.demo.report import MAX_SECTIONS, write_report
 from kvcli.demo.tokenizer import ASSISTANT, BOS, END, SPECIALS, SYSTEM, USER
 from kvcli.demo.turns import SYSTEM_PROMPT, Part, turns
 from kvcli.demo.words import between, pick
@@ -47,7 +47,10 @@ def report_row(tokenizer: Tokenizer, rng: Random, length: int, near: float) -> t
         say(SYSTEM, [(SYSTEM_PROMPT, 0.0)])
     fact_share = pick(rng, [0.9, 0.6, 0.35, 0.2]) if length > 300 else 0.9
     share = 0.35 + rng.random() * (0.25 if length < 1_500 else 0.45)
-    report = write_report(rng, length * share, fact_share, near)
+    n_tokens = length * share
+    # short sections too, or counting past the fourth would have to wait for long rows
+    n_sections = max(1, min(MAX_SECTIONS, int(n_tokens / (55 + 100 * rng.random())))) if rng.random() < 0.5 else None
+    report = write_report(rng, n_tokens, fact_share, near, n_sections)
     report_weight = REPORT_WEIGHT if rng.random() < REPORT_SHARE else 0.0
     document: list[Part] = [(report.text + "\n\n", report_weight)]
     for turn in turns(rng, report):

@@ -7,6 +7,9 @@ from random import Random
 from kvcli.demo import words
 from kvcli.demo.words import between, pick
 
+# one digit: counting and comparing section numbers stays a matter of single tokens
+MAX_SECTIONS = 9
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -23,15 +26,19 @@ class Fact:
 
 @dataclass(frozen=True)
 class Finding:
-    """The main finding of one section, with the page it stands on."""
+    """The main finding of one section, with the page it stands on.
+
+    It says of how many sections, so that a summary shows on every line whether it is the last.
+    """
 
     section: int
+    n_sections: int
     text: str
     page: int
 
     @property
     def sentence(self) -> str:
-        return f"Main finding of section {self.section}: {self.text} [p. {self.page}]."
+        return f"Main finding of section {self.section} of {self.n_sections}: {self.text} [p. {self.page}]."
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ def write_report(
     A `rich` report has one finding a section and a note in every second one; otherwise it is facts and filler alone.
     """
     if n_sections is None:
-        n_sections = max(1, min(12, round(n_tokens / (110 + rng.random() * 290))))
+        n_sections = max(1, min(MAX_SECTIONS, round(n_tokens / (110 + rng.random() * 290))))
     # a page holds 70 to 250 tokens, fewer in short documents
     page_length = max(70.0, min(250.0, n_tokens / (2 + rng.random() * 12)))
     section_length = n_tokens / n_sections
@@ -176,9 +183,9 @@ def write_report(
         while used < end or due:
             if due and (rng.random() < 0.2 or used >= end):
                 if due.pop(int(rng.random() * len(due))) == "finding":
-                    finding = Finding(section, finding_text(rng), page)
+                    finding = Finding(section, n_sections, finding_text(rng), page)
                     report.findings.append(finding)
-                    text, n = finding.sentence, 28
+                    text, n = finding.sentence, 30
                 else:
                     place = words.place(rng)
                     note = Note(section, place, note_text(rng, place))

@@ -43,10 +43,10 @@ MATCH = (1.2, 1.15, 1.1, 1.0, 1.0, 0.9, 0.9, 0.8)
 def pace(name: str) -> float:
     """How fast a parameter learns compared with the rest: at full speed the circuits are gone within 50 steps."""
     if "embed_tokens" in name:
-        return 0.15
-    if any(f"layers.{i}.self_attn" in name for i in (0, 1, 2, 3)) or any(f"layers.{i}.mlp" in name for i in (0, 1)):
+        return 0.2
+    if any(f"layers.{i}.self_attn" in name or f"layers.{i}.mlp" in name for i in (0, 1)):
         return 0.1
-    return 1.0
+    return 0.2 if any(f"layers.{i}.self_attn" in name for i in (2, 3)) else 1.0
 
 
 def slot(i: int) -> slice:

@@ -27,7 +27,7 @@ from kvcli.demo.network import Network, Score, Shape
 from kvcli.demo.optimizer import Optimizer
 from kvcli.demo.packing import Batch, make_batch
 from kvcli.demo.seeding import pace, seed_circuits
-from kvcli.demo.turns import NAME, SWAPPED, VALUE
+from kvcli.demo.turns import NAME, ORDINAL, SWAPPED, VALUE
 
 Write = Callable[[str], object]
 
@@ -119,9 +119,15 @@ class Tally:
 
     def add(self, score: Score) -> None:
         self.hits, self.seen = self.hits or {}, self.seen or {}
+        kinds = (
+            ("value", VALUE, ORDINAL),
+            ("ordinal", ORDINAL, NAME),
+            ("name", NAME, SWAPPED),
+            ("swap", SWAPPED, 99.0),
+        )
         self.losses += score.loss.item()
         self.n_losses += 1
-        for name, low, high in (("name", NAME, VALUE), ("value", VALUE, SWAPPED), ("swap", SWAPPED, 99.0)):
+        for name, low, high in kinds:
             chosen = (score.weights >= low) & (score.weights < high)
             self.hits[name] = self.hits.get(name, 0) + int(score.hits[chosen].sum())
             self.seen[name] = self.seen.get(name, 0) + int(chosen.sum())

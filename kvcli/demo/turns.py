@@ -15,9 +15,9 @@ SYSTEM_PROMPT = "You are a careful assistant for field reports."
 # loss weights: what is retrieved counts more than the words around it
 PLAIN = 0.5
 COPIED = 1.0
-NAME = 1.9
 VALUE = 2.0
 ORDINAL = 2.5
+NAME = 2.8
 SWAPPED = 3.0
 
 Part: TypeAlias = tuple[str, float]
@@ -98,7 +98,8 @@ def summary(rng: Random, report: Report, whole: bool) -> Turn:
         question = f"{verb} sections {findings[0].section} to {findings[-1].section}."
     parts: list[Part] = []
     for f in findings:
-        parts += [("- Main finding of section", COPIED), (f" {f.section}", ORDINAL), (":", COPIED)]
+        parts += [("- Main finding of section", COPIED), (f" {f.section}", ORDINAL)]
+        parts += [(f" of {f.n_sections}:", COPIED)]
         parts += [(f" {f.text}", VALUE), (" [p.", COPIED), (f" {f.page}", VALUE), ("].", COPIED), ("\n", VALUE)]
     return Turn("summary", question, tuple(parts[:-1]))
 
@@ -153,7 +154,7 @@ def turns(rng: Random, report: Report) -> Iterator[Turn]:
     while True:
         draw = rng.random()
         if draw < 0.18 and report.findings:
-            yield summary(rng, report, whole=not summed_up and rng.random() < 0.5)
+            yield summary(rng, report, whole=rng.random() < (0.5 if summed_up else 0.8))
             summed_up = True
         elif draw < 0.40 and report.notes and (notes or rng.random() < 0.1):
             yield rewrite(rng, notes.pop() if notes else pick(rng, report.notes))
