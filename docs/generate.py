@@ -206,24 +206,51 @@ def _words(node: ast.expr) -> str:
     return str(node.value) if isinstance(node, ast.Constant) else ""
 
 
+BENCHES = {  # schema -> what was measured, and the columns worth a reader's time
+    "kvcli.bench.decode/1": (
+        "Plain decoding, times transformers' speed",
+        ["prompt", "decode_speedup", "read_speedup", "rows8_over_row1", "peak_mib"],
+    ),
+    "kvcli.bench.ngram/1": (
+        "Drafting, times the speed of plain decoding",
+        ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same"],
+    ),
+}
+
+
 def bench(folder: str) -> str:
     """The table of each result kept under docs/benchmarks, with the machine it was measured on."""
     blocks = []
     for path in sorted((ROOT / folder).glob("*.json")):
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         rows = result["rows"]
-        names = list(rows[0])
-        lines = [f"**{result['title']}** ({result['machine']}; `{result['command']}`)", ""]
-        lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+        title, names = BENCHES.get(result.get("schema", ""), (result.get("title"), list(rows[0])))
+        machine = result.get("machine") or ", ".join(f"{k} {v}" for k, v in result["environment"].items())
+        command = result.get("command") or f"python tests/bench/{result['schema'].split('.')[2].partition('/')[0]}.py"
+        lines = [
+            f"**{title}** (`{command}`; {machine})",
+            "",
+            "| " + " | ".join(n.replace("_", " ") for n in names) + " |",
+        ]
+        lines += ["|" + "---|" * len(names)]
         lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
         blocks.append("\n".join(lines))
-    return "\n\n".join(["### Speed", *blocks]) if blocks else ""
+    return "\n\n".join(["### Speed", *blocks, "Ranges are the lowest and highest repetition."]) if blocks else ""
 
 
 def _cell(value: object) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+    match value:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if value else "**no**"
+        case [low, middle, high]:  # a spread
+            return f"{_cell(middle)} ({_cell(low)}–{_cell(high)})"
+        case dict():
+            return " / ".join(map(_cell, value.values()))
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
 
 
 def families(_: str) -> str:
