@@ -31,4 +31,6 @@ def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[st
         return "reference", f"plain PyTorch: the CPU flash kernel does not take {dtype}"
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return "reference", "plain PyTorch: this torch has no CPU flash kernel"
-    return "cpu", "torch's CPU flash kernel: returns the log-sum-exp, float32 scores"
+    if op == "attend":
+        return "cpu", "batched products for few rows, torch's CPU flash kernel for many"
+    return "cpu", "torch's CPU flash kernel for a chunk, products for a tree"

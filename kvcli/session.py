@@ -98,7 +98,6 @@ class Session:
         self, new: int, stop: Collection[int] = (), cancel: Callable[[], bool] = lambda: False
     ) -> Iterator[Step]:
         """Steps until `new` tokens were added, one of `stop` came, or `cancel()` says so between passes."""
-        self.kv.reserve(len(self.ids) + new)
         left = new
         while left > 0 and not cancel():
             step = self.step(stop, left)

@@ -68,7 +68,7 @@ def test_a_sliding_window_hides_what_is_too_old(window: int, n: int, shuffle: bo
     q, pos = rows(n, 37)
     s = kv.slots(1)
     mask = s.pos.unsqueeze(1) > (pos - window).view(1, -1, 1)
-    out, _ = specified(q, s.k, s.v, 0.3, 0.0, mask)
+    out, _ = specified(q, s.k, s.v, 0.3, 0.0, mask, s.n_slots)
     torch.testing.assert_close(read(kv, q, pos, window), out)
 
 
@@ -76,7 +76,7 @@ def test_unequal_heads_read_their_own_slots_and_take_more() -> None:
     kv = filled(37)
     s = kv.slots(1)
     mask = uneven(s)
-    out, _ = specified(rows(5, 37)[0], s.k, s.v, 0.3, 0.0, mask.unsqueeze(1).expand(-1, 5, -1))
+    out, _ = specified(rows(5, 37)[0], s.k, s.v, 0.3, 0.0, mask.unsqueeze(1).expand(-1, 5, -1), s.n_slots)
     fell = kv.keep(1, mask)
     torch.testing.assert_close(read(kv, *rows(5, 37)), out)
     assert int((fell.pos >= 0).sum()) == int((~mask).sum())
@@ -93,7 +93,7 @@ def test_unequal_heads_read_their_own_slots_and_take_more() -> None:
 def test_bytes_are_what_the_tensors_hold_and_evicting_gives_them_back(ragged: bool) -> None:
     kv = filled(37, torch.float32)
     full = nbytes(kv)["cpu"]
-    assert full == L * 37 * (2 * K * D * 4 + 4)
+    assert full == L * Dense.STEP * (2 * K * D * 4 + 4)
     kv.settle(lambda layer, s: uneven(s) if ragged else s.pos < 10)
     held = nbytes(kv)["cpu"]
     longest = 37 if ragged else 10
@@ -140,7 +140,7 @@ def test_a_view_reads_what_is_picked_and_leaves_the_store_alone() -> None:
     whole = View(kv, lambda layer, q, s: s.pos >= 0)
     torch.testing.assert_close(read(whole, q, pos), read(kv, q, pos))
     s = kv.slots(1)
-    out, _ = specified(q, s.k, s.v, 0.3, 0.0, uneven(s).unsqueeze(1).expand(-1, 5, -1))
+    out, _ = specified(q, s.k, s.v, 0.3, 0.0, uneven(s).unsqueeze(1).expand(-1, 5, -1), s.n_slots)
     torch.testing.assert_close(read(View(kv, lambda layer, q, s: uneven(s)), q, pos), out)
     assert View(kv, lambda layer, q, s: s.pos < 0).attend(1, q, Sight(0.3), pos) == []
     assert kv.slots(1).n_slots == 37

@@ -14,6 +14,21 @@ from kvcli.kernels import dispatch
 from kvcli.kernels.merge import Part
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, softcap: float = 0.0, mask: Tensor | None = None) -> Part:
-    """Rows over slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; S may be 0."""
-    return Part(*dispatch.choose("attend", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, softcap, mask))
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    softcap: float = 0.0,
+    mask: Tensor | None = None,
+    length: int | None = None,
+) -> Part:
+    """Rows over slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; S may be 0.
+
+    `length` says that only the first so many slots count: the rest is spare room, which must hold finite numbers.
+    Handing over a whole slab this way spares kernels that want their input in one piece a copy. Not with a mask.
+    """
+    assert mask is None or length is None, "a mask says itself which slots count"
+    n = k.shape[1] if length is None else length
+    return Part(*dispatch.choose("attend", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, softcap, mask, n))

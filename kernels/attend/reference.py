@@ -12,9 +12,11 @@ from torch import Tensor
 BLOCK = 4096  # slots; scores of 8 rows x 32 heads in float32 are then 4 MiB
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None, length: int
+) -> tuple[Tensor, Tensor]:
     h, n, d = q.shape
-    kv, s = k.shape[0], k.shape[1]
+    kv, s = k.shape[0], length
     exact = torch.promote_types(q.dtype, torch.float32)
     rows = q.reshape(kv, (h // kv) * n, d).to(exact) * scale  # [K, G*N, D]
     acc = torch.zeros(kv, rows.shape[1], v.shape[2], dtype=exact, device=q.device)

@@ -60,7 +60,7 @@ def test_attend_is_softmax_attention(name: str, shape: tuple[int, ...], dtype: t
     mask = None if masked == "none" else torch.rand((n, s) if masked == "rows" else (k, n, s), generator=r) < 0.6
     if mask is not None:
         mask[..., 0, :] = False  # a row that sees nothing
-    out, lse = of("attend", name)(q, key, v, 0.3, 0.0, mask)
+    out, lse = of("attend", name)(q, key, v, 0.3, 0.0, mask, s)
     want, mass = softmax_attention(q, key, v, 0.3, 0.0, mask)
     torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(lse.double(), mass, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -116,8 +116,21 @@ def test_spare_capacity_behind_the_slots_is_never_read() -> None:
     slab_k, slab_v = (torch.full((2, 20, 16), torch.nan) for _ in "kv")
     slab_k[:, :7], slab_v[:, :7] = k, v
     for name in IMPLEMENTATIONS:
-        out, _ = of("attend", name)(q, slab_k[:, :7], slab_v[:, :7], 0.3, 0.0, None)
+        out, _ = of("attend", name)(q, slab_k[:, :7], slab_v[:, :7], 0.3, 0.0, None, 7)
         torch.testing.assert_close(out, attend_op(q, k, v, 0.3).out)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("n", "length"), [(1, 1), (1, 7), (5, 11), (5, 20), (131, 11)])
+def test_a_slab_with_spare_room_reads_as_its_slots(name: str, n: int, length: int, dtype: torch.dtype) -> None:
+    q, k, v = inputs(2, 3, n, 20, 16, dtype)
+    k[:, length:] = 0
+    v[:, length:] = 0
+    out, lse = of("attend", name)(q, k, v, 0.3, 0.0, None, length)
+    want, mass = softmax_attention(q, k[:, :length], v[:, :length], 0.3, 0.0, None)
+    torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.double(), mass, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def test_dispatch_says_what_it_chose_and_why() -> None:
