@@ -2,7 +2,8 @@
 
 import kvcli
 
-with kvcli.load("demo", profile="ngram") as model:
+# without "adaptive" it drafts at every chance, so the count below is the same on every machine
+with kvcli.load("demo", profile="ngram", set={"spec.adaptive": False}) as model:
     chat = model.chat()
     chat.attach(kvcli.read_document("demo:report"))
     turn = chat.send("What is the access code of depot Denvik?")
