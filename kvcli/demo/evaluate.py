@@ -25,7 +25,7 @@ from kvcli.demo import weights_dir
 from kvcli.demo.packing import encode_parts
 from kvcli.demo.report import Report, new_fact, write_report
 from kvcli.demo.tokenizer import ASSISTANT, BOS, END, USER
-from kvcli.demo.turns import Turn, lookup, repeat, rewrite, summary
+from kvcli.demo.turns import Turn, lookup, one_finding, repeat, rewrite, summary
 from kvcli.demo.words import pick
 
 # training draws its seeds from text ("0 17 1"), so numbers are always new; these start far from the example's
@@ -122,7 +122,8 @@ def questions(tokenizer: Tokenizer, length: int, n: int, seed: int) -> Iterator[
         report = report_of_length(tokenizer, rng, length, 0.3)
         while not report.notes:
             report = report_of_length(tokenizer, rng, length, 0.3)
-        yield Question("summary", report.text, summary(rng, report, whole=True))
+        yield Question("summary", report.text, summary(rng, report))
+        yield Question("one finding", report.text, one_finding(rng, pick(rng, report.findings)))
         yield Question("rewrite", report.text, rewrite(rng, pick(rng, report.notes)))
         yield Question("repeat", report.text, repeat(rng, pick(rng, report.notes)))
 

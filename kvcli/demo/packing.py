@@ -16,7 +16,7 @@ from kvcli.demo.words import between, pick
 # a fifth of the report's own text is learned from, lightly: enough to keep it a language model of reports
 REPORT_WEIGHT = 0.3
 REPORT_SHARE = 0.2
-END_WEIGHT = 1.5
+END_WEIGHT = 2.9
 
 
 @dataclass(frozen=True)

@@ -28,17 +28,18 @@ class Fact:
 class Finding:
     """The main finding of one section, with the page it stands on.
 
-    It says of how many sections, so that a summary shows on every line whether it is the last.
+    The last one says so, which tells a summary where to end.
     """
 
     section: int
-    n_sections: int
     text: str
     page: int
+    is_last: bool
 
     @property
     def sentence(self) -> str:
-        return f"Main finding of section {self.section} of {self.n_sections}: {self.text} [p. {self.page}]."
+        last = ", the last" if self.is_last else ""
+        return f"Main finding of section {self.section}{last}: {self.text} [p. {self.page}]."
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def write_report(
         while used < end or due:
             if due and (rng.random() < 0.2 or used >= end):
                 if due.pop(int(rng.random() * len(due))) == "finding":
-                    finding = Finding(section, n_sections, finding_text(rng), page)
+                    finding = Finding(section, finding_text(rng), page, section == n_sections)
                     report.findings.append(finding)
                     text, n = finding.sentence, 30
                 else:

@@ -46,7 +46,7 @@ def pace(name: str) -> float:
         return 0.2
     if any(f"layers.{i}.self_attn" in name or f"layers.{i}.mlp" in name for i in (0, 1)):
         return 0.1
-    return 0.2 if any(f"layers.{i}.self_attn" in name for i in (2, 3)) else 1.0
+    return 0.3 if any(f"layers.{i}.self_attn" in name for i in (2, 3)) else 1.0
 
 
 def slot(i: int) -> slice:

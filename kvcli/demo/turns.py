@@ -7,8 +7,8 @@ from random import Random
 from typing import TypeAlias
 
 from kvcli.demo import words
-from kvcli.demo.report import Fact, Note, Report, note_text
-from kvcli.demo.words import between, pick
+from kvcli.demo.report import Fact, Finding, Note, Report, note_text
+from kvcli.demo.words import pick
 
 SYSTEM_PROMPT = "You are a careful assistant for field reports."
 
@@ -86,22 +86,24 @@ def summary_question(rng: Random) -> str:
     return f"{verb} {what}{how}."
 
 
-def summary(rng: Random, report: Report, whole: bool) -> Turn:
-    """The findings of all sections, or of a few neighbouring ones, with their pages."""
-    findings = report.findings
-    if whole or len(findings) < 3:
-        question = summary_question(rng)
-    else:
-        first = between(rng, 0, len(findings) - 2)
-        findings = findings[first : first + between(rng, 2, 4)]
-        verb = pick(rng, ["Summarise", "Summarize"])
-        question = f"{verb} sections {findings[0].section} to {findings[-1].section}."
+def finding_parts(f: Finding) -> list[Part]:
+    last = ", the last:" if f.is_last else ":"
+    parts = [("Main finding of section", COPIED), (f" {f.section}", ORDINAL), (last, VALUE)]
+    return [*parts, (f" {f.text}", VALUE), (" [p.", COPIED), (f" {f.page}", VALUE), ("].", COPIED)]
+
+
+def summary(rng: Random, report: Report) -> Turn:
+    """The findings of all sections with their pages, a line each."""
     parts: list[Part] = []
-    for f in findings:
-        parts += [("- Main finding of section", COPIED), (f" {f.section}", ORDINAL)]
-        parts += [(f" of {f.n_sections}:", COPIED)]
-        parts += [(f" {f.text}", VALUE), (" [p.", COPIED), (f" {f.page}", VALUE), ("].", COPIED), ("\n", VALUE)]
-    return Turn("summary", question, tuple(parts[:-1]))
+    for f in report.findings:
+        parts += [("- ", COPIED), *finding_parts(f), ("\n", VALUE)]
+    return Turn("summary", summary_question(rng), tuple(parts[:-1]))
+
+
+def one_finding(rng: Random, f: Finding) -> Turn:
+    """The finding of one section with its page."""
+    question = pick(rng, ["What is the main finding of section {}?", "Give the main finding of section {}."])
+    return Turn("finding", question.format(f.section), tuple(finding_parts(f)))
 
 
 def swapped(text: str, old: str, new: str) -> tuple[Part, ...]:
@@ -150,19 +152,19 @@ def turns(rng: Random, report: Report) -> Iterator[Turn]:
     A note is mostly rewritten once only, since a second rewrite has two new names to choose from.
     """
     facts, notes = words.shuffled(rng, report.facts), words.shuffled(rng, report.notes)
-    summed_up = False
     while True:
         draw = rng.random()
-        if draw < 0.18 and report.findings:
-            yield summary(rng, report, whole=rng.random() < (0.5 if summed_up else 0.8))
-            summed_up = True
-        elif draw < 0.40 and report.notes and (notes or rng.random() < 0.1):
+        if draw < 0.16 and report.findings:
+            yield summary(rng, report)
+        elif draw < 0.22 and report.findings:
+            yield one_finding(rng, pick(rng, report.findings))
+        elif draw < 0.36 and report.notes and (notes or rng.random() < 0.1):
             yield rewrite(rng, notes.pop() if notes else pick(rng, report.notes))
-        elif draw < 0.46 and report.notes:
+        elif draw < 0.44 and report.notes:
             yield repeat(rng, pick(rng, report.notes))
-        elif draw < 0.58:
+        elif draw < 0.52:
             yield pasted(rng)
-        elif draw < 0.60:
+        elif draw < 0.54:
             yield small_talk(rng)
         elif report.facts:
             yield lookup(rng, facts.pop() if facts else pick(rng, report.facts))

@@ -42,7 +42,7 @@ def test_findings_name_the_page_they_stand_on():
 
 def test_summary_is_the_findings():
     report = write_report(Random(7), 1_500, 0.4)
-    answer = summary(Random(7), report, whole=True).answer
+    answer = summary(Random(7), report).answer
     assert answer.split("\n") == [f"- {finding.sentence}" for finding in report.findings]
 
 
@@ -57,7 +57,15 @@ def test_rewrite_swaps_every_mention():
 def test_turns_do_not_end_and_cover_all_skills():
     report = write_report(Random(2), 1_200, 0.5)
     stream = turns(Random(2), report)
-    assert {next(stream).skill for _ in range(300)} == {"lookup", "summary", "rewrite", "repeat", "pasted", "hello"}
+    assert {next(stream).skill for _ in range(300)} == {
+        "lookup",
+        "summary",
+        "finding",
+        "rewrite",
+        "repeat",
+        "pasted",
+        "hello",
+    }
 
 
 def test_names_are_drawn_from_the_lists():

@@ -48,7 +48,7 @@ def test_weights_fall_on_what_is_retrieved(tokenizer: Tokenizer):
     ids, weights = encode_parts(tokenizer, lookup(Random(2), fact).parts)
     valued = [i for i, w in zip(ids, weights, strict=True) if w == VALUE]
     assert tokenizer.decode(valued) == f" {fact.value}"
-    ids, weights = encode_parts(tokenizer, summary(Random(2), report, whole=True).parts)
+    ids, weights = encode_parts(tokenizer, summary(Random(2), report).parts)
     ordinals = [i for i, w in zip(ids, weights, strict=True) if w == ORDINAL]
     assert tokenizer.decode(ordinals) == "".join(f" {f.section}" for f in report.findings)
 
