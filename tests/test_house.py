@@ -95,6 +95,11 @@ def test_every_path_named_in_the_docs_exists():
     assert {(name, path) for name, path in named if not _exists(name, path)} == set()
 
 
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert [p.name for p in ROOT.glob("docs/*.md") if f"({p.name})" not in index and p.name != "index.md"] == []
+
+
 def _exists(page: str, path: str) -> bool:
     return (ROOT / path).exists() or (ROOT / "docs" / path).exists()
 
