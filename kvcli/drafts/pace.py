@@ -27,6 +27,7 @@ _SLOPE = 0.03  # units per row, the guess for row counts that were never timed
 _STALE = 1024  # passes after which the cost of a row count is forgotten
 _ABSURD = 0.6  # units; a pass with guesses that seems cheaper means that the plain time is wrong
 _STEADY = 1.33  # plain passes further apart than this factor are not of one kind
+_DOUBTS, _LATELY = 2, 128  # so often within so many passes the plain time is measured anew; after that it is noise
 _MARGINAL = 1.2  # multiple of plain speed
 _FEW = 8  # passes with guesses that make a slow window drafting's own fault
 _ENOUGH = 4  # guesses on paper in a row that end any pause
@@ -96,13 +97,13 @@ class Clock:
         for stair in [stair for stair, when in self._timed.items() if self._now - when > _STALE]:
             del self._units[stair], self._timed[stair]
 
-    def time_plain(self, seconds: float) -> bool:
-        """A plain pass took this long; False if that contradicts the ones before, which are then forgotten."""
-        is_steady = not self.plain or 1 / _STEADY < seconds / self.plain < _STEADY
-        if not is_steady:
-            self._plain.clear()
+    def agrees(self, seconds: float) -> bool:
+        """Is this a plain pass like the ones before?"""
+        return not self.plain or 1 / _STEADY < seconds / self.plain < _STEADY
+
+    def time_plain(self, seconds: float) -> None:
+        """A plain pass took this long."""
         self._plain.append(seconds)
-        return is_steady
 
     def time(self, rows: int, units: float) -> None:
         """A pass of `rows` rows, more than one, took as long as `units` plain passes."""
@@ -141,6 +142,7 @@ class Pace:
         self._passes = 0
         self._owed = _FIRST_PLAIN  # plain passes to time
         self._timed = 0  # pass in which a plain one was last timed
+        self._doubts: list[int] = []  # passes in which the plain time was thrown away
         self._window: deque[Timed] = deque(maxlen=_WINDOW)  # passes with a look-up
         self._recent: deque[Timed] = deque(maxlen=2 * _WINDOW)  # all passes
         self._left = 0  # passes until the pause ends
@@ -186,16 +188,15 @@ class Pace:
         if self._passes <= _WARM_UP:
             return
         if self._mode is Mode.PLAIN and not guesses:
-            is_steady = self._clock.time_plain(seconds)
-            self._timed = self._passes
-            self._owed = max(0, self._owed - 1) if is_steady else 2
+            self._timed, self._owed = self._passes, max(0, self._owed - 1)
+            if not self._clock.agrees(seconds):
+                self._doubt(2)
+            self._clock.time_plain(seconds)
         if not self._clock.plain:
             return
         units = seconds / self._clock.plain
-        if guesses and units < _ABSURD:
-            self._clock.forget_plain()  # it was timed while warming up, or the machine has become faster
-            self._owed = _FIRST_PLAIN
-            return
+        if guesses and units < _ABSURD and self._doubt(_FIRST_PLAIN):
+            return  # it was timed while warming up, or the machine has become faster
         # one stall (a boundary, another program) says nothing about drafting
         usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1)
         if guesses:
@@ -220,6 +221,19 @@ class Pace:
             gain=self._rate(self._recent) if self._recent else None,
             row_cost=self._clock.measured,
         )
+
+    def _doubt(self, owed: int) -> bool:
+        """Forget the plain time and owe so many measurements of it; False if it was doubted often enough lately.
+
+        On a machine that other programs use, passes never agree. Measuring on and on would mean never to draft.
+        """
+        self._doubts = [when for when in self._doubts if self._passes - when < _LATELY]
+        if len(self._doubts) >= _DOUBTS:
+            return False
+        self._doubts.append(self._passes)
+        self._clock.forget_plain()
+        self._owed = owed
+        return True
 
     @staticmethod
     def _rate(passes: Sequence[Timed]) -> float:

@@ -53,6 +53,16 @@ def test_copied_text_is_faster_at_any_cost_of_rows(engine, copied_ids, cost: str
     assert run.gain > gain
 
 
+def test_copies_are_drafted_on_a_machine_whose_passes_never_agree(engine, copied_ids):
+    def slow(number: int) -> float:
+        return math.exp(Random(number).gauss(0, 0.8))  # one pass in ten takes three times as long, one in ten a third
+
+    run = engine(Ngram().drafter(), copied_ids(3000, 1), 400, COSTS["cheap"], slow).finish()
+    assert run.gain > 3
+    short = engine(Ngram().drafter(), copied_ids(600, 1), 400, COSTS["cheap"], slow).finish()
+    assert short.gain > 2
+
+
 def test_cheap_rows_are_used_nearly_every_pass_and_in_full(engine, copied_ids):
     run = engine(Ngram().drafter(), copied_ids(4000, 1, slip=0.0), 400).finish()
     settled = slice(20, None)
