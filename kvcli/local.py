@@ -103,7 +103,7 @@ class Model:
 
     def close(self) -> None:
         """Free the keys and values; the weights go with the last model that shares them."""
-        self.session.rewind(0)
+        self.session = build.session(self.lm, self.profile)
 
     @property
     def limit(self) -> int:
@@ -117,13 +117,7 @@ class Model:
             raise BadConfig(
                 "the weights are loaded already, and this changes how",
                 code="needs_reload",
-                lines=[
-                    f"load.{key}: {old} -> {new}"
-                    for (key, old), new in zip(
-                        asdict(self.profile.load).items(), asdict(profile.load).values(), strict=True
-                    )
-                    if old != new
-                ],
+                lines=_changes(asdict(self.profile.load), asdict(profile.load)),
                 try_=["leave and start again with --profile or --set"],
             )
         return Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds)
@@ -260,6 +254,10 @@ class Model:
         slot = 2 * 2 * self.lm.n_layers * self.lm.n_kv_heads * self.lm.head_dim
         stats.kv_fp16 = slot * self.session.committed
         stats.peak = peak_bytes(self.lm.device)
+
+
+def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    return [f"load.{key}: {old[key]} -> {new[key]}" for key in old if old[key] != new[key]]
 
 
 def _nested(flat: Mapping[str, object]) -> dict[str, Any]:

@@ -1,0 +1,193 @@
+"""The Python API on a tiny model: each shipped profile generates (I10), turns reuse the past, failures lose nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import kvcli
+from kvcli.api import End, Live, Read, Text
+from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, ExitStatus
+from kvcli.kv.slots import nbytes
+from kvcli.layers import builtin_files
+from kvcli.local import Model
+from kvcli.model import LM
+from kvcli.profile import Profile
+from tests import families, small_tokenizers
+
+SHIPPED = [file.profile for file in builtin_files()]
+
+
+@cache
+def lm() -> LM:
+    return LM.of(families.build("llama", vocab_size=2048))
+
+
+def model(profile: str = "exact", **changes: Any) -> Model:
+    return Model(lm(), small_tokenizers.demo(), Profile.load(profile).replace(**changes))
+
+
+def prompt(n: int = 40) -> list[int]:
+    phrase = families.prompt(10, 2048)
+    return families.prompt(n - 16, 2048, seed=2) + phrase + phrase[:6]
+
+
+@pytest.mark.parametrize("sample", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 4}])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_profile_generates_the_same_text(name: str, sample: dict[str, Any]) -> None:
+    want = model("exact", sample=sample).generate(prompt(), max_new_tokens=30)
+    got = model(name, sample=sample).generate(prompt(), max_new_tokens=30)
+    assert got.ids == want.ids
+    assert got.text == want.text
+    assert got.stats.new == 30
+    assert got.finish == "length"
+
+
+def test_events_come_in_order_and_add_up() -> None:
+    m = model("ngram", spec={"adaptive": False}, prefill={"chunk": 16})
+    events = list(m.stream(prompt(), max_new_tokens=25))
+    kinds = [type(e) for e in events]
+    assert kinds[0] is Live
+    assert kinds[-1] is End
+    assert kinds.index(Text) > max(i for i, k in enumerate(kinds) if k is Read)
+    reads = [e for e in events if isinstance(e, Read)]
+    assert [r.done for r in reads] == [16, 32, 39, 40]
+    turn = events[-1].turn
+    pieces = [e for e in events if isinstance(e, Text)]
+    assert "".join(p.text for p in pieces) == turn.text
+    assert [i for p in pieces for i in p.ids] == list(turn.ids[: sum(len(p.ids) for p in pieces)])
+    stats = turn.stats
+    assert stats.prompt == 40
+    assert stats.context == 40 + len(turn.ids)
+    assert stats.new == len(turn.ids) == stats.passes + stats.accepted_tokens
+    assert stats.kv == nbytes(m.session.kv)
+    assert stats.peak > 0
+
+
+def test_the_next_turn_reads_only_what_is_new() -> None:
+    m = model()
+    first = m.generate(prompt(), max_new_tokens=10)
+    longer = [*prompt(), *first.ids, 7, 8, 9]
+    second = m.generate(longer, max_new_tokens=5)
+    assert second.stats.cached == 49  # all but the last token of the answer, which was never read
+    assert second.ids == model().generate(longer, max_new_tokens=5).ids
+    assert m.generate(prompt(), max_new_tokens=10).ids == first.ids
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    whole = model().generate(prompt(), max_new_tokens=30)
+    cut = whole.text[len(whole.text) // 2 :][:3]
+    turn = model().generate(prompt(), max_new_tokens=30, stop=[cut])
+    assert turn.finish == "stop"
+    assert turn.text == whole.text[: whole.text.index(cut)]
+
+
+def test_stop_tokens_end_a_turn_unless_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = model().generate(prompt(), max_new_tokens=20)
+    stop = whole.ids[7]
+    monkeypatch.setattr(lm(), "stop_ids", frozenset({stop}))
+    turn = model().generate(prompt(), max_new_tokens=20)
+    assert turn.ids == whole.ids[: whole.ids.index(stop) + 1]
+    assert turn.finish == "stop"
+    assert model().generate(prompt(), max_new_tokens=20, ignore_eos=True).ids == whole.ids
+
+
+def test_a_prompt_beyond_the_window_is_refused_with_the_numbers_before_it_is_read() -> None:
+    m = model(context={"limit": 64, "reserve": 16})
+    with pytest.raises(ContextOverflow) as caught:
+        m.stream(prompt(50), max_new_tokens=1000)
+    assert caught.value.exit == ExitStatus.CONTEXT_OVERFLOW
+    assert caught.value.detail == {"prompt": 50, "reserve": 16, "limit": 64}
+    assert "50 tokens of text + 16 for the answer > 64" in caught.value.lines[0]
+    assert "--max-new-tokens 14" in caught.value.try_
+    assert m.session.ids == []
+    turn = m.generate(prompt(48), max_new_tokens=1000)
+    assert len(turn.ids) == 16, "an answer ends where the window does"
+    assert turn.finish == "length"
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(BadInput, match="nothing to ask"):
+        model().generate([])
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_cancelling_keeps_what_was_said_and_the_past(after: int) -> None:
+    m = model(prefill={"chunk": 16})
+    whole = model(prefill={"chunk": 16}).generate(prompt(), max_new_tokens=20)
+    asked = iter(range(100))
+    turn = list(m.stream(prompt(), max_new_tokens=20, cancel=lambda: next(asked) >= after))[-1].turn
+    assert turn.finish == "interrupted"
+    assert whole.ids[: len(turn.ids)] == turn.ids
+    assert len(turn.ids) < 20
+    assert m.generate(prompt(), max_new_tokens=20).ids == whole.ids
+
+
+def test_a_turn_that_breaks_leaves_a_past_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = model()
+    want = m.generate(prompt(), max_new_tokens=12).ids
+    calls = iter(range(10**6))
+    append = m.session.kv.append
+
+    def breaking(*args: Any) -> None:
+        if next(calls) == 7:  # in the middle of storing a row: one layer has it, the next has not
+            raise MemoryError("full")
+        append(*args)
+
+    monkeypatch.setattr(m.session.kv, "append", breaking)
+    with pytest.raises(MemoryError):
+        m.generate([*prompt(), *want], max_new_tokens=5)
+    monkeypatch.undo()
+    assert m.generate(prompt(), max_new_tokens=12).ids == want
+
+
+def test_another_profile_shares_the_weights_and_another_load_is_refused() -> None:
+    m = model()
+    other = m.with_profile(Profile.load("ngram"))
+    assert other.lm is m.lm
+    assert other.generate(prompt(), max_new_tokens=12).ids == m.generate(prompt(), max_new_tokens=12).ids
+    with pytest.raises(BadConfig) as caught:
+        m.with_profile(m.profile.replace(load={"dtype": "fp16"}))
+    assert caught.value.lines == ("load.dtype: auto -> fp16",)
+
+
+def test_closing_frees_the_past() -> None:
+    m = model()
+    m.generate(prompt(), max_new_tokens=4)
+    assert sum(nbytes(m.session.kv).values()) > 0
+    with m:
+        pass
+    assert sum(nbytes(m.session.kv).values()) == 0
+
+
+def test_kv_dtype_is_what_is_stored_and_breaks_a_promise_of_exactness() -> None:
+    approximate = model(exactness="approx", kv={"dtype": "bf16"})
+    approximate.generate(prompt(), max_new_tokens=4)
+    assert approximate.session.kv.slots(0).k.dtype == torch.bfloat16
+    with pytest.raises(BadConfig):
+        Profile.load("exact").replace(kv={"dtype": "bf16"})
+
+
+def test_the_models_own_sampling_fills_what_the_profile_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm(), "generation", {"temperature": 0.6, "top_p": 0.9})
+    sampler = model(sample={"temperature": 0.0}).session.sampler
+    assert (sampler.temperature, sampler.top_p) == (0.0, 0.9)
+
+
+def test_the_bundled_model_loads_and_answers() -> None:
+    with kvcli.load("demo", profile="ngram", set={"sample.temperature": 0.0}) as m:
+        assert m.info.id == "demo"
+        turn = m.generate("Hello", max_new_tokens=32)
+        assert turn.text.startswith("Hello!")
+        assert turn.finish == "stop"
+        assert m.generate("Hello", max_new_tokens=32).stats.cached > 0
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Any) -> None:
+    families.build("llama").save_pretrained(tmp_path)
+    with pytest.raises(BadModel, match="has no tokenizer") as caught:
+        kvcli.load(str(tmp_path), profile="exact")
+    assert caught.value.exit == ExitStatus.BAD_MODEL
