@@ -160,7 +160,8 @@ def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device
     # said at the first product of a process: int8 products take their inputs in float16, whatever the model's dtype
     warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")
     count, numbers, nbytes = 0, 0, 0
-    for parent in list(root.modules()):
+    # a list of all modules would keep every replaced layer alive until the end
+    for parent in [module for module in root.modules() if type(module) is not nn.Linear]:
         for name, layer in list(parent.named_children()):
             if type(layer) is not nn.Linear:
                 continue

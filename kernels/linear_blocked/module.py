@@ -36,7 +36,8 @@ def block_(root: nn.Module) -> int:
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     done = 0
-    for parent in list(root.modules()):
+    # a list of all modules would keep every replaced layer alive until the end
+    for parent in [module for module in root.modules() if type(module) is not nn.Linear]:
         for name, layer in list(parent.named_children()):
             if type(layer) is not nn.Linear or owners[id(layer.weight)] > 1 or why_not(layer.weight):
                 continue

@@ -53,7 +53,8 @@ def quantize_(root: nn.Module, bits: Bits) -> Swap:
     """Replace every plain `nn.Linear` below `root`, one at a time, so that one layer exists twice and no more."""
     packed, weights, nbytes = 0, 0, 0
     kept: Counter[str] = Counter()
-    for parent in list(root.modules()):
+    # a list of all modules would keep every replaced layer alive until the end
+    for parent in [module for module in root.modules() if type(module) is not nn.Linear]:
         for name, layer in list(parent.named_children()):
             if type(layer) is not nn.Linear:
                 continue

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from kvcli.kernels.linear_blocked import block, linear_blocked, reference, why_not
 from kvcli.kernels.linear_blocked.module import BlockedLinear, block_
+from kvcli.kernels.linear_packed.module import quantize_
 
 needs_bf16 = pytest.mark.skipif(
     bool(why_not(torch.empty(1, 1, dtype=torch.bfloat16))), reason="this CPU has no bf16 kernels"
@@ -48,3 +52,22 @@ def test_a_model_is_swapped_layer_by_layer_and_a_tied_head_stays() -> None:
     torch.testing.assert_close(model.body(x), want, atol=2e-2, rtol=1e-2)
     assert block_(nn.Sequential(nn.Linear(4, 4))) == 0, "float32 gains nothing and stays"
     assert "float32" in why_not(torch.empty(2, 2))
+
+
+@pytest.mark.parametrize("swap", [block_, lambda root: quantize_(root, 8)])
+def test_replaced_layers_are_gone_before_the_next_ones_come(swap: Callable[[nn.Module], object]) -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16)) for _ in range(9))
+    weights = [weakref.ref(m.weight) for m in model.modules() if type(m) is nn.Linear]
+    alive: list[int] = []
+
+    class Parent(nn.Sequential):
+        """Looks around whenever a child is swapped."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            alive.append(sum(ref() is not None for ref in weights))
+            super().__setattr__(name, value)
+
+    for parent in model:
+        parent.__class__ = Parent
+    swap(model)
+    assert alive == [9, 8, 7, 6, 5, 4, 3, 2, 1]
