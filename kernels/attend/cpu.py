@@ -36,7 +36,10 @@ def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> tup
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = q.reshape(kv, (h // kv) * n, d)
     # base 2 from here on: exp2 is three times as fast as exp
-    score = torch.bmm(rows, k.transpose(1, 2)).to(wide).mul_(scale * LOG2E)  # [K, G*N, cap]
+    if q.dtype == torch.float16:  # a product beyond 65,504 would be infinite, so it is scaled on its way
+        score = torch.bmm(rows * scale, k.transpose(1, 2)).to(wide).mul_(LOG2E)
+    else:
+        score = torch.bmm(rows, k.transpose(1, 2)).to(wide).mul_(scale * LOG2E)  # [K, G*N, cap]
     score[:, :, length:] = -torch.inf
     top = score.amax(-1, keepdim=True)
     score = score.sub_(top).exp2_()

@@ -133,6 +133,18 @@ def test_a_slab_with_spare_room_reads_as_its_slots(name: str, n: int, length: in
     torch.testing.assert_close(lse.double(), mass, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_scores_beyond_half_precision_stay_finite(name: str) -> None:
+    """Unscaled products of large keys pass 65,504, the largest number of float16; scaled ones do not."""
+    q, k, v = inputs(2, 3, 1, 7, 128, torch.float16)
+    k[:, 3] = q[::3, 0] * 900
+    assert (q.double() @ k.double()[0].T).abs().max() > 65504
+    out, lse = of("attend", name)(q, k, v, 128**-0.5, 0.0, None, 7)
+    want, mass = softmax_attention(q, k, v, 128**-0.5, 0.0, None)
+    torch.testing.assert_close(out.double(), want, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), mass, atol=1e-2, rtol=1e-2)
+
+
 def test_dispatch_says_what_it_chose_and_why() -> None:
     chosen = dispatch.explain("cpu", torch.bfloat16)
     assert [(op, what) for op, what, _ in chosen] == [("attend", "cpu"), ("attend_fresh", "cpu")]
