@@ -134,6 +134,47 @@ def test_cropping_forgets_the_newest(ragged: bool) -> None:
     assert kv.slots(0).pos[0].tolist() == list(range(21))
 
 
+def test_numbers_that_are_not_finite_go_with_their_text() -> None:
+    kv, ones = Dense(1, K, D, torch.float64), torch.ones(K, 3, D, dtype=torch.float64)
+    kv.append(0, ones / 0, ones * torch.nan, torch.arange(3))
+    kv.crop(0)
+    kv.append(0, ones[:, :2], ones[:, :2], torch.arange(2))
+    torch.testing.assert_close(read(kv, *rows(1, 2), layer=0), torch.ones(H, 1, D, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_store_emptied_after_an_eviction_is_as_good_as_new(ragged: bool) -> None:
+    kv = filled(37)
+    kv.settle(lambda layer, s: uneven(s) if ragged else s.pos % 3 > 0)
+    kv.crop(0)
+    for at in (0, 1):
+        kv.append(
+            1, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), torch.tensor([at])
+        )
+    assert kv._slabs[1].ordered, "windows of slots out of order are read under a mask, all slots of them"
+    assert kv._slabs[1].lengths is None
+
+
+def test_running_out_of_memory_while_growing_leaves_the_store_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, ones = filled(37), torch.ones(K, 1, D, dtype=torch.float64)
+    want, new_zeros, calls = read(kv, *rows(5, 37)), Tensor.new_zeros, iter(range(99))
+
+    def scarce(t: Tensor, *args: object) -> Tensor:
+        if next(calls) == 3:  # keys of the second layer fit, its values do not
+            raise MemoryError("full")
+        return new_zeros(t, *args)
+
+    monkeypatch.setattr(Tensor, "new_zeros", scarce)
+    with pytest.raises(MemoryError):
+        kv.reserve(1000)
+    monkeypatch.undo()
+    torch.testing.assert_close(read(kv, *rows(5, 37)), want)
+    kv.reserve(600)
+    for layer in range(L):
+        kv.append(layer, ones, ones, torch.tensor([37]))
+    assert kv.slots(1).n_slots == 38
+
+
 def test_a_view_reads_what_is_picked_and_leaves_the_store_alone() -> None:
     kv = filled(37)
     q, pos = rows(5, 37)

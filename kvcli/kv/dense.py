@@ -109,13 +109,16 @@ class Dense:
         s.pos = after.pos[:1].clone() if same else after.pos
         s.length = after.n_slots
         s.lengths = None if same else left
+        if not s.length:
+            s.newest, s.ordered = -1, True
         return fell
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later, keeping the memory for what follows: an undo, not an eviction."""
         for layer, s in enumerate(self._slabs):
             if s.lengths is None and s.ordered:
-                s.length = int((s.pos[0, : s.length] < n).sum())
+                was, s.length = s.length, int((s.pos[0, : s.length] < n).sum())
+                s.v[:, s.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
                 s.newest = int(s.pos[0, s.length - 1]) if s.length else -1
             else:
                 self.keep(layer, self.slots(layer).pos < n)
@@ -150,11 +153,11 @@ def _resize(s: _Slab, cap: int) -> None:
         new[:, : s.length] = t[:, : s.length]
         return new
 
-    s.k = wider(s.k, (s.k.shape[0], cap, s.k.shape[2]))
-    s.v = wider(s.v, (s.v.shape[0], cap, s.v.shape[2]))
-    old = s.pos
-    s.pos = old.new_full((old.shape[0], cap), -1)
-    s.pos[:, : s.length] = old[:, : s.length]
+    k = wider(s.k, (s.k.shape[0], cap, s.k.shape[2]))
+    v = wider(s.v, (s.v.shape[0], cap, s.v.shape[2]))
+    pos = s.pos.new_full((s.pos.shape[0], cap), -1)
+    pos[:, : s.length] = s.pos[:, : s.length]
+    s.k, s.v, s.pos = k, v, pos  # together: memory may have run out between them
 
 
 def _recent(s: _Slab, pos: Tensor, window: int) -> tuple[int, Tensor | None]:
