@@ -56,6 +56,7 @@ class Session:
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Step:
         """One pass: guess, run, accept, commit. New tokens end at one of `stop`, and are at most `most`."""
+        assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
         began = time.perf_counter()
         room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
         draft = self.drafter.propose(self.ids, room)
@@ -122,7 +123,9 @@ class Session:
 
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
-        keep = max(0, min(self.committed, n - 1)) if self._is_whole else 0
+        keep = max(0, min(self.committed, n - 1))
+        if not self._is_whole or (self._queries and keep < self.committed):  # the policy heard queries that are gone
+            keep = 0
         self.kv.crop(keep)
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:

@@ -126,6 +126,26 @@ def test_rewinding_crops_the_store_and_an_evicted_past_is_read_again() -> None:
     assert lossy.kv.slots(0).n_slots == 0
 
 
+def test_a_policy_hears_no_queries_of_a_text_that_was_rewound() -> None:
+    s = session(policy=Ragged(recent=12), every=20)
+    s.feed(families.prompt(1))  # nothing to read, so nothing is evicted before token 20
+    list(s.stream(19))
+    text = s.ids[:15]
+    s.resume(text)
+    s.feed(text[len(s.ids) :])
+    fresh = session(policy=Ragged(recent=12), every=20)
+    fresh.feed(text)
+    for ours, theirs in zip(s._queries, fresh._queries, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_text_that_was_not_read_to_its_end_cannot_be_continued() -> None:
+    s = session(chunk=3)
+    next(iter(s.read(TRUTH[:12])))
+    with pytest.raises(AssertionError, match="read the text"):
+        s.step()
+
+
 def test_a_one_token_prompt_and_a_prompt_of_one_chunk_work() -> None:
     for n in (1, 2, 3):
         s = session(chunk=2)
