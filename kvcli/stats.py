@@ -19,10 +19,10 @@ class Step:
     """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it."""
 
     rows: Rows
-    logits: Tensor  # [N, V], of the rows in `wanted` order (all tree rows first)
+    logits: Tensor  # [N, V], tree rows first, then scouts
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the text
-    seconds: float  # wall time of the whole step, proposing included
+    seconds: float  # wall time from proposing to committing; what drafter and policy make of it comes after
     made: Pass | None = field(default=None, repr=False)  # the pass itself: fresh keys, values and queries
 
     @property

@@ -24,7 +24,7 @@ class Part:
 
 
 def merge(parts: Sequence[Part]) -> Tensor:
-    """Parts of the same rows -> [H, N, D], in the type of `lse`. A row that saw nothing at all comes out as 0."""
+    """Parts of the same rows -> [H, N, D]: one part as it is, several in the type of `lse`. Nothing seen gives 0."""
     if len(parts) == 1:
         return parts[0].out
     return _reference([p.out for p in parts], [p.lse for p in parts])
