@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
@@ -94,6 +95,7 @@ class Model:
         self.lm, self.tokenizer, self.profile = lm, tokenizer, profile
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.session = build.session(lm, profile)
+        self._answering: object = None  # the stream whose answer the session holds
 
     def __enter__(self) -> Model:
         return self
@@ -159,12 +161,14 @@ class Model:
 
         What the store already holds of the prompt is not read again. Raises ContextOverflow before reading anything.
         """
-        sampler = self.session.sampler
-        self.session.sampler = replace(sampler, seed=self.profile.sample.seed if seed is None else seed)
         ids = self.encode(prompt)
-        new = self._room(len(ids), max_new_tokens or self.profile.sample.max_new_tokens)
+        if outside := [i for i in ids if not 0 <= i < self.lm.vocab]:
+            raise BadInput(f"token {outside[0]} is none of the model's {self.lm.vocab:,}", code="no_such_token")
+        new = self._room(len(ids), self.profile.sample.max_new_tokens if max_new_tokens is None else max_new_tokens)
         stops = () if ignore_eos else self.lm.stop_ids
-        return self._answer(ids, new, stops, StopStrings(stop), cancel or (lambda: False))
+        strings = StopStrings([stop] if isinstance(stop, str) else stop)
+        seed = self.profile.sample.seed if seed is None else seed
+        return self._answer(ids, new, stops, strings, _latched(cancel or (lambda: False)), seed)
 
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier."""
@@ -174,6 +178,8 @@ class Model:
         """How many tokens the answer may have; refuses a prompt that leaves too little."""
         if not prompt:
             raise BadInput("there is nothing to ask", code="empty_prompt")
+        if new < 1:
+            raise BadInput(f"max_new_tokens = {new}: an answer has at least one token", code="bad_length")
         reserve = min(new, self.profile.context.reserve)
         if prompt + reserve > self.limit:
             fits = "" if self.limit < self.lm.limit else " (the model's limit)"
@@ -193,18 +199,25 @@ class Model:
             ways.append(f"--max-new-tokens {self.limit - prompt}")
         return [*ways, "attach a shorter document", "/drop or /undo in a chat"]
 
-    def _answer(self, ids: list[int], new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel) -> Events:
+    def _answer(
+        self, ids: list[int], new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel, seed: int
+    ) -> Events:
         session = self.session
+        self._answering = me = object()
         try:
+            session.sampler = replace(session.sampler, seed=seed)
             cached = session.resume(ids)
             stats = Stats(prompt=len(ids), cached=cached, limit=self.limit, load=self.info.load_seconds)
-            yield Live(stats)
-            yield from self._read(ids, stats, cancel)
-            yield from self._write(new, stops, strings, cancel, stats)
+            reading, writing = self._read(ids, stats, cancel), self._write(new, stops, strings, cancel, stats)
+            for event in chain([Live(stats)], reading, writing):
+                yield event
+                if self._answering is not me and not isinstance(event, End):
+                    raise BadInput("another answer began before this one ended", code="interleaved")
         except GeneratorExit:
             raise
         except BaseException:
-            session.rewind(0)  # whatever broke, the next question starts from a past that is right
+            if self._answering is me:
+                session.rewind(0)  # whatever broke, the next question starts from a past that is right
             raise
 
     def _read(self, ids: list[int], stats: Stats, cancel: Cancel) -> Events:
@@ -223,22 +236,27 @@ class Model:
         words, said, answer = Detokenizer(self.tokenizer), [], list[int]()
         before = self.session.drafter.report()
         paused = before.paused_passes if before else 0
-        finish: Finish = "interrupted" if cancel() else "length"
+        finish: Finish = "length"
         shown = 0  # tokens of the answer that went out with a piece
         for step in self.session.stream(new, stops, cancel):
             stats.fold(step)
             stats.first_token = stats.first_token or stats.read + step.seconds
             self._measure(stats)
-            answer += step.new
-            piece = strings.push(words.push([i for i in step.new if i not in stops]))
+            piece = ""
+            for i in step.new:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
+                answer.append(i)
+                piece += strings.push(words.push([i] if i not in stops else []))
+                if strings.is_hit:
+                    break
             if piece:
                 said.append(piece)
                 yield Text(piece, tuple(answer[shown:]))
                 shown = len(answer)
-            if step.new[-1] in stops or strings.is_hit:
+            if answer[-1] in stops or strings.is_hit:
                 finish = "stop"
                 break
-            finish = "interrupted" if cancel() else "length"
+        if finish == "length" and len(answer) < new:
+            finish = "interrupted"
         rest = strings.push(words.finish()) + strings.finish()
         if rest:
             said.append(rest)
@@ -254,6 +272,18 @@ class Model:
         slot = 2 * 2 * self.lm.n_layers * self.lm.n_kv_heads * self.lm.head_dim
         stats.kv_fp16 = slot * self.session.committed
         stats.peak = peak_bytes(self.lm.device)
+
+
+def _latched(cancel: Cancel) -> Cancel:
+    """The same, but what was cancelled once stays cancelled: a text that was half read must not be continued."""
+    is_over = False
+
+    def asked() -> bool:
+        nonlocal is_over
+        is_over = is_over or cancel()
+        return is_over
+
+    return asked
 
 
 def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

@@ -16,7 +16,7 @@ from kvcli.layers import builtin_files
 from kvcli.local import Model
 from kvcli.model import LM
 from kvcli.profile import Profile
-from tests import families, small_tokenizers
+from tests import drafters, families, small_tokenizers
 
 SHIPPED = [file.profile for file in builtin_files()]
 
@@ -83,6 +83,69 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
     turn = model().generate(prompt(), max_new_tokens=30, stop=[cut])
     assert turn.finish == "stop"
     assert turn.text == whole.text[: whole.text.index(cut)]
+
+
+def test_nothing_counts_behind_a_stop_string_however_much_a_pass_gave() -> None:
+    class Right(drafters.Right):
+        def drafter(self) -> Right:
+            return self
+
+    whole = model().generate(prompt(), max_new_tokens=30)
+    stop = [model().tokenizer.decode(whole.ids[9:11])]
+    want = model().generate(prompt(), max_new_tokens=30, stop=stop)
+    m = model()
+    m.session.drafter = Right([*prompt(), *whole.ids], 2048, -1)
+    turn = m.generate(prompt(), max_new_tokens=30, stop=stop)
+    assert turn.stats.passes < want.stats.passes
+    assert (turn.text, turn.ids, turn.finish) == (want.text, want.ids, "stop")
+    assert model().generate(prompt(), max_new_tokens=30, stop=stop[0]).text == want.text, "one string is one string"
+
+
+def test_a_stream_that_another_one_overtook_says_so() -> None:
+    m = model(prefill={"chunk": 16})
+    want = model().generate(prompt(30), max_new_tokens=8).ids
+    for events in range(1, 8):  # overtaken before, while and after it reads
+        first = m.stream(prompt(), max_new_tokens=8, seed=5)
+        second = m.stream(prompt(30), max_new_tokens=8)
+        for _ in range(events):
+            next(first)
+        seen = [next(second), next(second)]
+        with pytest.raises(BadInput, match="another answer began"):
+            list(first)
+        seen += second
+        assert seen[-1].turn.ids == want
+    last = m.stream(prompt(), max_new_tokens=2)
+    assert any(isinstance(e, End) for e in last)
+    m.generate(prompt(30), max_new_tokens=2)
+    assert list(last) == [], "what has ended cannot be overtaken"
+
+
+def test_the_seed_is_the_streams_own_whatever_is_asked_before_it_starts() -> None:
+    m = model(sample={"temperature": 1.5})
+    want = m.generate(prompt(), max_new_tokens=12).ids
+    first = m.stream(prompt(), max_new_tokens=12)
+    m.stream(prompt(), max_new_tokens=12, seed=99)
+    assert list(first)[-1].turn.ids == want
+
+
+@pytest.mark.parametrize("new", [0, -3])
+def test_an_answer_without_tokens_is_refused(new: int) -> None:
+    with pytest.raises(BadInput, match="at least one token"):
+        model().generate(prompt(), max_new_tokens=new)
+
+
+@pytest.mark.parametrize("token", [-1, 2048])
+def test_tokens_that_the_model_does_not_have_are_refused(token: int) -> None:
+    with pytest.raises(BadInput, match="2,048"):
+        model().generate([5, token])
+
+
+def test_what_was_cancelled_once_stays_cancelled() -> None:
+    """A text that was half read must not be continued, though the second answer to `cancel` is no."""
+    asked = iter([True])
+    events = list(model(prefill={"chunk": 16}).stream(prompt(), max_new_tokens=8, cancel=lambda: next(asked, False)))
+    assert events[-1].turn.finish == "interrupted"
+    assert events[-1].turn.ids == ()
 
 
 def test_stop_tokens_end_a_turn_unless_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
