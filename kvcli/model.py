@@ -20,6 +20,7 @@ from kvcli.api import ModelInfo
 from kvcli.errors import BadModel
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed.module import Swap, quantize_
+from kvcli.memory import give_back
 from kvcli.source import Source
 
 _ATTENTION = "kvcli"  # our name in transformers' registries
@@ -128,7 +129,7 @@ class LM:
 
     def block(self) -> None:
         """Lay bf16 weights on the CPU out as its kernels want them, once instead of in every pass. Same numbers."""
-        if done := block_(self.model):
+        if done := block_(self.model, give_back):
             self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers in oneDNN's blocks")
 
 
@@ -145,7 +146,7 @@ def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tu
         return ("torch" if given is None else f"{getattr(method, 'value', method)}, as in the checkpoint"), ()
     layers = _decoder_layers(model, shape)
     if device.type == "cpu":
-        swap, backend = quantize_(layers, 8 if quant == "int8" else 4), f"torch packed {quant}"
+        swap, backend = quantize_(layers, 8 if quant == "int8" else 4, give_back), f"torch packed {quant}"
     else:
         swap = weights.quantize_with_bitsandbytes(layers, quant, device)
         backend = f"bitsandbytes {'fp4' if quant == 'int4' else quant}"

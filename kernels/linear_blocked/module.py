@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -26,10 +28,11 @@ class BlockedLinear(nn.Module):
 
 
 @torch.no_grad()
-def block_(root: nn.Module) -> int:
+def block_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
     """Replace each `nn.Linear` below `root` that gains, one at a time, so that one weight exists twice and no more.
 
-    A weight that another module shares (a tied head) stays: blocking it would keep both copies. Returns how many.
+    A weight that another module shares (a tied head) stays: blocking it would keep both copies. `done_with` is shown
+    each old weight, which nothing here reads again. Returns how many were replaced.
     """
     owners: dict[int, int] = {}
     for module in root.modules():
@@ -42,6 +45,7 @@ def block_(root: nn.Module) -> int:
             if type(layer) is not nn.Linear or owners[id(layer.weight)] > 1 or why_not(layer.weight):
                 continue
             setattr(parent, name, BlockedLinear(layer.weight, layer.bias))
+            done_with(layer.weight)
             del layer
             done += 1
     return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +50,11 @@ class Swap:
 
 
 @torch.no_grad()
-def quantize_(root: nn.Module, bits: Bits) -> Swap:
-    """Replace every plain `nn.Linear` below `root`, one at a time, so that one layer exists twice and no more."""
+def quantize_(root: nn.Module, bits: Bits, done_with: Callable[[Tensor], object] = lambda _: None) -> Swap:
+    """Replace every plain `nn.Linear` below `root`, one at a time, so that one layer exists twice and no more.
+
+    `done_with` is shown each old weight, which nothing here reads again.
+    """
     packed, weights, nbytes = 0, 0, 0
     kept: Counter[str] = Counter()
     # a list of all modules would keep every replaced layer alive until the end
@@ -65,5 +69,6 @@ def quantize_(root: nn.Module, bits: Bits) -> Swap:
             setattr(parent, name, fresh)
             packed, weights = packed + 1, weights + layer.weight.numel()
             nbytes += fresh.data.nbytes + fresh.scale.nbytes
+            done_with(layer.weight)
             del layer
     return Swap(packed, dict(kept), weights, nbytes)

@@ -17,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -108,30 +109,31 @@ def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], l
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def peak(side: str, n: int, new: int, pipe: Any) -> None:
-    """Peak resident memory of a process that builds the model, reads n tokens and decodes, MiB."""
+def peak(side: str, folder: str, n: int, new: int, pipe: Any) -> None:
+    """Peak resident memory of a process that loads the model, reads n tokens and decodes, MiB."""
     import resource
 
-    model = build()
-    if side == "kvcli":
-        model = ours_of(model)
     ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if side == "kvcli":
-        ours(model, ids, new)
+        from kvcli.model import LM
+        from kvcli.source import find
+
+        ours(LM.load(find(folder), device="cpu"), ids, new)
     else:
-        theirs(model, ids, new)
-    pipe.send((before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+        from transformers import AutoModelForCausalLM
+
+        theirs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), ids, new)
+    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
-def peaks(n: int, new: int) -> dict[str, float]:
+def peaks(folder: str, n: int, new: int) -> dict[str, float]:
     found = {}
     spawn = multiprocessing.get_context("spawn")
     for side in ("transformers", "kvcli"):
         here, there = spawn.Pipe()
-        process = spawn.Process(target=peak, args=(side, n, new, there))
+        process = spawn.Process(target=peak, args=(side, folder, n, new, there))
         process.start()
-        found[side] = round(here.recv()[1], 1)
+        found[side] = round(here.recv(), 1)
         process.join()
     return found
 
@@ -195,10 +197,12 @@ def main() -> None:
     print("prompt   decode (min med max)   read (min med max)   8 rows / 1 row   same    peak MiB theirs / ours")
     measure(model, lm, 64, 4, 1)  # warm-up
     found = []
+    folder = tempfile.TemporaryDirectory()
+    model.save_pretrained(folder.name)
     for n in map(int, args.prompts.split(",")):
         row = measure(model, lm, n, args.new, args.reps)
         if args.memory:
-            row["peak_mib"] = peaks(n, args.new)
+            row["peak_mib"] = peaks(folder.name, n, args.new)
         found.append(row)
         decode, read = ("  ".join(f"{x:.2f}" for x in row[k]) for k in ("decode_speedup", "read_speedup"))
         memory = " / ".join(f"{x:,.0f}" for x in row.get("peak_mib", {}).values())
