@@ -7,8 +7,6 @@ import mmap
 import sys
 from pathlib import Path
 
-from pathlib import Path
-
 import psutil
 import torch
 from torch import Tensor
