@@ -27,7 +27,7 @@ def attend(
     is_whole = k.is_contiguous() and v.is_contiguous()
     if is_whole and mask is None and h // k.shape[0] * n <= FEW:
         return _products(q, k, v, scale, length)
-    return _flash(q, k[:, :length], v[:, :length], scale, mask)
+    return flash(q, k[:, :length], v[:, :length], scale, mask)
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,8 @@ def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> tup
     return out.view(h, n, -1), lse.view(h, n)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """torch's flash kernel with the group folded into the rows; no scores of all rows and slots exist at once."""
     h, n, d = q.shape
     kv = k.shape[0]
     rows = q.reshape(1, kv, (h // kv) * n, d)
