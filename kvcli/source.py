@@ -104,7 +104,15 @@ def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
             try_=[f"kvcli chat {path.parent}"],
         )
     config = read_config(path, name)
-    refuse(config, name)
+    try:
+        refuse(config, name)
+    except (TypeError, AttributeError) as error:
+        raise BadModel(
+            f"config.json of {name} has a setting of the wrong type",
+            code="model_corrupt",
+            lines=[f"in {path / 'config.json'}: {error}"],
+            try_=["download config.json again"],
+        ) from error
     files, is_pickle = _weights(path, name, allow_pickle)
     return Source(name, path, commit, config, files, is_pickle)
 
@@ -139,8 +147,9 @@ def _cached(name: str, revision: str | None, at: str, offline: bool) -> tuple[Pa
         raise BadModel(why, code="model_name", lines=[str(error)], try_=["kvcli models list"]) from error
     except LocalEntryNotFoundError as error:
         raise BadModel(
-            f"{at} is neither a folder nor in the Hugging Face cache" + (", and --offline is set" if offline else ""),
+            f"{at} is neither a folder nor in the Hugging Face cache",
             code="model_not_found",
+            lines=["the network was not asked"] if offline else [],
             try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
         ) from error
     return path, path.name
@@ -164,14 +173,14 @@ def _download(name: str, revision: str | None, at: str) -> tuple[Path, str]:
 
 def _hint_for_file(path: Path) -> list[str]:
     if path.suffix == ".gguf":
-        return ["GGUF files are for llama.cpp: run llama-server on it and use --engine llama-server"]
+        return ["GGUF files are for llama.cpp: llama-server -m runs it"]
     return []
 
 
 def _hint_for_folder(path: Path) -> list[str]:
     """Weights that are there and cannot be read."""
     if any(path.glob("*.gguf")):
-        return ["it holds GGUF files: they are for llama.cpp (--engine llama-server)"]
+        return ["it holds GGUF files: they are for llama.cpp"]
     other = sorted(f.name for f in path.glob("*.safetensors"))
     return [f"found {', '.join(other[:3])}, which transformers does not look for"] if other else []
 
@@ -182,7 +191,7 @@ def _hint_for_folder(path: Path) -> list[str]:
 def read_config(path: Path, name: str) -> Config:
     """config.json of a folder, or an error with line and column."""
     file = path / "config.json"
-    if not file.exists():
+    if not file.is_file():
         lines = [f"looked for {file}"]
         if (path / "adapter_config.json").exists():
             lines.append("adapter_config.json is there: this is an adapter; merge it into its base model first")
@@ -208,7 +217,7 @@ def text_config(config: Config) -> Config:
 def _json(file: Path, name: str) -> Config:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadModel(
             f"{file.name} of {name} is not JSON",
             code="model_corrupt",
@@ -242,7 +251,7 @@ def _weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFil
         files = [single] if single.exists() else _shards(path, name, index)
         checked = tuple(_pickle(f) if is_pickle else read_header(f) for f in files)
         if not single.exists() and not is_pickle:
-            _check_index(name, _json(index, name)["weight_map"], checked)
+            _check_index(path, name, _json(index, name)["weight_map"], checked)
         return checked, is_pickle
     raise BadModel(
         f"{name} has no weights",
@@ -254,12 +263,12 @@ def _weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFil
 
 def _shards(path: Path, name: str, index: Path) -> list[Path]:
     weight_map = _json(index, name).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(s, str) for s in weight_map.values()):
         raise BadModel(
             f"{index.name} of {name} lists no tensors", code="model_corrupt", try_=[f"download {index.name} again"]
         )
     shards = [path / shard for shard in sorted(set(weight_map.values()))]
-    missing = [s.name for s in shards if not s.exists()]
+    missing = [s.name or str(s) for s in shards if not s.is_file()]
     if missing:
         raise BadModel(
             f"the weights of {name} are incomplete: {len(missing)} of {len(shards)} shards are missing",
@@ -271,9 +280,9 @@ def _shards(path: Path, name: str, index: Path) -> list[Path]:
     return shards
 
 
-def _check_index(name: str, weight_map: Mapping[str, str], files: Sequence[WeightFile]) -> None:
-    held = {f.path.name: f.tensors for f in files}
-    absent = [t for t, shard in weight_map.items() if t not in held[shard]]
+def _check_index(path: Path, name: str, weight_map: Mapping[str, str], files: Sequence[WeightFile]) -> None:
+    held = {f.path: f.tensors for f in files}
+    absent = [t for t, shard in weight_map.items() if t not in held[path / shard]]
     if absent:
         raise BadModel(
             f"the shards of {name} do not hold what their index promises: {len(absent)} tensors are missing",

@@ -111,6 +111,34 @@ def test_shards_load(sharded: Path):
     assert LM.load(found, device="cpu").info.parameters == found.parameters
 
 
+def test_shards_may_lie_in_a_folder(sharded: Path):
+    (sharded / "parts").mkdir()
+    for shard in sharded.glob("*.safetensors"):
+        shard.rename(sharded / "parts" / shard.name)
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {k: f"parts/{v}" for k, v in weight_map.items()}}))
+    assert {f.path.parent.name for f in source.find(str(sharded)).files} == {"parts"}
+
+
+@pytest.mark.parametrize("shard", [5, ["a.safetensors"], "."])
+def test_an_index_that_names_no_files_is_refused(sharded: Path, shard: object):
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
+    assert refused(lambda: source.find(str(sharded))).exit == ExitStatus.BAD_MODEL
+
+
+@pytest.mark.parametrize("changes", [{"layer_types": 5}, {"architectures": [5]}])
+def test_settings_of_the_wrong_type_are_refused(folder: Path, changes: dict[str, Any]):
+    edit_config(folder, **changes)
+    assert "wrong type" in refused(lambda: source.find(str(folder))).message
+
+
+def test_json_without_end_is_refused(folder: Path):
+    (folder / "config.json").write_text("[" * 100_000)
+    assert "is not JSON" in refused(lambda: source.find(str(folder))).message
+
+
 def test_loading_prints_nothing(sharded: Path, capfd: pytest.CaptureFixture[str]):
     LM.load(source.find(str(sharded)), device="cpu")
     assert capfd.readouterr() == ("", "")
@@ -343,7 +371,8 @@ def test_an_index_without_tensors(sharded: Path):
 
 def test_a_hub_id_that_is_not_in_the_cache_while_offline():
     error = refused(lambda: source.find("someone/absent", offline=True))
-    assert error.message == "someone/absent is neither a folder nor in the Hugging Face cache, and --offline is set"
+    assert error.message == "someone/absent is neither a folder nor in the Hugging Face cache"
+    assert error.lines == ("the network was not asked",)
     assert error.exit == ExitStatus.BAD_MODEL
     assert "hf download someone/absent" in error.try_
 
