@@ -111,7 +111,7 @@ def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], l
 
 def peak(side: str, folder: str, n: int, new: int, pipe: Any) -> None:
     """Peak resident memory of a process that loads the model, reads n tokens and decodes, MiB."""
-    import resource
+    from kvcli.memory import peak_bytes
 
     ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
     if side == "kvcli":
@@ -123,7 +123,7 @@ def peak(side: str, folder: str, n: int, new: int, pipe: Any) -> None:
         from transformers import AutoModelForCausalLM
 
         theirs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), ids, new)
-    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    pipe.send(peak_bytes(torch.device("cpu")) / 2**20)
 
 
 def peaks(folder: str, n: int, new: int) -> dict[str, float]:
