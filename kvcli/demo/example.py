@@ -24,7 +24,46 @@ class Sample:
     answer: str
 
 
-SAMPLES: tuple[Sample, ...] = ()
+SAMPLES: tuple[Sample, ...] = (
+    Sample(
+        "lookup",
+        "What is the stock of depot Gimness?",
+        "The stock of depot Gimness is 59 boxes of oil.",
+    ),
+    Sample(
+        "lookup",
+        "What is the depth of well Volras?",
+        "The depth of well Volras is 256 metres.",
+    ),
+    Sample(
+        "lookup",
+        "What is the badge number of surveyor Mela Tremini?",
+        "The badge number of surveyor Mela Tremini is 6834.",
+    ),
+    Sample(
+        "finding",
+        "What is the main finding of section 4?",
+        "Main finding of section 4: the dusty barn at Skendale drifted for two hours [p. 7].",
+    ),
+    Sample(
+        "rewrite",
+        "Rewrite field note 3 and replace Fovmere by Gremrum.",
+        (
+            "Field note 3: The heavy ladder at Gremrum improved at low tide. "
+            "We counted 84 metres of filter because the iron tower sank. "
+            "The upper channel widened while Grushin Demquist inspected the shelter."
+        ),
+    ),
+    Sample(
+        "repeat",
+        "Repeat field note 8.",
+        (
+            "Field note 8: We closed 13 metres of fence because the tank drifted. "
+            "The copper slope at Grirstad cooled before the frost. "
+            "Jola Tremert cleaned the steep filter and the steep tunnel."
+        ),
+    ),
+)
 
 
 def example_report() -> Report:

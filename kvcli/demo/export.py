@@ -60,6 +60,7 @@ def export(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.detach().to(torch.bfloat16).contiguous() for name, w in network.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the library leaves it to its owner alone
     (folder / "config.json").write_text(json.dumps(config(network.shape), indent=2) + "\n")
     generation = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -1,5 +1,6 @@
 """Train the demo model's tokenizer: byte-level BPE that never cuts a name or a number in two different ways."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -84,3 +85,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
+    # transformers 5 writes a class name of its own; this one is known to 4 and 5
+    settings = folder / "tokenizer_config.json"
+    written = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    written.pop("backend", None)
+    settings.write_text(json.dumps(written, indent=2) + "\n")

@@ -14,7 +14,7 @@ SYSTEM_PROMPT = "You are a careful assistant for field reports."
 
 # loss weights: what is retrieved counts more than the words around it
 PLAIN = 0.5
-COPIED = 1.0
+COPIED = 1.6
 VALUE = 2.0
 ORDINAL = 2.5
 NAME = 2.8
