@@ -20,6 +20,7 @@ from kvcli.api import Cancel, End, Events, Finish, Live, ModelInfo, Prompt, Read
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow
 from kvcli.kv.slots import nbytes
 from kvcli.memory import peak_bytes
+from kvcli.schema import ORDER
 from kvcli.stats import Stats
 from kvcli.text import Detokenizer, StopStrings
 
@@ -114,7 +115,7 @@ class Model:
         return self.lm.limit if asked == "auto" else min(int(asked), self.lm.limit)
 
     def with_profile(self, profile: Profile) -> Model:
-        """The same weights under another profile; the past is read again. Refuses a change of `load`."""
+        """The same weights under another profile, with nothing read yet. Refuses a change of `load`."""
         if profile.load != self.profile.load:
             raise BadConfig(
                 "the weights are loaded already, and this changes how",
@@ -123,6 +124,14 @@ class Model:
                 try_=["leave and start again with --profile or --set"],
             )
         return Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds)
+
+    def take_past(self, other: Model) -> bool:
+        """Go on with what `other` has read, if both profiles read and keep it alike; `other` then has nothing read."""
+        kept = [table for table in ORDER if table not in ("spec", "sample", "context")]  # these leave the past alone
+        if other.lm is not self.lm or any(getattr(self.profile, t) != getattr(other.profile, t) for t in kept):
+            return False
+        self.session.take(other.session)
+        return True
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation with this model."""

@@ -135,6 +135,15 @@ class Session:
         self.boundary = self._next_boundary()
         return keep
 
+    def take(self, other: Session) -> None:
+        """Go on with the text and the past of `other`, which is left empty. Both must store and read alike."""
+        self.kv, other.kv = other.kv, self.kv
+        self.view, other.view = other.view, self.view
+        self._queries, self._is_whole = other._queries, other._is_whole
+        self.ids, self.committed = other.ids, other.committed
+        self.rewind(len(self.ids))
+        other.rewind(0)
+
     def resume(self, ids: Sequence[int]) -> int:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)

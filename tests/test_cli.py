@@ -152,7 +152,7 @@ def test_errors_as_json_go_to_stdout(machine):
         (["list"], "kvcli models list"),
         (["chat", "--profle", "x"], "did you mean --profile?"),
         (["models", "lst"], "list"),
-        (["chat", "--stats", "loud"], "live"),
+        (["chat", "--stats", "loud"], "'--stats': 'loud' is not one of 'live'"),
         (["chat", "--temperature", "hot"], "'--temperature'"),
         (["chat", "-p"], "requires an argument"),
         (["chat", "-f", "-", "-p", "Hi"], "leave it out"),

@@ -217,6 +217,25 @@ def test_another_profile_shares_the_weights_and_another_load_is_refused() -> Non
     assert caught.value.lines == ("load.dtype: auto -> fp16",)
 
 
+def test_a_profile_that_keeps_the_past_alike_goes_on_without_reading_again() -> None:
+    m = model()
+    first = m.generate(prompt(), max_new_tokens=12).ids
+    other = m.with_profile(Profile.load("ngram").replace(sample={"max_new_tokens": 8}))
+    assert other.take_past(m)
+    again = other.generate([*prompt(), *first[:6]])
+    assert again.stats.cached == len(prompt()) + 5
+    assert again.ids[:6] == first[6:]
+    assert not m.session.ids  # left empty, and still of use
+    assert m.generate(prompt(), max_new_tokens=12).ids == first
+
+
+def test_a_profile_that_keeps_the_past_otherwise_reads_again() -> None:
+    m = model()
+    m.generate(prompt(), max_new_tokens=4)
+    assert not m.with_profile(m.profile.replace(prefill={"chunk": 5})).take_past(m)
+    assert m.session.ids
+
+
 def test_closing_frees_the_past() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)

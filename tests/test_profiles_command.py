@@ -66,12 +66,12 @@ def test_list_in_json_and_plain(shell: Shell) -> None:
 def test_show_with_origins(shell: Shell) -> None:
     shell.environ["KVCLI_SPEC__MAX"] = "6"
 
-    assert shell("show", "ngram", "--origin", "--plain", "--set", "kv.dtype=fp16") == 0
+    assert shell("show", "ngram", "--origin", "--plain", "--set", "load.dtype=fp16") == 0
 
     rows = dict(line.split("\t", 1) for line in shell.out.splitlines())
     assert rows["spec.method"] == '"ngram"\tbuilt-in ngram'
     assert rows["spec.max"] == "6\tenv KVCLI_SPEC__MAX"
-    assert rows["kv.dtype"] == '"fp16"\t--set'
+    assert rows["load.dtype"] == '"fp16"\t--set'
     assert rows["sample.temperature"] == "the model's\tdefault"
 
 
@@ -82,7 +82,7 @@ def test_what_show_prints_is_a_profile_again(shell: Shell) -> None:
 
     assert shell("diff", "kept", "ngram", "--plain") == 0
 
-    assert shell.out.splitlines() == ["key\tkept\tngram", "spec.max\t5\t16", "sample.top_p\t0.5\tthe model's"]
+    assert shell.out.splitlines() == ["key\tkept\tngram", "spec.max\t5\t15", "sample.top_p\t0.5\tthe model's"]
 
 
 def test_show_without_a_name_is_what_chat_would_use(shell: Shell) -> None:
@@ -104,7 +104,7 @@ def test_diff_leaves_the_environment_out(shell: Shell) -> None:
     assert shell("diff", "exact", "ngram", "--json") == 0
     changes = {change["key"]: (change["a"], change["b"]) for change in json.loads(shell.out)["differences"]}
     assert changes["spec.method"] == ("off", "ngram")
-    assert changes["spec.max"] == (None, 16)
+    assert changes["spec.max"] == (None, 15)
 
     assert shell("diff", "exact", "exact") == 0
     assert shell.out == "exact and exact have the same settings\n"

@@ -223,6 +223,7 @@ def test_undo_and_retry(talk):
     assert "forgot 1 question, 0 left" in talk.type("/undo 5")
     assert "[no_question]" in talk.type("/retry")
     assert "try: /undo 2" in talk.type("/undo x")
+    assert "try: /undo 2" in talk.type("/undo " + "9" * 5000)
 
 
 def test_edit_asks_the_changed_question_in_place_of_the_last(talk, tmp_path):

@@ -118,7 +118,7 @@ def words(document: DoctorDocument) -> list[str]:
         f"system        {document.system}",
         f"cpu           {document.cpu or '–'}",
         f"              {flags}",
-        f"              {document.cores} cores for this process, {document.threads} threads",
+        f"              cores for this process {document.cores}, threads {document.threads}",
         f"memory        {long_size(document.memory_free)} free of {long_size(document.memory_total)}",
     ]
     for device in document.devices[1:]:

@@ -23,7 +23,8 @@ def misused(world: World, args: Sequence[str], problem: Any) -> int:
     """What the option parser found, as one of our errors."""
     near = sorted(getattr(problem, "possibilities", None) or [])
     # the parser lists every option that looks a little alike; the nearest one is enough
-    message = str(problem.message if near else problem.format_message()).strip().rstrip(".")
+    message = str(problem.message if near else problem.format_message())
+    message = message.replace("Value error, ", "").strip().rstrip(".")  # the words of a validator inside the parser
     if not message:  # a group without a command, and its help was printed
         return ExitStatus.USAGE
     context = getattr(problem, "ctx", None)

@@ -171,12 +171,14 @@ class Repl:
             raise BadInput("profiles cannot be changed in this chat", code="no_profiles")
         model: Any = self.chat.model
         changed = model.with_profile(self.profiles.resolve(name, sets))
+        take = getattr(changed, "take_past", None)
+        is_kept = take is not None and take(model)
         self.chat.model = changed
         close = getattr(model, "close", None)
         if close is not None:
-            close()  # its keys and values are of no use to the other profile
+            close()  # what keys and values it still has are of no use to the other profile
         self.profile_name, self.sets = name, list(sets)
-        again = "; the conversation is read again with it" if self.chat.messages else ""
+        again = "; the conversation is read again with it" if self.chat.messages and not is_kept else ""
         self.say(f"{', '.join([name, *sets])} from the next question on{again}")
 
     # --- showing

@@ -271,8 +271,8 @@ def _export(repl: Repl, argument: str) -> None:
 
 
 def _number(text: str, example: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise BadInput(f"a number from 1 is needed, not {text or 'nothing'}", code="not_a_number", try_=[example])
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise BadInput(f"a number from 1 is needed, not {text[:20] or 'nothing'}", code="not_a_number", try_=[example])
     return int(text)
 
 

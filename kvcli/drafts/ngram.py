@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from kvcli.drafts.pace import Accepted, Mode, Pace, Report
+from kvcli.schema import Range
 
 if TYPE_CHECKING:
     from kvcli.drafts.suffix import SuffixIndex
@@ -31,13 +32,14 @@ _PAPER = 8  # tokens that a guess on paper must get right
 class Ngram:
     """Copy from the text itself; `[spec] method = "ngram"`."""
 
-    max: int = 15  # rows verified beside the pending one, at most; with it they are 16, a whole block for most kernels
-    min_match: int = 1  # tokens that must match before their continuation is a guess
-    max_match: int = 32  # tokens beyond which matches count as equally long
-    branches: int = 3  # different tokens tried at one place, at most
+    # with 15 guesses a pass has 16 rows, a whole block for most kernels
+    max: Annotated[int, Range(1, 128)] = 15  # rows verified beside the pending one, at most
+    min_match: Annotated[int, Range(1, 64)] = 1  # tokens that must match before their continuation is a guess
+    max_match: Annotated[int, Range(1, 256)] = 32  # tokens beyond which matches count as equally long
+    branches: Annotated[int, Range(1, 16)] = 3  # different tokens tried at one place, at most
     adaptive: bool = True  # draft as much as the measured pass times justify; false = always, by match length
-    kill_below: float = 0.98  # pause when slower than this multiple of plain decoding
-    probe_every: int = 64  # passes between two plain passes timed as the yardstick
+    kill_below: Annotated[float, Range(0, 1)] = 0.98  # pause when slower than this multiple of plain decoding
+    probe_every: Annotated[int, Range(8, 4096)] = 64  # passes between two plain passes timed as the yardstick
 
     def __post_init__(self) -> None:
         _whole("max", self.max, 1, 128)
