@@ -65,7 +65,7 @@ def read_document(path: str | Path, *, name: str | None = None, limit: int = MAX
     file = _bundled() if str(path) == BUNDLED else Path(path).expanduser()
     try:
         if file.is_dir():
-            raise BadInput(f"{name} is a folder, not a file", code="is_a_folder", try_=[f"-f {name}/FILE"])
+            raise BadInput(f"{name} is a folder, not a file", code="is_a_folder", try_=[f"a file in it: {name}/FILE"])
         if file.is_file() and file.stat().st_size > limit:
             raise too_large(name, file.stat().st_size, limit)
         with file.open("rb") as stream:

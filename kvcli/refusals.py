@@ -43,7 +43,7 @@ def refuse(config: Config, name: str) -> None:
                 code="model_unsupported",
                 lines=why[1:],
                 detail={"family": family},
-                try_=["docs/models.md lists what runs", "kvcli engine list, for programs that serve this model"],
+                try_=["docs/models.md lists what runs", "vLLM or llama.cpp may serve this model"],
             )
 
 

@@ -189,5 +189,5 @@ def _refuse(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ())
         f"{kind} is not supported: {why}",
         code="model_unsupported",
         lines=lines,
-        try_=try_ or ["docs/models.md lists what runs", "kvcli engine list, for programs that serve this model"],
+        try_=try_ or ["docs/models.md lists what runs", "vLLM or llama.cpp may serve this model"],
     )

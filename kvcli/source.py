@@ -130,7 +130,7 @@ def _demo(demo_dir: Path | None) -> Path:
             "the bundled demo model is missing from this installation",
             code="model_not_found",
             lines=[f"looked in {demo_dir}"],
-            try_=["pip install --force-reinstall kvcli"],
+            try_=["install kvcli again"],
         )
     return demo_dir
 

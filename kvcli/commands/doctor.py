@@ -128,7 +128,7 @@ def words(document: DoctorDocument) -> list[str]:
     kernels += [f"{device:<5} {'quant':<13} {backend}" for device, backend in document.quant.items()]
     paths = [f"{name:<14}{path}" for name, path in document.paths.items()]
     environment = [f"{name}={value}" for name, value in document.environment.items()]
-    demo = ["demo model    " + ("here" if document.demo_model else "MISSING: pip install --force-reinstall kvcli")]
+    demo = ["demo model    " + ("here" if document.demo_model else "MISSING: install kvcli again")]
     problems = [f"problem       {problem}" for problem in document.problems]
     sections = [problems, versions, machine, kernels, [*demo, *paths], environment]
     return [line for section in sections if section for line in [*section, ""]][:-1]
