@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcli.drafts.base import Drafter
+    from kvcli.kv.slots import Store
+    from kvcli.kv.view import View
     from kvcli.model import LM
     from kvcli.profile import Clash, Profile
     from kvcli.sample import Sampler
@@ -41,7 +44,19 @@ def session(lm: LM, profile: Profile) -> Session:
 
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, dtype, lm.device)
-    return Session(lm, kv, profile.spec.drafter(), sampler(lm, profile), chunk=profile.prefill.chunk)
+    drafter: Drafter = profile.spec.drafter()
+    return Session(lm, kv, drafter, sampler(lm, profile), view=view(kv, drafter), chunk=profile.prefill.chunk)
+
+
+def view(kv: Store, drafter: Drafter) -> View | None:
+    """How the drafter's scouts read the past; None = all of it, or there are no scouts."""
+    import torch
+
+    from kvcli.kv.view import View
+
+    if (policy := drafter.view) is None:
+        return None
+    return View(kv, lambda layer, q, s: policy.keep(layer, q, s, torch.zeros(int(s.pos.max()) + 1, dtype=torch.int8)))
 
 
 def sampler(lm: LM, profile: Profile) -> Sampler:

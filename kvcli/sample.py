@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcli.errors import BadModel
 from kvcli.kernels.gumbel import gumbel
 
 
@@ -53,10 +54,19 @@ class Sampler:
             punished = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
             logits = torch.where(seen, punished, logits)
         if self.temperature == 0:
-            return logits.argmax(-1)
-        ids, scores = self.warp(logits)  # [N, C], -inf = dropped
-        noise = gumbel(self.seed, pos, ids)
-        return ids.gather(-1, (scores + noise).argmax(-1, keepdim=True)).squeeze(-1)
+            ids, scores = None, logits
+        else:
+            ids, scores = self.warp(logits)  # [N, C], -inf = dropped
+            scores = scores + gumbel(self.seed, pos, ids)
+        best = scores.argmax(-1, keepdim=True)  # NaN counts as the largest
+        if not bool(scores.gather(-1, best).isfinite().all()):
+            raise BadModel(
+                "the model's output is not a number",
+                code="bad_logits",
+                lines=[f"logits after position {int(pos[0]):,} hold NaN or infinity"],
+                try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
+            )
+        return (best if ids is None else ids.gather(-1, best)).squeeze(-1)
 
     def warp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Candidates [N, C] in order of falling probability and their log-probabilities, -inf where dropped.

@@ -97,7 +97,7 @@ def test_bytes_are_what_the_tensors_hold_and_evicting_gives_them_back(ragged: bo
     kv.settle(lambda layer, s: uneven(s) if ragged else s.pos < 10)
     held = nbytes(kv)["cpu"]
     longest = 37 if ragged else 10
-    assert held == L * longest * (2 * K * D * 4 + 4 * (K if ragged else 1))
+    assert held == L * (longest * (2 * K * D * 4 + 4 * (K if ragged else 1)) + (8 * K if ragged else 0))
 
 
 def test_keeping_all_is_a_no_op() -> None:
@@ -117,7 +117,7 @@ def test_reserved_room_is_counted_and_never_moves() -> None:
     for i in range(100):
         kv.append(0, torch.ones(K, 1, D), torch.ones(K, 1, D), torch.tensor([i]))
     assert kv.slots(0).k.untyped_storage().data_ptr() == at
-    assert nbytes(kv)["cpu"] == L * 100 * (2 * K * D * 4 + 4)
+    assert nbytes(kv)["cpu"] == L * Dense.STEP * (2 * K * D * 4 + 4)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from kvcli.errors import BadModel
 from kvcli.kernels.gumbel import gumbel
 from kvcli.rows import Draft, Rows
 from kvcli.sample import Sampler, Seen
@@ -151,3 +152,11 @@ def test_rows_of_a_tree_see_their_ancestors_and_nothing_else() -> None:
     seen = [[j for j in range(6) if rows.sees[i, j]] for i in range(6)]
     assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5]]
     assert Rows.build(9, 100, Draft.chain([1, 2])).sees is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_no_numbers_are_refused(temperature: float) -> None:
+    rows = logits(3)
+    rows[1, 4] = torch.nan
+    with pytest.raises(BadModel, match="not a number"):
+        Sampler(temperature=temperature)(rows, torch.arange(3))

@@ -7,15 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcli import build
 from kvcli.drafts.base import Off
 from kvcli.forward import Pass
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
-from kvcli.rows import Draft, Rows
+from kvcli.rows import Draft, Rows, Scouts
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import drafters, families
-from tests.policies import Ragged, Recent
+from tests.policies import KeepAll, Ragged, Recent
 
 torch.set_num_threads(1)
 TINY = LM.of(families.build("llama"))
@@ -161,3 +162,40 @@ def test_reading_stopped_between_chunks_can_be_taken_up_again() -> None:
     s.feed(TRUTH[len(s.ids) : 12])
     list(s.stream(10))
     assert s.ids == TRUTH[:22]
+
+
+def test_scouts_read_what_the_drafters_policy_keeps() -> None:
+    """A scout at the pending token's place sees what plain decoding sees if the view keeps all, less if it does not."""
+
+    class Scouting(Off):
+        def __init__(self, policy: object) -> None:
+            object.__setattr__(self, "policy", policy)
+
+        @property
+        def view(self) -> object:  # type: ignore[override]
+            return self.policy
+
+        def propose(self, ids: object, room: int) -> Draft:
+            same = Scouts([int(ids[-1])], [0], torch.ones(1, 1, dtype=torch.bool))  # type: ignore[index]
+            return Draft([], [], same)
+
+    found = {}
+    for policy in (None, KeepAll(), Recent(last=3)):
+        s = session(Scouting(policy))
+        s.view = build.view(s.kv, s.drafter)
+        s.feed(families.prompt(40))
+        step = s.step()
+        assert step.path == [0]
+        assert step.new == [TRUTH_40]
+        found[type(policy).__name__] = step.logits[1]
+    torch.testing.assert_close(found["KeepAll"], found["NoneType"])
+    assert not torch.allclose(found["Recent"], found["KeepAll"], atol=1e-2)
+
+
+def _next_after(n: int) -> int:
+    s = session()
+    s.feed(families.prompt(n))
+    return s.step().new[0]
+
+
+TRUTH_40 = _next_after(40)

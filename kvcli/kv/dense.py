@@ -24,6 +24,11 @@ class _Slab:
     newest: int = -1  # the last position appended
     ordered: bool = True  # positions rise with the slot index in every head
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        return [t for t in (self.k, self.v, self.pos, self.lengths) if t is not None]
+
 
 class Dense:
     """Keys and values in full precision.
@@ -126,8 +131,7 @@ class Dense:
     def reserve(self, n: int) -> None:
         """Room for n slots a head in all layers, so that reading that many moves nothing."""
         for s in self._slabs:
-            if s.k.shape[1] < n:
-                _resize(s, n)
+            self._grow(s, n)
 
     def settle(self, choose: Choose | None) -> None:
         """Evict, layer by layer, what `choose` does not keep."""
@@ -138,7 +142,7 @@ class Dense:
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer, spare room included."""
         return [
-            Usage(layer, self._name, s.length, sum(t.untyped_storage().nbytes() for t in (s.k, s.v, s.pos)))
+            Usage(layer, self._name, s.length, sum(t.untyped_storage().nbytes() for t in s.tensors))
             for layer, s in enumerate(self._slabs)
         ]
 
