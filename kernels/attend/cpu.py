@@ -1,9 +1,9 @@
-"""Rows over slots on CPU: two products and a softmax for few rows, torch's flash kernel for many.
+"""Rows over slots on CPU: two products and a softmax for few rows over many slots, else torch's flash kernel.
 
 Measured on one thread, 4 KV heads of 64 with 4 query heads each (docs/lab-log.md): at 16k slots the products take half
-the time of the flash kernel for 1 row and two thirds for 8, because that kernel multiplies in small pieces; at 512 both
-are level. The products want the slab in one piece (a batched product copies anything else), and in 16-bit they round
-scores as transformers' eager attention does.
+the time of the flash kernel for 1 row and two thirds for 8, because that kernel multiplies in small pieces; at 512 it
+wins by its single call. The products want the slab in one piece (a batched product copies anything else), and in 16-bit
+they round scores as transformers' eager attention does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvcli.kernels.attend.reference import fold
 
 FEW = 64  # rows with their group; beyond, the flash kernel's blocks pay
+MANY = 1024  # slots; fewer are over before the products' ten calls are made
 LOG2E = 1.4426950408889634
 
 
@@ -25,7 +26,7 @@ def attend(
         wide = torch.promote_types(q.dtype, torch.float32)
         return q.new_zeros(h, n, v.shape[2]), torch.full((h, n), -torch.inf, dtype=wide, device=q.device)
     is_whole = k.is_contiguous() and v.is_contiguous()
-    if is_whole and mask is None and h // k.shape[0] * n <= FEW:
+    if is_whole and mask is None and h // k.shape[0] * n <= FEW and length >= MANY:
         return _products(q, k, v, scale, length)
     return flash(q, k[:, :length], v[:, :length], scale, mask)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST = 4  # rows; the kernels are slower below, so fewer rows are filled up with zeros
+LEAST = 4  # rows; the kernels are slower below, so fewer rows are filled up
 
 
 def why_not(weight: Tensor) -> str:
@@ -33,7 +33,9 @@ def linear_blocked(x: Tensor, blocked: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., I], a weight from `block`, bias [O] -> [..., O]."""
     rows = x.reshape(-1, x.shape[-1])
     n = rows.shape[0]
-    if 0 < n < LEAST:
+    if n == 1:
+        rows = rows.expand(LEAST, -1)  # plain decoding; cheaper than zeros
+    elif 0 < n < LEAST:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, LEAST - n))
     y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, blocked, bias, "none", [], "")
     return y[:n].view(*x.shape[:-1], y.shape[-1])

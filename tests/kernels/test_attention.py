@@ -11,6 +11,7 @@ from torch import Tensor
 from kvcli.kernels import attend, attend_fresh, dispatch
 from kvcli.kernels.attend import attend as attend_op
 from kvcli.kernels.merge import Part, merge
+from kvcli.kernels.merge.reference import merge as merge_reference
 
 # K, G, N, S, D: primes and ones
 SHAPES = [(1, 1, 1, 1, 8), (2, 3, 5, 7, 16), (3, 1, 1, 131, 8), (1, 7, 3, 4099, 8), (2, 2, 13, 1, 32)]
@@ -107,8 +108,20 @@ def test_a_part_that_saw_nothing_weighs_nothing_even_when_it_holds_garbage() -> 
     q, k, v = inputs(2, 3, 5, 7, 16, torch.float32)
     part = attend_op(q, k, v, 0.3)
     blind = Part(torch.full_like(part.out, 1e30), torch.full_like(part.lse, -torch.inf))
-    torch.testing.assert_close(merge([blind, part, blind]), part.out)
-    assert merge([blind, blind]).abs().max() == 0
+    for parts in ([blind, part, blind], [blind, part], [part, blind]):
+        torch.testing.assert_close(merge(parts), part.out)
+    assert merge([blind, blind, blind]).abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_two_parts_merge_as_many_do(dtype: torch.dtype) -> None:
+    q, k, v = inputs(2, 3, 5, 131, 16, dtype)
+    a, b = attend_op(q, k[:, :40], v[:, :40], 0.3), attend_op(q * 3, k[:, 40:], v[:, 40:], 0.3)
+    want = merge_reference([a.out, b.out], [a.lse, b.lse])
+    torch.testing.assert_close(merge([a, b]), want)
+    assert merge([a, b]).dtype == a.lse.dtype
+    nothing = attend_op(q, k[:, :0], v[:, :0], 0.3)
+    assert merge([nothing, nothing]).abs().max() == 0
 
 
 def test_spare_capacity_behind_the_slots_is_never_read() -> None:
@@ -122,9 +135,9 @@ def test_spare_capacity_behind_the_slots_is_never_read() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("n", "length"), [(1, 1), (1, 7), (5, 11), (5, 20), (131, 11)])
+@pytest.mark.parametrize(("n", "length"), [(1, 1), (1, 7), (5, 11), (5, 20), (131, 11), (1, 1031), (7, 1025)])
 def test_a_slab_with_spare_room_reads_as_its_slots(name: str, n: int, length: int, dtype: torch.dtype) -> None:
-    q, k, v = inputs(2, 3, n, 20, 16, dtype)
+    q, k, v = inputs(2, 3, n, 1040 if length > 20 else 20, 16, dtype)
     k[:, length:] *= 50  # left over from what was cropped: finite, and must not count
     v[:, length:] *= 50
     out, lse = of("attend", name)(q, k, v, 0.3, 0.0, None, length)
