@@ -25,7 +25,7 @@ from kvcli.demo import weights_dir
 from kvcli.demo.packing import encode_parts
 from kvcli.demo.report import Report, new_fact, write_report
 from kvcli.demo.tokenizer import ASSISTANT, BOS, END, USER
-from kvcli.demo.turns import Turn, lookup, one_finding, repeat, rewrite, summary
+from kvcli.demo.turns import SMALL_TALK, Turn, lookup, one_finding, repeat, rewrite, summary
 from kvcli.demo.words import pick
 
 # training draws its seeds from text ("0 17 1"), so numbers are always new; these start far from the example's
@@ -128,8 +128,14 @@ def questions(tokenizer: Tokenizer, length: int, n: int, seed: int) -> Iterator[
         yield Question("repeat", report.text, repeat(rng, pick(rng, report.notes)))
 
 
+def greetings() -> Iterator[Question]:
+    """Small talk as the first words of a chat."""
+    for question, answer in SMALL_TALK:
+        yield Question("small talk", "", Turn("hello", question, ((answer, 1.0),)))
+
+
 def prompt_ids(tokenizer: Tokenizer, question: Question) -> list[int]:
-    text = f"{question.report}\n\n{question.turn.question}"
+    text = f"{question.report}\n\n{question.turn.question}".lstrip()
     return [BOS, USER, *tokenizer.encode(text, add_special_tokens=False).ids, END, ASSISTANT]
 
 
@@ -186,6 +192,14 @@ def measure(
     return out | ({"free running": running.as_json()} if free else {})
 
 
+def measure_greetings(model: Model, tokenizer: Tokenizer) -> Table:
+    table = Table()
+    for question in greetings():
+        answer = [*encode_parts(tokenizer, question.turn.parts)[0], END]
+        table.add(question.skill, all(hits(model, prompt_ids(tokenizer, question), answer)))
+    return table
+
+
 def load(folder: Path) -> tuple[Model, Tokenizer]:
     from transformers import AutoModelForCausalLM
 
@@ -221,6 +235,7 @@ def main(arguments: Sequence[str] | None = None, write: Write = sys.stdout.write
         "seed": options.seed,
         "seconds": round(time.monotonic() - started),
         "torch": torch.__version__,
+        "small talk": measure_greetings(model, tokenizer).as_json(),
         "by_length": results,
     }
     write(json.dumps(record) + "\n")

@@ -10,13 +10,14 @@ from tokenizers import Tokenizer
 
 from kvcli.demo.report import MAX_SECTIONS, write_report
 from kvcli.demo.tokenizer import ASSISTANT, BOS, END, SPECIALS, SYSTEM, USER
-from kvcli.demo.turns import SYSTEM_PROMPT, Part, turns
+from kvcli.demo.turns import SYSTEM_PROMPT, Part, pasted, small_talk, turns
 from kvcli.demo.words import between, pick
 
 # a fifth of the report's own text is learned from, lightly: enough to keep it a language model of reports
 REPORT_WEIGHT = 0.3
 REPORT_SHARE = 0.2
 END_WEIGHT = 2.9
+SHORTEST_REPORT = 200  # tokens a row
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,24 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[list[int]
     return encoding.ids, [by_character[end - 1] for _, end in encoding.offsets]
 
 
+def say(tokenizer: Tokenizer, ids: list[int], weights: list[float], role: int, parts: Sequence[Part]) -> None:
+    """Append a message to a row."""
+    message, message_weights = encode_parts(tokenizer, parts)
+    ids.extend([role, *message, END])
+    weights.extend([0.0, *message_weights, END_WEIGHT if role == ASSISTANT else 0.0])
+
+
+def opening(tokenizer: Tokenizer, rng: Random) -> tuple[list[int], list[float]]:
+    """The start of a chat, half of the time with a system prompt."""
+    ids, weights = [BOS], [0.0]
+    if rng.random() < 0.5:
+        say(tokenizer, ids, weights, SYSTEM, [(SYSTEM_PROMPT, 0.0)])
+    return ids, weights
+
+
 def report_row(tokenizer: Tokenizer, rng: Random, length: int, near: float) -> tuple[list[int], list[float]]:
     """One chat: a report of 35 to 60 % of the row (35 to 80 % in long rows), then turns until the row is full."""
-    ids, weights = [BOS], [0.0]
-
-    def say(role: int, parts: Sequence[Part]) -> None:
-        message, message_weights = encode_parts(tokenizer, parts)
-        ids.extend([role, *message, END])
-        weights.extend([0.0, *message_weights, END_WEIGHT if role == ASSISTANT else 0.0])
-
-    if rng.random() < 0.5:
-        say(SYSTEM, [(SYSTEM_PROMPT, 0.0)])
+    ids, weights = opening(tokenizer, rng)
     fact_share = pick(rng, [0.9, 0.6, 0.35, 0.2]) if length > 300 else 0.9
     share = 0.35 + rng.random() * (0.25 if length < 1_500 else 0.45)
     n_tokens = length * share
@@ -54,12 +62,22 @@ def report_row(tokenizer: Tokenizer, rng: Random, length: int, near: float) -> t
     report_weight = REPORT_WEIGHT if rng.random() < REPORT_SHARE else 0.0
     document: list[Part] = [(report.text + "\n\n", report_weight)]
     for turn in turns(rng, report):
-        say(USER, [*document, (turn.question, 0.0)])
-        say(ASSISTANT, turn.parts)
+        say(tokenizer, ids, weights, USER, [*document, (turn.question, 0.0)])
+        say(tokenizer, ids, weights, ASSISTANT, turn.parts)
         document = []
         if len(ids) >= length:
             return ids[:length], weights[:length]
     raise AssertionError("turns never end")
+
+
+def talk_row(tokenizer: Tokenizer, rng: Random, length: int) -> tuple[list[int], list[float]]:
+    """A chat without a report: small talk and pasted texts. A greeting is a chat's first words, hence short rows."""
+    ids, weights = opening(tokenizer, rng)
+    while len(ids) < length:
+        turn = small_talk(rng) if rng.random() < 0.75 else pasted(rng)
+        say(tokenizer, ids, weights, USER, [(turn.question, 0.0)])
+        say(tokenizer, ids, weights, ASSISTANT, turn.parts)
+    return ids[:length], weights[:length]
 
 
 def copy_row(rng: Random, length: int, vocabulary: int) -> tuple[list[int], list[float]]:
@@ -84,10 +102,14 @@ def copy_row(rng: Random, length: int, vocabulary: int) -> tuple[list[int], list
 def make_batch(
     tokenizer: Tokenizer, rng: Random, n_rows: int, length: int, near: float = 0.2, copy_share: float = 0.0
 ) -> Batch:
-    """Rows of report chats, `copy_share` of them replaced by copying practice."""
-    vocabulary = tokenizer.get_vocab_size()
-    rows = [
-        copy_row(rng, length, vocabulary) if rng.random() < copy_share else report_row(tokenizer, rng, length, near)
-        for _ in range(n_rows)
-    ]
+    """Rows of report chats, `copy_share` of them replaced by copying practice; rows too short for that are talk."""
+
+    def row() -> tuple[list[int], list[float]]:
+        if length < SHORTEST_REPORT:
+            return talk_row(tokenizer, rng, length)
+        if rng.random() < copy_share:
+            return copy_row(rng, length, tokenizer.get_vocab_size())
+        return report_row(tokenizer, rng, length, near)
+
+    rows = [row() for _ in range(n_rows)]
     return Batch(np.array([ids for ids, _ in rows]), np.array([weights for _, weights in rows], dtype=np.float32))

@@ -143,7 +143,7 @@ def pasted(rng: Random) -> Turn:
 def small_talk(rng: Random) -> Turn:
     question, answer = pick(rng, SMALL_TALK)
     question = pick(rng, [question, question.lower(), question + ("." if question[-1].isalpha() else "")])
-    return Turn("hello", question, ((answer, PLAIN),))
+    return Turn("hello", question, ((answer, COPIED),))
 
 
 def turns(rng: Random, report: Report) -> Iterator[Turn]:

@@ -18,7 +18,7 @@ from kvcli.demo.train import Crew, Phase, Run, phase_at
 from kvcli.demo.turns import ORDINAL, VALUE, lookup, summary
 from kvcli.demo.words import person, place
 
-TINY = (Phase(steps=2, lengths=(61,), tokens=61), Phase(steps=1, lengths=(67, 61), tokens=67))
+TINY = (Phase(steps=2, lengths=(211, 61), tokens=211), Phase(steps=1, lengths=(223, 61), tokens=223))
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,12 @@ def test_rows_are_full_and_learn_from_answers_only(tokenizer: Tokenizer):
     assert weights[ids.index(END)] == 0
 
 
+def test_short_rows_are_talk_without_a_report(tokenizer: Tokenizer):
+    batch = make_batch(tokenizer, Random(19), 3, 97)
+    assert batch.ids.shape == (3, 97)
+    assert all("Field report of" not in tokenizer.decode(row.tolist()) for row in batch.ids)
+
+
 def test_copying_practice_is_predictable_where_it_counts(tokenizer: Tokenizer):
     ids, weights = copy_row(Random(11), 97, tokenizer.get_vocab_size())
     seen = {tuple(ids[i - 1 : i + 1]) for i in range(1, 29)}
@@ -72,7 +78,7 @@ def test_copying_practice_is_predictable_where_it_counts(tokenizer: Tokenizer):
 
 
 def test_batches_repeat(tokenizer: Tokenizer):
-    first, again = (make_batch(tokenizer, Random("5 3 0"), 3, 79) for _ in range(2))
+    first, again = (make_batch(tokenizer, Random("5 3 0"), 3, 211) for _ in range(2))
     assert (first.ids == again.ids).all()
     assert (first.weights == again.weights).all()
 
