@@ -173,7 +173,7 @@ class Chat:
         """Forget all messages and documents; the system text stays."""
         self.messages.clear()
         self.pending.clear()
-        self.path = None
+        self.path = self.title = None
 
     # --- looking
 

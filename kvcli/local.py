@@ -78,7 +78,8 @@ def _tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBas
             found.path, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        said = [line for line in str(error).splitlines() if line.strip() and not line.rstrip().endswith(":")]
+        said = said or [type(error).__name__]
         raise BadModel(
             f"{found.id} has no tokenizer that can be read",
             code="bad_tokenizer",

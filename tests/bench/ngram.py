@@ -39,9 +39,10 @@ class Task:
     new: int
     sample: dict[str, Any]
     ignore_eos: bool = False
+    exact: Model | None = None  # the same weights in fp32
 
 
-def tasks(demo: Model, random: Model) -> list[Task]:
+def tasks(demo: Model, random: Model, demo32: Model, random32: Model) -> list[Task]:
     from kvcli.demo.example import example_report
 
     report = example_report()
@@ -50,16 +51,16 @@ def tasks(demo: Model, random: Model) -> list[Task]:
     question = f"{report.text}\n\nWhat is the {fact.attribute} of {fact.entity}?"
     noise = torch.randint(8, 16384, (512,), generator=torch.Generator().manual_seed(3)).tolist()
     return [
-        Task("copy", demo, notes[:6], 160, {"temperature": 0.0}),
-        Task("lookup", demo, [question], 40, {"temperature": 0.0}),
-        Task("noise", demo, ["Hello"], 400, {"temperature": 3.0}, ignore_eos=True),
-        Task("random", random, [noise], 160, {"temperature": 1.0}, ignore_eos=True),
+        Task("copy", demo, notes[:6], 160, {"temperature": 0.0}, exact=demo32),
+        Task("lookup", demo, [question], 40, {"temperature": 0.0}, exact=demo32),
+        Task("noise", demo, ["Hello"], 400, {"temperature": 3.0}, ignore_eos=True, exact=demo32),
+        Task("random", random, [noise], 160, {"temperature": 1.0}, ignore_eos=True, exact=random32),
     ]
 
 
 def decode(task: Task, profile: str) -> tuple[float, list[int], list[Any]]:
     """Seconds of decoding, the tokens, the stats; in a fresh session."""
-    chosen = kvcli.Profile.load(profile).replace(sample=task.sample)
+    chosen = kvcli.Profile.load(profile).replace(sample=task.sample, load={"dtype": task.model.profile.load.dtype})
     model = task.model.with_profile(chosen)
     seconds, ids, stats = 0.0, [], []
     for prompt in task.prompts:
@@ -68,6 +69,13 @@ def decode(task: Task, profile: str) -> tuple[float, list[int], list[Any]]:
         ids += turn.ids
         stats.append(turn.stats)
     return seconds, ids, stats
+
+
+def same_in_fp32(task: Task) -> bool:
+    """Whether both profiles give one text when rounding cannot decide; in bf16 near ties may fall either way."""
+    plain = task.exact or task.model
+    exact = Task(task.name, plain, task.prompts, task.new, task.sample, task.ignore_eos)
+    return decode(exact, "exact")[1] == decode(exact, "ngram")[1]
 
 
 def measure(task: Task, reps: int) -> dict[str, Any]:
@@ -86,6 +94,7 @@ def measure(task: Task, reps: int) -> dict[str, Any]:
         "tokens_per_pass": round(len(got) / passes, 3),
         "drafted_share": round(drafted_passes / passes, 3),
         "same": same,
+        "same_fp32": same_in_fp32(task),
         "ms_per_token_plain": round(1000 * plain / len(want), 3),
     }
 
@@ -97,17 +106,19 @@ def main() -> None:
     args = parser.parse_args()
     before = machine()
     demo = kvcli.load("demo", profile="exact")
+    demo32 = kvcli.load("demo", profile="exact", set={"load.dtype": "fp32"})
     random = Model(ours_of(build()), demo.tokenizer, demo.profile)
-    print("task     tokens   speedup (min med max)   tokens/pass   drafted   same text   ms/token plain")
+    random32 = Model(ours_of(build().float()), demo.tokenizer, demo32.profile)
+    print("task     tokens   speedup (min med max)   tokens/pass   drafted   same text bf16, fp32   ms/token plain")
     found = []
-    for task in tasks(demo, random):
+    for task in tasks(demo, random, demo32, random32):
         decode(task, "ngram")  # warm-up
         row = measure(task, args.reps)
         found.append(row)
         speed = "  ".join(f"{x:.3f}" for x in row["speedup"])
         print(
             f"{row['task']:8} {row['tokens']:6}   {speed}     {row['tokens_per_pass']:.2f}          "
-            f"{row['drafted_share']:.0%}       {'yes' if row['same'] else 'NO'}         {row['ms_per_token_plain']}",
+            f"{row['drafted_share']:.0%}       {row['same']}, {row['same_fp32']}   {row['ms_per_token_plain']}",
             flush=True,
         )
     result = {"schema": "kvcli.bench.ngram/1", "environment": before, "rows": found}
