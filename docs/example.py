@@ -6,6 +6,6 @@ import kvcli
 with kvcli.load("demo", profile="ngram", set={"spec.adaptive": False}) as model:
     chat = model.chat()
     chat.attach(kvcli.read_document("demo:report"))
-    turn = chat.send("What is the access code of depot Denvik?")
+    turn = chat.send("What is the stock of depot Gimness?")
     print(turn.text)
     print(f"{turn.stats.new} tokens in {turn.stats.passes} passes")
