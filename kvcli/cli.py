@@ -103,6 +103,8 @@ def root(
 
 def main() -> None:
     """Entry of the `kvcli` script."""
+    if sys.stdout is None:  # started with >&-: there is nowhere to put an answer, and work for nothing is no answer
+        sys.exit(ExitStatus.CLOSED_PIPE)
     world = World.real()
     status = run(sys.argv[1:], world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):

@@ -177,6 +177,50 @@ class ModelEntry(Json):
     profile: str | None = Field(description="profile that the config names for it")
 
 
+class ProblemEntry(Json):
+    source: str
+    line: int | None
+    column: int | None
+    key: str | None
+    message: str
+    hint: str | None
+
+
+class ProfileEntry(Json):
+    """A profile in a list."""
+
+    name: str
+    description: str
+    extends: list[str]
+    chain: list[str] = Field(description="the profile and all it extends, nearest first")
+    exactness: Literal["exact", "certified", "approx"]
+    level: str = Field(description="where it is defined")
+    problems: list[ProblemEntry]
+
+
+class ProfileDocument(Json):
+    """A profile with all its values."""
+
+    name: str
+    description: str
+    chain: list[str]
+    exactness: Literal["exact", "certified", "approx"]
+    hash: str
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+
+class ProfilesDocument(Json):
+    """What the commands under `kvcli profiles` print; fields that a command has nothing for are left out."""
+
+    schema_: Literal["kvcli.profiles/1"] = Field(default="kvcli.profiles/1", alias="schema")
+    profiles: list[ProfileEntry] | list[ProfileDocument] | list[str]
+    default: str = Field(default="", description="list: the profile used when none is named")
+    differences: Any = Field(default=None, description="diff: keys with unequal values")
+    problems: list[ProblemEntry] = Field(default=[], description="check: always empty; problems end in kvcli.error/1")
+    file: str = Field(default="", description="new: the file written")
+
+
 class ModelsDocument(Json):
     """Models on this machine."""
 
@@ -259,6 +303,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "error": ErrorDocument,
     "event": EventDocument,
     "models": ModelsDocument,
+    "profiles": ProfilesDocument,
     "doctor": DoctorDocument,
     "paths": PathsDocument,
     "plan": PlanDocument,

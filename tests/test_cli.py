@@ -14,6 +14,7 @@ import pytest
 
 import kvcli
 from kvcli.commands.setup import Setup
+from kvcli.errors import ExitStatus
 from tests.fakes import ClosedPipe, Machine, Stream
 
 KVCLI = [sys.executable, "-m", "kvcli"]
@@ -332,3 +333,9 @@ def test_completion_completes(tmp_path, line, words):
     env = environment(tmp_path) | {"_KVCLI_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": at}
     done = subprocess.run(KVCLI, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == words
+
+
+def test_a_closed_standard_output_is_no_success():
+    command = [sys.executable, "-c", "from kvcli.cli import main; main()", "--version"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], cwd=Path(__file__).parents[1], check=False)
+    assert done.returncode == ExitStatus.CLOSED_PIPE

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvcli.cli import run
+from kvcli.schemas import ProfilesDocument
 from kvcli.world import Paths, World
 
 
@@ -210,3 +214,15 @@ def test_check_of_a_project_file_knows_its_limits(shell: Shell) -> None:
 
     assert shell("check", str(project)) == 9
     assert "a project file may not set this" in " ".join(shell.err.split())
+
+
+@pytest.mark.parametrize(
+    "args", [["list"], ["show", "ngram"], ["diff", "exact", "ngram"], ["check", "ngram"], ["new", "mine"]]
+)
+def test_json_fits_its_schema(args: list[str], tmp_path: Path) -> None:
+    environ = {**os.environ, "KVCLI_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "kvcli", "profiles", *args, "--json"]
+    done = subprocess.run(command, capture_output=True, env=environ, cwd=Path(__file__).parents[1], check=True)
+    document = json.loads(done.stdout)
+    assert document["schema"] == "kvcli.profiles/1"
+    ProfilesDocument.model_validate(document)
