@@ -46,6 +46,30 @@ SAMPLES: tuple[Sample, ...] = (
         "Main finding of section 4: the dusty barn at Skendale drifted for two hours [p. 7].",
     ),
     Sample(
+        "summary",
+        "Summarise the main findings.",
+        (
+            "- Main finding of section 1: the hidden bridge at Gannau improved on the second day [p. "
+            "1].\n"
+            "- Main finding of section 2: the cold pump at Hundale recovered without delay [p. "
+            "3].\n"
+            "- Main finding of section 3: the rusted path at Runholt collapsed after the thaw [p. "
+            "5].\n"
+            "- Main finding of section 4: the dusty barn at Skendale drifted for two hours [p. "
+            "7].\n"
+            "- Main finding of section 5: the stone tower at Stultov shifted at low tide [p. "
+            "8].\n"
+            "- Main finding of section 6: the bright shelter at Dirheim leaked at noon [p. "
+            "10].\n"
+            "- Main finding of section 7: the northern valve at Hanby flooded in early spring [p. "
+            "13].\n"
+            "- Main finding of section 8: the slow mast at Kuntov narrowed after the thaw [p. "
+            "15].\n"
+            "- Main finding of section 9, the last: the minor stream at Branbek stopped before dawn [p. "
+            "17]."
+        ),
+    ),
+    Sample(
         "rewrite",
         "Rewrite field note 3 and replace Fovmere by Gremrum.",
         (
