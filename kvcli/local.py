@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from kvcli.source import Source
 
 
+MEASURE_EVERY = 0.1  # seconds
+
+
 def load(
     model: str = "demo",
     profile: str | Profile | None = None,
@@ -98,6 +101,7 @@ class Model:
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.session = build.session(lm, profile)
         self._answering: object = None  # the stream whose answer the session holds
+        self._measured = 0.0  # when memory was last looked at
 
     def __enter__(self) -> Model:
         return self
@@ -131,6 +135,7 @@ class Model:
         kept = [table for table in ORDER if table not in ("spec", "sample", "context")]  # these leave the past alone
         if other.lm is not self.lm or any(getattr(self.profile, t) != getattr(other.profile, t) for t in kept):
             return False
+        other._answering = None  # a stream of it that is under way ends with an error that says why
         self.session.take(other.session)
         return True
 
@@ -239,7 +244,7 @@ class Model:
             if cancel():
                 return
         stats.read = time.perf_counter() - began
-        self._measure(stats)
+        self._measure(stats, at_once=True)
         yield Read(stats.prompt, stats.prompt, stats.cached, stats.read)
 
     def _write(self, new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel, stats: Stats) -> Events:
@@ -271,13 +276,18 @@ class Model:
         if rest:
             said.append(rest)
             yield Text(rest, tuple(answer[shown:]))
+        self._measure(stats, at_once=True)
         if (report := self.session.drafter.report()) is not None:
             stats.paused_passes = report.paused_passes - paused
             stats.paused_why = report.reason if report.paused else ""
         yield End(Turn("".join(said), tuple(answer), finish, stats))
 
-    def _measure(self, stats: Stats) -> None:
+    def _measure(self, stats: Stats, at_once: bool = False) -> None:
+        """Memory as it is now; as often as people can read it, since asking takes a tenth of a small model's pass."""
         stats.context = len(self.session.ids)
+        if not at_once and time.perf_counter() - self._measured < MEASURE_EVERY:
+            return
+        self._measured = time.perf_counter()
         stats.kv = nbytes(self.session.kv)
         slot = 2 * 2 * self.lm.n_layers * self.lm.n_kv_heads * self.lm.head_dim
         stats.kv_fp16 = slot * self.session.committed
