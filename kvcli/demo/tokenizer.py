@@ -51,7 +51,10 @@ def corpus(seed: int, n_reports: int) -> Iterator[str]:
 
 
 def train_tokenizer(seed: int = 7, n_reports: int = 1_500) -> Tokenizer:
-    """The tokenizer, always the same for the same generator and seed."""
+    """The tokenizer, always the same for the same generator and seed.
+
+    The shipped file was trained on an earlier form of the generator; its merges belong to the weights beside it.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
