@@ -58,7 +58,20 @@ def test_a_narrowed_window_doubles_nothing():
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux, which rewraps lines when resized, is not installed")
 def test_a_terminal_that_rewraps_its_lines(tmp_path):
-    tmux = ["tmux", "-f", "/dev/null", "-S", str(tmp_path / "socket")]
+    """Three tries: what is on its way to the terminal while it rewraps was drawn for the old width, and nobody can help
+    that. A program that miscounts rows fails each of them, and losing a word fails at once."""
+    for attempt in range(3):
+        shown = resized_in_tmux(tmp_path / f"socket{attempt}")
+        seen = words_on(shown.split("\n"))
+        assert set(WORDS) <= set(seen), shown
+        assert "tok  " not in shown
+        if seen == WORDS:
+            return
+    assert seen == WORDS, shown
+
+
+def resized_in_tmux(socket):
+    tmux = ["tmux", "-f", "/dev/null", "-S", str(socket)]
     facts = shlex.quote(json.dumps({"answer": NUMBERED, "delay": 0.012}))
     command = f"env -u NO_COLOR {sys.executable} -m tests.chat_driver turn {facts}; sleep 20"
     env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "COLUMNS")} | {"LC_ALL": "C.UTF-8"}
@@ -69,13 +82,11 @@ def test_a_terminal_that_rewraps_its_lines(tmp_path):
     tell("new-session", "-d", "-x", "80", "-y", "24", command)
     try:
         for columns, word in ((50, "w030"), (37, "w050"), (64, "w070"), (100, "w090"), (30, "w110"), (120, "w130")):
-            shown = until(lambda: tell("capture-pane", "-p", "-S", "-"), word)
+            until(lambda: tell("capture-pane", "-p", "-S", "-"), word)
             tell("resize-window", "-x", str(columns), "-y", "24")
-        shown = until(lambda: tell("capture-pane", "-p", "-S", "-"), "context 842")
+        return until(lambda: tell("capture-pane", "-p", "-S", "-"), "context 842")
     finally:
         tell("kill-server")
-    assert words_on(shown.split("\n")) == WORDS, shown
-    assert "tok  " not in shown
 
 
 def until(look, word):
