@@ -57,17 +57,13 @@ def test_a_narrowed_window_doubles_nothing():
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux, which rewraps lines when resized, is not installed")
-def test_a_terminal_that_rewraps_its_lines(tmp_path):
-    """Three tries: what is on its way to the terminal while it rewraps was drawn for the old width, and nobody can help
-    that. A program that miscounts rows fails each of them, and losing a word fails at once."""
-    for attempt in range(3):
-        shown = resized_in_tmux(tmp_path / f"socket{attempt}")
-        seen = words_on(shown.split("\n"))
-        assert set(WORDS) <= set(seen), shown
-        assert "tok  " not in shown
-        if seen == WORDS:
-            return
-    assert seen == WORDS, shown
+def test_a_terminal_that_rewraps_its_lines_loses_nothing(tmp_path):
+    """Six changes of width. The row that is live at such a moment may stay behind once: tmux wraps it before we know."""
+    shown = resized_in_tmux(tmp_path / "socket")
+    seen = words_on(shown.split("\n"))
+    assert list(dict.fromkeys(seen)) == WORDS, shown
+    assert len(seen) - len(WORDS) <= 30, shown  # a program that counts rows upwards repeats screens of them
+    assert "tok  " not in shown
 
 
 def resized_in_tmux(socket):
