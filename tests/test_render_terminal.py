@@ -58,7 +58,7 @@ def test_a_narrowed_window_doubles_nothing():
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux, which rewraps lines when resized, is not installed")
 def test_a_terminal_that_rewraps_its_lines_loses_nothing(tmp_path):
-    """Six changes of width. The row that is live at such a moment may stay behind once: tmux wraps it before we know."""
+    """Six changes of width. The row that is live at such a moment may stay behind: tmux wraps it before we know."""
     shown = resized_in_tmux(tmp_path / "socket")
     seen = words_on(shown.split("\n"))
     assert list(dict.fromkeys(seen)) == WORDS, shown
