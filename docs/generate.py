@@ -223,6 +223,8 @@ def bench(folder: str) -> str:
     blocks = []
     for path in sorted((ROOT / folder).glob("*.json")):
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if "rows" not in result:  # a measurement with a page of its own: the demo model's card
+            continue
         rows = result["rows"]
         title, names = BENCHES.get(result.get("schema", ""), (result.get("title"), list(rows[0])))
         machine = result.get("machine") or ", ".join(f"{k} {v}" for k, v in result["environment"].items())
