@@ -213,7 +213,7 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
     ),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
-        ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same"],
+        ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],
     ),
 }
 

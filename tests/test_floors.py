@@ -25,6 +25,7 @@ FLOORS = [
         "forward model policies seam weights",
         "drafts prune",
         "build conversation kvcli local schemas session transcript world",
+        "bench calibrate fit quality",  # what measures and foretells
         "__main__ cli commands render",
     )
 ]
@@ -32,8 +33,12 @@ FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 
 # Heavy packages, and the only places that may import them, late or not. The demo trains with both.
 ONLY = {
-    "transformers": {"demo", "forward", "local", "model", "source", "text", "weights"},
-    "torch": {"demo", "kernels"} | FLOORS[2] | FLOORS[3] | FLOORS[4] | {"build", "session"},
+    "transformers": {"bench", "demo", "forward", "local", "model", "source", "text", "weights"},
+    "torch": {"demo", "kernels"}
+    | FLOORS[2]
+    | FLOORS[3]
+    | FLOORS[4]
+    | {"bench", "build", "calibrate", "quality", "session"},
     "triton": {"kernels"},
     "bitsandbytes": {"weights"},
 }

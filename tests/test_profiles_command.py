@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvcli.cli import run
-from kvcli.schemas import ProfilesDocument
+from kvcli.schemas.listings import ProfilesDocument
 from kvcli.world import Paths, World
 
 

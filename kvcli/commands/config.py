@@ -24,7 +24,7 @@ def path(context: typer.Context) -> int:
     """Files and folders that kvcli reads and writes; a dash marks what does not exist."""
     world: World = context.obj
     if world.options.json:
-        from kvcli.schemas import PathsDocument
+        from kvcli.schemas.listings import PathsDocument
 
         print_json(world, PathsDocument(paths={name: str(p) for name, p in places(world).items()}))
         return ExitStatus.OK

@@ -16,7 +16,7 @@ from kvcli.commands.show import print_json
 from kvcli.errors import ExitStatus
 
 if TYPE_CHECKING:
-    from kvcli.schemas import DoctorDocument
+    from kvcli.schemas.listings import DoctorDocument
     from kvcli.world import World
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "triton", "typer", "rich")
@@ -48,7 +48,7 @@ def examine(world: World) -> DoctorDocument:
     import psutil
 
     from kvcli.demo import weights_dir
-    from kvcli.schemas import DoctorDocument
+    from kvcli.schemas.listings import DoctorDocument
 
     memory = psutil.virtual_memory()
     return DoctorDocument(
@@ -69,7 +69,7 @@ def examine(world: World) -> DoctorDocument:
 
 def hardware(world: World) -> dict[str, Any]:
     """What torch sees. A torch that cannot be imported is a finding, not a reason to say nothing."""
-    from kvcli.schemas import Device, Kernel
+    from kvcli.schemas.listings import Device, Kernel
 
     try:
         from kvcli import machine

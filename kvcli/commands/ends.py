@@ -38,7 +38,7 @@ def failed(world: World, args: Sequence[str], error: KvcliError) -> int:
     """Say what went wrong, on stdout as `kvcli.error/1` with --json, else on stderr; returns the exit code."""
     try:
         if world.options.json or "--json" in args:  # the parser may have failed before it came to --json
-            from kvcli.schemas import ErrorEvent, error_document
+            from kvcli.schemas.turn import ErrorEvent, error_document
 
             document = error_document(error)
             print_json(world, ErrorEvent(event="error", error=document) if "--stream" in args else document)

@@ -13,7 +13,7 @@ from kvcli.config import load_config
 from kvcli.errors import ExitStatus, KvcliError
 
 if TYPE_CHECKING:
-    from kvcli.schemas import ModelEntry
+    from kvcli.schemas.listings import ModelEntry
     from kvcli.source import Source
     from kvcli.world import World
 
@@ -26,7 +26,7 @@ Pickle = Annotated[bool, typer.Option("--allow-pickle", help="Count pickle weigh
 @app.command("list")
 def list_models(context: typer.Context, allow_pickle: Pickle = False) -> int:
     """The demo model, the names in your config, and the Hugging Face cache."""
-    from kvcli.schemas import ModelsDocument
+    from kvcli.schemas.listings import ModelsDocument
 
     world: World = context.obj
     entries = [look_at(world, name, kind, allow_pickle) for name, kind in known(world)]
@@ -40,7 +40,7 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> int:
 @app.command()
 def show(context: typer.Context, model: Name, allow_pickle: Pickle = False) -> int:
     """One model: where it is, how large, and whether kvcli supports it."""
-    from kvcli.schemas import ModelsDocument
+    from kvcli.schemas.listings import ModelsDocument
 
     world: World = context.obj
     entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True)
@@ -108,7 +108,7 @@ def find(world: World, name: str, allow_pickle: bool) -> Source:
 
 def look_at(world: World, name: str, kind: str, allow_pickle: bool, strict: bool = False) -> ModelEntry:
     """What its config and the headers of its files say. With `strict`, a model that is not there is an error."""
-    from kvcli.schemas import ModelEntry
+    from kvcli.schemas.listings import ModelEntry
 
     profile = load_config(sources(world)).model(name).profile or None
     facts: dict[str, object] = dict.fromkeys(["path", "bytes", "family", "dtype", "context", "supported", "reason"])

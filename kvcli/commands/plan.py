@@ -11,7 +11,7 @@ from kvcli.commands.setup import refuse_beyond
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus
 from kvcli.render.figures import count, long_size
-from kvcli.schemas import PlanDocument
+from kvcli.schemas.listings import PlanDocument
 
 if TYPE_CHECKING:
     from kvcli.commands.setup import Setup

@@ -10,7 +10,7 @@ from kvcli.render.terminal import Terminal, cells
 from kvcli.text import neutralise
 
 if TYPE_CHECKING:
-    from kvcli.schemas import Json
+    from kvcli.schemas.base import Json
     from kvcli.world import World
 
 

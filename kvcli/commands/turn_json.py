@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvcli import __version__
 from kvcli.api import End, Event, Live, ModelInfo, Read, Text, Turn
 from kvcli.commands.show import print_json
-from kvcli.schemas import (
+from kvcli.schemas.turn import (
     EndEvent,
     Memory,
     ModelFacts,

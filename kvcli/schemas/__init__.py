@@ -1,0 +1,32 @@
+"""The JSON documents kvcli prints, as models: what writes them and what `kvcli config schema NAME` prints.
+
+Bytes are integers, times seconds, text is not shortened. What is not known, or has no meaning here, is null.
+Adding a field keeps the number behind the name; anything else raises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
+from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
+
+DOCUMENTS: Mapping[str, Any] = {
+    "turn": TurnDocument,
+    "error": ErrorDocument,
+    "event": EventDocument,
+    "models": ModelsDocument,
+    "profiles": ProfilesDocument,
+    "doctor": DoctorDocument,
+    "paths": PathsDocument,
+    "plan": PlanDocument,
+}
+
+
+def json_schema(name: str) -> dict[str, Any]:
+    """The JSON Schema of one of `DOCUMENTS`."""
+    schema = TypeAdapter(DOCUMENTS[name]).json_schema(by_alias=True, mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

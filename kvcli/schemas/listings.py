@@ -1,0 +1,130 @@
+"""What is on this machine: models, profiles, places, devices; and what a run would do."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from kvcli.schemas.base import Bytes, Count, Json
+
+
+class ModelEntry(Json):
+    name: str
+    kind: Literal["demo", "config", "cache", "folder"]
+    path: str | None
+    bytes: Bytes | None = Field(description="of the weights")
+    family: str | None
+    dtype: str | None
+    context: Count | None = Field(description="the model's own limit, tokens")
+    supported: bool | None = Field(description="null when nothing on disk could be looked at")
+    reason: str | None = Field(description="why it is not supported")
+    profile: str | None = Field(description="profile that the config names for it")
+
+
+class ProblemEntry(Json):
+    source: str
+    line: int | None
+    column: int | None
+    key: str | None
+    message: str
+    hint: str | None
+
+
+class ProfileEntry(Json):
+    """A profile in a list."""
+
+    name: str
+    description: str
+    extends: list[str]
+    chain: list[str] = Field(description="the profile and all it extends, nearest first")
+    exactness: Literal["exact", "certified", "approx"]
+    level: str = Field(description="where it is defined")
+    problems: list[ProblemEntry]
+
+
+class ProfileDocument(Json):
+    """A profile with all its values."""
+
+    name: str
+    description: str
+    chain: list[str]
+    exactness: Literal["exact", "certified", "approx"]
+    hash: str
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+
+class ProfilesDocument(Json):
+    """What the commands under `kvcli profiles` print; fields that a command has nothing for are left out."""
+
+    schema_: Literal["kvcli.profiles/1"] = Field(default="kvcli.profiles/1", alias="schema")
+    profiles: list[ProfileEntry] | list[ProfileDocument] | list[str]
+    default: str = Field(default="", description="list: the profile used when none is named")
+    differences: Any = Field(default=None, description="diff: keys with unequal values")
+    problems: list[ProblemEntry] = Field(default=[], description="check: always empty; problems end in kvcli.error/1")
+    file: str = Field(default="", description="new: the file written")
+
+
+class ModelsDocument(Json):
+    """Models on this machine."""
+
+    schema_: Literal["kvcli.models/1"] = Field(default="kvcli.models/1", alias="schema")
+    models: list[ModelEntry]
+
+
+class PlanDocument(Json):
+    """What a run would do; printed by --dry-run."""
+
+    schema_: Literal["kvcli.plan/1"] = Field(default="kvcli.plan/1", alias="schema")
+    model: ModelEntry
+    profile: str
+    profile_hash: str
+    exactness: str
+    context: Count | None = Field(description="the window, tokens")
+    kv_bytes: Bytes | None = Field(description="keys and values of a full window, stored as in the model's dtype")
+    documents: list[dict[str, Any]]
+    settings: dict[str, Any]
+    origins: dict[str, str]
+
+
+class PathsDocument(Json):
+    """Where kvcli reads and writes."""
+
+    schema_: Literal["kvcli.paths/1"] = Field(default="kvcli.paths/1", alias="schema")
+    paths: dict[str, str]
+
+
+class Device(Json):
+    name: str
+    kind: str
+    total_bytes: Bytes | None
+    free_bytes: Bytes | None
+
+
+class Kernel(Json):
+    device: str
+    op: str
+    choice: str
+    reason: str
+
+
+class DoctorDocument(Json):
+    """This installation and machine, without names of people or secrets."""
+
+    schema_: Literal["kvcli.doctor/1"] = Field(default="kvcli.doctor/1", alias="schema")
+    versions: dict[str, str | None]
+    system: str
+    cpu: str | None
+    cpu_flags: list[str]
+    cores: Count | None
+    threads: Count | None
+    memory_total: Bytes
+    memory_free: Bytes
+    devices: list[Device]
+    kernels: list[Kernel]
+    quant: dict[str, str] = Field(description="what runs quantized weights, by device")
+    paths: dict[str, str]
+    environment: dict[str, str]
+    demo_model: bool
+    problems: list[str]

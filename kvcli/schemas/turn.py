@@ -1,0 +1,161 @@
+"""One question answered: the finished turn, its events, and the error that may end it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvcli.api import Finish
+from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
+
+if TYPE_CHECKING:
+    from kvcli.errors import KvcliError
+
+
+class ModelFacts(Json):
+    id: str
+    revision: str | None = Field(description="commit of the hub")
+    dtype: str
+    quant: str
+
+
+class Tokens(Json):
+    prompt: Count = Field(description="tokens of the prompt, cached ones included")
+    cached: Count = Field(description="of these, tokens that were in memory and not read again")
+    new: Count
+    context: Count = Field(description="tokens in memory after the turn")
+    limit: Count = Field(description="the window in use")
+
+
+class Times(Json):
+    load: Seconds | None
+    read: Seconds
+    first_token: Seconds | None
+    decode: Seconds
+    total: Seconds = Field(description="reading and answering, without loading")
+
+
+class Speed(Json):
+    read_tok_s: float | None
+    decode_tok_s: float | None
+    vs_plain: float | None = Field(description="decoding speed over the measured speed without drafts")
+
+
+class Spec(Json):
+    method: str
+    passes: Count
+    drafted_passes: Count
+    draft_tokens: Count
+    accepted_tokens: Count
+    mean_acceptance_length: float | None = Field(description="1 + accepted_tokens / drafted_passes")
+    tokens_per_pass: float | None
+    acceptance_rate: Share | None = Field(description="accepted_tokens / draft_tokens")
+    histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i guesses")
+    per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
+
+
+class Memory(Json):
+    kv_bytes: Bytes
+    kv_bytes_fp16: Bytes | None = Field(description="the same keys and values at 16 bit")
+    kv_tiers: dict[str, Bytes]
+    peak_bytes: Bytes | None
+    estimate_bytes: Bytes | None
+    device: str
+    limit_bytes: Bytes | None
+
+
+class TurnDocument(Json):
+    """One question answered."""
+
+    schema_: Literal["kvcli.turn/1"] = Field(default="kvcli.turn/1", alias="schema")
+    kvcli: str
+    session: str | None
+    turn: Annotated[int, Field(ge=1)]
+    model: ModelFacts
+    engine: Literal["local"]
+    profile: str
+    profile_hash: str | None
+    exactness: str | None
+    text: str
+    finish: Finish
+    tokens: Tokens
+    time: Times
+    speed: Speed
+    spec: Spec
+    memory: Memory
+    overflow: dict[str, Any] | None
+    events: list[dict[str, Any]] = Field(description="what happened on the way; kind is note for now")
+
+
+class ErrorDocument(Json):
+    """What went wrong. `code` is stable."""
+
+    schema_: Literal["kvcli.error/1"] = Field(default="kvcli.error/1", alias="schema")
+    code: str
+    exit: int
+    message: str
+    lines: list[str] = Field(description="details for people")
+    detail: dict[str, Any] = Field(description="the same for programs")
+    try_: list[str] = Field(alias="try")
+
+
+class Start(Json):
+    event: Literal["start"]
+    schema_: Literal["kvcli.event/1"] = Field(default="kvcli.event/1", alias="schema")
+    kvcli: str
+    model: ModelFacts
+    engine: Literal["local"]
+    profile: str
+
+
+class ReadEvent(Json):
+    event: Literal["read"]
+    done: Count
+    total: Count
+    cached: Count
+    seconds: Seconds
+
+
+class TextEvent(Json):
+    event: Literal["text"]
+    text: str
+    tokens: Count = Field(description="tokens of the answer so far")
+
+
+class StatsEvent(Json):
+    event: Literal["stats"]
+    new: Count
+    context: Count
+    decode: Seconds
+    decode_tok_s: float | None
+    mean_acceptance_length: float | None
+    kv_bytes: Bytes
+
+
+class EndEvent(Json):
+    event: Literal["end"]
+    turn: TurnDocument
+
+
+class ErrorEvent(Json):
+    event: Literal["error"]
+    error: ErrorDocument
+
+
+EventDocument = Annotated[
+    Start | ReadEvent | TextEvent | StatsEvent | EndEvent | ErrorEvent, Field(discriminator="event")
+]
+
+
+def error_document(error: KvcliError) -> ErrorDocument:
+    return ErrorDocument.model_validate(
+        {
+            "code": error.code,
+            "exit": int(error.exit),
+            "message": error.message,
+            "lines": list(error.lines),
+            "detail": error.detail,
+            "try": list(error.try_),
+        }
+    )
