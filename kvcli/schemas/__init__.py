@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument
 from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
 from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
 
@@ -23,6 +24,8 @@ DOCUMENTS: Mapping[str, Any] = {
     "doctor": DoctorDocument,
     "paths": PathsDocument,
     "plan": PlanDocument,
+    "bench": BenchDocument,
+    "bench_history": BenchHistoryDocument,
 }
 
 

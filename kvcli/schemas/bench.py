@@ -1,0 +1,205 @@
+"""A benchmark: sides on the same prompts, each repetition kept; and the earlier ones as a trend."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
+
+Verdict = Literal["faster", "slower", "≈"]
+Rate = Annotated[float, Field(ge=0, description="tokens a second")]
+
+
+class BenchModel(Json):
+    id: str
+    path: str
+    revision: str | None = Field(description="commit of the hub")
+    family: str
+    parameters: Count
+    dtype: str
+    quant: str
+    limit: Count = Field(description="the model's own limit, tokens")
+
+
+class BenchEnv(Json):
+    """Where and when it was measured."""
+
+    date: str = Field(description="ISO 8601 with the offset to UTC")
+    system: str
+    cpu: str | None
+    gpus: list[str]
+    device: str = Field(description="what the model ran on")
+    cores: Count | None
+    threads: Count | None
+    memory_total: Bytes
+    versions: dict[str, str | None]
+    commit: str | None = Field(description="of the checkout kvcli runs from; + behind it: with uncommitted changes")
+    load_before: list[float] | None = Field(description="the machine's load average over 1, 5 and 15 minutes")
+    load_after: list[float] | None
+    quiet: bool | None = Field(description="no other program kept the cores busy; null where the system cannot tell")
+
+
+class BenchArgs(Json):
+    """What was asked for, with the defaults filled in."""
+
+    model: str
+    profiles: list[str]
+    vary: list[str]
+    baselines: list[str]
+    ctx: list[Count] = Field(description="prompt and new tokens together")
+    new: Count
+    reps: Count
+    warmup: Count
+    workloads: list[str]
+    interleave: bool
+    memory: bool
+    quality: str
+    seed: int
+    set: list[str]
+    fail_if: list[str]
+
+
+class Samples(Json):
+    """One number for each repetition, in the order they ran."""
+
+    tok_s: list[Rate] = Field(description="decoding speed after the pass that gave the first token")
+    read_tok_s: list[Rate] = Field(description="prompt tokens over the time to the first token")
+    first_token: list[Seconds]
+
+
+class Figures(Json):
+    """One statistic of each list of `samples`; null where there is none."""
+
+    tok_s: float | None
+    read_tok_s: float | None
+    first_token: float | None
+
+
+class Ratio(Json):
+    """Speed over the baseline's in the same repetition."""
+
+    samples: list[float]
+    median: float
+    low: float
+    high: float
+    verdict: Verdict = Field(description="≈ when 1 lies between low and high")
+
+
+class Ratios(Json):
+    tok_s: Ratio | None
+    read_tok_s: Ratio | None
+
+
+class Accept(Json):
+    """Drafting, summed over the repetitions."""
+
+    method: str
+    new: Count
+    passes: Count
+    drafted_passes: Count
+    drafted_share: Share = Field(description="drafted_passes / passes")
+    draft_tokens: Count
+    accepted_tokens: Count
+    mean_acceptance_length: float = Field(description="1 + accepted_tokens / drafted_passes; 1 without a draft")
+    tokens_per_pass: float
+    acceptance_rate: Share = Field(description="accepted_tokens / draft_tokens")
+    histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i guesses")
+    per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
+
+
+class Same(Json):
+    """The text beside the baseline's, token by token up to the first difference."""
+
+    tokens: Count = Field(description="equal ones before the first difference")
+    of: Count
+    share: Share
+    first_difference: Count | None = Field(description="place of the first token that differs, from 0")
+    near_tie: bool | None = Field(description="rounding may decide between the two tokens; null: equal, or not checked")
+    margin: float | None = Field(description="between the best logit there and that of the other token")
+    bound: float | None = Field(description="a margin up to this is a near tie")
+
+
+class BenchRow(Json):
+    """One side at one context length on one workload."""
+
+    profile: str = Field(description="the side: a profile, hf, hf-lookup, llama.cpp, kvpress, or a file's row")
+    ctx: Count
+    workload: str
+    prompt: Count = Field(description="tokens of the prompt")
+    prompt_hash: str = Field(description="of its ids: equal prompts have equal hashes")
+    new: Count
+    samples: Samples
+    median: Figures
+    low: Figures
+    high: Figures
+    mean: Figures
+    sd: Figures = Field(description="standard deviation; null for one repetition")
+    ratio: Ratios = Field(description="both null for the baseline itself")
+    accept: Accept | None = Field(description="null for a side that does not draft")
+    kv_bytes: Bytes | None
+    peak_bytes: Bytes | None = Field(description="of a process that ran this row alone")
+    same: Same | None = Field(description="null for the baseline itself, or where texts cannot be compared")
+    steady: bool | None = Field(description="every repetition wrote the same text; null with fewer than two")
+    exactness: str | None = Field(description="what the profile promises; null for a side that is no profile")
+    setup: dict[str, str] = Field(description="what else a reader must know of this side")
+    ids: list[Count] = Field(description="the text of the last repetition")
+    error: str | None = Field(description="why there are no figures, or fewer than asked for")
+
+
+class Check(Json):
+    """One --fail-if on one row."""
+
+    expression: str
+    profile: str
+    ctx: Count
+    workload: str
+    value: float | None = Field(description="null: the row has no such figure, which fails too")
+    limit: float
+    failed: bool
+
+
+class BenchDocument(Json):
+    """Sides compared on the same prompts, repetitions interleaved."""
+
+    schema_: Literal["kvcli.bench/1"] = Field(default="kvcli.bench/1", alias="schema")
+    kvcli: str
+    model: BenchModel
+    env: BenchEnv
+    args: BenchArgs
+    complete: bool = Field(description="false: stopped before the end")
+    baseline: str = Field(description="the side that `ratio` and `same` compare with")
+    rows: list[BenchRow]
+    checks: list[Check]
+    quality: dict[str, Any] | None = Field(description="kvcli.quality/1")
+    notes: list[str]
+
+
+class HistoryEntry(Json):
+    """One row of an earlier benchmark."""
+
+    date: str
+    commit: str | None
+    kvcli: str
+    profile: str
+    ctx: Count
+    workload: str
+    tok_s: float | None = Field(description="median")
+    first_token: float | None
+    ratio: float | None = Field(description="median, over the baseline of that run")
+    baseline: str
+    verdict: Verdict | None
+    same: Share | None
+    peak_bytes: Bytes | None
+    quiet: bool | None
+    machine: str | None = Field(description="processor or GPU")
+    file: str
+
+
+class BenchHistoryDocument(Json):
+    """Saved benchmarks of one model, oldest first."""
+
+    schema_: Literal["kvcli.bench_history/1"] = Field(default="kvcli.bench_history/1", alias="schema")
+    model: str
+    entries: list[HistoryEntry]
