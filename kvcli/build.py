@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 # table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
+    "policy": {
+        "none": "kvcli.policies.base:Everything",
+        "window": "kvcli.policies.window:Window",
+        "random": "kvcli.policies.random:Random",
+    },
     "spec": {"off": "kvcli.drafts.base:Off", "ngram": "kvcli.drafts.ngram:Ngram"},
 }
 
@@ -30,9 +35,13 @@ def clashes(profile: Profile) -> list[Clash]:
     """Settings that cannot both be kept. `exactness` promises what store, policy and prefill leave unchanged."""
     from kvcli.profile import Clash
 
+    found = []
     if profile.exactness == "exact" and profile.kv.dtype not in ("auto", profile.load.dtype):
-        return [Clash("exactness", "kv.dtype", '"exact" cannot be kept', "which may round keys and values")]
-    return []
+        found.append(Clash("exactness", "kv.dtype", '"exact" cannot be kept', "which may round keys and values"))
+    if profile.exactness != "approx" and profile.policy.policy() is not None:
+        because = "which forgets part of the text"
+        found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
+    return found
 
 
 def session(lm: LM, profile: Profile) -> Session:
@@ -45,7 +54,16 @@ def session(lm: LM, profile: Profile) -> Session:
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, dtype, lm.device)
     drafter: Drafter = profile.spec.drafter()
-    return Session(lm, kv, drafter, sampler(lm, profile), view=view(kv, drafter), chunk=profile.prefill.chunk)
+    return Session(
+        lm,
+        kv,
+        drafter,
+        sampler(lm, profile),
+        view=view(kv, drafter),
+        policy=profile.policy.policy(),
+        chunk=profile.prefill.chunk,
+        every=profile.policy.every,
+    )
 
 
 def view(kv: Store, drafter: Drafter) -> View | None:

@@ -87,6 +87,7 @@ class Profile:
     load_table: Load  # `profile.load`; `Profile.load` is the function that reads one
     prefill: Prefill
     kv: Kv
+    policy: Method
     spec: Method
     sample: Sample
     context: Context

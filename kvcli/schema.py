@@ -131,5 +131,5 @@ class Header:
 
 TABLES: Mapping[str, type] = {"load": Load, "prefill": Prefill, "kv": Kv, "sample": Sample, "context": Context}
 # tables filled by a method of their own: the key that names it, and the method that is meant when nobody names one
-METHODS: Mapping[str, tuple[str, str]] = {"spec": ("method", "off")}
-ORDER = ("load", "prefill", "kv", "spec", "sample", "context")  # as shown and documented
+METHODS: Mapping[str, tuple[str, str]] = {"policy": ("name", "none"), "spec": ("method", "off")}
+ORDER = ("load", "prefill", "kv", "policy", "spec", "sample", "context")  # as shown and documented

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -78,7 +79,8 @@ class Session:
         """Take in `ids`: the same pass with a causal chain, every row accepted. Yields tokens committed, per chunk."""
         self.ids += ids
         self.seen.add(ids)
-        self.kv.reserve(len(self.ids))
+        if self.policy is None:  # with one, memory is what it leaves, not what is read
+            self.kv.reserve(len(self.ids))
         while self.committed < len(self.ids) - 1:
             end = min(self.committed + self.chunk, len(self.ids) - 1)
             rows = Rows.chain(self.ids[self.committed : end], self.committed, self.lm.device)
@@ -111,10 +113,11 @@ class Session:
         """A boundary: the past may change now, and only now."""
         if self.policy is not None:
             policy, kinds = self.policy, torch.zeros(self.committed, dtype=torch.int8)
-            self._is_whole = False
 
             def choose(layer: int, slots: Slots) -> Tensor:
-                return policy.keep(layer, self._queries[layer] if self._queries else slots.k[:, :0], slots, kinds)
+                mask = policy.keep(layer, self._queries[layer] if self._queries else slots.k[:, :0], slots, kinds)
+                self._is_whole = self._is_whole and bool((mask | (slots.pos < 0)).all())
+                return mask
 
             self.kv.settle(choose)
         else:
@@ -124,7 +127,7 @@ class Session:
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
-        if not self._is_whole or (self._queries and keep < self.committed):  # the policy heard queries that are gone
+        if keep < self.committed and (not self._is_whole or self._queries):  # what was evicted, or heard, stays so
             keep = 0
         self.kv.crop(keep)
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
@@ -143,6 +146,10 @@ class Session:
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
         other.rewind(0)
+
+    def fork(self) -> Session:
+        """A second session with the same text and a past of its own; the weights are shared."""
+        return copy.deepcopy(self, {id(self.lm): self.lm})
 
     def resume(self, ids: Sequence[int]) -> int:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""

@@ -16,17 +16,20 @@ from kvcli.drafts.base import Drafter, Off
 from kvcli.drafts.ngram import Ngram
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
+from kvcli.policies.random import Random
+from kvcli.policies.window import Window
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import drafters, families
-from tests.policies import KeepAll, Ragged, Recent
+from tests.policies import KeepAll, Ragged
 
 NEW = 40
 STOP = 96  # drawn now and then by the sampled rows; greedy rows end by length
 
 MODELS = {"dense": "llama", "sliding": "gemma3", "sinks": "gpt_oss", "rounded": "llama"}
 STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) != ("rounded", "fp32")]
-POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "recent": (Recent(), 11), "ragged": (Ragged(), 16)}
+POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
+POLICIES |= {"window": (Window(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 SAMPLERS = {
     "greedy": Sampler(),
     "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),

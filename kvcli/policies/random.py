@@ -1,0 +1,55 @@
+"""Tokens drawn by lot: the control that every eviction method has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from kvcli.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.kv.slots import Slots
+    from kvcli.policies.base import Policy
+
+
+@dataclass(frozen=True)
+class Random:
+    """Keep tokens drawn by lot in each head, beside the first and the newest: a control, not a method."""
+
+    budget: Annotated[int, Range(1)] = 1024  # tokens kept a head, with the sinks and the window
+    sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
+    window: Annotated[int, Range(1)] = 64  # newest tokens, always kept
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # which lots
+    every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+
+    def __post_init__(self) -> None:
+        if self.budget < self.sinks + self.window:
+            raise ValueError(f"budget = {self.budget} is less than sinks + window = {self.sinks + self.window}")
+
+    @property
+    def recent(self) -> int:
+        return 0
+
+    def policy(self) -> Policy:
+        """These settings are the policy."""
+        return self
+
+    def slots(self, n: int) -> int:
+        """Of n tokens, the budget."""
+        return min(n, self.budget)
+
+    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
+        """The lot of a token is fixed by its position, so what fell out early would not have stayed later either."""
+        import torch
+
+        from kvcli.kernels.gumbel import gumbel
+
+        n_kv, n = s.pos.shape
+        newest = s.pos.amax(dim=1, keepdim=True)
+        head = layer * n_kv + torch.arange(n_kv, device=s.pos.device).repeat_interleave(n)
+        lot = gumbel(self.seed, s.pos.flatten().long(), head.unsqueeze(1)).view(n_kv, n)
+        lot = lot.masked_fill((s.pos < self.sinks) | (s.pos > newest - self.window), torch.inf)
+        best = lot.masked_fill(s.pos < 0, -torch.inf).topk(min(self.budget, n), dim=1).indices
+        return torch.zeros_like(s.pos, dtype=torch.bool).scatter_(1, best, True) & (s.pos >= 0)

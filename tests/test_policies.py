@@ -1,0 +1,127 @@
+"""The policies: what each keeps, what it frees, and what a profile may promise with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcli import build
+from kvcli.errors import KvcliError
+from kvcli.kv.slots import Slots, nbytes
+from kvcli.model import LM
+from kvcli.policies.base import Chosen, Everything
+from kvcli.policies.random import Random
+from kvcli.policies.window import Window
+from kvcli.profile import Profile, load_profile
+from kvcli.session import Session
+from tests import families
+
+torch.set_num_threads(1)
+TINY = LM.of(families.build("llama"))
+
+
+def slots(n: int, n_kv: int = 3) -> Slots:
+    return Slots(torch.randn(n_kv, n, 5), torch.randn(n_kv, n, 5), torch.arange(n).expand(n_kv, -1))
+
+
+def kept(policy: Window | Random, s: Slots, layer: int = 0) -> list[list[int]]:
+    mask = policy.keep(layer, s.k[:, :0], s, torch.zeros(s.n_slots))
+    return [pos[m].tolist() for pos, m in zip(s.pos, mask, strict=True)]
+
+
+def session(**policy: object) -> Session:
+    profile = load_profile("exact").replace(exactness="approx", policy=policy, prefill={"chunk": 16})
+    return build.session(TINY, profile)
+
+
+def test_a_window_keeps_the_first_and_the_newest() -> None:
+    assert kept(Window(sinks=2, window=3), slots(11)) == [[0, 1, 8, 9, 10]] * 3
+
+
+@pytest.mark.parametrize("policy", [Window(sinks=2, window=5), Random(budget=7, sinks=2, window=3)])
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 23])
+def test_the_plan_of_memory_is_what_is_kept(policy: Window | Random, n: int) -> None:
+    assert {len(pos) for pos in kept(policy, slots(n))} == {policy.slots(n)}
+
+
+def test_lots_differ_by_head_layer_and_seed_and_spare_both_ends() -> None:
+    policy, s = Random(budget=11, sinks=2, window=3), slots(200)
+    first = kept(policy, s)
+    assert all(pos[:2] == [0, 1] and pos[-3:] == [197, 198, 199] for pos in first)
+    assert len({tuple(pos) for pos in first + kept(policy, s, layer=1)}) == 6
+    assert kept(Random(budget=11, sinks=2, window=3, seed=1), s) != first
+    assert kept(policy, s) == first
+
+
+def test_lots_do_not_depend_on_when_they_are_drawn() -> None:
+    policy = Random(budget=9, sinks=1, window=2)
+    at_once = kept(policy, slots(60, n_kv=1))[0]
+    stepwise: list[int] = []
+    for n in range(60):
+        pos = torch.tensor([[*stepwise, n]])
+        stepwise = kept(policy, Slots(torch.zeros(1, pos.shape[1], 5), torch.zeros(1, pos.shape[1], 5), pos))[0]
+    assert stepwise == at_once
+
+
+@pytest.mark.parametrize("policy", [{"name": "window", "sinks": 2, "window": 9}, {"name": "random", "budget": 80}])
+def test_what_is_not_kept_is_freed(policy: dict[str, object]) -> None:
+    s = session(**policy)
+    full = build.session(TINY, load_profile("exact"))
+    for each in (s, full):
+        each.feed(families.prompt(301))
+    slot = sum(nbytes(full.kv).values()) / -(-301 // 256) / 256
+    assert sum(nbytes(s.kv).values()) <= slot * s_slots(policy) * 1.3
+    list(s.stream(70))
+    assert s.kv.slots(0).n_slots <= s_slots(policy) + 64
+
+
+def s_slots(policy: dict[str, object]) -> int:
+    settings: Chosen = load_profile("exact").replace(exactness="approx", policy=policy).policy.settings
+    return settings.slots(10_000)
+
+
+def test_a_conversation_goes_on_from_what_is_left_and_an_undo_reads_anew() -> None:
+    s = session(name="window", sinks=2, window=9)
+    ids = families.prompt(60)
+    s.feed(ids)
+    list(s.stream(5))
+    assert s.resume([*s.ids, 7, 8]) == s.committed == 64
+    assert s.resume(ids[:50]) == 0
+    short = session(name="window", sinks=2, window=900)
+    short.feed(ids)
+    assert short.resume(ids[:50]) == 49, "nothing fell out, so nothing has to be read again"
+
+
+def test_a_fork_has_a_past_of_its_own() -> None:
+    s = session(name="window", sinks=2, window=20)
+    s.feed(families.prompt(60))
+    other = s.fork()
+    assert other.lm is s.lm
+    before = s.kv.slots(0).pos.tolist()
+    other.feed(families.prompt(9, seed=4))
+    list(other.stream(6))
+    assert s.kv.slots(0).pos.tolist() == before
+    assert len(s.ids) == 60
+    again = s.fork()
+    again.feed(families.prompt(9, seed=4))
+    list(again.stream(6))
+    assert again.ids == other.ids
+
+
+def test_settings_that_cannot_be_kept_are_refused_by_name() -> None:
+    for exactness in ("exact", "certified"):
+        with pytest.raises(KvcliError) as refused:
+            load_profile("exact").replace(exactness=exactness, policy={"name": "window"})
+        said = "\n".join(refused.value.lines)
+        assert "exactness" in said
+        assert "policy.name" in said
+    with pytest.raises(KvcliError) as refused:
+        load_profile("exact").replace(exactness="approx", policy={"name": "random", "budget": 5})
+    assert "less than sinks + window" in "\n".join(refused.value.lines)
+    assert Everything().policy() is None
+
+
+def test_streaming_forgets_the_middle_and_says_so() -> None:
+    profile: Profile = load_profile("streaming")
+    assert profile.exactness == "approx"
+    assert profile.policy.slots(100_000) == 1024
