@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcli.errors import BadConfig, ExitStatus, KvcliError
+from kvcli.layers import builtin_files
 from kvcli.profile import Clash, Profile, Sources, load_profile
 
 
@@ -29,7 +30,11 @@ class Copy:
             raise ValueError(f"max = {self.max} must be at least 1")
 
 
-REGISTRIES = {"spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"}}
+SHIPPED = [file.profile for file in builtin_files()]
+REGISTRIES = {
+    "policy": {"none": "kvcli.policies.base:Everything"},
+    "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
+}
 
 
 def failing(folder: Path, config: str | bytes = b"", **given: Any) -> BadConfig:
@@ -323,7 +328,7 @@ TYPED = {
         [
             "--set: chunk: unknown key",
             "      | chunk=5",
-            "      | ^ did you mean prefill.chunk? tables: load, prefill, kv, spec, sample, context",
+            "      | ^ did you mean prefill.chunk? tables: load, prefill, kv, policy, spec, sample, context",
         ],
     ),
     "--set of a wrong type": (
@@ -346,7 +351,7 @@ TYPED = {
         [
             "--set: extends: unknown key",
             "      | extends=ngram",
-            '      | ^ did you mean "exactness"? tables: load, prefill, kv, spec, sample, context',
+            '      | ^ did you mean "exactness"? tables: load, prefill, kv, policy, spec, sample, context',
         ],
     ),
     "environment of a wrong type": (
@@ -408,7 +413,7 @@ def test_overridden_values_are_checked_too(tmp_path: Path) -> None:
     ("name", "environ", "config", "said"),
     [
         ("ngarm", {}, "", 'did you mean "ngram"?'),
-        ("zzz", {}, "[profiles.mine]", "profiles: exact, mine, ngram"),
+        ("zzz", {}, "[profiles.mine]", f"profiles: {', '.join(sorted([*SHIPPED, 'mine']))}"),
         (None, {"KVCLI_PROFILE": "zzz"}, "", "from KVCLI_PROFILE in the environment"),
         (None, {}, "default_profile = 'ngarm'", '~/config.toml:1:19: default_profile: no profile is called "ngarm"'),
         (

@@ -43,12 +43,13 @@ class Guess:
 
 
 REGISTRIES = {
+    "policy": {"none": "kvcli.policies.base:Everything"},
     "spec": {
         "off": f"{__name__}:Off",
         "copy": f"{__name__}:Copy",
         "guess": f"{__name__}:Guess",
         "ngram": f"{__name__}:Copy",
-    }
+    },
 }
 
 
