@@ -171,10 +171,13 @@ def _keys_of(table: type) -> str:
 
 def exits(_: str) -> str:
     """The table of exit codes, from the enum."""
+    import inspect
+
     from kvcli.errors import ExitStatus
 
-    rows = [f"| {status.value} | `{status.name.lower()}` |" for status in ExitStatus]
-    return "\n".join(["| code | name |", "|---|---|", *rows])
+    when = dict(re.findall(r"^    ([A-Z_]+) = \d+  # (.+)$", inspect.getsource(ExitStatus), re.MULTILINE))
+    rows = [f"| {status.value} | `{status.name.lower()}` | {when[status.name]} |" for status in ExitStatus]
+    return "\n".join(["| code | name | when |", "|---|---|---|", *rows])
 
 
 def codes(_: str) -> str:

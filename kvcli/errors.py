@@ -9,19 +9,19 @@ from enum import IntEnum
 class ExitStatus(IntEnum):
     """Exit codes of every command; documented in docs/errors.md and never renumbered."""
 
-    OK = 0
-    INTERNAL = 1
-    USAGE = 2
-    BAD_INPUT = 3
-    BAD_MODEL = 4
-    DOES_NOT_FIT = 5
-    CONTEXT_OVERFLOW = 6
-    ENGINE_UNREACHABLE = 7
-    BAD_OUTPUT = 8
-    BAD_CONFIG = 9
-    REGRESSION = 10
-    INTERRUPTED = 130
-    CLOSED_PIPE = 141
+    OK = 0  # done; includes leaving a chat, and --help
+    INTERNAL = 1  # a fault of kvcli; the log's path is printed
+    USAGE = 2  # a wrong option or command
+    BAD_INPUT = 3  # a file or a question that cannot be used
+    BAD_MODEL = 4  # a model that is not there, damaged, or not supported
+    DOES_NOT_FIT = 5  # more memory needed than there is
+    CONTEXT_OVERFLOW = 6  # the text is longer than the window
+    ENGINE_UNREACHABLE = 7  # a remote engine refused, timed out or was lost
+    BAD_OUTPUT = 8  # an answer that breaks the schema or the check it was held to
+    BAD_CONFIG = 9  # a profile or a config file with problems
+    REGRESSION = 10  # `bench --fail-if` came true
+    INTERRUPTED = 130  # Ctrl-C in a run that asks nothing
+    CLOSED_PIPE = 141  # the reader of the output went away
 
 
 class KvcliError(Exception):
