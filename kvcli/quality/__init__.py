@@ -1,0 +1,6 @@
+"""What a compressed past costs in answers: generated tasks, scored against the full cache on the same samples.
+
+from kvcli.quality.run import run_quality
+result = run_quality(model, [profile], n=4)
+print(result.document().rows[0].mean)
+"""

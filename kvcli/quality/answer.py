@@ -1,0 +1,129 @@
+"""Reading a context, compressing it, and answering: what one profile makes of one context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.quality.partial import Answer
+from kvcli.quality.prompt import Prompts
+from kvcli.quality.sample import Context, Question, Task
+from kvcli.sample import Sampler
+from kvcli.text import decode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.kv.slots import Slots
+    from kvcli.local import Model
+    from kvcli.session import Session
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Evicts nothing for a while, and goes on hearing the queries of the policy it stands in for."""
+
+    recent: int
+
+    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
+        return s.pos >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One context of a task, with the ids of its text and its questions."""
+
+    task: Task
+    context: Context
+    ids: list[int]
+    questions: list[list[int]]
+
+
+def answers(model: Model, prompts: Prompts, job: Job, *, is_visible: bool) -> tuple[list[Answer], float]:
+    """Answers to all questions of the job, and the share of slots held once the past was compressed.
+
+    `is_visible`: the past is compressed when a question was read too, not before.
+    """
+    if job.context.is_dialogue:
+        return _dialogue(model, prompts, job, is_visible)
+    return _visible(model, job) if is_visible else _hidden(model, job)
+
+
+def open_session(model: Model) -> Session:
+    """A past of its own under the model's profile, greedy and without a penalty: answers repeat the text."""
+    session = model.with_profile(model.profile).session
+    session.sampler = Sampler()
+    return session
+
+
+def kept(session: Session) -> float:
+    """Slots held over tokens read, averaged over layers and heads."""
+    n_layers = session.lm.n_layers
+    held = sum(float((session.kv.slots(layer).pos >= 0).sum(1).float().mean()) for layer in range(n_layers))
+    return held / (n_layers * max(1, session.committed))
+
+
+def _hidden(model: Model, job: Job) -> tuple[list[Answer], float]:
+    """One past for all questions, each of which sees what the context alone has left."""
+    session = open_session(model)
+    session.feed(job.ids)
+    held, said = kept(session), []
+    for i, (question, ids) in enumerate(zip(job.context.questions, job.questions, strict=True)):
+        one = session if i == len(job.questions) - 1 else session.fork()
+        _hold(one)
+        one.feed(ids)
+        said.append(_answer(model, one, job.task, question))
+    return said, held
+
+
+def _visible(model: Model, job: Job) -> tuple[list[Answer], float]:
+    """A past of its own for each question, compressed behind it."""
+    said, held = [], 1.0
+    for question, ids in zip(job.context.questions, job.questions, strict=True):
+        session = open_session(model)
+        session.feed(job.ids + ids)
+        held = kept(session)
+        _hold(session)
+        said.append(_answer(model, session, job.task, question))
+    return said, held
+
+
+def _dialogue(model: Model, prompts: Prompts, job: Job, is_visible: bool) -> tuple[list[Answer], float]:
+    """One conversation. The past is compressed once a turn: behind the question if that is visible, else behind
+    the answer."""
+    session = open_session(model)
+    policy, held = session.policy, 1.0
+    said: list[Answer] = []
+    if not is_visible:
+        session.feed(job.ids)
+        held = kept(session)
+    for question, ids in zip(job.context.questions, job.questions, strict=True):
+        if said:
+            ids = prompts.next_question(question, session.ids[-1])
+        if is_visible:
+            session.feed(ids if said else job.ids + ids)
+            held = held if said else kept(session)
+            _hold(session)
+        else:
+            _hold(session)
+            session.feed(ids)
+        said.append(_answer(model, session, job.task, question))
+        session.policy = policy
+        if not is_visible:
+            session.settle()
+    return said, held
+
+
+def _hold(session: Session) -> None:
+    """From here on nothing is evicted, so that the question stays whole whatever the policy."""
+    if session.policy is not None:
+        session.policy = Hold(session.policy.recent)
+
+
+def _answer(model: Model, session: Session, task: Task, question: Question) -> Answer:
+    """Decode and score."""
+    stop = model.lm.stop_ids
+    new = [i for step in session.stream(question.max_new, stop) for i in step.new]
+    text = question.prefix + decode(model.tokenizer, [i for i in new if i not in stop])
+    detail = task.detail(text, question) if task.detail else {}
+    return Answer(text, task.score(text, question), len(new), {**question.meta, **detail})

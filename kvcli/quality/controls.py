@@ -1,0 +1,78 @@
+"""The rows that every table has: everything kept, and two controls with the memory of what is measured.
+
+A method that does not beat tokens drawn by lot, or the newest tokens alone, has found nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from kvcli.profile import Profile
+
+Role = Literal["full", "profile", "control"]
+
+SINKS = 4  # first tokens that both controls keep
+NEWEST = 64  # tokens that the random control keeps at the end, at most a quarter of its budget
+SHARE = 0.25  # of the context, when no profile says how much it keeps
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table. `at` gives its profile for a context of so many tokens."""
+
+    name: str
+    role: Role
+    base: Profile
+    budget: Budget | None = None
+    policy: str = ""
+
+    def at(self, n: int) -> Profile:
+        """Controls follow the budget; all others are what they are."""
+        if self.budget is None:
+            return self.base
+        return self.base.replace(exactness="approx", name=self.name, policy=_policy(self.policy, self.budget.at(n)))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens of a context the controls keep: as many as the leanest profile measured."""
+
+    profiles: tuple[Profile, ...]
+
+    def at(self, n: int) -> int:
+        least = min((p.policy.slots(n) for p in self.profiles), default=n)
+        return least if least < n else max(SINKS + 1, int(SHARE * n))
+
+    def words(self, lengths: Sequence[int]) -> str:
+        """Where the budget comes from."""
+        lean = [p.name for p in self.profiles if any(p.policy.slots(n) < n for n in lengths)]
+        return f"as {' or '.join(lean)}" if lean else f"{SHARE:.0%} of the context"
+
+
+def rows(profiles: Sequence[Profile], full: Profile) -> list[Row]:
+    """Full first, then the profiles in their order without what equals full, then the controls."""
+    asked: dict[str, Row] = {}
+    for profile in profiles:
+        if profile.hash != full.hash:
+            asked.setdefault(profile.hash, Row(profile.name, "profile", profile))
+    budget = Budget(tuple(profiles))
+    by_lot = Row("random", "control", full, budget, policy="random")
+    by_age = Row("streaming", "control", full, budget, policy="window")
+    return [Row(full.name, "full", full), *asked.values(), by_lot, by_age]
+
+
+def full_profile(loaded: Profile) -> Profile:
+    """Nothing evicted, rounded or guessed, of weights loaded as they are."""
+    exact = Profile.load("exact")
+    changed = {k: v for k, v in asdict(loaded.load).items() if v != getattr(exact.load, k)}
+    return exact.replace(load=changed) if changed else exact
+
+
+def _policy(name: str, budget: int) -> dict[str, object]:
+    sinks = min(SINKS, budget - 1)
+    if name == "window":
+        return {"name": name, "sinks": sinks, "window": budget - sinks}
+    newest = max(1, min(NEWEST, budget // 4))
+    return {"name": name, "sinks": min(sinks, budget - newest), "window": newest, "budget": budget}

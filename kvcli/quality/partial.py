@@ -1,0 +1,128 @@
+"""Results line by line, so that a run that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcli.errors import BadInput
+
+SCHEMA = "kvcli.quality-sample/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What an answer depends on. Equal keys, equal answers."""
+
+    model: str  # fingerprint of the weights
+    profile: str  # hash of its settings
+    task: str
+    seed: int
+    length: int
+    index: int
+    query_visible: bool
+    prompt: str  # digest of the ids read, so that another haystack or template is another sample
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer and its score."""
+
+    text: str
+    score: float
+    tokens: int
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one row made of one context."""
+
+    key: Key
+    answers: tuple[Answer, ...]
+    context: int  # tokens read before the past was compressed
+    kept: float  # of them still stored afterwards: mean over layers and heads
+
+    @property
+    def score(self) -> float:
+        return sum(answer.score for answer in self.answers) / len(self.answers)
+
+
+class Partial:
+    """Outcomes known so far, in memory and, with a path, in a file open to its owner only.
+
+    A line is written whole once its context is done; a broken last line, left by a crash, is dropped.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[Key, Outcome] = {}
+        if path is not None:
+            self._read(path)
+
+    def get(self, key: Key) -> Outcome | None:
+        return self._known.get(key)
+
+    def add(self, outcome: Outcome) -> None:
+        """Remember it, on disk at once."""
+        self._known[outcome.key] = outcome
+        if self._path is not None:
+            line = json.dumps({"schema": SCHEMA, **asdict(outcome)}, ensure_ascii=False) + "\n"
+            _append(self._path, line.encode())
+
+    def _read(self, path: Path) -> None:
+        try:
+            data = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise _unusable(path, "read", error) from error
+        whole = data[: data.rfind(b"\n") + 1]
+        for n, line in enumerate(whole.decode(errors="replace").splitlines(), 1):
+            outcome = _parsed(line)
+            if outcome is None:
+                raise _foreign(path, n)
+            self._known[outcome.key] = outcome
+        if data and not whole:
+            raise _foreign(path, 1)
+        try:
+            if len(whole) < len(data):
+                os.truncate(path, len(whole))
+            _append(path, b"")
+        except OSError as error:
+            raise _unusable(path, "write", error) from error
+
+
+def _append(path: Path, data: bytes) -> None:
+    """One write: another process, or a crash, finds the line whole or not at all."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(handle, data)
+    finally:
+        os.close(handle)
+
+
+def _parsed(line: str) -> Outcome | None:
+    try:
+        found = json.loads(line)
+        if found.pop("schema") != SCHEMA:
+            return None
+        answers = tuple(Answer(**a) for a in found.pop("answers"))
+        return Outcome(key=Key(**found.pop("key")), answers=answers, **found)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _foreign(path: Path, line: int) -> BadInput:
+    return BadInput(
+        f"{path} holds something else than quality results",
+        code="not_quality_results",
+        lines=[f"line {line} is not one of {SCHEMA}"],
+        try_=["another file, or remove this one"],
+    )
+
+
+def _unusable(path: Path, what: str, error: OSError) -> BadInput:
+    code = {"read": "file_unreadable", "write": "file_unwritable"}[what]
+    return BadInput(f"cannot {what} {path}: {error.strerror or error}", code=code)
