@@ -145,7 +145,20 @@ class BenchRow(Json):
     exactness: str | None = Field(description="what the profile promises; null for a side that is no profile")
     setup: dict[str, str] = Field(description="what else a reader must know of this side")
     ids: list[Count] = Field(description="the text of the last repetition")
+    ends: Count | None = Field(description="place of the first stop token in it; what follows is no answer")
     error: str | None = Field(description="why there are no figures, or fewer than asked for")
+
+
+class BenchLine(BenchRow):
+    """A row by itself, one line of --format jsonl."""
+
+    schema_: Literal["kvcli.bench_row/1"] = Field(default="kvcli.bench_row/1", alias="schema")
+    kvcli: str
+    model: str
+    date: str
+    commit: str | None
+    machine: str | None
+    baseline: str
 
 
 class Check(Json):

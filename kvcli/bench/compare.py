@@ -1,0 +1,85 @@
+"""From samples to figures: spread, ratio in pairs, verdict, acceptance."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.schemas.bench import Accept, Figures, Ratio, Samples, Verdict
+from kvcli.stats import Stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcli.bench.side import Sample
+
+
+def samples_of(runs: Sequence[Sample]) -> Samples:
+    return Samples(
+        tok_s=[run.tok_s for run in runs],
+        read_tok_s=[run.read_tok_s for run in runs],
+        first_token=[run.first_token for run in runs],
+    )
+
+
+def figures(samples: Samples, of: Callable[[list[float]], float], least: int = 1) -> Figures:
+    """One statistic of each list; null where there are fewer than `least` values."""
+    lists = (samples.tok_s, samples.read_tok_s, samples.first_token)
+    tok_s, read_tok_s, first_token = (of(values) if len(values) >= least else None for values in lists)
+    return Figures(tok_s=tok_s, read_tok_s=read_tok_s, first_token=first_token)
+
+
+def all_figures(samples: Samples) -> dict[str, Figures]:
+    """median, low, high, mean and sd."""
+    return {
+        "median": figures(samples, statistics.median),
+        "low": figures(samples, min),
+        "high": figures(samples, max),
+        "mean": figures(samples, statistics.fmean),
+        "sd": figures(samples, statistics.stdev, least=2),
+    }
+
+
+def paired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
+    """Each repetition over the baseline's in the same repetition: what slows both for a moment cancels."""
+    ratios = [a / b for a, b in zip(side, base, strict=False) if b > 0]
+    if not ratios:
+        return None
+    low, high = min(ratios), max(ratios)
+    return Ratio(samples=ratios, median=statistics.median(ratios), low=low, high=high, verdict=verdict(low, high))
+
+
+def unpaired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
+    """Against samples of another run: the range is every sample over every other."""
+    if not side or not base or min(base) <= 0:
+        return None
+    low, high = min(side) / max(base), max(side) / min(base)
+    median = statistics.median(side) / statistics.median(base)
+    return Ratio(samples=[], median=median, low=low, high=high, verdict=verdict(low, high))
+
+
+def verdict(low: float, high: float) -> Verdict:
+    """≈ where the range holds 1. A single repetition has no range, and so no verdict but ≈ either."""
+    if low > 1 and high > low:
+        return "faster"
+    return "slower" if high < 1 and high > low else "≈"
+
+
+def acceptance(runs: Sequence[Sample], method: str) -> Accept | None:
+    """Drafting over all repetitions together; None for a side that does not draft."""
+    total = Stats()
+    heard = [run.stats for run in runs if run.stats is not None]
+    if not heard:
+        return None
+    for stats in heard:
+        total.new += stats.new
+        total.passes += stats.passes
+        total.drafted_passes += stats.drafted_passes
+        total.draft_tokens += stats.draft_tokens
+        total.accepted_tokens += stats.accepted_tokens
+        total.histogram.extend([0] * (len(stats.histogram) - len(total.histogram)))
+        for i, n in enumerate(stats.histogram):
+            total.histogram[i] += n
+    spec = total.as_spec(method)
+    return Accept.model_validate({**spec, "new": total.new, "drafted_share": total.drafted_share})

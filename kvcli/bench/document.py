@@ -1,0 +1,165 @@
+"""The document of a benchmark, finished or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcli import __version__
+from kvcli.bench.compare import acceptance, all_figures, paired, samples_of, unpaired
+from kvcli.bench.environment import environment
+from kvcli.bench.fail_if import Condition
+from kvcli.bench.run import Bench, hash_of
+from kvcli.bench.same import first_difference
+from kvcli.schemas.bench import BenchDocument, BenchModel, BenchRow, Check, Ratio, Ratios, Same, Samples
+
+if TYPE_CHECKING:
+    from kvcli.bench.measure import Series
+
+
+def document_of(bench: Bench) -> BenchDocument:
+    """What is known now; the model must have been loaded."""
+    ask, info = bench.ask, bench.info
+    assert info is not None
+    rows = [row_of(bench, series) for series in bench.series]
+    env = environment(info.device, bench.load_before)
+    document = BenchDocument(
+        kvcli=__version__,
+        model=BenchModel(
+            id=info.id,
+            path=info.path,
+            revision=info.revision or None,
+            family=info.family,
+            parameters=info.parameters,
+            dtype=info.dtype,
+            quant=info.quant,
+            limit=info.limit,
+        ),
+        env=env,
+        args=ask.args,
+        complete=bench.complete,
+        baseline=ask.baseline,
+        rows=rows,
+        checks=[],
+        quality=bench.quality,
+        notes=[*ask.notes, *bench.notes],
+    )
+    document.notes += notes_of(document)
+    document.checks = checks_of(bench, document) if bench.complete else []
+    return document
+
+
+def row_of(bench: Bench, series: Series) -> BenchRow:
+    """One side on one case."""
+    case, runs = series.case, series.samples
+    samples = samples_of(runs)
+    recipe = next(r for r in bench.ask.recipes if r.name == series.side)
+    kv = [run.kv_bytes for run in runs if run.kv_bytes is not None]
+    method = str(recipe.settings["spec.method"]) if recipe.kind == "profile" else "prompt lookup"
+    return BenchRow(
+        profile=series.side,
+        ctx=case.ctx,
+        workload=case.workload,
+        prompt=len(case.prompt),
+        prompt_hash=hash_of(case.prompt),
+        new=case.new,
+        samples=samples,
+        **all_figures(samples),
+        ratio=ratios_of(bench, series, samples),
+        accept=acceptance(runs, method),
+        kv_bytes=kv[-1] if kv else None,
+        peak_bytes=series.peak,
+        same=same_of(bench, series),
+        steady=len({run.ids for run in runs}) == 1 if len(runs) > 1 else None,
+        exactness=str(recipe.settings["exactness"]) if recipe.kind == "profile" else None,
+        setup=bench.setups.get(series.side, {}),
+        ids=list(runs[-1].ids) if runs else [],
+        ends=next((i for i, token in enumerate(runs[-1].ids) if token in bench.stops), None) if runs else None,
+        error=series.error,
+    )
+
+
+def ratios_of(bench: Bench, series: Series, samples: Samples) -> Ratios:
+    base: Samples | None = None
+    over = paired
+    if bench.ask.earlier is not None:
+        row, over = bench.earlier_row(series), unpaired
+        base = row.samples if row is not None else None
+    else:
+        found = bench.base_series(series)
+        base = samples_of(found.samples) if found is not None and found is not series else None
+    if base is None:
+        return Ratios(tok_s=None, read_tok_s=None)
+    tok_s: Ratio | None = over(samples.tok_s, base.tok_s)
+    return Ratios(tok_s=tok_s, read_tok_s=over(samples.read_tok_s, base.read_tok_s))
+
+
+def same_of(bench: Bench, series: Series) -> Same | None:
+    """Equal tokens up to the first difference: behind it the two answer different texts."""
+    other = bench.reference_ids(series)
+    if other is None or not series.samples:
+        return None
+    mine = series.samples[-1].ids
+    of = min(len(mine), len(other))
+    at = first_difference(mine, other)
+    tie = bench.ties.get((series.side, series.case))
+    equal = of if at is None else at
+    return Same(
+        tokens=equal,
+        of=of,
+        share=equal / of if of else 1.0,
+        first_difference=at,
+        near_tie=tie.is_near if tie else None,
+        margin=tie.margin if tie else None,
+        bound=tie.bound if tie else None,
+    )
+
+
+def notes_of(document: BenchDocument) -> list[str]:
+    """What makes the figures less sure than they look."""
+    args, env = document.args, document.env
+    notes = []
+    if not document.complete:
+        notes.append("incomplete: it was stopped before the end")
+    if env.quiet is False and env.load_before and env.load_after:
+        was, now = env.load_before[0], env.load_after[0]
+        notes.append(f"the machine was busy (load {was:.2f} before, {now:.2f} after, {env.cores} cores)")
+    if args.reps == 1:
+        notes.append("one repetition has no spread, so nothing is called faster or slower")
+    if not args.interleave:
+        notes.append("sides ran one after the other: a machine that warms up slows the later ones")
+    for row in document.rows:
+        where = f"{row.profile}, {row.workload} {row.ctx:,}"
+        if row.error:
+            notes.append(f"{where}: {row.error}")
+        if row.steady is False:
+            notes.append(f"{where}: its repetitions wrote different texts")
+    return [*notes, *_beyond(document.rows)]
+
+
+def _beyond(rows: Sequence[BenchRow]) -> list[str]:
+    """Answers that were over long before the last token: what follows is easy to guess and easy to get wrong."""
+    found: dict[str, str] = {}
+    for row in rows:
+        if row.ends is not None and row.ends < row.new // 2:
+            where = f"{row.workload} {row.ctx:,}"
+            found.setdefault(
+                where, f"{where}: the answer ends after {row.ends} of {row.new} tokens, the rest is no text"
+            )
+    return list(found.values())
+
+
+def checks_of(bench: Bench, document: BenchDocument) -> list[Check]:
+    """Every --fail-if on every row it concerns."""
+    found = []
+    earlier = bench.ask.earlier
+    for condition in map(Condition.of, document.args.fail_if):
+        for row in document.rows:
+            among = earlier.rows if earlier is not None else document.rows
+            name = row.profile if earlier is not None else document.baseline
+            wanted = (name, row.ctx, row.workload)
+            base = next((b for b in among if (b.profile, b.ctx, b.workload) == wanted), None)
+            check = condition.check(row, base)
+            if check is not None:
+                found.append(check)
+    return found

@@ -1,0 +1,78 @@
+"""Where and when something is measured: processor, versions, commit, and whether other programs are in the way."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from kvcli import __version__, machine
+from kvcli.schemas.bench import BenchEnv
+
+PACKAGES = ("torch", "transformers", "tokenizers")
+BUSY = 0.25  # share of the cores that others may use before a machine counts as busy
+
+
+def environment(device: str, before: list[float] | None) -> BenchEnv:
+    """`before` is the load average from before anything was loaded; the one of now comes after."""
+    after, cores = load_average(), machine.cores()
+    return BenchEnv(
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=machine.cpu_name(),
+        gpus=[found.name for found in machine.devices() if found.kind.startswith("cuda")],
+        device=device,
+        cores=cores,
+        threads=machine.threads(),
+        memory_total=psutil.virtual_memory().total,
+        versions={"kvcli": __version__, "python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
+        commit=commit(Path(__file__).resolve().parents[2]),
+        load_before=before,
+        load_after=after,
+        quiet=is_quiet(before, after, cores or 1, machine.threads()),
+    )
+
+
+def load_average() -> list[float] | None:
+    """Over 1, 5 and 15 minutes; None where the system keeps none."""
+    try:
+        return [round(x, 2) for x in os.getloadavg()]
+    except (AttributeError, OSError):
+        return None
+
+
+def is_quiet(before: list[float] | None, after: list[float] | None, cores: int, threads: int) -> bool | None:
+    """Whether the cores were ours: nearly idle before, and after it no busier than our own threads make them."""
+    if before is None or after is None:
+        return None
+    return before[0] <= BUSY * cores and after[0] <= threads + BUSY * cores
+
+
+def commit(folder: Path) -> str | None:
+    """The commit of a checkout, with + behind it when files of the package were changed; None where there is none."""
+    if not (folder / ".git").exists():
+        return None
+    head = _git(folder, "rev-parse", "--short", "HEAD")
+    if not head:
+        return None
+    return head + ("+" if _git(folder, "status", "--porcelain", "--", "kvcli", "kernels", "profiles") else "")
+
+
+def _git(folder: Path, *args: str) -> str:
+    try:
+        done = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

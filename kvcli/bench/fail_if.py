@@ -1,0 +1,128 @@
+"""`--fail-if`: a condition on every row, absolute or against the baseline."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from kvcli.errors import UsageError
+from kvcli.schemas.bench import Check
+
+if TYPE_CHECKING:
+    from kvcli.schemas.bench import BenchRow
+
+Figure = Callable[["BenchRow"], float | None]
+
+FIGURES: Mapping[str, Figure] = {
+    "tok_s": lambda row: row.median.tok_s,
+    "read_tok_s": lambda row: row.median.read_tok_s,
+    "first_token": lambda row: row.median.first_token,
+    "same": lambda row: row.same.share if row.same else None,
+    "peak": lambda row: _float(row.peak_bytes),
+    "kv": lambda row: _float(row.kv_bytes),
+    "accept": lambda row: row.accept.mean_acceptance_length if row.accept else None,
+}
+OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+UNITS: Mapping[str, Mapping[str, float]] = {
+    "tok_s": {"": 1, "/s": 1},
+    "read_tok_s": {"": 1, "/s": 1},
+    "first_token": {"": 1, "s": 1, "ms": 1e-3},
+    "same": {"": 1, "%": 0.01},
+    "peak": {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 1e3, "MB": 1e6, "GB": 1e9},
+    "accept": {"": 1},
+}
+EXAMPLES = ["--fail-if 'tok_s<-10%'", "--fail-if 'tok_s<20'", "--fail-if 'same<100%'", "--fail-if 'peak>600MiB'"]
+FORM = re.compile(r"\s*([A-Za-z_]+)\s*(<=|>=|<|>)\s*([+-]?)(\d+(?:\.\d+)?|\.\d+)\s*(%|/s|[A-Za-z]*)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One parsed expression. A relative one limits the change against the baseline's row."""
+
+    text: str
+    name: str
+    sign: str  # of OPERATORS
+    limit: float
+    is_relative: bool
+
+    @classmethod
+    def of(cls, text: str) -> Condition:
+        """Parse `tok_s<-10%`: a figure, a comparison, a number with its unit; a signed percentage is a change."""
+        match = FORM.fullmatch(text)
+        if not match:
+            raise UsageError(f"--fail-if cannot be read: {text!r}", try_=EXAMPLES)
+        name, sign, direction, number, unit = match.groups()
+        if name not in FIGURES:
+            near = get_close_matches(name, FIGURES, 1)
+            known = f"figures: {', '.join(FIGURES)}"
+            raise UsageError(
+                f"--fail-if knows no figure {name!r}", lines=[known], try_=[f"did you mean {n}?" for n in near]
+            )
+        value = float(direction + number)
+        if unit == "%" and direction:
+            return cls(text, name, sign, value / 100, True)
+        units = UNITS["peak" if name == "kv" else name]
+        if unit not in units or direction == "-":
+            raise UsageError(f"--fail-if {text}: {_why(name, unit, number)}", try_=EXAMPLES)
+        return cls(text, name, sign, value * units[unit], False)
+
+    def check(self, row: BenchRow, base: BenchRow | None) -> Check | None:
+        """The condition on a row; None where it asks nothing of it."""
+        if self.is_relative:
+            if base is None or base is row:
+                return None
+            value = self._change(row, base)
+        elif row.exactness is None or (self.name == "same" and row.same is None and row.error is None):
+            return None  # a baseline that is no profile of ours, or the row that others are compared with
+        elif self.name == "accept" and row.accept is None and row.error is None:
+            return None
+        else:
+            value = FIGURES[self.name](row)
+        failed = value is None or OPERATORS[self.sign](value, self.limit)
+        return Check(
+            expression=self.text,
+            profile=row.profile,
+            ctx=row.ctx,
+            workload=row.workload,
+            value=value,
+            limit=self.limit,
+            failed=failed,
+        )
+
+    def _change(self, row: BenchRow, base: BenchRow) -> float | None:
+        ratio = row.ratio.tok_s if self.name == "tok_s" else row.ratio.read_tok_s if self.name == "read_tok_s" else None
+        if ratio is not None:
+            return ratio.median - 1
+        mine, theirs = FIGURES[self.name](row), FIGURES[self.name](base)
+        return mine / theirs - 1 if mine is not None and theirs else None
+
+
+def words(check: Check) -> str:
+    """What failed, for people."""
+    is_change = check.expression.rstrip().endswith("%") and re.search(r"[<>]=?\s*[+-]", check.expression)
+    if check.value is None:
+        value = "there is no such figure"
+    elif is_change:
+        value = f"it changed by {100 * check.value:+.1f} %"
+    elif check.expression.lstrip().startswith("same"):
+        value = f"it is {100 * check.value:.1f} %"
+    elif check.expression.lstrip().startswith(("peak", "kv")):
+        value = f"it is {check.value / 2**20:,.1f} MiB"
+    else:
+        value = f"it is {check.value:,.3f}".rstrip("0").rstrip(".")
+    return f"{check.profile}, {check.workload} {check.ctx:,}: {check.expression} ({value})"
+
+
+def _why(name: str, unit: str, number: str) -> str:
+    if unit == "%":
+        return f"a change has a sign, as in -{number}% or +{number}%"
+    units = ", ".join(filter(None, UNITS["peak" if name == "kv" else name]))
+    return f"{name} is counted in {units}" if units else f"{name} has no unit and is positive"
+
+
+def _float(n: int | None) -> float | None:
+    return None if n is None else float(n)

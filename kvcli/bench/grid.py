@@ -1,0 +1,85 @@
+"""What is crossed with what: context lengths, and profiles with a key varied."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import product
+
+from kvcli.errors import UsageError
+
+MOST = 64  # lengths in one range
+
+
+def contexts(text: str) -> list[int]:
+    """`1k,8k,32k`, and ranges as llama-bench writes them: `512-4k*2` (512, 1k, 2k, 4k), `1k-4k+1k`."""
+    found: list[int] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"([^-*+]+)-([^-*+]+)(?:([*+])([^-*+]+))?", part)
+        found += _range(part, *match.groups()) if match else [_tokens(part)]
+    if not found:
+        raise UsageError("--ctx names no length", try_=["--ctx 2k", "--ctx 1k,8k"])
+    return list(dict.fromkeys(found))
+
+
+def _range(part: str, first: str, last: str, kind: str | None, by: str | None) -> Iterator[int]:
+    low, high = _tokens(first), _tokens(last)
+    step = _tokens(by) if by else 2 if kind is None else 0
+    if low > high or (kind != "+" and step < 2):
+        raise UsageError(f"--ctx {part}: a range goes up", try_=["--ctx 512-4k*2", "--ctx 1k-4k+1k"])
+    count = 0
+    while low <= high:
+        yield low
+        low = low + step if kind == "+" else low * step
+        count += 1
+        if count > MOST:
+            raise UsageError(f"--ctx {part}: more than {MOST} lengths", try_=["a larger step"])
+
+
+def _tokens(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().replace("_", ""), re.IGNORECASE)
+    n = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0.0
+    if n < 1 or n != int(n):
+        raise UsageError(f"--ctx takes tokens, not {text.strip()!r}", try_=["--ctx 2k", "--ctx 512-4k*2"])
+    return int(n)
+
+
+@dataclass(frozen=True, slots=True)
+class Vary:
+    """`--vary KEY=V1,V2`."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Vary:
+        key, equals, rest = text.partition("=")
+        values = tuple(value.strip() for value in rest.split(",") if value.strip())
+        if not equals or not values or not key.strip():
+            raise UsageError(f"--vary takes KEY=V1,V2, not {text!r}", try_=["--vary spec.max=2,4,8"])
+        return cls(key.strip(), values)
+
+
+def variants(varies: Sequence[Vary]) -> Iterator[tuple[str, list[str]]]:
+    """Every combination: what to add to the profile's name, and its `--set` items."""
+    ends = [vary.key.rpartition(".")[2] for vary in varies]
+    names = [vary.key if ends.count(end) > 1 else end for vary, end in zip(varies, ends, strict=True)]
+    for values in product(*(vary.values for vary in varies)):
+        label = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        yield label, [f"{vary.key}={value}" for vary, value in zip(varies, values, strict=True)]
+
+
+def check_keys(varies: Sequence[Vary], profiles: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a key that none of the profiles has; `profiles` maps names to their keys."""
+    known = {key for keys in profiles.values() for key in keys}
+    for vary in varies:
+        if vary.key not in known:
+            near = get_close_matches(vary.key, known, 1)
+            raise UsageError(
+                f"--vary {vary.key}: no such key in {', '.join(profiles)}",
+                try_=[*(f"did you mean {key}?" for key in near), f"kvcli profiles show {next(iter(profiles))}"],
+            )
+        if vary.key.startswith(("sample.", "context.")):
+            raise UsageError(f"--vary {vary.key}: a benchmark is greedy, and --ctx sets the context")

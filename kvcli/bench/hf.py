@@ -1,0 +1,164 @@
+"""Transformers' own `generate` as a side: the same files in the same numbers, with and without its prompt lookup."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+from transformers.utils import logging
+
+from kvcli import source, weights
+from kvcli.bench.side import Sample
+from kvcli.stats import Stats
+
+if TYPE_CHECKING:
+    from kvcli.profile import Profile
+
+LOOKUP = 10  # guesses of prompt lookup, the number that transformers' own documentation uses
+
+
+class HfSide:
+    """`generate` with sdpa attention, greedy."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        threads: int,
+        *,
+        lookup: int = 0,
+        unlike: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`lookup` guesses by prompt lookup, 0 for none; `unlike` says how its weights differ from the profiles'."""
+        self.name, self.model, self.threads, self.lookup, self.clock = name, model, threads, lookup, clock
+        self._unlike = unlike
+
+    @property
+    def setup(self) -> dict[str, str]:
+        said = {
+            "engine": f"transformers {version('transformers')} generate",
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": str(self.model.device),
+            "threads": str(self.threads),
+            "attention": "sdpa",
+            "cache": "DynamicCache",
+        }
+        if self.lookup:
+            said["prompt_lookup_num_tokens"] = str(self.lookup)
+        if self._unlike:
+            said["differs"] = self._unlike
+        return said
+
+    def run(self, prompt: Sequence[int], new: int) -> Sample:
+        """Continue `prompt` by `new` tokens; the clock is looked at whenever `generate` hands over tokens."""
+        torch.set_num_threads(self.threads)
+        more = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
+        # the model's own generation settings hold stop tokens and penalties, and generate merges them in
+        self.model.generation_config = GenerationConfig(pad_token_id=0)
+        cache = DynamicCache(config=self.model.config.get_text_config())
+        guesses = Guesses(self.model) if self.lookup else None
+        ids = torch.tensor([list(prompt)], device=self.model.device)
+        watch = Watch(self.clock)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=new,
+                do_sample=False,
+                streamer=watch,
+                **more,
+            )
+        written = tuple(out[0, len(prompt) :].tolist())
+        stats = guesses.stats(watch.groups, len(prompt)) if guesses is not None else None
+        return Sample(written, tuple(watch.at), len(prompt), _nbytes(cache), stats)
+
+    def close(self) -> None:
+        self.model = None
+
+
+class Watch:
+    """A streamer that only looks at the clock: `generate` puts the prompt first, then the tokens of each pass."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.began = clock()
+        self.at: list[float] = []
+        self.groups: list[int] = []  # tokens of each pass
+        self._is_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self.groups.append(value.numel())
+        self.at += [self.clock() - self.began] * value.numel()
+
+    def end(self) -> None:
+        return
+
+
+class Guesses:
+    """Counts what prompt lookup guessed, by standing around its candidate generator."""
+
+    def __init__(self, model: Any) -> None:
+        self.drafted: list[int] = []  # guesses of each pass
+        make = type(model)._get_candidate_generator
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            inner = make(model, *args, **kwargs)
+            propose = inner.get_candidates
+
+            def get_candidates(ids: torch.Tensor, *more: Any, **named: Any) -> Any:
+                found = propose(ids, *more, **named)
+                self.drafted.append(found[0].shape[1] - ids.shape[1])
+                return found
+
+            inner.get_candidates = get_candidates
+            return inner
+
+        model._get_candidate_generator = watched
+
+    def stats(self, groups: Sequence[int], prompt: int) -> Stats:
+        """As our own engine counts: a pass took at most what it gave, less the token that is always the model's."""
+        stats = Stats(prompt=prompt, new=sum(groups), passes=len(groups))
+        for gave, drafted in zip(groups, self.drafted, strict=True):
+            if drafted:
+                accepted = gave - 1
+                stats.drafted_passes += 1
+                stats.draft_tokens += drafted
+                stats.accepted_tokens += accepted
+                stats.histogram.extend([0] * (accepted + 1 - len(stats.histogram)))
+                stats.histogram[accepted] += 1
+        return stats
+
+
+def load_hf(path: str, profile: Profile) -> Any:
+    """The files of `path` as transformers has them, in the numbers and on the device that the profile asks for."""
+    wants = profile.load
+    found = source.find(path, offline=True, allow_pickle=wants.allow_pickle)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = weights.read_config(found, wants.trust_remote_code)
+            where = weights.find_device(wants.device)
+            model, _ = weights.read_weights(found, config, wants.dtype, where, wants.trust_remote_code)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    model.set_attn_implementation("sdpa")
+    return model.to(where).eval().requires_grad_(False)
+
+
+def _nbytes(cache: DynamicCache) -> int:
+    held = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return sum(t.nbytes for t in held if t is not None)

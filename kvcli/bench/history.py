@@ -1,0 +1,88 @@
+"""Earlier results: one file for each saved benchmark, read back as a trend."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from kvcli.errors import BadInput
+from kvcli.files import private_folder, write_private
+from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, HistoryEntry
+
+Note = Callable[[str], None]
+
+
+def save(folder: Path, document: BenchDocument) -> Path:
+    """A new file below `folder`, for its owner only; never replaces one."""
+    private_folder(folder)
+    stamp = re.sub(r"[^0-9T]", "", document.env.date[:19])
+    stem = f"{stamp}-{re.sub(r'[^A-Za-z0-9.]+', '-', document.model.id).strip('-')[-40:]}"
+    path, n = folder / f"{stem}.json", 2
+    while path.exists():
+        path, n = folder / f"{stem}-{n}.json", n + 1
+    write_private(path, json.dumps(document.document(), ensure_ascii=False) + "\n")
+    return path
+
+
+def read(path: Path) -> BenchDocument:
+    """One result file; says what is wrong with one that is none."""
+    try:
+        return BenchDocument.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}", code="file_unreadable") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise BadInput(
+            f"{path.name} is no result of kvcli bench",
+            code="bad_result",
+            lines=[f"{where}: {first['msg']}"],
+            try_=["kvcli bench --format json -o FILE.json"],
+        ) from None
+
+
+def history(folder: Path, model: str, ctx: Sequence[int], workloads: Sequence[str], note: Note) -> BenchHistoryDocument:
+    """Saved rows of a model, oldest first; empty `ctx` or `workloads` mean all. `note` hears of unreadable files."""
+    entries = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            document = read(path)
+        except BadInput as error:
+            note(f"{error.message}: {'; '.join(error.lines)}" if error.lines else error.message)
+            continue
+        if document.model.id == model:
+            entries += [e for e in _entries(document, path.name) if _wanted(e, ctx, workloads)]
+    entries.sort(key=lambda entry: entry.date)
+    return BenchHistoryDocument(model=model, entries=entries)
+
+
+def _wanted(entry: HistoryEntry, ctx: Sequence[int], workloads: Sequence[str]) -> bool:
+    return (not ctx or entry.ctx in ctx) and (not workloads or entry.workload in workloads)
+
+
+def _entries(document: BenchDocument, file: str) -> Iterator[HistoryEntry]:
+    env = document.env
+    for row in document.rows:
+        ratio = row.ratio.tok_s
+        yield HistoryEntry(
+            date=env.date,
+            commit=env.commit,
+            kvcli=document.kvcli,
+            profile=row.profile,
+            ctx=row.ctx,
+            workload=row.workload,
+            tok_s=row.median.tok_s,
+            first_token=row.median.first_token,
+            ratio=ratio.median if ratio else None,
+            baseline=document.baseline,
+            verdict=ratio.verdict if ratio else None,
+            same=row.same.share if row.same else None,
+            peak_bytes=row.peak_bytes,
+            quiet=env.quiet,
+            machine=env.gpus[0] if env.device.startswith("cuda") and env.gpus else env.cpu,
+            file=file,
+        )

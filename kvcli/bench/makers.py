@@ -1,0 +1,75 @@
+"""From recipes to sides: profiles, and the baselines by name. Each baseline is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.bench.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kvcli.bench.profile_side import Models
+    from kvcli.bench.side import Side
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f16": "float16", "f32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """How a side that is no profile is made, and what refuses it before anything is loaded."""
+
+    make: Callable[[Recipe, Models], Side]
+    require: Callable[[], None] = lambda: None
+
+
+def make(recipe: Recipe, models: Models) -> Side:
+    """The side, loading what is not loaded yet."""
+    if recipe.kind != "profile":
+        return BASELINES[recipe.kind].make(recipe, models)
+    from kvcli.bench.profile_side import ProfileSide, greedy
+
+    profile = greedy(recipe.as_profile())
+    return ProfileSide(recipe.name, models.under(profile), models.threads(profile))
+
+
+def _hf(recipe: Recipe, models: Models, lookup: int = 0) -> Side:
+    from kvcli.bench.hf import HfSide, load_hf
+
+    profile = recipe.as_profile()
+    packed = profile.load.quant != "none"
+    unlike = f"its weights are not packed; the profiles run load.quant = {profile.load.quant}" if packed else ""
+    model = models.shared(("hf", profile.load), lambda: load_hf(recipe.model, profile))
+    return HfSide(recipe.name, model, models.threads(profile), lookup=lookup, unlike=unlike)
+
+
+def _hf_lookup(recipe: Recipe, models: Models) -> Side:
+    from kvcli.bench.hf import LOOKUP
+
+    return _hf(recipe, models, LOOKUP)
+
+
+def _llama_cpp(recipe: Recipe, models: Models) -> Side:
+    from kvcli import source, weights
+    from kvcli.bench.llama_cpp import LlamaCpp
+
+    profile = recipe.as_profile()
+    found = source.find(recipe.model, offline=True, allow_pickle=profile.load.allow_pickle)
+    wanted = profile.load.dtype if profile.load.dtype != "auto" else found.dtype.lower()
+    device = str(weights.find_device(profile.load.device))
+    dtype = DTYPES.get(wanted, wanted)
+    return LlamaCpp(found, dtype, models.threads(profile), Path(recipe.cache), device=device)
+
+
+def _require_llama_cpp() -> None:
+    from kvcli.bench.llama_cpp import require
+
+    require()
+
+
+BASELINES: Mapping[str, Baseline] = {
+    "hf": Baseline(_hf),
+    "hf-lookup": Baseline(_hf_lookup),
+    "llama.cpp": Baseline(_llama_cpp, _require_llama_cpp),
+}

@@ -1,0 +1,95 @@
+"""Run sides on prompts, repetitions interleaved, and keep every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcli.errors import KvcliError
+
+if TYPE_CHECKING:
+    from kvcli.bench.side import Sample, Side
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt to be continued by every side."""
+
+    ctx: int
+    workload: str
+    prompt: tuple[int, ...]
+    new: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often, and in which order."""
+
+    reps: int
+    warmup: int
+    interleave: bool = True
+
+    def order(self, n_sides: int) -> Iterator[tuple[bool, int]]:
+        """(is a warm-up, side) of every run. Interleaved, each repetition begins with another side."""
+        rounds = [(True, r) for r in range(self.warmup)] + [(False, r) for r in range(self.reps)]
+        if not self.interleave:
+            yield from ((is_warmup, side) for side in range(n_sides) for is_warmup, _ in rounds)
+            return
+        for is_warmup, r in rounds:
+            yield from ((is_warmup, (r + i) % n_sides) for i in range(n_sides))
+
+
+@dataclass
+class Series:
+    """What one side did on one case."""
+
+    side: str
+    case: Case
+    samples: list[Sample] = field(default_factory=list)  # in the order they ran, warm-ups left out
+    error: str | None = None  # why it stopped
+    peak: int | None = None  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the work is, for a bar."""
+
+    done: int
+    total: int
+    words: str
+
+
+Tell = Callable[[Progress], None]
+
+
+def measure(sides: Sequence[Side], cases: Sequence[Case], plan: Plan, into: list[Series], tell: Tell) -> None:
+    """Append a series for each case and side to `into`, filling them as it goes: what stops it loses nothing."""
+    rounds = (plan.warmup + plan.reps) * len(sides)
+    for n, case in enumerate(cases):
+        series = [Series(side.name, case) for side in sides]
+        into += series
+        for i, (is_warmup, at) in enumerate(plan.order(len(sides))):
+            words = f"{sides[at].name} · {case.workload} {case.ctx:,}" + (" · warm-up" if is_warmup else "")
+            tell(Progress(n * rounds + i, rounds * len(cases), words))
+            if series[at].error is None:
+                _once(sides[at], series[at], keep=not is_warmup)
+    tell(Progress(rounds * len(cases), rounds * len(cases), "measured"))
+
+
+def _once(side: Side, series: Series, *, keep: bool) -> None:
+    """One run. A side that fails is told about in its row, and the others go on."""
+    case = series.case
+    try:
+        sample = side.run(case.prompt, case.new)
+    except KvcliError as error:
+        series.error = "; ".join([error.message, *error.lines])
+        return
+    except (MemoryError, RuntimeError, OSError) as error:  # out of memory has no class of its own on a CPU
+        first = str(error).strip().split("\n")[0]
+        series.error = f"{type(error).__name__}: {first}" if first else type(error).__name__
+        return
+    if len(sample.ids) != case.new or len(sample.at) != case.new:
+        series.error = f"wrote {len(sample.ids)} of {case.new} tokens"
+    elif keep:
+        series.samples.append(sample)

@@ -1,0 +1,115 @@
+"""A profile as a side: our own engine, ids in and ids out, a fresh session for every prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcli import build
+from kvcli.bench.side import Sample
+from kvcli.errors import BadInput, ContextOverflow
+from kvcli.stats import Stats
+
+if TYPE_CHECKING:
+    from kvcli.local import Model
+    from kvcli.profile import Profile
+
+# What a benchmark decides for every side, whatever the profile says: the likeliest token, nothing penalised.
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def greedy(profile: Profile) -> Profile:
+    """The profile with greedy sampling."""
+    return profile.replace(sample=dict(GREEDY), name=profile.name, description=profile.description)
+
+
+def plain(profile: Profile) -> Profile:
+    """How the same weights write by themselves: everything read, everything kept, nothing guessed."""
+    tables = {"kv": {"dtype": "auto"}, "policy": {"name": "none"}, "spec": {"method": "off"}, "sample": dict(GREEDY)}
+    return profile.replace(exactness="exact", **tables)
+
+
+class Models:
+    """Loaded weights, once for each way of loading them; profiles that load alike share."""
+
+    def __init__(self, load: Callable[[Profile], Model]) -> None:
+        self._load = load
+        self._held: dict[object, Model] = {}
+        self._others: dict[Hashable, Any] = {}
+        self._threads = torch.get_num_threads()  # what "all" means; a profile that is loaded later may change it
+
+    def under(self, profile: Profile) -> Model:
+        """The model under this profile."""
+        if profile.load not in self._held:
+            self._held[profile.load] = self._load(profile)
+        return self._held[profile.load].with_profile(profile)
+
+    def threads(self, profile: Profile) -> int:
+        """How many threads torch computes with under this profile."""
+        return int(profile.load.threads) or self._threads
+
+    def shared(self, key: Hashable, load: Callable[[], Any]) -> Any:
+        """What several sides of another engine hold in common, loaded by the first of them."""
+        if key not in self._others:
+            self._others[key] = load()
+        return self._others[key]
+
+    def close(self) -> None:
+        """Let go of all weights."""
+        self._held.clear()
+        self._others.clear()
+
+
+class ProfileSide:
+    """One profile on loaded weights."""
+
+    def __init__(self, name: str, model: Model, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.name, self.model, self.threads, self.clock = name, model, threads, clock
+
+    @property
+    def setup(self) -> dict[str, str]:
+        info, profile = self.model.info, self.model.profile
+        return {
+            "engine": "kvcli",
+            "profile": profile.name,
+            "profile_hash": profile.hash,
+            "dtype": info.dtype,
+            "quant": info.quant,
+            "linear": info.backend,
+            "device": info.device,
+            "threads": str(self.threads),
+            "drafting": str(profile.spec.method),
+            "cache": str(profile.policy.name),
+        }
+
+    def run(self, prompt: Sequence[int], new: int) -> Sample:
+        """Continue `prompt` greedily; drafting starts knowing nothing, as in the first question of a process."""
+        self._check(prompt, new)
+        torch.set_num_threads(self.threads)
+        session = build.session(self.model.lm, self.model.profile)
+        stats, at = Stats(prompt=len(prompt)), list[float]()
+        began = self.clock()
+        session.feed(prompt)
+        for step in session.stream(new):
+            at += [self.clock() - began] * len(step.new)
+            stats.fold(step)
+        kv_bytes = sum(use.nbytes for use in session.kv.usage())
+        drafts = self.model.profile.spec.method != "off"
+        return Sample(tuple(session.ids[len(prompt) :]), tuple(at), len(prompt), kv_bytes, stats if drafts else None)
+
+    def close(self) -> None:
+        """The weights go with the models that hold them."""
+
+    def _check(self, prompt: Sequence[int], new: int) -> None:
+        limit = self.model.limit
+        if len(prompt) + new > limit:
+            raise ContextOverflow(
+                f"{len(prompt):,} tokens and {new:,} new ones do not fit profile {self.name}",
+                lines=[f"{len(prompt):,} + {new:,} > {limit:,}"],
+                try_=[f"--ctx {limit}"],
+            )
+        if outside := [i for i in prompt if not 0 <= i < self.model.lm.vocab]:
+            raise BadInput(f"token {outside[0]} is none of the model's {self.model.lm.vocab:,}", code="no_such_token")

@@ -1,0 +1,185 @@
+"""A whole benchmark: load, build prompts, measure, compare texts, weigh memory; and its document at any moment."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvcli.bench.environment import load_average
+from kvcli.bench.makers import make
+from kvcli.bench.measure import Case, Plan, Progress, Series, Tell, measure
+from kvcli.bench.profile_side import Models, plain
+from kvcli.bench.recipe import Recipe
+from kvcli.bench.same import Tie, first_difference, tie_at
+from kvcli.bench.workloads import build_prompt, file_prompt
+from kvcli.errors import ContextOverflow, KvcliError, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.api import ModelInfo
+    from kvcli.bench.side import Side
+    from kvcli.documents import Document
+    from kvcli.local import Model
+    from kvcli.profile import Profile
+    from kvcli.schemas.bench import BenchArgs, BenchDocument
+
+Quality = Callable[["Model", "list[tuple[str, Profile]]"], "dict[str, Any]"]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is to be measured. The first recipe is the baseline, unless an earlier result is."""
+
+    args: BenchArgs
+    recipes: Sequence[Recipe]
+    files: Mapping[str, Document]  # workloads that are files
+    earlier: BenchDocument | None = None  # compare with its rows instead
+    earlier_name: str = ""
+    quality: Quality | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def baseline(self) -> str:
+        return self.earlier_name if self.earlier is not None else self.recipes[0].name
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.args.reps, self.args.warmup, self.args.interleave)
+
+    @property
+    def first_profile(self) -> Recipe:
+        """The one whose weights and tokenizer stand for the model."""
+        return next(recipe for recipe in self.recipes if recipe.kind == "profile")
+
+
+@dataclass
+class Bench:
+    """A benchmark under way. Whatever stops it, what was measured stays in here."""
+
+    ask: Ask
+    models: Models
+    environ: Mapping[str, str]
+    tell: Tell
+    sides: dict[str, Side] = field(default_factory=dict)
+    setups: dict[str, dict[str, str]] = field(default_factory=dict)
+    series: list[Series] = field(default_factory=list)
+    ties: dict[tuple[str, Case], Tie] = field(default_factory=dict)
+    quality: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+    load_before: list[float] | None = field(default_factory=load_average)
+    complete: bool = False
+    info: ModelInfo | None = None  # once it is loaded
+    stops: Collection[int] = ()
+
+    def run(self) -> None:
+        """Everything. Raises KvcliError only before the first sample."""
+        model = self.model
+        self.info, self.stops = model.info, model.lm.stop_ids
+        cases = self.cases(model)
+        for recipe in self.ask.recipes:
+            self.tell(Progress(0, 0, f"loading {recipe.name}"))
+            self.sides[recipe.name] = side = make(recipe, self.models)
+            self.setups[recipe.name] = side.setup
+        measure(list(self.sides.values()), cases, self.ask.plan, self.series, self.tell)
+        self.explain_differences()
+        if self.ask.quality is not None:
+            profiles = [(r.name, r.as_profile()) for r in self.ask.recipes if r.kind == "profile"]
+            self.quality = self.ask.quality(model, profiles)
+        self.close()
+        if self.ask.args.memory:
+            self.weigh()
+        self.complete = True
+
+    @property
+    def model(self) -> Model:
+        """The model under plain decoding: it has the tokenizer, and the last word about near ties."""
+        return self.models.under(plain(self.ask.first_profile.as_profile()))
+
+    def cases(self, model: Model) -> list[Case]:
+        """Every context length with every workload."""
+        args = self.ask.args
+        check_room(args.ctx, args.new, model.lm.limit, args.model)
+        return [Case(ctx, name, tuple(self._prompt(model, name, ctx)), args.new) for ctx, name in self._crossed()]
+
+    def _crossed(self) -> Iterator[tuple[int, str]]:
+        return ((ctx, name) for ctx in self.ask.args.ctx for name in self.ask.args.workloads)
+
+    def _prompt(self, model: Model, workload: str, ctx: int) -> list[int]:
+        args = self.ask.args
+        if workload in self.ask.files:
+            return file_prompt(self.ask.files[workload], model.tokenizer, ctx - args.new)
+        return build_prompt(workload, model.tokenizer, ctx - args.new, model.lm.vocab, args.seed)
+
+    def explain_differences(self) -> None:
+        """Ask the plain model about each place where a text parts from the baseline's."""
+        for series in self.series:
+            other = self.reference_ids(series)
+            mine = series.samples[-1].ids if series.samples else ()
+            at = first_difference(mine, other or ())
+            if other is not None and at is not None:
+                self.tell(Progress(0, 0, f"looking at the texts of {series.side}"))
+                text = [*series.case.prompt, *mine[:at]]
+                self.ties[series.side, series.case] = tie_at(self.model, text, mine[at], other[at])
+
+    def reference_ids(self, series: Series) -> Sequence[int] | None:
+        """The text to compare with; None for the baseline itself, or where there is none."""
+        if self.ask.earlier is not None:
+            row = self.earlier_row(series)
+            return row.ids if row and row.ids and row.prompt_hash == hash_of(series.case.prompt) else None
+        base = self.base_series(series)
+        return base.samples[-1].ids if base and base is not series and base.samples else None
+
+    def base_series(self, series: Series) -> Series | None:
+        """What the baseline did on the same case."""
+        same = (s for s in self.series if s.side == self.ask.baseline and s.case is series.case)
+        return next(same, None)
+
+    def earlier_row(self, series: Series) -> Any:
+        """The same side on the same case in the earlier result."""
+        rows = self.ask.earlier.rows if self.ask.earlier is not None else []
+        wanted = (series.side, series.case.ctx, series.case.workload)
+        return next((row for row in rows if (row.profile, row.ctx, row.workload) == wanted), None)
+
+    def close(self) -> None:
+        """Free what the sides hold; their samples stay."""
+        for side in self.sides.values():
+            side.close()
+        self.sides.clear()
+        self.models.close()
+
+    def weigh(self) -> None:
+        """Peak memory of every side and case, each in a process of its own. Never while something is timed."""
+        recipes = {recipe.name: recipe for recipe in self.ask.recipes}
+        todo = [series for series in self.series if series.samples]
+        for i, series in enumerate(todo):
+            from kvcli.bench.peak import peak_of
+
+            self.tell(Progress(i, len(todo), f"memory of {series.side} · {series.case.ctx:,}"))
+            try:
+                series.peak = peak_of(recipes[series.side], series.case.prompt, series.case.new, self.environ)
+            except KvcliError as error:
+                self.notes.append(error.message)
+
+
+def check_room(ctx: Sequence[int], new: int, limit: int, model: str) -> None:
+    """Refuse contexts that the model was not made for, and ones that the new tokens alone fill."""
+    for n in ctx:
+        if n > limit:
+            raise ContextOverflow(
+                f"--ctx {n:,} is more than {model} was made for",
+                lines=[f"its limit is {limit:,} tokens"],
+                detail={"ctx": n, "limit": limit},
+                try_=[f"--ctx {limit}"],
+            )
+        if new >= n:
+            raise UsageError(
+                f"-n {new:,} leaves no room for a prompt in --ctx {n:,}",
+                lines=["--ctx counts the prompt and the new tokens together"],
+                try_=[f"-n {max(1, n // 4)}", f"--ctx {4 * new}"],
+            )
+
+
+def hash_of(ids: Sequence[int]) -> str:
+    """Twelve digits that are equal for equal prompts."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:12]

@@ -1,0 +1,49 @@
+"""Whether two sides wrote the same text, and whether a difference is rounding or a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli import build
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.local import Model
+
+ROUNDINGS = 4  # a near tie is at most so many roundings of the largest logit wide
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """How far the token that lost lay behind the best one, where two texts part."""
+
+    margin: float
+    bound: float
+
+    @property
+    def is_near(self) -> bool:
+        return self.margin <= self.bound
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first place where they differ; None where one begins with the other."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+
+
+def tie_at(model: Model, text: Sequence[int], a: int, b: int) -> Tie:
+    """The plain model reads `text` (prompt and the part that both sides wrote) and says what it thinks of a and b."""
+    session = build.session(model.lm, model.profile)
+    session.feed(text)
+    return tie_of(session.step(most=1).logits[0], a, b)
+
+
+def tie_of(logits: Tensor, a: int, b: int) -> Tie:
+    """logits [V]. Margin: from the best logit down to the worse of the two tokens'."""
+    exact = logits.double()
+    margin = float(exact.max() - torch.minimum(exact[a], exact[b]))
+    return Tie(margin, ROUNDINGS * torch.finfo(logits.dtype).eps * float(exact.abs().max()))
