@@ -1,0 +1,197 @@
+"""Write a model's weights as one GGUF file, so that llama.cpp can run them.
+
+The file holds numbers and no vocabulary: llama.cpp is handed token ids. Its own converter wants to know every
+pre-tokenizer by name and refuses others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+from kvcli import weights
+from kvcli.bench.gguf_names import Layout, layout_of, permuted, refusal
+from kvcli.errors import BadModel, DoesNotFit, UsageError
+from kvcli.files import private_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.source import Source
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+VERSION = 1  # of what is written below; part of a file's name, so that a change makes new files
+
+
+def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] | None = None) -> Path:
+    """The GGUF file of `found` in `dtype` (bfloat16, float16, float32), written below `cache` if it is not there yet.
+
+    Raises BadModel for an architecture that llama.cpp computes differently or that is not written here.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"llama.cpp has no {dtype} weights", try_=["--dtype fp32, bf16 or fp16"])
+    config = weights.read_config(found, trust_remote_code=False)
+    if why := refusal(found, config):
+        raise BadModel(
+            f"llama.cpp cannot be compared on {found.id}: {why}",
+            code="gguf_unsupported",
+            try_=["leave --baseline llama.cpp out", "--baseline hf"],
+        )
+    path = cache / "gguf" / f"{fingerprint(found)}-{dtype}.gguf"
+    if path.exists():
+        return path
+    plan = list(_plan(found, config, layout_of(config)))
+    need = sum(w.nbytes(DTYPES[dtype]) for w in plan)
+    free = shutil.disk_usage(private_folder(path.parent)).free
+    if need > free:
+        raise DoesNotFit(
+            f"the weights of {found.id} as GGUF need {need:,} bytes, and {free:,} are free",
+            lines=[f"in {path.parent}"],
+            try_=["free some space", "leave --baseline llama.cpp out"],
+        )
+    if tell is not None:
+        tell(f"writing the weights of {found.id} as GGUF, {need / 1e6:,.0f} MB: {path}")
+    _write_whole(path, lambda file: _write(file, config, plan, DTYPES[dtype]))
+    return path
+
+
+def fingerprint(found: Source) -> str:
+    """Changes when the configuration or a weight file does; reads no weights."""
+    files = [(f.path.name, f.nbytes, f.path.stat().st_mtime_ns, sorted(f.tensors)) for f in found.files]
+    said = json.dumps([VERSION, found.config, files], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """One tensor of the GGUF file, and where it comes from."""
+
+    name: str
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
+
+    def held(self, dtype: torch.dtype) -> torch.dtype:
+        """llama.cpp multiplies by norms and adds biases in float32 only."""
+        return torch.float32 if len(self.shape) == 1 else dtype
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return torch.Size(self.shape).numel() * self.held(dtype).itemsize
+
+
+def _plan(found: Source, config: Any, layout: Layout) -> Iterator[_Weight]:
+    where = {name: file for file in found.files for name in file.tensors}
+    yield from _rope(config)
+    for theirs, ours, heads in layout.tensors(config):
+        if theirs not in where:
+            if layout.is_optional(theirs, config):
+                continue
+            raise BadModel(f"{found.id} has no tensor {theirs}", code="gguf_unsupported")
+        file = where.pop(theirs)
+        yield _Weight(ours, file.tensors[theirs].shape, _loader(file.path, theirs, heads))
+    if rest := [name for name in where if not layout.is_dropped(name, config)]:
+        raise BadModel(
+            f"llama.cpp cannot be compared on {found.id}: nothing there takes its tensor {rest[0]}",
+            code="gguf_unsupported",
+            try_=["leave --baseline llama.cpp out"],
+        )
+
+
+def _loader(file: Path, name: str, heads: int) -> Callable[[], Tensor]:
+    def load() -> Tensor:
+        with safe_open(file, framework="pt") as tensors:
+            read: Tensor = tensors.get_tensor(name)
+        return permuted(read, heads) if heads else read
+
+    return load
+
+
+def _rope(config: Any) -> Iterator[_Weight]:
+    """What divides each frequency, for ropes that are stretched. transformers' own formula, so any fixed one works."""
+    if config.rope_parameters["rope_type"] in ("default", "dynamic"):  # kvcli ends dynamic rope where it is the default
+        return
+    stretched, _ = _frequencies(config)
+    dim = 2 * len(stretched)
+    plain = config.rope_parameters["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    factors = (plain / stretched.double()).float()
+    yield _Weight("rope_freqs.weight", tuple(factors.shape), lambda: factors)
+
+
+def _frequencies(config: Any) -> tuple[Tensor, float]:
+    """[D / 2], and what the rotation is scaled by."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, torch.device("cpu"))
+    return frequencies, float(scale)
+
+
+def _write(file: Path, config: Any, plan: list[_Weight], dtype: torch.dtype) -> None:
+    import gguf
+
+    kinds = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+    writer = gguf.GGUFWriter(file, layout_of(config).arch)
+    for key, value in _settings(config, plan, dtype).items():
+        put = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        put(key, value)
+    for weight in plan:
+        held = weight.held(dtype)
+        kind = gguf.GGMLQuantizationType[kinds[held]]
+        writer.add_tensor_info(weight.name, weight.shape, None, weight.nbytes(dtype), raw_dtype=kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for weight in plan:
+            # through the run's dtype also where float32 is held: the numbers are those that every side computes with
+            numbers = weight.load() if weight.name == "rope_freqs.weight" else weight.load().to(dtype)
+            writer.write_tensor_data(numbers.to(weight.held(dtype)).contiguous().view(torch.uint8).numpy())
+    finally:
+        writer.close()
+
+
+def _settings(config: Any, plan: list[_Weight], dtype: torch.dtype) -> Mapping[str, str | float | int]:
+    """The metadata llama.cpp reads."""
+    arch = layout_of(config).arch
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    vocab = next(w.shape[0] for w in plan if w.name == "token_embd.weight")
+    said: dict[str, str | float | int] = {
+        "general.file_type": {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}[dtype],
+        "tokenizer.ggml.model": "no_vocab",
+        f"{arch}.vocab_size": vocab,
+        f"{arch}.context_length": int(config.max_position_embeddings),
+        f"{arch}.embedding_length": int(config.hidden_size),
+        f"{arch}.block_count": int(config.num_hidden_layers),
+        f"{arch}.feed_forward_length": int(config.intermediate_size),
+        f"{arch}.attention.head_count": int(config.num_attention_heads),
+        f"{arch}.attention.head_count_kv": int(config.num_key_value_heads),
+        f"{arch}.attention.key_length": int(head),
+        f"{arch}.attention.value_length": int(head),
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{arch}.rope.dimension_count": int(head),
+        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    if any(w.name == "rope_freqs.weight" for w in plan):
+        said[f"{arch}.rope.scaling.attn_factor"] = _frequencies(config)[1]
+    return said
+
+
+def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Nobody ever sees half a file: it gets its name when it is whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes files 0600
+    os.close(handle)
+    try:
+        write(Path(temporary))
+        os.replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            Path(temporary).unlink()

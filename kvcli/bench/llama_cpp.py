@@ -1,0 +1,228 @@
+"""llama.cpp as a side: the same weights as GGUF, through the C interface of llama-cpp-python, ids in and ids out."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcli.bench.gguf_export import export
+from kvcli.bench.side import Sample
+from kvcli.errors import BadModel, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.source import Source
+
+BATCH = 512  # tokens of a prompt that llama.cpp takes at once, its own default
+_NEEDS = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
+
+
+def require() -> None:
+    """Raises UsageError, with the command that helps, where the packages of the extra are absent."""
+    absent = [package for module, package in _NEEDS.items() if find_spec(module) is None]
+    if absent:
+        raise UsageError(
+            f"--baseline llama.cpp needs {' and '.join(absent)}, not installed",
+            code="missing_extra",
+            lines=[
+                "llama-cpp-python comes as source: installing it builds llama.cpp with cmake and gcc,",
+                "about 10 minutes on 2 cores",
+            ],
+            try_=["pip install 'kvcli[llama]'"],
+        )
+
+
+class LlamaCpp:
+    """llama.cpp, greedy, with flash attention unless the run is in float32. Every prompt starts from an empty cache."""
+
+    name = "llama.cpp"
+
+    def __init__(
+        self,
+        found: Source,
+        dtype: str,
+        threads: int,
+        cache: Path,
+        *,
+        device: str = "cpu",
+        tell: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`dtype` (bfloat16, float16, float32) is the run's; the GGUF file stays below `cache` for the next time."""
+        require()
+        self._lib: Any = import_module("llama_cpp")
+        self.threads, self.device, self.clock = threads, device, clock
+        self._dtype, self._id = dtype, found.id
+        # A run in float32 is there to compare texts. On the CPU llama.cpp's flash attention rounds to float16 inside,
+        # even with a float32 cache: logits of a tiny model then differ by 5e-3, and by 6e-6 without it.
+        self._is_exact = dtype == "float32"
+        self._kv = "float32" if self._is_exact else "float16"  # float16 is its own default
+        self._check_device()
+        self._ear = _ear()
+        self._context: Any = None
+        self._room = 0  # tokens of the context
+        self._model = self._load(export(found, dtype, cache, tell))
+        vocab = self._lib.llama_model_get_vocab(self._model)
+        self.vocab = int(self._lib.llama_vocab_n_tokens(vocab))
+
+    @property
+    def setup(self) -> dict[str, str]:
+        return {
+            "engine": f"llama.cpp through llama-cpp-python {version('llama-cpp-python')}",
+            "dtype": self._dtype,
+            "kv": self._kv,
+            "device": self.device,
+            "threads": str(self.threads),
+            "attention": "plain: flash attention would round to float16" if self._is_exact else "flash",
+            "batch": str(BATCH),
+            "weights": f"GGUF from the same files, matrices in {self._dtype}, norms in float32",
+            "system": self._system(),
+        }
+
+    def run(self, prompt: Sequence[int], new: int) -> Sample:
+        """Continue `prompt`; the context has room for these tokens, and making it is not timed."""
+        self._make_room(len(prompt) + new)
+        lib, context = self._lib, self._context
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        ids, at = list[int](), list[float]()
+        began = self.clock()
+        for first in range(0, len(prompt), BATCH):
+            self._feed(prompt[first : first + BATCH])
+        while True:
+            ids.append(self._likeliest())
+            at.append(self.clock() - began)
+            if len(ids) == new:
+                break
+            self._feed(ids[-1:])
+        return Sample(tuple(ids), tuple(at), len(prompt), self._kv_bytes())
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._lib.llama_free(self._context)
+        if self._model is not None:
+            self._lib.llama_model_free(self._model)
+        self._context = self._model = None
+        self._room = 0
+
+    # ---- the C interface ----
+
+    def _load(self, file: Path) -> Any:
+        lib = self._lib
+        wants = lib.llama_model_default_params()
+        wants.n_gpu_layers = 0 if self.device == "cpu" else -1
+        self._ear.said.clear()
+        lib.llama_backend_init()
+        model = lib.llama_model_load_from_file(str(file).encode(), wants)
+        if not model:
+            raise BadModel(
+                f"llama.cpp could not load the weights of {self._id}",
+                code="gguf_unsupported",
+                lines=[*self._ear.said, str(file)],
+                try_=[f"rm {file}", "leave --baseline llama.cpp out"],
+            )
+        return model
+
+    def _make_room(self, tokens: int) -> None:
+        if self._room == tokens:
+            return
+        lib = self._lib
+        if self._context is not None:
+            lib.llama_free(self._context)
+            self._context = None
+        wants = lib.llama_context_default_params()
+        wants.n_ctx = tokens
+        wants.n_batch = wants.n_ubatch = BATCH
+        wants.n_threads = wants.n_threads_batch = self.threads
+        wants.flash_attn_type = (
+            lib.LLAMA_FLASH_ATTN_TYPE_DISABLED if self._is_exact else lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        )
+        wants.type_k = wants.type_v = self._kv_type()
+        wants.offload_kqv = wants.op_offload = self.device != "cpu"
+        self._ear.said.clear()
+        self._context = lib.llama_init_from_model(self._model, wants)
+        if not self._context:
+            raise BadModel(
+                f"llama.cpp could not make room for {tokens:,} tokens of {self._id}",
+                code="gguf_unsupported",
+                lines=list(self._ear.said),
+                try_=["a smaller --ctx", "leave --baseline llama.cpp out"],
+            )
+        self._room = tokens
+
+    def _feed(self, ids: Sequence[int]) -> None:
+        array = (self._lib.llama_token * len(ids))(*ids)
+        code = self._lib.llama_decode(self._context, self._lib.llama_batch_get_one(array, len(ids)))
+        if code:
+            raise BadModel(
+                f"llama.cpp stopped in the middle of a text of {self._id}",
+                code="gguf_unsupported",
+                lines=[f"llama_decode returned {code}", *self._ear.said],
+                try_=["a smaller --ctx", "leave --baseline llama.cpp out"],
+            )
+
+    def _likeliest(self) -> int:
+        """The first of equals, as torch takes it."""
+        logits = self._lib.llama_get_logits_ith(self._context, -1)
+        return int(np.ctypeslib.as_array(logits, shape=(self.vocab,)).argmax())
+
+    def _kv_type(self) -> int:
+        return int({"float32": self._lib.GGML_TYPE_F32, "float16": self._lib.GGML_TYPE_F16}[self._kv])
+
+    def _kv_bytes(self) -> int:
+        """llama.cpp does not tell; its cache has this many cells in every layer, whatever is in them."""
+        lib, model = self._lib, self._model
+        layers, heads = lib.llama_model_n_layer(model), lib.llama_model_n_head_kv(model)
+        head = int(self._meta("attention.key_length")) + int(self._meta("attention.value_length"))
+        cells = int(lib.llama_n_ctx(self._context))
+        return cells * int(layers) * int(heads) * head * {"float32": 4, "float16": 2}[self._kv]
+
+    def _meta(self, key: str) -> str:
+        """A value of the GGUF file's metadata."""
+        lib, text = self._lib, ctypes.create_string_buffer(64)
+        lib.llama_model_meta_val_str(self._model, b"general.architecture", text, len(text))
+        full = f"{text.value.decode()}.{key}".encode()
+        lib.llama_model_meta_val_str(self._model, full, text, len(text))
+        return text.value.decode()
+
+    def _system(self) -> str:
+        """The instruction sets it was built for, in its own words."""
+        return str(self._lib.llama_print_system_info().decode()).strip(" |")
+
+    def _check_device(self) -> None:
+        if self.device != "cpu" and not self._lib.llama_supports_gpu_offload():
+            raise UsageError(
+                f"the model runs on {self.device}, and this llama-cpp-python was built without GPU support",
+                code="missing_extra",
+                try_=[
+                    "CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir 'kvcli[llama]'",
+                    "--device cpu",
+                ],
+            )
+
+
+class _Ear:
+    """llama.cpp talks to stderr while it works. Its last warnings and errors are kept for a message of ours instead."""
+
+    def __init__(self, lib: Any) -> None:
+        self.said: deque[str] = deque(maxlen=3)
+        self._hear = lib.llama_log_callback(self._take)  # has to live as long as llama.cpp may call it
+        lib.llama_log_set(self._hear, None)
+
+    def _take(self, level: int, text: bytes, _: Any) -> None:
+        if level in (3, 4):  # GGML_LOG_LEVEL_WARN and _ERROR in ggml.h; the package's own table is out of date
+            self.said += [line for line in text.decode(errors="replace").splitlines() if line.strip()]
+
+
+@cache
+def _ear() -> _Ear:
+    """The one registration llama.cpp has room for, for the length of the process."""
+    return _Ear(import_module("llama_cpp"))
