@@ -1,0 +1,182 @@
+"""Agreement with the full cache on any text: no labels, no questions, every token counts.
+
+A window of the text is read and compressed; the tokens behind it are then predicted one by one, each given the true
+ones before it, from the compressed past and from the full one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import BadInput, ContextOverflow, KvcliError, UsageError
+from kvcli.forward import Pass, run
+from kvcli.quality.answer import kept, open_session
+from kvcli.quality.controls import Row, full_profile, rows
+from kvcli.quality.run import Cancel, Tell
+from kvcli.quality.statistics import bootstrap
+from kvcli.rows import Rows
+from kvcli.schemas.quality import AgreementDocument, AgreementRow, Estimate
+from kvcli.text import encode
+
+if TYPE_CHECKING:
+    from kvcli.local import Model
+    from kvcli.profile import Profile
+    from kvcli.session import Session
+
+CONTEXT = 768  # tokens read and compressed, at most
+SCORED = 256  # tokens predicted behind them
+WINDOWS = 8  # stretches of the text, at most
+LEAST = 64  # tokens of a text below which nothing can be said
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One window, as ids."""
+
+    context: list[int]
+    scored: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Far:
+    """How far one row is from the full cache in one window: means over its tokens."""
+
+    kept: float
+    agreement: float
+    kl: float
+    delta_nll: float
+    nll: float
+
+
+def agreement(
+    model: Model,
+    profiles: Sequence[Profile],
+    text: str,
+    *,
+    context: int = CONTEXT,
+    scored: int = SCORED,
+    windows: int = WINDOWS,
+    seed: int = 0,
+    tell: Tell = lambda done, total, label: None,
+    cancel: Cancel = lambda: False,
+) -> AgreementDocument:
+    """Top-1 agreement, KL and added negative log-likelihood of `profiles` and the two controls against the full cache.
+
+    Windows of `context` + `scored` tokens are spread evenly over the text; a shorter text is one window, a quarter of
+    it scored. Raises BadInput for a text that is too short, and KvcliError when cancelled before the first window.
+    """
+    _check(model, context, scored, windows)
+    table = rows(profiles, full_profile(model.profile))
+    cuts = _cuts(_ids(model, text, context + scored), context, scored, windows)
+    found = list(_windows(model, table, cuts, tell, cancel))
+    if not found:
+        raise KvcliError("agreement was stopped before its first window", code="no_result")
+    return AgreementDocument(
+        windows=len(found),
+        context=len(cuts[0].context),
+        scored=len(cuts[0].scored),
+        rows=[_row(row, [far[i] for far in found], seed) for i, row in enumerate(table)],
+        complete=len(found) == len(cuts),
+    )
+
+
+def _windows(
+    model: Model, table: Sequence[Row], cuts: Sequence[_Cut], tell: Tell, cancel: Cancel
+) -> Iterator[list[_Far]]:
+    """Window by window, one entry a row; a window that was cancelled halfway is left out."""
+    done, total = 0, len(cuts) * len(table)
+    for cut in cuts:
+        far: list[_Far] = []
+        truth: Tensor | None = None
+        for row in table:
+            if cancel():
+                return
+            tell(done, total, f"{row.name} · agreement")
+            session = open_session(model.with_profile(row.at(len(cut.context))))
+            session.feed(cut.context)
+            said = _predicted(session, cut.scored)
+            truth = said if truth is None else truth
+            far.append(_far(said, truth, cut.scored, kept(session)))
+            done += 1
+        yield far
+    tell(done, total, "")
+
+
+def _check(model: Model, context: int, scored: int, windows: int) -> None:
+    if context < 2 or min(scored, windows) < 1:
+        raise UsageError("agreement needs two tokens to read, one to predict and a window", code="bad_quality_size")
+    if context + scored > model.limit:
+        raise ContextOverflow(
+            "the windows of the agreement test are longer than the model's",
+            lines=[f"{context:,} read + {scored:,} predicted > {model.limit:,} tokens"],
+            detail={"context": context, "scored": scored, "limit": model.limit},
+            try_=["shorter ones"],
+        )
+
+
+def _ids(model: Model, text: str, wanted: int) -> list[int]:
+    ids = encode(model.tokenizer, text)
+    if len(ids) < min(wanted, LEAST):
+        raise BadInput(
+            "the text is too short to measure agreement on",
+            code="text_too_short",
+            lines=[f"{len(ids):,} tokens; {min(wanted, LEAST):,} are the least"],
+            try_=["a longer file"],
+        )
+    return ids
+
+
+def _cuts(ids: list[int], context: int, scored: int, windows: int) -> list[_Cut]:
+    """Windows from the start to the end of the text; they do not overlap."""
+    wide = context + scored
+    if len(ids) < wide:
+        behind = min(scored, max(1, len(ids) // 4))
+        return [_Cut(ids[:-behind], ids[-behind:])]
+    n = min(windows, len(ids) // wide)
+    starts = [round(i * (len(ids) - wide) / max(1, n - 1)) for i in range(n)]
+    return [_Cut(ids[s : s + context], ids[s + context : s + wide]) for s in starts]
+
+
+def _predicted(session: Session, scored: Sequence[int]) -> Tensor:
+    """[n, V] log-probabilities of each scored token given the ones before it. The session stays as it is."""
+    lm, past = session.lm, session.kv
+    rows = Rows.chain([session.ids[-1], *scored[:-1]], session.committed, lm.device)
+    with torch.inference_mode():
+        logits = run(lm, Pass(rows, past, session.view), torch.arange(rows.n_rows, device=lm.device))
+        return torch.log_softmax(logits.float(), dim=-1)
+
+
+def _far(said: Tensor, truth: Tensor, scored: Sequence[int], held: float) -> _Far:
+    """said, truth [n, V]."""
+    at = torch.tensor(scored, device=said.device).unsqueeze(1)
+    nll, full = -said.gather(1, at).mean(), -truth.gather(1, at).mean()
+    return _Far(
+        kept=held,
+        agreement=float((said.argmax(-1) == truth.argmax(-1)).float().mean()),
+        kl=max(0.0, float((truth.exp() * (truth - said)).sum(-1).mean())),
+        delta_nll=float(nll - full),
+        nll=float(nll),
+    )
+
+
+def _estimate(values: list[float], seed: int) -> Estimate:
+    low, high = bootstrap({"windows": values}, seed) or (None, None)
+    return Estimate(mean=fmean(values), low=low, high=high)
+
+
+def _row(row: Row, far: Sequence[_Far], seed: int) -> AgreementRow:
+    return AgreementRow(
+        profile=row.name,
+        role=row.role,
+        kept=fmean(f.kept for f in far),
+        agreement=_estimate([f.agreement for f in far], seed),
+        kl=_estimate([f.kl for f in far], seed),
+        delta_nll=_estimate([f.delta_nll for f in far], seed),
+        nll=fmean(f.nll for f in far),
+    )

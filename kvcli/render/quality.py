@@ -1,0 +1,136 @@
+"""The quality suite as tables and short notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcli.render.figures import count, percent
+from kvcli.schemas.quality import AgreementDocument, Difference, Estimate, McNemar, QualityDocument, QualityRow
+from kvcli.text import neutralise
+
+NONE = "–"
+NOTHING = 0.05  # mean score of the full cache up to which a task is beyond the model
+SMALL = 0.001  # p below this is printed as such
+
+
+def table(document: QualityDocument) -> list[list[str]]:
+    """One line a row, header first: mean, difference to the full cache with its interval, the worst task."""
+    head = ["profile", "kept", "mean", "vs full", "95 %", "p", "worst task", "score"]
+    return [head, *(_line(row) for row in document.rows)]
+
+
+def by_task(document: QualityDocument) -> list[list[str]]:
+    """One line a task, one column a row; at the bottom the mean."""
+    head = ["task", "n", *(_name(row) for row in document.rows)]
+    first = document.rows[0]
+    body = [
+        [task.task, count(task.questions), *(_score(row.tasks[i].mean) for row in document.rows)]
+        for i, task in enumerate(first.tasks)
+    ]
+    total = ["mean", count(sum(t.questions for t in first.tasks)), *(_score(row.mean) for row in document.rows)]
+    return [head, *body, total]
+
+
+def grid(row: QualityRow) -> list[list[str]]:
+    """The passkey grid of one row: a line for each length, a column for each depth; empty without the task."""
+    if not row.passkey:
+        return []
+    depths = sorted({cell.depth for cell in row.passkey})
+    score = {(cell.length, cell.depth): _score(cell.score) for cell in row.passkey}
+    lengths = sorted({cell.length for cell in row.passkey})
+    lines = [[count(n), *(score.get((n, depth), NONE) for depth in depths)] for n in lengths]
+    return [["tokens", *(f"at {percent(depth)}" for depth in depths)], *lines]
+
+
+def turns(document: QualityDocument) -> list[list[str]]:
+    """Late questions by turn of the conversation; empty without the task."""
+    if not document.rows[0].turns:
+        return []
+    head = ["turn", *(str(turn.turn) for turn in document.rows[0].turns)]
+    return [head, *([_name(row), *(_score(turn.score) for turn in row.turns)] for row in document.rows)]
+
+
+def agreement_table(document: AgreementDocument) -> list[list[str]]:
+    """One line a row: share of equal first choices, KL and added nats a token, each with its interval."""
+    head = ["profile", "kept", "agree", "95 %", "KL", "95 %", "ΔNLL", "95 %"]
+    lines = []
+    for row in document.rows:
+        name = neutralise(row.profile, one_line=True) + (" (control)" if row.role == "control" else "")
+        share = [percent(row.agreement.mean), _range(row.agreement, "{:.0%}")]
+        nats = [text for e in (row.kl, row.delta_nll) for text in (f"{e.mean:.3f}", _range(e, "{:.3f}"))]
+        lines.append([name, percent(row.kept), *share, *nats])
+    return [head, *lines]
+
+
+def notes(document: QualityDocument) -> list[str]:
+    """What a reader must know of the numbers, a line each."""
+    args, full = document.args, document.rows[0]
+    said = "after the question was read" if args.query_visible else "before the question was read"
+    lengths = ", ".join(count(n) for n in args.lengths)
+    lines = [
+        f"{count(document.contexts)} contexts of {lengths} tokens, seed {args.seed}; compressed {said}",
+        f"controls keep {args.budget}: random by lot, streaming the newest tokens",
+        "vs full = mean score minus that of the full cache on the same contexts, with its 95 % bootstrap interval",
+    ]
+    beyond = [task.task for task in full.tasks if task.mean <= NOTHING]
+    if beyond:
+        lines.append(f"beyond this model with the full cache too, so no measure of a profile: {', '.join(beyond)}")
+    whole = [row for row in document.rows if row.role == "profile" and row.kept > 0.995]
+    if whole:
+        lines.append(f"nothing was evicted at these lengths by {', '.join(_name(row) for row in whole)}")
+    if any(row.difference and row.difference.low is None for row in document.rows):
+        lines.append("no intervals: they need two contexts of each task and length at least")
+    if not document.complete:
+        lines.append("stopped before the end: scores cover the contexts that every row has done")
+    return lines
+
+
+def _line(row: QualityRow) -> list[str]:
+    worst = row.worst
+    lost = "" if worst.difference is None else f" ({worst.difference:+.2f})"
+    return [
+        _name(row),
+        percent(row.kept),
+        _score(row.mean),
+        NONE if row.difference is None else f"{row.difference.mean:+.2f}",
+        _interval(row.difference),
+        _p(row.mcnemar),
+        worst.task,
+        _score(worst.score) + lost,
+    ]
+
+
+def _name(row: QualityRow) -> str:
+    return neutralise(row.profile, one_line=True) + (" (control)" if row.role == "control" else "")
+
+
+def _score(share: float) -> str:
+    return f"{share:.2f}"
+
+
+def _interval(difference: Difference | None) -> str:
+    if difference is None or difference.low is None or difference.high is None:
+        return NONE
+    return f"{difference.low:+.2f} … {difference.high:+.2f}"
+
+
+def _range(estimate: Estimate, form: str) -> str:
+    if estimate.low is None or estimate.high is None:
+        return NONE
+    return f"{form.format(estimate.low)} … {form.format(estimate.high)}"
+
+
+def _p(test: McNemar | None) -> str:
+    if test is None:
+        return NONE
+    return f"< {SMALL}" if test.p < SMALL else f"{test.p:.3f}"
+
+
+def shown(document: QualityDocument) -> Sequence[tuple[str, list[list[str]]]]:
+    """All tables with their headings, those without lines left out."""
+    grids = [(f"passkey, {_name(row)}: length by depth", grid(row)) for row in document.rows]
+    tables = [("quality", table(document)), ("by task", by_task(document)), *grids]
+    tables.append(("late questions, by turn", turns(document)))
+    if document.agreement is not None:
+        tables.append(("agreement with the full cache", agreement_table(document.agreement)))
+    return [(heading, lines) for heading, lines in tables if lines]
