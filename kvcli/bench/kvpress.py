@@ -1,0 +1,114 @@
+"""kvpress as a side: another program that drops keys and values, in an environment and a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvcli.bench.side import Sample
+from kvcli.errors import KvcliError
+
+WORKER = Path(__file__).with_name("kvpress_worker.py")
+
+
+class KvPress:
+    """One press, greedy. The worker loads the model once and forgets every prompt before the next."""
+
+    name = "kvpress"
+
+    def __init__(
+        self,
+        model: Path,
+        dtype: str,
+        threads: int,
+        python: Path,
+        *,
+        device: str = "cpu",
+        press: str = "StreamingLLMPress",
+        ratio: float = 0.5,
+        worker: Path = WORKER,
+    ) -> None:
+        """`python` comes from `kvpress_environment.interpreter`; `ratio` is the share of the prompt that is dropped."""
+        self.press, self.ratio, self.threads, self.device, self.dtype = press, ratio, threads, device, dtype
+        self.peak_bytes: int | None = None  # of the worker, after the last run
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        try:
+            # -I: neither PYTHONPATH nor the worker's folder, where a kvpress.py lies
+            self._process = subprocess.Popen(
+                [str(python), "-I", str(worker)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for us, and we end it
+            )
+        except OSError as error:
+            self._errors.close()
+            raise KvcliError(f"kvpress's own Python could not be started: {error}", code="kvpress_failed") from error
+        asked = {"model": str(model), "dtype": dtype, "threads": threads, "device": device}
+        try:
+            self._versions: Mapping[str, str] = self._ask(asked | {"press": press, "ratio": ratio})["ready"]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def setup(self) -> dict[str, str]:
+        return {
+            "engine": " · ".join(f"{name} {found}" for name, found in self._versions.items()),
+            "press": f"{self.press}, {self.ratio:.0%} of the prompt's keys and values dropped once it is read",
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": str(self.threads),
+            "attention": "sdpa",
+            "process": "its own",
+        }
+
+    def run(self, prompt: Sequence[int], new: int) -> Sample:
+        said = self._ask({"prompt": list(prompt), "new": new})
+        self.peak_bytes = said["peak_bytes"]
+        return Sample(tuple(said["ids"]), tuple(said["at"]), len(prompt), said["kv_bytes"])
+
+    def close(self) -> None:
+        """End the worker, whatever it is doing."""
+        process = self._process
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with suppress(BrokenPipeError):  # a line that it did not take
+                    stream.close()
+        self._errors.close()
+
+    def _ask(self, what: Mapping[str, object]) -> dict[str, Any]:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(what) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = process.wait()
+            self._errors.seek(0)
+            last = [said.strip() for said in self._errors.read().splitlines() if said.strip()][-2:]
+            raise self._failed(f"its process ended with {status}", last)
+        said: dict[str, Any] = json.loads(line)
+        if "error" in said:
+            raise self._failed(said["error"].splitlines()[0])
+        return said
+
+    def _failed(self, why: str, lines: Sequence[str] = ()) -> KvcliError:
+        return KvcliError(
+            f"kvpress failed on {self.press}: {why}",
+            code="kvpress_failed",
+            lines=lines,
+            try_=["leave --baseline kvpress out"],
+        )

@@ -1,0 +1,123 @@
+"""The environment that kvpress runs in. It pins transformers below what kvcli needs, so it gets one of its own.
+
+    python -m kvcli.bench.kvpress_environment
+
+makes it in kvcli's cache folder. The user's own environment is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from kvcli.errors import KvcliError, UsageError
+from kvcli.files import private_folder, write_private
+
+COMMAND = "python -m kvcli.bench.kvpress_environment"
+PACKAGES = ("kvpress",)
+_CHECK = (
+    "from importlib.metadata import version as v; import kvpress; print(*(v(n) for n in ('kvpress', 'transformers')))"
+)
+
+Run = Callable[[Sequence[str]], str]
+
+
+def interpreter(cache: Path) -> Path:
+    """Python of the environment. Raises UsageError, with the command that makes it, where it is absent or half made."""
+    if not _done(cache).exists():
+        raise UsageError(
+            "--baseline kvpress needs an environment of its own, and there is none yet",
+            code="missing_extra",
+            lines=[
+                "kvpress needs transformers older than 5.3, kvcli a newer one;",
+                f"the command below puts both it and torch {torch_version()} below {_folder(cache)}, about 1.5 GB",
+            ],
+            try_=[COMMAND],
+        )
+    return _python(cache)
+
+
+def make_environment(cache: Path, tell: Callable[[str], None], torch: str = "", run: Run | None = None) -> Path:
+    """Make it again from nothing, and give its interpreter. `torch` is a version; the default is the one kvcli runs on.
+
+    pip's own settings apply, so torch comes from where the user's pip takes it.
+    """
+    run, folder, torch = run or _run, _folder(cache), torch or torch_version()
+    if folder.exists():
+        shutil.rmtree(folder)
+    private_folder(folder.parent)
+    tell(f"making {folder}")
+    run([sys.executable, "-m", "venv", str(folder)])
+    python = str(_python(cache))
+    # torch first and by itself: kvpress would take the newest one, and on Linux that brings gigabytes of CUDA with it
+    for wanted in (f"torch=={torch}", *PACKAGES):
+        tell(f"installing {wanted}")
+        run([python, "-I", "-m", "pip", "install", "--disable-pip-version-check", wanted])
+    found = run([python, "-I", "-c", _CHECK]).strip()
+    write_private(_done(cache), f"{found}\n")
+    tell(f"kvpress and transformers {found.replace(' ', ' and ')} are ready")
+    return Path(python)
+
+
+def torch_version() -> str:
+    """Of the running torch, without the part that names its build: a registry has only the plain one."""
+    return version("torch").partition("+")[0]
+
+
+def _folder(cache: Path) -> Path:
+    return cache / "kvpress"
+
+
+def _done(cache: Path) -> Path:
+    """Written last, so that an environment without it is half made."""
+    return _folder(cache) / "kvcli-ready"
+
+
+def _python(cache: Path) -> Path:
+    return _folder(cache) / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _run(command: Sequence[str]) -> str:
+    """Standard output. Raises KvcliError with the last lines of what the command said."""
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    if done.returncode:
+        said = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
+        raise KvcliError(
+            "the environment of kvpress could not be made",
+            code="no_environment",
+            lines=[f"{' '.join(map(str, command[1:]))} ended with {done.returncode}", *said[-4:]],
+            try_=[f"{COMMAND} --torch VERSION, one that your pip can find", "leave --baseline kvpress out"],
+        )
+    return done.stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from kvcli.world import World
+
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description="Make the environment of `kvcli bench --baseline kvpress`."
+    )
+    parser.add_argument("--torch", default="", metavar="VERSION", help=f"default {torch_version()}, kvcli's own")
+    options = parser.parse_args(arguments)
+    world = World.real()
+
+    def tell(line: str) -> None:
+        print(line, file=world.stderr, flush=True)
+
+    try:
+        make_environment(world.paths.cache, tell, options.torch)
+    except KvcliError as error:
+        tell("\n".join([f"error: {error.message}", *(f"  {line}" for line in error.lines)]))
+        tell("\n".join(f"  try:  {way}" for way in error.try_))
+        return int(error.exit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
