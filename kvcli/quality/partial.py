@@ -79,7 +79,7 @@ class Partial:
         except OSError as error:
             raise _unusable(path, "read", error) from error
         whole = data[: data.rfind(b"\n") + 1]
-        for n, line in enumerate(whole.decode(errors="replace").splitlines(), 1):
+        for n, line in enumerate(whole.decode(errors="replace").split("\n")[:-1], 1):
             outcome = _parsed(line)
             if outcome is None:
                 raise _foreign(path, n)

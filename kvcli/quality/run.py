@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvcli.profile import Profile
 
 LENGTHS = (512, 1024)  # tokens, prompt and answer together
-N = 3  # contexts for each task and length
+N = 6  # contexts for each task and length
 
 Tell = Callable[[int, int, str], None]  # contexts done, of how many, and what is next
 Cancel = Callable[[], bool]

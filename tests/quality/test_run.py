@@ -1,0 +1,322 @@
+"""The suite from end to end on the demo model: rows, controls, what a window loses, and going on after a stop."""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcli
+from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
+from kvcli.local import Model
+from kvcli.profile import Profile
+from kvcli.quality.agree import agreement
+from kvcli.quality.answer import Job, answers
+from kvcli.quality.controls import full_profile, rows
+from kvcli.quality.fingerprint import fingerprint
+from kvcli.quality.fit import fitted
+from kvcli.quality.partial import Answer, Key, Outcome, Partial
+from kvcli.quality.prompt import Prompts
+from kvcli.quality.prose import Prose
+from kvcli.quality.run import run_quality
+from kvcli.quality.sample import Draw
+from kvcli.quality.tasks import TASKS
+from kvcli.render import quality as render
+from kvcli.schemas.quality import QualityRow
+from tests import small_tokenizers
+
+ONE = {"threads": 1}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return kvcli.load("demo", profile="exact", set={"load.threads": 1, "load.dtype": "fp32", "load.verify": False})
+
+
+@pytest.fixture(scope="module")
+def lean(model: Model) -> Profile:
+    """A profile with a window of 61 tokens."""
+    policy = {"name": "window", "sinks": 4, "window": 57, "every": 32}
+    return model.profile.replace(name="lean", exactness="approx", policy=policy)
+
+
+def tiny(model: Model, profiles: list[Profile], **changes: Any) -> Any:
+    given = {"lengths": [307], "n": 2, "tasks": ["niah_single"], **changes}
+    return run_quality(model, profiles, **given)
+
+
+def test_a_window_loses_needles_beyond_luck(model: Model, lean: Profile) -> None:
+    document = tiny(model, [lean], n=6, tasks=["niah_single", "passkey", "late_questions"], lengths=[503]).document()
+    full, ours, lot, age = document.rows
+    assert [row.profile for row in document.rows] == ["exact", "lean", "random", "streaming"]
+    assert [row.role for row in document.rows] == ["full", "profile", "control", "control"]
+    assert full.mean > 0.9
+    assert full.kept == 1
+    assert full.difference is None
+    for row in (ours, lot, age):
+        assert row.difference is not None
+        assert row.difference.low is not None
+        assert row.difference.high is not None
+        assert row.difference.low <= row.difference.mean <= row.difference.high < -0.2
+        assert row.mcnemar is not None
+        assert row.mcnemar.p < 0.01
+    assert ours.kept == pytest.approx(lot.kept, abs=0.01)
+    assert [t.mean for t in ours.tasks] == [t.mean for t in age.tasks]  # the same policy by another name
+    assert _grid_ends(full) == (1, 1)
+    assert _grid_ends(ours) == (0, 1)  # the needle at the end lies in the window, the one at the start does not
+    assert [turn.turn for turn in ours.turns] == [1, 2, 3, 4, 5, 6]
+    assert ours.turns[0].score > ours.turns[-1].score
+
+
+def _grid_ends(row: QualityRow) -> tuple[float, float]:
+    return row.passkey[0].score, row.passkey[-1].score
+
+
+def test_the_question_is_out_of_sight_unless_asked_for(model: Model, lean: Profile) -> None:
+    """Behind the question a window of one sentence holds the question and nothing of the text."""
+    hidden = tiny(model, [lean]).document().rows[1]
+    visible = tiny(model, [lean], query_visible=True).document()
+    assert visible.args.query_visible
+    assert visible.rows[0].mean == 1
+    assert visible.rows[1].kept < hidden.kept
+
+
+def test_what_repeats_the_full_cache_differs_in_nothing(model: Model) -> None:
+    ngram = model.profile.replace(name="ngram", spec={"method": "ngram"})
+    same = model.profile.replace(name="same")
+    document = tiny(model, [same, ngram], tasks=["niah_single", "mqar"], n=2).document()
+    assert [row.profile for row in document.rows] == ["exact", "ngram", "random", "streaming"]
+    difference = document.rows[1].difference
+    assert difference is not None
+    assert (difference.mean, difference.low, difference.high) == (0, 0, 0)
+    assert document.rows[1].mcnemar is not None
+    assert document.rows[1].mcnemar.p == 1
+
+
+def test_questions_about_one_context_do_not_see_each_other(model: Model, lean: Profile) -> None:
+    """A question asked of a fork, after others, is answered as if it were the only one."""
+    prompts = Prompts(model.tokenizer)
+    context = fitted(TASKS["mqar"], Draw("mqar", 1, 401, 0, Prose()), prompts)
+    ids = prompts.context(context.text)
+    under = model.with_profile(lean)
+    together, _ = answers(under, prompts, _job(prompts, context, ids), is_visible=False)
+    for i, question in enumerate(context.questions):
+        alone, _ = answers(
+            under, prompts, _job(prompts, replace(context, questions=(question,)), ids), is_visible=False
+        )
+        assert alone == [together[i]]
+
+
+def _job(prompts: Prompts, context: Any, ids: list[int]) -> Job:
+    return Job(TASKS["mqar"], context, ids, [prompts.question(q) for q in context.questions])
+
+
+def test_a_stopped_run_goes_on_where_it_was(model: Model, lean: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "quality.jsonl"
+    seen: list[int] = []
+    stopped = tiny(model, [lean], partial=path, tell=lambda done, *_: seen.append(done), cancel=lambda: len(seen) > 5)
+    assert not stopped.is_complete
+    assert len(stopped.outcomes) == 1  # the second context lacks rows
+    lines = path.read_text().splitlines()
+    assert len(lines) == 6
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_text("\n".join(lines) + "\n" + lines[0][:40])  # as a crash leaves it
+    whole = tiny(model, [lean], partial=path)
+    after = path.read_text().splitlines()
+    assert after[:6] == lines
+    assert len(after) == 8
+    assert whole.document() == tiny(model, [lean]).document()
+    tiny(model, [lean], partial=path)
+    assert path.read_text().splitlines() == after
+    tiny(model, [lean], partial=path, seed=1)
+    assert len(path.read_text().splitlines()) == 16
+
+
+def test_keys_tell_profiles_texts_and_weights_apart(model: Model, lean: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "quality.jsonl"
+    tiny(model, [lean], n=1, partial=path)
+    tiny(model, [lean], n=1, partial=path, haystack="Gulls cried over the pier. Nobody came.")
+    found = [json.loads(line)["key"] for line in path.read_text().splitlines()]
+    assert len({json.dumps(key) for key in found}) == len(found) == 8
+    assert len({key["profile"] for key in found}) >= 4
+    assert len({key["model"] for key in found}) == 1
+    changed = replace(model.info, revision="other")
+    other = Model(model.lm, model.tokenizer, model.profile)
+    assert fingerprint(other) == fingerprint(model)
+    other.info = changed
+    assert fingerprint(other) != fingerprint(model)
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    for text in ("my notes", "my notes\n", '{"schema": "kvcli.turn/1"}\n', '{"schema": "kvcli.quality-sample/1"}\n'):
+        path = tmp_path / "notes.txt"
+        path.write_text(text)
+        with pytest.raises(BadInput, match="something else"):
+            Partial(path)
+        assert path.read_text() == text
+    with pytest.raises(BadInput, match="cannot write"):
+        Partial(tmp_path / "no such folder" / "quality.jsonl")
+
+
+def test_outcomes_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "quality.jsonl"
+    key = Key("m", "p", "mqar", 1, 512, 0, False, "d")
+    outcome = Outcome(key, (Answer("zwölf\u2028Ä", 0.5, 3, {"depth": 0.1}), Answer("", 1.0, 1)), 480, 0.25)
+    Partial(path).add(outcome)
+    assert Partial(path).get(key) == outcome
+    assert Partial(path).get(replace(key, query_visible=True)) is None
+    assert outcome.score == 0.75
+
+
+def test_controls_have_the_memory_of_the_leanest_profile(model: Model, lean: Profile) -> None:
+    full = full_profile(model.profile)
+    wide = lean.replace(name="wide", policy={"window": 200})
+    table = rows([wide, lean], full)
+    assert [row.name for row in table] == ["exact", "wide", "lean", "random", "streaming"]
+    assert [row.at(300).policy.slots(300) for row in table[3:]] == [61, 61]
+    assert [row.at(40).policy.slots(40) for row in table[3:]] == [10, 10]  # nothing evicted: a quarter
+    alone = rows([], full)
+    assert [row.at(1000).policy.slots(1000) for row in alone[1:]] == [250, 250]
+    assert all(row.at(9).policy.slots(9) < 9 for row in alone[1:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "code"),
+    [
+        ({"lengths": [9000]}, ContextOverflow, "context_overflow"),
+        ({"lengths": [29]}, BadInput, "task_too_long"),
+        ({"lengths": []}, UsageError, "bad_quality_size"),
+        ({"n": 0}, UsageError, "bad_quality_size"),
+        ({"tasks": ["nonsense"]}, UsageError, "unknown_task"),
+        ({"tasks": []}, UsageError, "unknown_task"),
+        ({"haystack": " "}, BadInput, "empty_haystack"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_read(
+    model: Model, tmp_path: Path, changes: dict[str, Any], error: type[KvcliError], code: str
+) -> None:
+    with pytest.raises(error) as raised:
+        tiny(model, [], partial=tmp_path / "quality.jsonl", **changes)
+    assert raised.value.code == code
+    assert not (tmp_path / "quality.jsonl").exists() or not (tmp_path / "quality.jsonl").read_text()
+
+
+def test_profiles_that_load_weights_otherwise_are_refused(model: Model) -> None:
+    with pytest.raises(BadConfig):
+        tiny(model, [model.profile.replace(name="other", load={"dtype": "bf16"}, sample={"seed": 1})])
+
+
+def test_nothing_done_is_no_result(model: Model) -> None:
+    with pytest.raises(KvcliError, match="first result"):
+        tiny(model, [], cancel=lambda: True).document()
+
+
+def test_progress_counts_up_to_the_end(model: Model) -> None:
+    told: list[tuple[int, int, str]] = []
+    tiny(model, [], n=1, tell=lambda *what: told.append(what))
+    assert [done for done, _, _ in told] == [0, 1, 2, 3]
+    assert {total for _, total, _ in told} == {3}
+    assert told[0][2] == "exact · niah_single · 307 tokens"
+
+
+def test_tables_and_notes_say_what_was_measured(model: Model, lean: Profile) -> None:
+    document = tiny(model, [lean], tasks=["niah_single", "passkey", "late_questions", "vt"], lengths=[503]).document()
+    document.agreement = agreement(model, [lean], "The tide went out over the grey stones. " * 60, windows=2)
+    tables = dict(render.shown(document))
+    for heading, lines in tables.items():
+        assert len({len(line) for line in lines}) == 1, heading
+    assert [line[0] for line in tables["quality"][1:]] == ["exact", "lean", "random (control)", "streaming (control)"]
+    assert tables["by task"][0] == ["task", "n", "exact", "lean", "random (control)", "streaming (control)"]
+    assert tables["passkey, exact: length by depth"][0] == ["tokens", "at 0%", "at 25%", "at 50%", "at 75%", "at 100%"]
+    text = "\n".join(render.notes(document))
+    assert "beyond this model" in text
+    assert "vt" in text
+    assert "as lean" in text
+    assert type(document).model_validate(document.document()) == document
+
+
+def test_agreement_is_whole_with_itself_and_less_for_a_window(model: Model, lean: Profile) -> None:
+    told: list[int] = []
+    text = Prose().sentences(Draw("t", 1, 1, 0, Prose()).rng(), 120)
+    document = agreement(
+        model, [lean], " ".join(text), context=211, scored=61, windows=4, tell=lambda done, *_: told.append(done)
+    )
+    full, ours, lot, _ = document.rows
+    assert (document.windows, document.context, document.scored, document.complete) == (4, 211, 61, True)
+    assert (full.agreement.mean, full.kl.mean, full.delta_nll.mean) == (1, 0, 0)
+    assert ours.kept < 0.4
+    for row in (ours, lot):
+        assert row.agreement.mean < 1
+        assert row.kl.low is not None
+        assert 0 < row.kl.low < row.kl.mean
+    assert told == list(range(17))
+
+
+def test_agreement_predicts_what_the_stock_pass_does(model: Model) -> None:
+    """The full row's likelihood is that of transformers' own forward over the whole window."""
+    import torch
+
+    text = " ".join(Prose().sentences(Draw("t", 2, 1, 0, Prose()).rng(), 40))
+    ids = model.tokenizer.encode(text, add_special_tokens=False)
+    document = agreement(model, [], text, context=len(ids) - 31, scored=31, windows=1)
+    stock = _stock()
+    with torch.inference_mode():
+        logits = stock(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    nll = -logits[-32:-1].gather(1, torch.tensor(ids[-31:]).unsqueeze(1)).mean()
+    assert document.rows[0].nll == pytest.approx(float(nll), abs=1e-4)
+
+
+def _stock() -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from kvcli.demo import weights_dir
+
+    return AutoModelForCausalLM.from_pretrained(weights_dir(), dtype=torch.float32).eval()
+
+
+def test_short_texts_are_one_window_and_shorter_ones_refused(model: Model) -> None:
+    document = agreement(model, [], "The tide went out over the grey stones. " * 12)
+    assert document.windows == 1
+    assert document.rows[0].kl.low is None
+    with pytest.raises(BadInput, match="too short"):
+        agreement(model, [], "The tide went out.")
+    with pytest.raises(ContextOverflow):
+        agreement(model, [], "The tide went out.", context=8000)
+    with pytest.raises(KvcliError, match="stopped"):
+        agreement(model, [], "The tide went out over the grey stones. " * 12, cancel=lambda: True)
+
+
+@pytest.mark.parametrize("kind", small_tokenizers.KINDS)
+def test_a_context_has_the_same_ids_whatever_is_asked(kind: str) -> None:
+    tokenizer = small_tokenizers.KINDS[kind]()
+    prompts = Prompts(tokenizer)
+    context = fitted(TASKS["mqar"], Draw("mqar", 1, 8009, 0, Prose()), prompts)
+    texts = {
+        tokenizer.decode(prompts.context(context.text) + prompts.question(q), skip_special_tokens=False)
+        for q in context.questions
+    }
+    assert len(texts) == len(context.questions)
+    for text, question in zip(sorted(texts), sorted(q.prefix for q in context.questions), strict=True):
+        assert text.endswith(f"<|end|><|assistant|>{question}") or question in text
+        assert "\ufdd2" not in text
+
+
+def test_without_a_template_the_text_is_plain() -> None:
+    prompts = Prompts(small_tokenizers.byte_fallback(template=None))
+    question = fitted(TASKS["niah_single"], Draw("niah_single", 1, 2003, 0, Prose()), prompts).questions[0]
+    said = prompts.tokenizer.decode(prompts.question(question))
+    assert said == f"{question.text}\nAnswer: {question.prefix}"
+
+
+def test_a_further_question_closes_the_answer_before_it_once() -> None:
+    prompts = Prompts(small_tokenizers.demo())
+    question = fitted(TASKS["niah_single"], Draw("niah_single", 1, 307, 0, Prose()), prompts).questions[0]
+    end = prompts.tokenizer.convert_tokens_to_ids("<|end|>")
+    cut, stopped = prompts.next_question(question, last=99), prompts.next_question(question, last=end)
+    assert cut == [end, *stopped]
+    assert prompts.tokenizer.decode(stopped).startswith(f"<|user|>{question.text}<|end|><|assistant|>")
