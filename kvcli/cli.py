@@ -25,6 +25,7 @@ from kvcli.world import World
 
 COMMANDS = {
     "chat": "Talk to a model, or ask it one question with -p.",
+    "bench": "Profiles side by side: speed, memory, agreement, quality.",
     "profiles": "Named settings: list, show, compare, check.",
     "models": "Models on this machine.",
     "config": "Where settings live, and the schemas of the JSON output.",
@@ -37,6 +38,8 @@ HABITS = {
     "list": "models list",
     "ls": "models list",
     "info": "doctor",
+    "benchmark": "bench",
+    "perf": "bench",
 }
 
 SHORT_HELP = """\

@@ -13,36 +13,36 @@ from kvcli.errors import UsageError
 MOST = 64  # lengths in one range
 
 
-def contexts(text: str) -> list[int]:
+def contexts(text: str, flag: str = "--ctx") -> list[int]:
     """`1k,8k,32k`, and ranges as llama-bench writes them: `512-4k*2` (512, 1k, 2k, 4k), `1k-4k+1k`."""
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"([^-*+]+)-([^-*+]+)(?:([*+])([^-*+]+))?", part)
-        found += _range(part, *match.groups()) if match else [_tokens(part)]
+        found += _range(flag, part, *match.groups()) if match else [_tokens(flag, part)]
     if not found:
-        raise UsageError("--ctx names no length", try_=["--ctx 2k", "--ctx 1k,8k"])
+        raise UsageError(f"{flag} names no length", try_=[f"{flag} 2k", f"{flag} 1k,8k"])
     return list(dict.fromkeys(found))
 
 
-def _range(part: str, first: str, last: str, kind: str | None, by: str | None) -> Iterator[int]:
-    low, high = _tokens(first), _tokens(last)
-    step = _tokens(by) if by else 2 if kind is None else 0
+def _range(flag: str, part: str, first: str, last: str, kind: str | None, by: str | None) -> Iterator[int]:
+    low, high = _tokens(flag, first), _tokens(flag, last)
+    step = _tokens(flag, by) if by else 2 if kind is None else 0
     if low > high or (kind != "+" and step < 2):
-        raise UsageError(f"--ctx {part}: a range goes up", try_=["--ctx 512-4k*2", "--ctx 1k-4k+1k"])
+        raise UsageError(f"{flag} {part}: a range goes up", try_=[f"{flag} 512-4k*2", f"{flag} 1k-4k+1k"])
     count = 0
     while low <= high:
         yield low
         low = low + step if kind == "+" else low * step
         count += 1
         if count > MOST:
-            raise UsageError(f"--ctx {part}: more than {MOST} lengths", try_=["a larger step"])
+            raise UsageError(f"{flag} {part}: more than {MOST} lengths", try_=["a larger step"])
 
 
-def _tokens(text: str) -> int:
+def _tokens(flag: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().replace("_", ""), re.IGNORECASE)
     n = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0.0
     if n < 1 or n != int(n):
-        raise UsageError(f"--ctx takes tokens, not {text.strip()!r}", try_=["--ctx 2k", "--ctx 512-4k*2"])
+        raise UsageError(f"{flag} takes tokens, not {text.strip()!r}", try_=[f"{flag} 2k", f"{flag} 512-4k*2"])
     return int(n)
 
 

@@ -21,7 +21,7 @@ class Baseline:
     """How a side that is no profile is made, and what refuses it before anything is loaded."""
 
     make: Callable[[Recipe, Models], Side]
-    require: Callable[[], None] = lambda: None
+    require: Callable[[Path], object] = lambda cache: None  # the folder for what is installed or converted once
 
 
 def make(recipe: Recipe, models: Models) -> Side:
@@ -56,20 +56,45 @@ def _llama_cpp(recipe: Recipe, models: Models) -> Side:
 
     profile = recipe.as_profile()
     found = source.find(recipe.model, offline=True, allow_pickle=profile.load.allow_pickle)
-    wanted = profile.load.dtype if profile.load.dtype != "auto" else found.dtype.lower()
     device = str(weights.find_device(profile.load.device))
-    dtype = DTYPES.get(wanted, wanted)
-    return LlamaCpp(found, dtype, models.threads(profile), Path(recipe.cache), device=device)
+    return LlamaCpp(found, _dtype(recipe), models.threads(profile), Path(recipe.cache), device=device)
 
 
-def _require_llama_cpp() -> None:
+def _require_llama_cpp(_: Path) -> None:
     from kvcli.bench.llama_cpp import require
 
     require()
+
+
+def _kvpress(recipe: Recipe, models: Models) -> Side:
+    from kvcli import weights
+    from kvcli.bench.kvpress import KvPress
+    from kvcli.bench.kvpress_environment import interpreter
+
+    profile = recipe.as_profile()
+    python, device = interpreter(Path(recipe.cache)), str(weights.find_device(profile.load.device))
+    return KvPress(Path(recipe.model), _dtype(recipe), models.threads(profile), python, device=device)
+
+
+def _require_kvpress(cache: Path) -> None:
+    from kvcli.bench.kvpress_environment import interpreter
+
+    interpreter(cache)
+
+
+def _dtype(recipe: Recipe) -> str:
+    """The numbers the profiles compute in, as torch calls them."""
+    from kvcli import source
+
+    load = recipe.as_profile().load
+    found = source.find(recipe.model, offline=True, allow_pickle=load.allow_pickle)
+    wanted = load.dtype if load.dtype != "auto" else found.dtype.lower()
+    return DTYPES.get(wanted, wanted)
 
 
 BASELINES: Mapping[str, Baseline] = {
     "hf": Baseline(_hf),
     "hf-lookup": Baseline(_hf_lookup),
     "llama.cpp": Baseline(_llama_cpp, _require_llama_cpp),
+    "kvpress": Baseline(_kvpress, _require_kvpress),
 }

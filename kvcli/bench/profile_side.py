@@ -82,7 +82,7 @@ class ProfileSide:
             "device": info.device,
             "threads": str(self.threads),
             "drafting": str(profile.spec.method),
-            "cache": str(profile.policy.name),
+            "cache": str(profile.policy.method),
         }
 
     def run(self, prompt: Sequence[int], new: int) -> Sample:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcli.bench.environment import load_average
 from kvcli.bench.makers import make
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from kvcli.documents import Document
     from kvcli.local import Model
     from kvcli.profile import Profile
-    from kvcli.schemas.bench import BenchArgs, BenchDocument
+    from kvcli.schemas.bench import BenchArgs, BenchDocument, BenchRow
+    from kvcli.schemas.quality import QualityDocument
 
-Quality = Callable[["Model", "list[tuple[str, Profile]]"], "dict[str, Any]"]
+Quality = Callable[["Model", "list[Profile]"], "QualityDocument | None"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Bench:
     setups: dict[str, dict[str, str]] = field(default_factory=dict)
     series: list[Series] = field(default_factory=list)
     ties: dict[tuple[str, Case], Tie] = field(default_factory=dict)
-    quality: dict[str, Any] | None = None
+    quality: QualityDocument | None = None
     notes: list[str] = field(default_factory=list)
     load_before: list[float] | None = field(default_factory=load_average)
     complete: bool = False
@@ -84,12 +85,19 @@ class Bench:
         measure(list(self.sides.values()), cases, self.ask.plan, self.series, self.tell)
         self.explain_differences()
         if self.ask.quality is not None:
-            profiles = [(r.name, r.as_profile()) for r in self.ask.recipes if r.kind == "profile"]
-            self.quality = self.ask.quality(model, profiles)
+            self.quality = self.ask.quality(model, self.comparable(model))
         self.close()
         if self.ask.args.memory:
             self.weigh()
         self.complete = True
+
+    def comparable(self, model: Model) -> list[Profile]:
+        """The profiles that run on these very weights: the quality suite compares them with the full cache."""
+        profiles = [r.as_profile().replace(name=r.name) for r in self.ask.recipes if r.kind == "profile"]
+        other = [profile.name for profile in profiles if profile.load != model.profile.load]
+        if other:
+            self.notes.append(f"quality leaves out {', '.join(other)}: their weights are loaded otherwise")
+        return [profile for profile in profiles if profile.load == model.profile.load]
 
     @property
     def model(self) -> Model:
@@ -108,7 +116,7 @@ class Bench:
     def _prompt(self, model: Model, workload: str, ctx: int) -> list[int]:
         args = self.ask.args
         if workload in self.ask.files:
-            return file_prompt(self.ask.files[workload], model.tokenizer, ctx - args.new)
+            return file_prompt(self.ask.files[workload], model.tokenizer, ctx - args.new, args.new)
         return build_prompt(workload, model.tokenizer, ctx - args.new, model.lm.vocab, args.seed)
 
     def explain_differences(self) -> None:
@@ -135,7 +143,7 @@ class Bench:
         same = (s for s in self.series if s.side == self.ask.baseline and s.case is series.case)
         return next(same, None)
 
-    def earlier_row(self, series: Series) -> Any:
+    def earlier_row(self, series: Series) -> BenchRow | None:
         """The same side on the same case in the earlier result."""
         rows = self.ask.earlier.rows if self.ask.earlier is not None else []
         wanted = (series.side, series.case.ctx, series.case.workload)

@@ -48,7 +48,7 @@ def build_prompt(workload: str, tokenizer: PreTrainedTokenizerBase, n: int, voca
     return cut(tokenizer, text, made.ask, n)
 
 
-def file_prompt(document: Document, tokenizer: PreTrainedTokenizerBase, n: int) -> list[int]:
+def file_prompt(document: Document, tokenizer: PreTrainedTokenizerBase, n: int, new: int) -> list[int]:
     """Ids that ask for a summary of the beginning of a file. Refuses a file that is too short for the context."""
 
     def ask(text: str) -> list[Message]:
@@ -61,7 +61,7 @@ def file_prompt(document: Document, tokenizer: PreTrainedTokenizerBase, n: int) 
             code="too_short",
             lines=[f"its prompt has {length:,} tokens, {n:,} are needed beside the new ones"],
             detail={"tokens": length, "needed": n},
-            try_=[f"a --ctx that is {n - length:,} tokens smaller", "a longer file"],
+            try_=[f"--ctx {length + new}", "a longer file"],
         )
     return cut(tokenizer, document.text, ask, n)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine
+from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchPlanDocument
 from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
 from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
 
@@ -27,6 +27,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "bench": BenchDocument,
     "bench_history": BenchHistoryDocument,
     "bench_row": BenchLine,
+    "bench_plan": BenchPlanDocument,
 }
 
 

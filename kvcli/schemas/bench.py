@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
+from kvcli.schemas.quality import QualityDocument
 
 Verdict = Literal["faster", "slower", "≈"]
 Rate = Annotated[float, Field(ge=0, description="tokens a second")]
@@ -185,7 +186,25 @@ class BenchDocument(Json):
     baseline: str = Field(description="the side that `ratio` and `same` compare with")
     rows: list[BenchRow]
     checks: list[Check]
-    quality: dict[str, Any] | None = Field(description="kvcli.quality/1")
+    quality: QualityDocument | None
+    notes: list[str]
+
+
+class PlannedSide(Json):
+    name: str
+    kind: str = Field(description="profile, or the name of a baseline")
+    profile_hash: str | None
+
+
+class BenchPlanDocument(Json):
+    """What would be measured; printed by --dry-run."""
+
+    schema_: Literal["kvcli.bench_plan/1"] = Field(default="kvcli.bench_plan/1", alias="schema")
+    args: BenchArgs
+    baseline: str
+    sides: list[PlannedSide]
+    runs: Count = Field(description="timed ones and warm-ups")
+    memory_runs: Count = Field(description="each in a process of its own")
     notes: list[str]
 
 

@@ -1,0 +1,155 @@
+"""`kvcli bench`: profiles side by side on the same prompts, all in one run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvcli.commands import bench_options as o
+from kvcli.errors import ExitStatus
+
+if TYPE_CHECKING:
+    from kvcli.bench.run import Bench
+    from kvcli.commands.bench_ask import Asked, Typed
+    from kvcli.commands.bench_out import Outlet
+    from kvcli.commands.setup import Setup
+    from kvcli.render.bench_progress import Bar
+    from kvcli.source import Source
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    model: o.ModelName = None,
+    profiles: o.Profiles = None,
+    vary: o.Varied = None,
+    baseline: o.Baselines = None,
+    workload: o.Workloads = None,
+    ctx: o.Ctx = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    allow_pickle: o.Pickle = False,
+    new: o.New = "128",
+    reps: o.Reps = 5,
+    warmup: o.Warmup = 1,
+    interleave: o.Interleave = True,
+    memory: o.Memory = True,
+    seed: o.Seed = 0,
+    quality: o.Quality = "agree",
+    query_visible: o.QueryVisible = False,
+    quality_n: o.QualityN = None,
+    quality_lengths: o.QualityLengths = None,
+    calibrate: o.Calibrate = False,
+    format: o.OutputFormat = None,
+    output: o.Output = None,
+    save: o.Save = False,
+    history: o.History = False,
+    fail_if: o.FailIf = None,
+    dry_run: o.DryRun = False,
+) -> int:
+    """Profiles side by side: speed, memory, agreement, quality.
+
+    Every side continues the same prompts greedily, and they take turns, so that a machine that slows down slows all.
+    """
+    from kvcli.commands.bench_ask import Typed
+    from kvcli.commands.bench_out import outlet
+    from kvcli.commands.flags import profile_flags
+    from kvcli.commands.setup import Setup
+
+    world: World = context.obj
+    loading = {name: context.params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")}
+    setup = Setup(world, model, profile_flags(loading))
+    if calibrate:
+        from kvcli.commands.bench_calibrate import print_calibration
+
+        return print_calibration(setup)
+    out = outlet(world, format, output, save)
+    if history:
+        from kvcli.commands.bench_out import print_history
+
+        return print_history(world, setup.name, ctx, workload)
+    typed = Typed(
+        profiles,
+        vary or [],
+        baseline or [],
+        workload,
+        ctx,
+        new,
+        reps,
+        warmup,
+        interleave,
+        memory,
+        seed,
+        quality,
+        fail_if or [],
+        query_visible,
+        quality_n,
+        quality_lengths,
+    )
+    return run(setup, typed, out, dry_run)
+
+
+def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
+    """Check everything that can be checked, then measure."""
+    from kvcli.bench.run import check_room
+    from kvcli.commands.bench_ask import understand
+    from kvcli.render.bench_progress import progress
+    from kvcli.render.screen import Screen
+
+    asked = understand(setup, typed)
+    with progress(Screen.of(setup.world)) as bar:
+        found = locate(setup, asked, bar, offline=dry_run)
+        limit = found.text_config.get("max_position_embeddings")
+        check_room(asked.args.ctx, asked.args.new, int(limit) if isinstance(limit, int) else 1 << 20, setup.name)
+        if dry_run:
+            from kvcli.commands.bench_out import print_dry_run
+
+            return print_dry_run(setup.world, asked)
+        bench = prepare(setup, typed, asked, found, bar)
+        status = measure(bench)
+    return out.finish(bench, status)
+
+
+def locate(setup: Setup, asked: Asked, bar: Bar, offline: bool) -> Source:
+    """The model's files, downloaded where that is allowed."""
+    from kvcli import source
+
+    entry = setup.entry
+    return source.find(
+        entry.path,
+        offline=offline or setup.world.options.offline,
+        revision=entry.revision or None,
+        allow_pickle=asked.sides[0][2].load.allow_pickle,
+        tell=bar.note,
+    )
+
+
+def prepare(setup: Setup, typed: Typed, asked: Asked, found: Source, bar: Bar) -> Bench:
+    """The benchmark, with nothing loaded yet."""
+    bar.show(0, 0, f"loading {setup.name}")
+    from kvcli.bench.profile_side import Models
+    from kvcli.bench.run import Ask, Bench
+    from kvcli.commands.bench_quality import suite
+
+    world = setup.world
+    recipes = asked.recipes(str(found.path), world.paths.cache)
+    quality = suite(world, typed, asked, bar)
+    ask = Ask(asked.args, recipes, asked.files, asked.earlier, asked.earlier_name, quality, asked.notes)
+    models = Models(lambda profile: setup.load(profile, bar.note))
+    return Bench(ask, models, world.environ, lambda step: bar.show(step.done, step.total, step.words))
+
+
+def measure(bench: Bench) -> int:
+    """Run it. Ctrl-C keeps what there is."""
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        if not any(series.samples for series in bench.series):
+            raise
+        return ExitStatus.INTERRUPTED
+    return ExitStatus.OK if bench.complete else ExitStatus.INTERRUPTED

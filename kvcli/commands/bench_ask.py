@@ -1,0 +1,190 @@
+"""From the options of `kvcli bench` to what is measured: every name checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.bench.fail_if import Condition
+from kvcli.bench.grid import Vary, check_keys, contexts, variants
+from kvcli.bench.history import read
+from kvcli.bench.makers import BASELINES
+from kvcli.bench.recipe import Recipe
+from kvcli.bench.workloads import NAMES
+from kvcli.commands.ask import read_file
+from kvcli.commands.flags import tokens
+from kvcli.errors import UsageError
+from kvcli.schemas.bench import BenchArgs
+
+if TYPE_CHECKING:
+    from kvcli.commands.setup import Setup
+    from kvcli.documents import Document
+    from kvcli.profile import Profile
+    from kvcli.schemas.bench import BenchDocument
+
+
+@dataclass(frozen=True)
+class Typed:
+    """The options as they came."""
+
+    profiles: str | None = None
+    vary: Sequence[str] = ()
+    baselines: Sequence[str] = ()
+    workloads: str | None = None
+    ctx: str | None = None
+    new: str = "128"
+    reps: int = 5
+    warmup: int = 1
+    interleave: bool = True
+    memory: bool = True
+    seed: int = 0
+    quality: str = "agree"
+    fail_if: Sequence[str] = ()
+    query_visible: bool = False
+    quality_n: int | None = None
+    quality_lengths: str | None = None
+
+
+@dataclass
+class Asked:
+    """What is measured, the first of `sides` being the baseline unless `earlier` is."""
+
+    args: BenchArgs
+    sides: list[tuple[str, str, Profile]]  # name, kind, and the profile it is or has to be like
+    files: Mapping[str, Document]
+    earlier: BenchDocument | None = None
+    earlier_name: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def recipes(self, folder: str, cache: Path) -> list[Recipe]:
+        return [Recipe.of(name, profile, folder, str(cache), kind) for name, kind, profile in self.sides]
+
+
+def understand(setup: Setup, typed: Typed) -> Asked:
+    """Check and complete what was typed. Raises KvcliError subclasses."""
+    for flag, value, least in (("--reps", typed.reps, 1), ("--warmup", typed.warmup, 0), ("--seed", typed.seed, 0)):
+        if value < least:
+            raise UsageError(f"{flag} {value}: at least {least}", try_=[f"{flag} {max(least, 1)}"])
+    for text in typed.fail_if:
+        Condition.of(text)
+    names, files = read_workloads(setup, typed.workloads)
+    args = BenchArgs(
+        model=setup.name,
+        profiles=[],
+        vary=list(typed.vary),
+        baselines=list(typed.baselines),
+        ctx=contexts(typed.ctx or "2k"),
+        new=tokens(typed.new, "--new"),
+        reps=typed.reps,
+        warmup=typed.warmup,
+        workloads=names,
+        interleave=typed.interleave,
+        memory=typed.memory,
+        quality=typed.quality,
+        seed=typed.seed,
+        set=list(setup.world.options.set),
+        fail_if=list(typed.fail_if),
+    )
+    asked = Asked(args, [], files)
+    profiles = _profiles(setup, typed, asked)
+    asked.sides = _with_baselines(setup, typed.baselines, profiles, asked)
+    args.profiles = [name for name, kind, _ in asked.sides if kind == "profile"]
+    return asked
+
+
+def read_workloads(setup: Setup, text: str | None) -> tuple[list[str], dict[str, Document]]:
+    """Their names, and the documents of those that are files."""
+    names = list(dict.fromkeys(filter(None, (part.strip() for part in (text or "summary").split(",")))))
+    files = {}
+    for name in names:
+        if name in NAMES:
+            continue
+        is_path = any(c in name for c in "./\\:") or (setup.world.cwd / name).exists()
+        if not is_path:
+            near = get_close_matches(name, NAMES, 1)
+            raise UsageError(
+                f"there is no workload {name!r}",
+                lines=[f"workloads: {', '.join(NAMES)}, or a text file"],
+                try_=[f"--workload {n}" for n in near] or ["--workload summary"],
+            )
+        files[name] = read_file(setup.world, name)
+    if not names:
+        raise UsageError("--workload names none", try_=["--workload summary"])
+    return names, files
+
+
+def _profiles(setup: Setup, typed: Typed, asked: Asked) -> list[tuple[str, str, Profile]]:
+    """The profiles, each with its varied forms."""
+    current = setup.profile()
+    listed = [name.strip() for name in (typed.profiles or "").split(",") if name.strip()]
+    if typed.profiles is not None and not listed:
+        raise UsageError("--profiles names none", try_=["--profiles exact,ngram"])
+    loading = [item for item in setup.world.options.set if item.strip().startswith("load.")]
+    fixed = [] if listed else [setup.resolve("exact", loading)]  # the yardstick: the same weights, nothing else set
+    found = [setup.resolve(name, setup.world.options.set) for name in listed] or [current]
+    varies = [Vary.of(text) for text in typed.vary]
+    check_keys(varies, {profile.name: list(profile.values) for profile in [*fixed, *found]})
+    sides = [(profile.name, profile) for profile in fixed if varies or profile.hash != current.hash]
+    for profile in found:
+        sides += _varied(setup, profile, varies, asked)
+    return [(name, "profile", profile) for name, profile in _distinct(sides)]
+
+
+def _varied(setup: Setup, profile: Profile, varies: Sequence[Vary], asked: Asked) -> list[tuple[str, Profile]]:
+    has = [vary for vary in varies if vary.key in profile.values]
+    for vary in varies:
+        if vary not in has:
+            asked.notes.append(f"{profile.name} has no {vary.key}: it is not varied")
+    if not has:
+        return [(profile.name, profile)]
+    typed = setup.world.options.set
+    return [(f"{profile.name} {label}", setup.resolve(profile.name, [*typed, *sets])) for label, sets in variants(has)]
+
+
+def _distinct(sides: Sequence[tuple[str, Profile]]) -> list[tuple[str, Profile]]:
+    """A profile that is named twice runs twice: that shows how far two equal sides differ."""
+    seen: dict[str, int] = {}
+    found = []
+    for name, profile in sides:
+        seen[name] = seen.get(name, 0) + 1
+        found.append((f"{name} #{seen[name]}" if seen[name] > 1 else name, profile))
+    return found
+
+
+def _with_baselines(
+    setup: Setup, names: Sequence[str], profiles: list[tuple[str, str, Profile]], asked: Asked
+) -> list[tuple[str, str, Profile]]:
+    """The first baseline first, the others last, profiles that are one already where they are."""
+    first: list[tuple[str, str, Profile]] = []
+    last: list[tuple[str, str, Profile]] = []
+    for i, name in enumerate(dict.fromkeys(names)):
+        if name.endswith(".json"):
+            if i:
+                raise UsageError("a file can only be the first --baseline", try_=[f"--baseline {name} first"])
+            asked.earlier, asked.earlier_name = read(setup.world.cwd / Path(name).expanduser()), Path(name).name
+            continue
+        side = _baseline(setup, name, profiles)
+        first, last = ([side], last) if i == 0 else (first, [*last, side])
+    taken = {name for name, _, _ in [*first, *last]}
+    return [*first, *(side for side in profiles if side[0] not in taken), *last]
+
+
+def _baseline(setup: Setup, name: str, profiles: Sequence[tuple[str, str, Profile]]) -> tuple[str, str, Profile]:
+    if name in BASELINES:
+        BASELINES[name].require(setup.world.paths.cache)
+        return name, name, profiles[0][2]
+    known = next((side for side in profiles if side[0] == name), None)
+    if known is not None:
+        return known
+    if name in setup.names():
+        return name, "profile", setup.resolve(name, setup.world.options.set)
+    choices = [*BASELINES, *setup.names()]
+    near = get_close_matches(name, choices, 1)
+    raise UsageError(
+        f"there is no baseline {name!r}",
+        lines=[f"baselines: {', '.join(choices)}, or FILE.json"],
+        try_=[f"--baseline {n}" for n in near] or ["--baseline hf"],
+    )

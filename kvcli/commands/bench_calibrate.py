@@ -1,0 +1,41 @@
+"""`kvcli bench --calibrate`: what this machine does in which time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvcli.commands.show import print_json, print_table
+from kvcli.errors import ExitStatus
+
+if TYPE_CHECKING:
+    from kvcli.commands.setup import Setup
+
+
+def print_calibration(setup: Setup) -> int:
+    """Measure, and print the document: an object with --json, else one line for each figure."""
+    from kvcli.calibrate import run_calibration
+    from kvcli.render.bench_progress import progress
+    from kvcli.render.screen import Screen
+
+    world = setup.world
+    with progress(Screen.of(world)) as bar:
+        bar.show(0, 0, f"loading {setup.name}")
+        document = run_calibration(world, setup.load, setup.profile(), lambda words: bar.show(0, 0, words))
+    if world.options.json:
+        print_json(world, document)
+    else:
+        print_table(world, [["figure", "value"], *(list(pair) for pair in flat("", document.document()))])
+    return ExitStatus.OK
+
+
+def flat(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Dotted names of everything in a document."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from flat(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from flat(f"{name}.{i}", inner)
+    else:
+        yield name, f"{value:.6g}" if isinstance(value, float) else str(value)

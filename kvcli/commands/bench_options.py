@@ -1,0 +1,64 @@
+"""The options of `kvcli bench`, as types for its signature."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+
+def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
+
+
+def _compared(*names: str, **more: Any) -> Any:
+    return _option("What is compared", *names, **more)
+
+
+def _measured(*names: str, **more: Any) -> Any:
+    return _option("How it is measured", *names, **more)
+
+
+def _told(*names: str, **more: Any) -> Any:
+    return _option("What comes out", *names, **more)
+
+
+_MODEL = "demo, a folder, a Hugging Face id, or a name from your config."
+_BASELINE = "A profile, hf, hf-lookup, llama.cpp, kvpress or an earlier FILE.json; × compares with the first."
+_WORKLOAD = "summary, chat, code, copy, lookup, random or a text file; several with commas. Default summary."
+_QUALITY = "off, agree (same text as the baseline), all, or tasks with commas. Default agree."
+_FAIL_IF = "Exit 10 if so for any row: 'tok_s<-10%', 'same<100%', 'peak>600MiB'; repeatable."
+
+Format = Literal["table", "md", "csv", "json", "jsonl", "html"]
+
+ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
+Profiles = Annotated[str | None, _compared("--profiles", metavar="A,B", help="Default: exact and the current one.")]
+Varied = Annotated[list[str] | None, _compared("--vary", metavar="KEY=V1,V2", help="One row per value; repeatable.")]
+Baselines = Annotated[list[str] | None, _compared("--baseline", metavar="NAME", help=_BASELINE)]
+Workloads = Annotated[str | None, _compared("--workload", "-w", metavar="NAME", help=_WORKLOAD)]
+Ctx = Annotated[
+    str | None, _compared("--ctx", metavar="N,N", help="Prompt and new tokens: 2k, or 1k,8k, or 512-4k*2. Default 2k.")
+]
+Device = Annotated[str | None, _compared("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[str | None, _compared("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.")]
+Quant = Annotated[str | None, _compared("--quant", metavar="NAME", help="Weights as none, int8, int4 or nf4.")]
+Pickle = Annotated[bool, _compared("--allow-pickle", help="Load weights from pickle files, which can run code.")]
+
+New = Annotated[str, _measured("--new", "-n", metavar="N", help="Tokens that every side writes. Default 128.")]
+Reps = Annotated[int, _measured("--reps", "-r", metavar="N", help="Repetitions that count. Default 5.")]
+Warmup = Annotated[int, _measured("--warmup", metavar="N", help="Repetitions before, which do not. Default 1.")]
+Interleave = Annotated[bool, _measured("--interleave/--no-interleave", help="Sides take turns (on).")]
+Memory = Annotated[bool, _measured("--memory/--no-memory", help="Peak memory, each row once more by itself (on).")]
+Seed = Annotated[int, _measured("--seed", metavar="N", help="Same seed, same prompts.")]
+Quality = Annotated[str, _measured("--quality", metavar="WHAT", help=_QUALITY)]
+QueryVisible = Annotated[bool, _measured("--query-visible", help="Quality: the question is seen before anything goes.")]
+QualityN = Annotated[int | None, _measured("--quality-n", metavar="N", help="Quality: contexts per task and length.")]
+QualityLengths = Annotated[str | None, _measured("--quality-lengths", metavar="N,N", help="Quality: context lengths.")]
+Calibrate = Annotated[bool, _measured("--calibrate", help="Measure this machine instead: pass times, bandwidths.")]
+
+OutputFormat = Annotated[Format | None, _told("--format", help="Default table, or what -o ends in.")]
+Output = Annotated[str | None, _told("--output", "-o", metavar="FILE", help="Write the result there too.")]
+Save = Annotated[bool, _told("--save", help="Keep the result for --history.")]
+History = Annotated[bool, _told("--history", help="Saved results as a trend; measures nothing.")]
+FailIf = Annotated[list[str] | None, _told("--fail-if", metavar="EXPR", help=_FAIL_IF)]
+DryRun = Annotated[bool, _told("--dry-run", help="Print what would run; load nothing.")]

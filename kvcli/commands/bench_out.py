@@ -1,0 +1,212 @@
+"""What `kvcli bench` prints, writes and keeps, and how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
+
+from kvcli.commands.bench_options import Format
+from kvcli.commands.show import print_json, print_table
+from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError
+from kvcli.render.terminal import Terminal
+
+if TYPE_CHECKING:
+    from kvcli.bench.run import Bench
+    from kvcli.commands.bench_ask import Asked
+    from kvcli.schemas.bench import BenchDocument
+    from kvcli.world import World
+
+ENDINGS: dict[str, Format] = {
+    ".md": "md", ".csv": "csv", ".json": "json", ".jsonl": "jsonl", ".html": "html", ".htm": "html", ".txt": "table"
+}  # fmt: skip
+FILE_WIDTH = 100  # columns of a table in a file
+
+
+class Regression(KvcliError):
+    code, exit = "regression", ExitStatus.REGRESSION
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """Where the result goes. With a file, standard output still gets the table (or, with --json, the object)."""
+
+    world: World
+    shown: Format  # on standard output
+    file: Path | None = None
+    written: Format = "json"  # in the file
+    save: bool = False
+
+    def finish(self, bench: Bench, status: int) -> int:
+        """Print, write, save, and say which conditions failed; returns the exit code."""
+        from kvcli.bench.document import document_of
+
+        document = document_of(bench)
+        if self.file is not None:
+            self._write(self.file, rendered(document, self.written, FILE_WIDTH, self.world))
+        if self.save:
+            self._save(document)
+        self._print(document)
+        failed = [check for check in document.checks if check.failed]
+        if failed and status == ExitStatus.OK:
+            from kvcli.bench.fail_if import words
+
+            raise Regression(
+                f"{len(failed)} condition{'s' if len(failed) > 1 else ''} of --fail-if came true",
+                lines=[words(check) for check in failed],
+                detail={"checks": [check.document() for check in failed]},
+            )
+        return status
+
+    def _print(self, document: BenchDocument) -> None:
+        out = Terminal.of(self.world, "stdout")
+        if self.shown == "json":
+            print_json(self.world, document)
+        elif self.shown == "table" and not self.world.options.plain:
+            for line in table_lines(document, out.width):
+                out.line((line if out.unicode else line.replace("±", "+-"), ""))
+        else:
+            out.write(rendered(document, self.shown, out.width, self.world))
+
+    def _write(self, file: Path, text: str) -> None:
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise unwritable(file, error) from None
+        self._tell(f"wrote {file}")
+
+    def _save(self, document: BenchDocument) -> None:
+        from kvcli.bench.history import save
+
+        self._tell(f"saved {save(folder(self.world), document)}")
+
+    def _tell(self, text: str) -> None:
+        if not self.world.options.quiet:
+            self.world.stderr.write(f"{text}\n")
+
+
+def outlet(world: World, format: Format | None, output: str | None, save: bool) -> Outlet:
+    """Refuses what cannot be written before anything is measured."""
+    if world.options.json and format not in (None, "json") and output is None:
+        raise UsageError(f"--json and --format {format} exclude each other", try_=["one of the two"])
+    shown: Format = "json" if world.options.json else "table" if output else format or "table"
+    if output is None:
+        return Outlet(world, shown, save=save)
+    file = world.cwd / Path(output).expanduser()
+    ending = ENDINGS.get(file.suffix.lower())
+    if format is None and ending is None:
+        raise UsageError(
+            f"-o {output}: its ending names no format", try_=[f"--format {name}" for name in get_args(Format)]
+        )
+    if file.is_dir() or not file.parent.is_dir():
+        what = "is a folder" if file.is_dir() else "is in a folder that does not exist"
+        raise BadInput(f"cannot write {output}: it {what}", code="file_unwritable", try_=["-o FILE in a folder"])
+    try:
+        file.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise unwritable(file, error) from None
+    return Outlet(world, shown, file, cast(Format, format or ending), save)
+
+
+def unwritable(file: Path, error: OSError) -> BadInput:
+    return BadInput(f"cannot write {file}: {error.strerror or error}", code="file_unwritable")
+
+
+def folder(world: World) -> Path:
+    """Where saved results lie."""
+    return world.paths.data / "bench"
+
+
+def table_lines(document: BenchDocument, width: int) -> list[str]:
+    """The table, and the quality suite's below it."""
+    from kvcli.render import quality as q
+    from kvcli.render.bench import table
+    from kvcli.render.tables import columns
+    from kvcli.render.wrap import fold
+
+    lines = table(document, width)
+    if document.quality is not None:
+        lines += ["", "quality", *columns(q.table(document.quality)), "", *columns(q.by_task(document.quality)), ""]
+        lines += [part for note in q.notes(document.quality) for part in fold(note, width)]
+    return lines
+
+
+def rendered(document: BenchDocument, format: Format, width: int, world: World) -> str:
+    """The document in one of the formats, its last newline included."""
+    from kvcli.render import bench_text as text
+
+    if format == "json":
+        return document.model_dump_json(by_alias=True) + "\n"
+    if format == "jsonl":
+        return text.json_lines(document)
+    if format == "md":
+        return text.markdown(document)
+    if format == "html":
+        from kvcli.render.bench_html import html
+
+        return html(document)
+    if format == "csv" or world.options.plain:
+        return text.separated(document, tabs=format != "csv")
+    return "\n".join(table_lines(document, width)) + "\n"
+
+
+def print_history(world: World, model: str, ctx: str | None, workload: str | None) -> int:
+    """Earlier results of a model."""
+    from kvcli.bench.grid import contexts
+    from kvcli.bench.history import history
+    from kvcli.render.bench_text import trend
+    from kvcli.render.errors import print_note
+
+    def note(text: str) -> None:
+        if not world.options.quiet:
+            print_note(Terminal.of(world, "stderr"), text)
+
+    workloads = [part.strip() for part in (workload or "").split(",") if part.strip()]
+    document = history(folder(world), model, contexts(ctx) if ctx else [], workloads, note)
+    if world.options.json:
+        print_json(world, document)
+        return ExitStatus.OK
+    if not document.entries:
+        raise BadInput(f"no saved results of {model}", code="no_history", try_=[f"kvcli bench {model} --save"])
+    for i, table in enumerate(trend(document)):
+        if i:
+            world.stdout.write("\n")
+        print_table(world, table)
+    return ExitStatus.OK
+
+
+def print_dry_run(world: World, asked: Asked) -> int:
+    """The sides, the prompts and how many runs that makes."""
+    from kvcli.schemas.bench import BenchPlanDocument, PlannedSide
+
+    args = asked.args
+    cases = len(args.ctx) * len(args.workloads)
+    document = BenchPlanDocument(
+        args=args,
+        baseline=asked.earlier_name or asked.sides[0][0],
+        sides=[
+            PlannedSide(name=name, kind=kind, profile_hash=profile.hash if kind == "profile" else None)
+            for name, kind, profile in asked.sides
+        ],
+        runs=cases * len(asked.sides) * (args.reps + args.warmup),
+        memory_runs=cases * len(asked.sides) if args.memory else 0,
+        notes=asked.notes,
+    )
+    if world.options.json:
+        print_json(world, document)
+        return ExitStatus.OK
+    sides = [[s.name, "profile" if s.kind == "profile" else "baseline", s.profile_hash or "–"] for s in document.sides]
+    print_table(world, [["side", "kind", "profile hash"], *sides])
+    lines = [
+        "",
+        f"model      {args.model}",
+        f"baseline   {document.baseline}",
+        f"workloads  {', '.join(args.workloads)}",
+        f"contexts   {', '.join(f'{n:,}' for n in args.ctx)} tokens, {args.new:,} of them new",
+        f"runs       {document.runs}: {len(sides)} sides, {cases} prompts, {args.warmup} + {args.reps} repetitions",
+        f"memory     {document.memory_runs} runs in processes of their own",
+        f"quality    {args.quality}",
+        *(f"note: {note}" for note in document.notes),
+    ]
+    Terminal.of(world, "stdout").write("".join(f"{line}\n" for line in lines))
+    return ExitStatus.OK

@@ -1,0 +1,169 @@
+"""The table of a benchmark: one block for each context and workload, as wide as the terminal allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.render import figures as f
+from kvcli.render.tables import clip, columns
+from kvcli.render.terminal import cells
+from kvcli.render.wrap import fold
+from kvcli.text import neutralise
+
+if TYPE_CHECKING:
+    from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio
+
+NONE = "–"
+NARROWEST_NAME = 7
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+# left out one after the other where the terminal is too narrow for all
+DROPPED = ("peak", "kv MiB", "read/s", "1st tok", "accept", "same")
+
+Cell = Callable[["BenchRow", "BenchDocument"], str]
+
+
+def table(document: BenchDocument, width: int) -> list[str]:
+    """Header, blocks, what the columns mean, and what makes them unsure."""
+    lines = [*fold(heading(document), width), ""]
+    for ctx, workload in blocks(document):
+        rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
+        lines += [f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new", *block(rows, document, width), ""]
+    for line in [*legend(document), *differences(document)]:
+        lines += fold(line, width)
+    for note in document.notes:
+        lines += fold(f"note: {neutralise(note, one_line=True)}", width)
+    return lines
+
+
+def heading(document: BenchDocument) -> str:
+    env, args, model = document.env, document.args, document.model
+    threads = f"{env.threads} thread{'s' if env.threads != 1 else ''}"
+    where = f"cpu {threads}" if env.device == "cpu" else ", ".join(env.gpus) or env.device
+    order = "interleaved" if args.interleave else "one side after the other"
+    parts = [
+        neutralise(model.id, one_line=True),
+        DTYPES.get(model.dtype, model.dtype) + ("" if model.quant == "none" else f" {model.quant}"),
+        where,
+        f"torch {env.versions.get('torch')}",
+        f"{args.reps} rep{'s' if args.reps != 1 else ''} {order}",
+        *([] if document.complete else ["incomplete"]),
+    ]
+    return " · ".join(parts)
+
+
+def blocks(document: BenchDocument) -> list[tuple[int, str]]:
+    """(context, workload) in the order they ran."""
+    return list(dict.fromkeys((row.ctx, row.workload) for row in document.rows))
+
+
+def block(rows: Sequence[BenchRow], document: BenchDocument, width: int) -> list[str]:
+    """One table, its last columns left out where they do not fit."""
+    names = [name for name in CELLS if any(CELLS[name](row, document) != NONE for row in rows)]
+    for dropped in ("", *DROPPED):
+        names = [name for name in names if name != dropped]
+        lines = columns([["profile", *names], *(_cells(row, document, names) for row in rows)])
+        if max(map(cells, lines)) <= width:
+            return lines
+    room = width - max(map(cells, lines)) + max(cells(row.profile) for row in rows)
+    found = [["profile", *names], *(_cells(row, document, names) for row in rows)]
+    for cells_of_row in found:
+        cells_of_row[0] = clip(cells_of_row[0], max(NARROWEST_NAME, room))
+    return columns(found)
+
+
+def _cells(row: BenchRow, document: BenchDocument, names: Sequence[str]) -> list[str]:
+    return [neutralise(row.profile, one_line=True), *(CELLS[name](row, document) for name in names)]
+
+
+def speed(row: BenchRow, _: BenchDocument) -> str:
+    if row.median.tok_s is None:
+        return NONE
+    sd = f" ±{_number(row.sd.tok_s)}" if row.sd.tok_s is not None else ""
+    return f"{_number(row.median.tok_s)}{sd}"
+
+
+def times(row: BenchRow, document: BenchDocument) -> str:
+    """`1.80`, or `≈` where the spread does not allow to say that one is faster."""
+    if row.profile == document.baseline:
+        return "1.00"
+    return ratio_words(row.ratio.tok_s)
+
+
+def ratio_words(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return NONE
+    return "≈" if ratio.verdict == "≈" else f"{ratio.median:.2f}"
+
+
+def accept(row: BenchRow, _: BenchDocument) -> str:
+    if row.accept is None:
+        return NONE
+    return f"{row.accept.mean_acceptance_length:.2f}·{f.percent(row.accept.drafted_share)}"
+
+
+def same(row: BenchRow, document: BenchDocument) -> str:
+    if row.same is None:
+        return "100 %" if row.profile == document.baseline and row.samples.tok_s else NONE
+    return share_words(row.same.share)
+
+
+def share_words(share: float) -> str:
+    """Never rounded up to all of it."""
+    return "100 %" if share == 1 else f"{int(1000 * share) / 10:.1f} %"
+
+
+def _mib(n: int | None, digits: int) -> str:
+    return NONE if n is None else f"{n / 2**20:,.{digits}f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.1f}"
+
+
+CELLS: Mapping[str, Cell] = {
+    "read/s": lambda row, _: NONE if row.median.read_tok_s is None else f"{row.median.read_tok_s:,.0f}",
+    "1st tok": lambda row, _: NONE if row.median.first_token is None else f.seconds(row.median.first_token),
+    "tok/s": speed,
+    "×": times,
+    "accept": accept,
+    "kv MiB": lambda row, _: _mib(row.kv_bytes, 1),
+    "peak": lambda row, _: _mib(row.peak_bytes, 0),
+    "same": same,
+}
+
+
+def legend(document: BenchDocument) -> Iterator[str]:
+    """What the columns mean; only what this table has."""
+    base = neutralise(document.baseline, one_line=True)
+    args = document.args
+    said = []
+    if args.reps > 1:
+        said.append("± is one standard deviation.")
+    ratios = [row.ratio.tok_s for row in document.rows if row.ratio.tok_s is not None]
+    if ratios:
+        how = "median of paired repetitions" if ratios[0].samples else "median over median"
+        said.append(f"× is decoding speed over {base}'s, {how}; ≈: their range holds 1.")
+    if any(row.accept for row in document.rows):
+        said.append("accept: tokens per drafted pass · share of passes that drafted.")
+    if any(row.same for row in document.rows):
+        said.append(f"same: tokens equal to {base}'s, greedy, up to the first that differs.")
+    if any(row.peak_bytes for row in document.rows):
+        said.append("peak: MiB of a process that ran the row alone.")
+    yield " ".join(said)
+
+
+def differences(document: BenchDocument) -> Iterator[str]:
+    """Where a text parts from the baseline's, and whether rounding may have decided."""
+    for row in document.rows:
+        same = row.same
+        if same is None or same.first_difference is None:
+            continue
+        where = f"{row.profile}, {row.workload} {row.ctx:,}: differs first at token {same.first_difference + 1}"
+        if same.near_tie is None or same.margin is None or same.bound is None:
+            yield f"{where}, not checked"
+        elif same.near_tie:
+            yield f"{where}, a near tie (logits {same.margin:.3g} apart, rounding reaches {same.bound:.3g})"
+        else:
+            why = "a real mismatch" if row.exactness in ("exact", None) else f"as {row.exactness} profiles may"
+            yield f"{where}, {why} (logits {same.margin:.3g} apart, rounding reaches {same.bound:.3g})"

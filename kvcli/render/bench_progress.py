@@ -1,0 +1,61 @@
+"""The bar while something is measured: drawn between two runs, never during one, so that it costs them nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvcli.render.live import NARROWEST
+from kvcli.render.region import Region
+from kvcli.render.screen import Screen
+from kvcli.render.tables import clip
+from kvcli.render.terminal import Span, cells
+
+BAR = 24  # columns
+
+
+class Bar:
+    """`━━━━━━╺━━━━━  25 %  ngram · summary 2,048` on stderr; nothing where that is no terminal."""
+
+    def __init__(self, screen: Screen) -> None:
+        self.screen = screen
+        self.region = Region(screen.err) if screen.err.live and not screen.quiet else None
+
+    def show(self, done: int, total: int, words: str) -> None:
+        """Where the work is; a total of 0 when its length is not known."""
+        if self.region is None:
+            return
+        width = self.screen.err.width
+        spans = row(done, total, words, width)
+        self.region.draw([], [self.screen.err.paint(spans)] if spans else [])
+
+    def note(self, text: str) -> None:
+        """A line of words above the bar."""
+        from kvcli.render.errors import print_note
+
+        if not self.screen.quiet:
+            print_note(self.screen.err, text)
+
+
+def row(done: int, total: int, words: str, width: int) -> list[Span]:
+    """The bar at this width, with as many of the words as fit."""
+    if width < NARROWEST:
+        return []
+    if not total:
+        return [(clip(f" {words} …", width - 2), "dim")]
+    size = min(BAR, width // 3)
+    full = size * done // total
+    end = f"  {100 * done // total:>3} %  "
+    rest = clip(words, width - 2 - size - cells(end))
+    return [("━" * full, "cyan"), ("━" * (size - full), "dim"), (end, ""), (rest, "dim")]
+
+
+@contextmanager
+def progress(screen: Screen) -> Iterator[Bar]:
+    """A bar that is gone when the block is left, however that happens."""
+    bar = Bar(screen)
+    try:
+        yield bar
+    finally:
+        if bar.region is not None:
+            bar.region.end()

@@ -1,0 +1,128 @@
+"""A benchmark as Markdown, as CSV, as lines of JSON; and the history as a trend."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, share_words
+from kvcli.render.figures import BARS
+from kvcli.schemas.bench import BenchLine
+from kvcli.text import neutralise
+
+if TYPE_CHECKING:
+    from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchRow, HistoryEntry
+
+TREND = 12  # results in a sparkline
+
+
+def markdown(document: BenchDocument) -> str:
+    """A heading line, one table for each context and workload, and what the columns mean."""
+    env = document.env
+    cpu = [env.cpu] if env.cpu else []
+    where = " · ".join([*cpu, *env.gpus, *([f"commit {env.commit}"] if env.commit else []), env.date])
+    lines = [f"**{_cell(heading(document))}**", "", _cell(where)]
+    for ctx, workload in blocks(document):
+        rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
+        lines += ["", f"{_cell(workload)}, {ctx:,} tokens, {rows[0].new:,} of them new:", ""]
+        lines += ["| profile | " + " | ".join(CELLS) + " |", "|---" + "|---:" * len(CELLS) + "|"]
+        for row in rows:
+            lines.append(
+                "| " + " | ".join(map(_cell, [row.profile, *(of(row, document) for of in CELLS.values())])) + " |"
+            )
+    lines += ["", *legend(document), *(f"- {_cell(line)}" for line in differences(document))]
+    lines += [f"- {_cell(note)}" for note in document.notes]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return neutralise(text, one_line=True).replace("|", "\\|")
+
+
+def separated(document: BenchDocument, tabs: bool = False) -> str:
+    """All figures, one line a row: commas, or tabs for --plain."""
+    out = io.StringIO()
+    table = csv.DictWriter(out, list(_flat(document, None)), delimiter="\t" if tabs else ",", lineterminator="\n")
+    table.writeheader()
+    for row in document.rows:
+        table.writerow(_flat(document, row))
+    return out.getvalue()
+
+
+def _flat(document: BenchDocument, row: BenchRow | None) -> dict[str, object]:
+    """The row's figures under plain names; without a row, the names alone."""
+    flat: dict[str, object] = {}
+    for name in ("profile", "ctx", "workload", "prompt", "new"):
+        flat[name] = getattr(row, name, None)
+    for figure in ("tok_s", "read_tok_s", "first_token"):
+        for kind in ("median", "low", "high", "mean", "sd"):
+            flat[figure if kind == "median" else f"{figure}_{kind}"] = getattr(getattr(row, kind, None), figure, None)
+    ratio = row.ratio.tok_s if row else None
+    for name in ("median", "low", "high", "verdict"):
+        flat["ratio" if name == "median" else f"ratio_{name}"] = getattr(ratio, name, None)
+    for name in ("mean_acceptance_length", "drafted_share", "tokens_per_pass", "acceptance_rate"):
+        flat[name] = getattr(row.accept if row else None, name, None)
+    for name in ("kv_bytes", "peak_bytes", "exactness", "ends"):
+        flat[name] = getattr(row, name, None)
+    same = row.same if row else None
+    for name in ("tokens", "of", "share", "first_difference", "near_tie", "margin", "bound"):
+        flat[f"same_{name}"] = getattr(same, name, None)
+    flat |= {"reps": len(row.samples.tok_s) if row else None, "error": row.error if row else None}
+    env, model = document.env, document.model
+    flat |= {"baseline": document.baseline, "model": model.id, "dtype": model.dtype, "quant": model.quant}
+    flat |= {"device": env.device, "cpu": env.cpu, "threads": env.threads, "torch": env.versions.get("torch")}
+    return flat | {"kvcli": document.kvcli, "commit": env.commit, "date": env.date}
+
+
+def json_lines(document: BenchDocument) -> str:
+    """One object a row, each of which can stand alone."""
+    env = document.env
+    common = {
+        "kvcli": document.kvcli,
+        "model": document.model.id,
+        "date": env.date,
+        "commit": env.commit,
+        "machine": env.gpus[0] if env.device.startswith("cuda") and env.gpus else env.cpu,
+        "baseline": document.baseline,
+    }
+    lines = [BenchLine.model_validate(row.model_dump() | common) for row in document.rows]
+    return "".join(json.dumps(line.document(), ensure_ascii=False) + "\n" for line in lines)
+
+
+def trend(document: BenchHistoryDocument) -> list[list[list[str]]]:
+    """A table for each side, context and workload, oldest line first, and its speeds as bars in the header."""
+    groups: dict[tuple[str, int, str], list[HistoryEntry]] = {}
+    for entry in document.entries:
+        groups.setdefault((entry.profile, entry.ctx, entry.workload), []).append(entry)
+    tables = []
+    for (profile, ctx, workload), entries in groups.items():
+        speeds = [entry.tok_s for entry in entries if entry.tok_s is not None]
+        head = [f"{profile} · {workload} {ctx:,}", "tok/s", "×", "of", "1st tok", "same", "commit", bars(speeds)]
+        tables.append([head, *map(_trend_row, entries)])
+    return tables
+
+
+def _trend_row(entry: HistoryEntry) -> list[str]:
+    times = NONE
+    if entry.ratio is not None:
+        times = "≈" if entry.verdict == "≈" else f"{entry.ratio:.2f}"
+    return [
+        entry.date[:16].replace("T", " "),
+        NONE if entry.tok_s is None else f"{entry.tok_s:,.1f}",
+        times,
+        entry.baseline,
+        NONE if entry.first_token is None else f"{entry.first_token:.2f} s",
+        NONE if entry.same is None else share_words(entry.same),
+        entry.commit or NONE,
+        "busy" if entry.quiet is False else "",
+    ]
+
+
+def bars(values: Sequence[float]) -> str:
+    """The last values as bars from nothing to the largest, so that a small change looks small."""
+    last = values[-TREND:]
+    top = max(last, default=0)
+    return "".join(BARS[min(len(BARS) - 1, int(v / top * (len(BARS) - 1) + 0.5))] for v in last) if top else ""
