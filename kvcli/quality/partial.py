@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 from kvcli.errors import BadInput
 
 SCHEMA = "kvcli.quality-sample/1"
+HEAD = '{"schema": "kvcli.quality-sample/'  # how a line begins, in every version
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +82,31 @@ class Partial:
             raise _unusable(path, "read", error) from error
         whole = data[: data.rfind(b"\n") + 1]
         for n, line in enumerate(whole.decode(errors="replace").split("\n")[:-1], 1):
-            outcome = _parsed(line)
-            if outcome is None:
+            if not line.startswith(HEAD):
                 raise _foreign(path, n)
-            self._known[outcome.key] = outcome
-        if data and not whole:
+            if (outcome := _parsed(line)) is not None:  # else another version's, which is run again
+                self._known[outcome.key] = outcome
+        if not whole and data[: len(HEAD)] != HEAD.encode()[: len(data)]:
             raise _foreign(path, 1)
         try:
             if len(whole) < len(data):
                 os.truncate(path, len(whole))
-            _append(path, b"")
         except OSError as error:
             raise _unusable(path, "write", error) from error
+        _append(path, b"")
 
 
 def _append(path: Path, data: bytes) -> None:
-    """One write: another process, or a crash, finds the line whole or not at all."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    """One write: another process, or a crash, finds the line whole or not at all. A full disk cuts it, and ends this."""
     try:
-        os.write(handle, data)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            if os.write(handle, data) < len(data):
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise _unusable(path, "write", error) from error
 
 
 def _parsed(line: str) -> Outcome | None:

@@ -152,7 +152,7 @@ def test_keys_tell_profiles_texts_and_weights_apart(model: Model, lean: Profile,
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    for text in ("my notes", "my notes\n", '{"schema": "kvcli.turn/1"}\n', '{"schema": "kvcli.quality-sample/1"}\n'):
+    for text in ("my notes", "my notes\n", '{"schema": "kvcli.turn/1"}\n'):
         path = tmp_path / "notes.txt"
         path.write_text(text)
         with pytest.raises(BadInput, match="something else"):
@@ -160,6 +160,23 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         assert path.read_text() == text
     with pytest.raises(BadInput, match="cannot write"):
         Partial(tmp_path / "no such folder" / "quality.jsonl")
+
+
+def test_a_first_line_that_broke_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "quality.jsonl"
+    for text in ('{"sch', '{"schema": "kvcli.quality-sample/1", "key": {"mod'):
+        path.write_text(text)
+        Partial(path)
+        assert path.read_text() == ""
+
+
+def test_lines_of_another_version_are_kept_and_run_again(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "quality.jsonl"
+    older = '{"schema": "kvcli.quality-sample/0", "key": 1}\n{"schema": "kvcli.quality-sample/1", "less": 1}\n'
+    path.write_text(older)
+    assert tiny(model, [], n=1, partial=path).is_complete
+    assert path.read_text().startswith(older)
+    assert len(path.read_text().splitlines()) == 5
 
 
 def test_outcomes_come_back_as_they_were(tmp_path: Path) -> None:
