@@ -97,7 +97,7 @@ class Partial:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """One write: another process, or a crash, finds the line whole or not at all. A full disk cuts it, and ends this."""
+    """One write: another process, or a crash, finds the line whole or not at all. A full disk cuts it."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchPlanDocument
 from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
+from kvcli.schemas.quality import AgreementDocument, QualityDocument
 from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
 
 DOCUMENTS: Mapping[str, Any] = {
@@ -28,6 +29,8 @@ DOCUMENTS: Mapping[str, Any] = {
     "bench_history": BenchHistoryDocument,
     "bench_row": BenchLine,
     "bench_plan": BenchPlanDocument,
+    "quality": QualityDocument,
+    "agreement": AgreementDocument,
 }
 
 

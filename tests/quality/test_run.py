@@ -85,6 +85,17 @@ def test_the_question_is_out_of_sight_unless_asked_for(model: Model, lean: Profi
     assert visible.rows[1].kept < hidden.kept
 
 
+def test_conversations_and_single_questions_agree_on_the_full_cache(model: Model) -> None:
+    """Before or behind the question, forked or read anew: with everything kept, nothing may depend on it."""
+    tasks = ["mqar", "late_questions"]
+    hidden = tiny(model, [], tasks=tasks, lengths=[503], n=1)
+    visible = tiny(model, [], tasks=tasks, lengths=[503], n=1, query_visible=True)
+    said = [[a.text for o in run.cells(0).values() for a in o.answers] for run in (hidden, visible)]
+    assert said[0] == said[1]
+    assert len(said[0]) == 10
+    assert all(o.kept == 1 for run in (hidden, visible) for o in run.cells(0).values())
+
+
 def test_what_repeats_the_full_cache_differs_in_nothing(model: Model) -> None:
     ngram = model.profile.replace(name="ngram", spec={"method": "ngram"})
     same = model.profile.replace(name="same")
