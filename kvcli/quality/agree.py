@@ -91,14 +91,14 @@ def _windows(
 ) -> Iterator[list[_Far]]:
     """Window by window, one entry a row; a window that was cancelled halfway is left out."""
     done, total = 0, len(cuts) * len(table)
-    for cut in cuts:
+    for lot, cut in enumerate(cuts):
         far: list[_Far] = []
         truth: Tensor | None = None
         for row in table:
             if cancel():
                 return
             tell(done, total, f"{row.name} · agreement")
-            session = open_session(model.with_profile(row.at(len(cut.context))))
+            session = open_session(model.with_profile(row.at(len(cut.context), lot)))
             session.feed(cut.context)
             said = _predicted(session, cut.scored)
             truth = said if truth is None else truth

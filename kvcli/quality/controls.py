@@ -20,7 +20,7 @@ SHARE = 0.25  # of the context, when no profile says how much it keeps
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `at` gives its profile for a context of so many tokens."""
+    """One row of the table. `at` gives its profile for a context of `n` tokens; `lot` is drawn anew for each."""
 
     name: str
     role: Role
@@ -28,11 +28,12 @@ class Row:
     budget: Budget | None = None
     policy: str = ""
 
-    def at(self, n: int) -> Profile:
+    def at(self, n: int, lot: int = 0) -> Profile:
         """Controls follow the budget; all others are what they are."""
         if self.budget is None:
             return self.base
-        return self.base.replace(exactness="approx", name=self.name, policy=_policy(self.policy, self.budget.at(n)))
+        policy = _policy(self.policy, self.budget.at(n), lot)
+        return self.base.replace(exactness="approx", name=self.name, policy=policy)
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ def full_profile(loaded: Profile) -> Profile:
     return exact.replace(load=changed) if changed else exact
 
 
-def _policy(name: str, budget: int) -> dict[str, object]:
+def _policy(name: str, budget: int, lot: int) -> dict[str, object]:
     sinks = min(SINKS, budget - 1)
     if name == "window":
         return {"name": name, "sinks": sinks, "window": budget - sinks}
     newest = max(1, min(NEWEST, budget // 4))
-    return {"name": name, "sinks": min(sinks, budget - newest), "window": newest, "budget": budget}
+    sinks = min(sinks, budget - newest)
+    return {"name": name, "sinks": sinks, "window": newest, "budget": budget, "seed": lot}

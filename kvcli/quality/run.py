@@ -100,7 +100,7 @@ class _Suite:
         return Job(task, context, self.prompts.context(context.text), questions)
 
     def _outcome(self, job: Job, draw: Draw, row: Row) -> Outcome:
-        profile = row.at(len(job.ids))
+        profile = row.at(len(job.ids), draw.index)
         key = self._key(job, draw, profile.hash)
         if (known := self.known.get(key)) is not None:
             return known

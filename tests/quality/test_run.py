@@ -210,6 +210,8 @@ def test_controls_have_the_memory_of_the_leanest_profile(model: Model, lean: Pro
     alone = rows([], full)
     assert [row.at(1000).policy.slots(1000) for row in alone[1:]] == [250, 250]
     assert all(row.at(9).policy.slots(9) < 9 for row in alone[1:])
+    assert alone[1].at(1000, 1) != alone[1].at(1000)  # other lots for another context
+    assert alone[0].at(1000, 1) == alone[0].at(1000)
 
 
 @pytest.mark.parametrize(
