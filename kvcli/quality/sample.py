@@ -55,8 +55,13 @@ class Draw:
         return (Random(f"{self.seed} {self.task} {self.length}").random() + self.index * GOLDEN) % 1
 
 
-def _same(n: int) -> int:
+def as_many(n: int) -> int:
+    """Contexts at one length: as many as were asked for."""
     return n
+
+
+Make = Callable[[Draw, int], Context]
+Rounds = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,9 @@ class Task:
 
     name: str
     about: str  # one line for people
-    make: Callable[[Draw, int], Context]
+    make: Make
     score: Callable[[str, Question], float]  # the answer, prefix included -> 0 to 1
     is_binary: bool = False  # scores are 0 or 1
     least: int = 1  # the smallest size
-    rounds: Callable[[int], int] = _same  # contexts at one length, from what was asked for
+    rounds: Rounds = as_many  # contexts at one length, from what was asked for
     detail: Callable[[str, Question], Mapping[str, bool]] | None = None  # parts of the score that are shown beside it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcli.demo.words import person, shuffled
 from kvcli.quality.prose import distinct, hide, listed, name, number, uuid
-from kvcli.quality.sample import Context, Draw, Question, Task
+from kvcli.quality.sample import Context, Draw, Make, Question, Rounds, Task, as_many
 from kvcli.quality.score import share_of_references
 
 KEYS = 4  # needles of one kind where there are several
@@ -114,18 +114,19 @@ def _grid(n: int) -> int:
     return -(-n // len(DEPTHS)) * len(DEPTHS)
 
 
-def _binary(task: str, about: str, make: object, **more: object) -> Task:
-    return Task(task, about, make, share_of_references, is_binary=True, **more)  # type: ignore[arg-type]
+def _exact(name: str, about: str, make: Make, least: int = 1, rounds: Rounds = as_many) -> Task:
+    """A task whose questions have one reference each, so that scores are 0 or 1."""
+    return Task(name, about, make, share_of_references, is_binary=True, least=least, rounds=rounds)
 
 
 TASKS = (
-    _binary("niah_single", "one number hidden in prose", single),
-    _binary("niah_uuid", "one serial number of 32 digits, to be copied exactly", single_uuid),
-    _binary("niah_multikey", "four keys hidden, one asked for", multikey),
-    _binary("niah_multikey_all", "a text of nothing but needles, one asked for", multikey_all, least=KEYS),
+    _exact("niah_single", "one number hidden in prose", single),
+    _exact("niah_uuid", "one serial number of 32 digits, to be copied exactly", single_uuid),
+    _exact("niah_multikey", "four keys hidden, one asked for", multikey),
+    _exact("niah_multikey_all", "a text of nothing but needles, one asked for", multikey_all, least=KEYS),
     Task("niah_multivalue", "four values of one key, all asked for", multivalue, share_of_references),
     Task("niah_multiquery", "four keys asked for at once", multiquery, share_of_references),
-    _binary("passkey", "one number in repeated sentences, length by depth", passkey, rounds=_grid),
-    _binary("mqar", "sixteen pairs, four asked for", mqar),
-    _binary("late_questions", "a conversation that asks for ever earlier facts", late_questions),
+    _exact("passkey", "one number in repeated sentences, length by depth", passkey, rounds=_grid),
+    _exact("mqar", "sixteen pairs, four asked for", mqar),
+    _exact("late_questions", "a conversation that asks for ever earlier facts", late_questions),
 )
