@@ -25,6 +25,7 @@ from kvcli.world import World
 
 COMMANDS = {
     "chat": "Talk to a model, or ask it one question with -p.",
+    "fit": "Whether a model, a profile and a context fit, before loading.",
     "bench": "Profiles side by side: speed, memory, agreement, quality.",
     "profiles": "Named settings: list, show, compare, check.",
     "models": "Models on this machine.",
@@ -38,6 +39,7 @@ HABITS = {
     "list": "models list",
     "ls": "models list",
     "info": "doctor",
+    "estimate": "fit",
     "benchmark": "bench",
     "perf": "bench",
 }

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchPlanDocument
+from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
 from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
 from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
@@ -25,6 +26,9 @@ DOCUMENTS: Mapping[str, Any] = {
     "doctor": DoctorDocument,
     "paths": PathsDocument,
     "plan": PlanDocument,
+    "fit": FitDocument,
+    "calibration": CalibrationDocument,
+    "run": RunEntry,
     "bench": BenchDocument,
     "bench_history": BenchHistoryDocument,
     "bench_row": BenchLine,

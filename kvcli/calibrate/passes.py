@@ -1,0 +1,73 @@
+"""Pass times of a loaded model: so many rows over so many stored tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli.calibrate.machine import settle
+from kvcli.forward import Pass, run
+from kvcli.kv.dense import Dense
+from kvcli.rows import Rows
+from kvcli.schemas.fit import PassTime
+
+if TYPE_CHECKING:
+    from kvcli.model import LM
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # the last stands for reading: products no longer gain from more
+FIRST = 512  # tokens; each context is four times the one before
+REPS = 3
+
+
+def contexts(limit: int) -> list[int]:
+    """512, 2k, 8k, ... as far as the model goes with the longest pass on top."""
+    found = [FIRST]
+    while found[-1] * 4 + ROWS[-1] <= limit:
+        found.append(found[-1] * 4)
+    return [n for n in found if n + ROWS[-1] <= limit] or [max(1, limit - ROWS[-1])]
+
+
+def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
+    """The whole grid; at each context the row counts take turns, so that a machine that slows down slows all alike."""
+    found: list[PassTime] = []
+    for context in contexts(lm.limit):
+        tell(f"timing passes over {context:,} tokens")
+        kv = _filled(lm, context)
+        times: dict[int, list[float]] = {rows: [] for rows in ROWS if rows + context <= lm.limit}
+        for rep in range(REPS + 1):
+            for rows in times:
+                took = _once(lm, kv, rows, context)
+                if rep:  # the first turn counts for nothing
+                    times[rows].append(took)
+        found += list(_rows_of(times, context))
+    return found
+
+
+def _rows_of(times: dict[int, list[float]], context: int) -> Iterator[PassTime]:
+    for rows, took in times.items():
+        yield PassTime(rows=rows, context=context, seconds=median(took), low=min(took), high=max(took))
+
+
+def _filled(lm: LM, n: int) -> Dense:
+    """A past of n tokens that nobody wrote: times do not depend on what is stored."""
+    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    kv.reserve(n)
+    pos = torch.arange(n, device=lm.device)
+    noise = torch.randn(lm.n_kv_heads, n, lm.head_dim, dtype=lm.dtype, device=lm.device)
+    for layer in range(lm.n_layers):
+        kv.append(layer, noise, noise, pos)
+    return kv
+
+
+def _once(lm: LM, kv: Dense, rows: int, context: int) -> float:
+    built = Rows.chain([i % lm.vocab for i in range(rows)], context, lm.device)
+    want = torch.arange(rows if rows < ROWS[-1] else 0, device=lm.device)  # reading wants no logits
+    settle(lm.device)
+    began = time.perf_counter()
+    run(lm, Pass(built, kv), want)
+    settle(lm.device)
+    return time.perf_counter() - began

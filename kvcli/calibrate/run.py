@@ -1,0 +1,101 @@
+"""One calibration from start to end, kept for the next time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli import __version__
+from kvcli.calibrate import machine as measured
+from kvcli.calibrate.store import digest, machine_fingerprint, save_calibration
+from kvcli.schemas.fit import CalibrationDocument, ModelTimes
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcli.api import ModelInfo
+    from kvcli.local import Model
+    from kvcli.profile import Profile
+    from kvcli.world import World
+
+Tell = Callable[[str], None]
+
+
+def calibrate(
+    model: Model | None, cache: Path, device: str = "cpu", tell: Tell = lambda _: None
+) -> CalibrationDocument:
+    """Measure the machine, and the pass times of `model` if there is one, which is then where it is measured."""
+    import torch
+
+    at = model.lm.device if model is not None else torch.device(device)
+    name = _name(at)
+    tell("measuring memory and products")
+    found = CalibrationDocument(
+        kvcli=__version__,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        fingerprint=machine_fingerprint(name),
+        cpu=_cpu(),
+        device=name,
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        base_bytes=measured.bare_process(),
+        bandwidth=measured.bandwidth(at),
+        gemm={kind: measured.gemm(at, getattr(torch, kind)) for kind in ("bfloat16", "float32")},
+        launch=measured.launch(at),
+        links=measured.links(at),
+        disk=measured.disk(_weights_file(model)) if model is not None else None,
+        model=_times(model, tell) if model is not None else None,
+    )
+    if found.model is not None:
+        save_calibration(cache, found.model_copy(update={"model": None}))
+    save_calibration(cache, found)
+    return found
+
+
+def run_calibration(
+    world: World, load: Callable[[Profile], Model], profile: Profile, tell: Tell = lambda _: None
+) -> CalibrationDocument:
+    """What `kvcli bench --calibrate` does: load the model with `load` (a setup's), measure, keep it in the cache."""
+    with load(profile) as model:
+        return calibrate(model, world.paths.cache, tell=tell)
+
+
+def model_fingerprint(dtype: str, quant: str, layers: int, hidden: int, vocab: int, name: str) -> str:
+    """Of what pass times depend on beside the machine."""
+    return digest(name, dtype, quant, layers, hidden, vocab)
+
+
+def fingerprint_of(info: ModelInfo, hidden: int) -> str:
+    """The fingerprint of a loaded model."""
+    return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id)
+
+
+def _times(model: Model, tell: Tell) -> ModelTimes:
+    from kvcli.calibrate.passes import pass_times
+
+    info = model.info
+    hidden = int(model.lm.model.config.get_text_config().hidden_size)
+    return ModelTimes(
+        id=info.id,
+        fingerprint=fingerprint_of(info, hidden),
+        dtype=info.dtype,
+        quant=info.quant,
+        device=info.device,
+        passes=pass_times(model.lm, tell),
+    )
+
+
+def _weights_file(model: Model) -> Path:
+    return max(Path(model.info.path).glob("*.safetensors"), key=lambda f: f.stat().st_size, default=Path())
+
+
+def _name(device: torch.device) -> str:
+    return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
+
+
+def _cpu() -> str | None:
+    from kvcli import machine
+
+    return machine.cpu_name()

@@ -1,0 +1,169 @@
+"""`kvcli fit`: whether a model, a profile and a context fit, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcli.commands import flags as o
+from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.commands.setup import Setup
+    from kvcli.fit.before import Outlook
+    from kvcli.fit.plan import Plan, Subject
+    from kvcli.profile import Profile
+    from kvcli.schemas.fit import CalibrationDocument
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False)
+
+
+def _option(*names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
+
+
+_CTX = "Contexts in tokens, commas between; auto is the largest that fits."
+_RAM = "Memory of a machine you do not have."
+
+Ctx = Annotated[str | None, _option("--ctx", metavar="N,..|auto", help=_CTX)]
+All = Annotated[bool, _option("--all", help="Every profile.")]
+Names = Annotated[str | None, _option("--profiles", metavar="A,B", help="These profiles.")]
+Vram = Annotated[str | None, _option("--vram", metavar="SIZE", help="A GPU you do not have: 12GiB.")]
+Ram = Annotated[str | None, _option("--ram", metavar="SIZE", help=_RAM)]
+
+
+@app.command()
+def fit(
+    context: typer.Context,
+    model: o.ModelName = None,
+    ctx: Ctx = None,
+    all_: All = False,
+    profiles: Names = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    allow_pickle: o.Pickle = False,
+) -> int:
+    """Whether a model, a profile and a context fit, before loading.
+
+    Reads config.json and the headers of the weight files only. Exit 0: at
+    least one of what was asked fits; 5: nothing does.
+    """
+    from kvcli.commands.setup import Setup
+
+    world: World = context.obj
+    if all_ and profiles:
+        raise UsageError("--all and --profiles exclude each other", try_=["one of the two"])
+    loading = {name: context.params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")}
+    setup = Setup(world, model, o.profile_flags(loading))
+    contexts = [_context(part) for part in (ctx or "auto").split(",")]
+    notes: list[str] = []
+    chosen = dict(_chosen(setup, all_, profiles, notes))
+    outlook = look(setup, next(iter(chosen.values())), vram, ram, notes)
+    plans = [outlook.plan(profile, n) for profile in chosen.values() for n in contexts]
+    return _print(setup, outlook, plans, contexts[0], notes)
+
+
+def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Outlook:
+    """The model's sizes and the machine's, or of the machine that was described."""
+    from kvcli.fit.before import Outlook
+    from kvcli.fit.room import CONTEXT, rooms, size
+
+    found = rooms(size(vram, "--vram") if vram else None, size(ram, "--ram") if ram else None)
+    if vram:
+        notes.append(f"of a card, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is on the host")
+    subject = _subject(setup, profile, notes)
+    return Outlook(subject, setup.name, setup.world.paths.cache, setup.world.paths.data, found)
+
+
+def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
+    """From the model's files; from config.json alone where the weights are not here."""
+    from kvcli.commands.models import find
+    from kvcli.fit.plan import subject_of, subject_of_config
+    from kvcli.source import read_config
+
+    try:
+        return subject_of(find(setup.world, setup.name, profile.load.allow_pickle))
+    except BadModel as error:
+        folder = Path(setup.entry.path).expanduser()
+        if error.code != "model_incomplete" or not (folder / "config.json").is_file():
+            raise
+    notes.append("the weights are not here: their sizes follow from config.json")
+    return subject_of_config(read_config(folder, setup.name), setup.name)
+
+
+def _context(text: str) -> int | None:
+    part = text.strip()
+    return None if part == "auto" else o.tokens(part, "--ctx", 'tokens or "auto"')
+
+
+def _chosen(setup: Setup, all_: bool, names: str | None, notes: list[str]) -> Iterator[tuple[str, Profile]]:
+    """The profiles to plan for, by name. With --all, one that cannot have the settings typed is left out, and said."""
+    sets = setup.world.options.set
+    if not all_ and not names:
+        profile = setup.profile()
+        yield profile.name, profile
+        return
+    for name in setup.names() if all_ else dict.fromkeys(n.strip() for n in (names or "").split(",") if n.strip()):
+        try:
+            yield name, setup.resolve(name, sets)
+        except KvcliError as error:
+            if not all_:
+                raise
+            notes.append(f"{name} is left out: {' '.join([error.message, *error.lines[:1]])}")
+
+
+def others_of(setup: Setup) -> Mapping[str, Profile]:
+    """Every profile that can have the settings typed: what a plan that does not fit may be changed to."""
+    return dict(_chosen(setup, True, None, []))
+
+
+def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapping[str, CalibrationDocument]:
+    """What was measured here, for each profile; nothing for a machine that was described."""
+    from kvcli.calibrate import load_calibration
+    from kvcli.calibrate.run import model_fingerprint
+    from kvcli.calibrate.store import machine_fingerprint
+    from kvcli.fit.plan import torch_dtype
+
+    found: dict[str, CalibrationDocument] = {}
+    shape = outlook.subject.shape
+    for plan in plans:
+        if plan.room.is_described:
+            continue
+        machine = machine_fingerprint(plan.room.device)
+        dtype = torch_dtype(outlook.subject, plan.profile)
+        key = model_fingerprint(dtype, plan.profile.load.quant, shape.layers, shape.hidden, shape.vocab, setup.name)
+        for model in (key, ""):
+            known = load_calibration(setup.world.paths.cache, machine, model, outlook.notes.append)
+            if known is not None and plan.profile.name not in found:
+                found[plan.profile.name] = known
+    return found
+
+
+def _print(setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int | None, notes: Sequence[str]) -> int:
+    from kvcli.commands.show import print_json
+    from kvcli.fit.report import document
+
+    world = setup.world
+    known = _calibrations(setup, outlook, plans)
+    others = {} if all(plan.fits for plan in plans) else others_of(setup)
+    made = document(outlook, plans, others, known, context, notes)
+    if world.options.json:
+        print_json(world, made)
+    else:
+        from kvcli.render.fit import fit_lines, plain_rows
+        from kvcli.render.terminal import Terminal
+
+        out = Terminal.of(world, "stdout")
+        if world.options.plain:
+            out.write("".join("\t".join(row) + "\n" for row in plain_rows(made)))
+        else:
+            for spans in fit_lines(made, out.width):
+                out.line(*spans)
+    return ExitStatus.OK if any(plan.fits for plan in plans) else ExitStatus.DOES_NOT_FIT

@@ -1,0 +1,89 @@
+"""The cheapest changes that make a plan fit, found by planning each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import KvcliError
+from kvcli.fit.plan import Facts, Plan, Subject, plan
+from kvcli.fit.room import choose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kvcli.fit.room import Room
+    from kvcli.profile import Profile
+
+MOST = 3
+ROUND = 1024  # a suggested context is a multiple of this many tokens where it is that long
+SMALL = 256  # rows from which products gain nothing more from being larger (docs/lab-log.md)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing to type, and what the plan needs then."""
+
+    type: str
+    total: int
+    context: int
+
+
+def changes(
+    subject: Subject, wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, Room], facts: Facts
+) -> list[Change]:
+    """At most three, those that change the text least first."""
+    found: list[Change] = []
+    for words, profile, room, context in _candidates(wrong, others, rooms):
+        try:
+            tried = plan(subject, profile(), room, context, facts)
+        except KvcliError:  # a profile that cannot have it, as one that promises exact text cannot round its keys
+            continue
+        if tried.fits:
+            found.append(Change(words, tried.total, tried.need.context))
+        if len(found) == MOST:
+            break
+    return found
+
+
+def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, Room]) -> Iterator[tuple[Any, ...]]:
+    """What to type, the profile then, the room, the context; in the order of what they cost the user."""
+    profile, room, context = wrong.profile, wrong.room, wrong.need.context
+    if profile.prefill.chunk > SMALL:  # reads a little slower, changes nothing else
+        yield f"--set prefill.chunk={SMALL}", lambda: profile.replace(prefill={"chunk": SMALL}), room, context
+    if wrong.run.number > 2:
+        yield "--set load.dtype=bf16", lambda: profile.replace(load={"dtype": "bf16"}), room, context
+    can_pack = profile.load.quant == "none" and room.kind in ("cpu", "cuda")
+    if can_pack:
+        yield "--set load.quant=int8", lambda: profile.replace(load={"quant": "int8"}), room, context
+    if most := min(wrong.most, wrong.limit):
+        shorter = most // ROUND * ROUND or most
+        yield f"--ctx {shorter}", lambda: profile, room, shorter
+    for name, other in others.items():
+        if name != profile.name:
+            yield f"-P {name}", lambda o=other: o, room, context
+    if can_pack:
+        four = "int4" if room.kind == "cpu" else "nf4"
+        yield f"--set load.quant={four}", lambda: profile.replace(load={"quant": four}), room, context
+    for kind in rooms:
+        if kind != room.device:
+            yield f"--set load.device={kind}", lambda: profile, choose(dict(rooms), kind), context
+
+
+def binding(wrong: Plan) -> str:
+    """In words, what the plan fails on."""
+    parts = wrong.need
+    if wrong.need.context > wrong.limit:
+        return "the model's own limit"
+    if wrong.need.loading - wrong.need.mapped > wrong.need.running:
+        return "loading, while numbers are converted"
+    sizes = {
+        "weights": parts.weights,
+        "keys and values": parts.kv,
+        "working memory": parts.working,
+        "the program itself": parts.base,
+    }
+    fixed = parts.base + parts.weights
+    if fixed > wrong.usable:
+        return "weights" if parts.weights >= parts.base else "the program itself"
+    return max(sizes, key=lambda name: sizes[name])

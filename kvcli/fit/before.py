@@ -1,0 +1,126 @@
+"""Before and after a run: refuse what cannot fit, choose the window, foretell memory, and note what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli import __version__
+from kvcli.calibrate.store import load_calibration, machine_fingerprint
+from kvcli.errors import DoesNotFit
+from kvcli.fit import runs
+from kvcli.fit.advice import changes
+from kvcli.fit.plan import BASE, Facts, Plan, Subject, plan
+from kvcli.fit.room import Room, choose, rooms
+from kvcli.schemas.fit import RunEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvcli.profile import Profile
+    from kvcli.stats import Stats
+
+
+@dataclass
+class Outlook:
+    """One model on this machine, and what earlier runs taught about it."""
+
+    subject: Subject
+    name: str
+    cache: Path
+    data: Path
+    found: Mapping[str, Room] = field(default_factory=rooms)
+    notes: list[str] = field(default_factory=list)  # of files that could not be used
+    highest: int = 0  # the most that was foretold for this process so far
+    foretold: int = 0  # the same before any correction
+    _base: int = 0
+
+    def facts(self, profile: Profile, device: str) -> Facts:
+        """What was measured on this machine, and in earlier runs under this profile."""
+        if not self._base:
+            known = load_calibration(self.cache, machine_fingerprint("cpu"), tell=self.notes.append)
+            self._base = known.base_bytes if known is not None else BASE
+        past = runs.ratios(runs.read(self.data), self.name, profile.name, device)
+        if past is None:
+            return Facts(self._base)
+        return Facts(self._base, past.middle, past.runs, past.low, past.high)
+
+    def plan(self, profile: Profile, context: int | None = None) -> Plan:
+        """What the profile needs for a context, or for its own window."""
+        room = choose(dict(self.found), profile.load.device)
+        return plan(self.subject, profile, room, context, self.facts(profile, room.device))
+
+    def fitted(self, profile: Profile, others: Mapping[str, Profile], force: bool = False) -> tuple[Plan, str]:
+        """The plan of the run, with a window that fits, and a note if that is less than the model's limit.
+
+        Raises DoesNotFit; what was asked for by name is never changed. `force` takes everything.
+        """
+        asked = profile.context.limit
+        found = self.plan(profile, None if force or asked != "auto" else self.subject.shape.limit)
+        if force or found.fits:
+            return found, ""
+        enough = min(profile.context.reserve + 1, found.limit)
+        if asked == "auto" and found.most >= enough:
+            note = f"context {found.most:,} of {found.limit:,} tokens: more does not fit on {found.room.device}"
+            return self.plan(profile, found.most), note
+        raise self.refusal(self.plan(profile, enough) if asked == "auto" else found, others)
+
+    def refusal(self, wrong: Plan, others: Mapping[str, Profile]) -> DoesNotFit:
+        """In numbers, with what would fit."""
+        parts, room = wrong.need, wrong.room
+        sizes = {
+            "program": parts.base,
+            "weights": parts.weights,
+            "kv": parts.kv + parts.draft,
+            "working": parts.working,
+        }
+        listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
+        tried = changes(self.subject, wrong, others, self.found, wrong.facts)
+        return DoesNotFit(
+            f"not enough memory to load {self.name} with {parts.context:,} tokens",
+            lines=[
+                f"needs {gib(wrong.least)} GiB ({listed})",
+                f"{gib(room.available)} GiB are available on {room.device}, of which "
+                f"{gib(room.available - wrong.usable)} are kept free",
+            ],
+            detail={"needed": wrong.least, "available": room.available, "usable": wrong.usable, **sizes},
+            try_=[*(change.type for change in tried), f"kvcli fit {self.name} --all", "--force tries it anyway"],
+        )
+
+    # the run itself
+
+    def foretell(self, profile: Profile, tokens: int) -> tuple[int, int]:
+        """Estimated peak of this process after so many tokens in memory, and the memory there was at its start."""
+        found = self.plan(profile, max(1, tokens))
+        self.highest = max(self.highest, found.total)
+        self.foretold = max(self.foretold, found.need.peak)
+        return self.highest, found.room.available
+
+    def record(self, profile: Profile, stats: Stats, device: str) -> str:
+        """Log a finished turn; returns a note if that did not work."""
+        if not stats.peak or not self.foretold:
+            return ""
+        entry = RunEntry(
+            kvcli=__version__,
+            date=datetime.now().astimezone().isoformat(timespec="seconds"),
+            model=self.name,
+            profile=profile.name,
+            profile_hash=profile.hash,
+            device=device,
+            ctx=stats.context,
+            predicted=self.foretold,
+            measured=stats.peak,
+        )
+        try:
+            runs.append(self.data, entry)
+        except OSError as error:
+            return f"what this run used could not be noted in {self.data / runs.NAME}: {error.strerror}"
+        return ""
+
+
+def gib(n: int) -> str:
+    """Two figures behind the point where there is little, one elsewhere."""
+    value = n / (1 << 30)
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,133 @@
+"""What a run needs, by component, and the largest context in a given room. Bytes and tokens throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.fit.working import check_bytes, working_bytes
+from kvcli.kv.dense import Dense
+
+if TYPE_CHECKING:
+    from kvcli.fit.shape import Shape
+    from kvcli.fit.weights import Weights
+
+GIB = 1 << 30
+POSITION = 4  # bytes of a slot's position
+INDEX = 24  # bytes a token in the table of an ngram drafter: its text, its places, and their sorting
+KEPT_FREE = GIB  # at most; less where there is little, because an estimate is good to a tenth
+UNSURE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What decides how much memory a run takes, beside the model."""
+
+    device: str  # cpu, cuda, mps
+    number: int  # bytes of a number the model computes in
+    kv_number: int  # bytes of a stored number
+    chunk: int  # tokens read in one pass
+    rows: int  # rows of a decoding pass, at most
+    slots: Callable[[int], int]  # of n tokens, how many a head keeps
+    evicts: bool  # the policy may forget tokens
+    is_indexed: bool  # the drafter keeps a table of the text
+    base: int  # of a process that loaded a model, without the model
+    check: bool = True  # compare with the stock model after loading
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes by component for one context."""
+
+    context: int
+    base: int
+    weights: int
+    kv: int
+    draft: int
+    working: int
+    loading: int  # at the highest moment of loading
+    mapped: int  # of `loading`: pages of the weight files, which the system takes back when it needs them
+
+    @property
+    def running(self) -> int:
+        return self.base + self.weights + self.kv + self.draft + self.working
+
+    @property
+    def peak(self) -> int:
+        """The most that is resident at once."""
+        return max(self.running, self.loading)
+
+    @property
+    def least(self) -> int:
+        """What must be free: the peak without pages that the system takes back."""
+        return max(self.running, self.loading - self.mapped)
+
+
+def kv_bytes(shape: Shape, slots: int, number: float, *, windows: bool = False) -> int:
+    """Keys and values of so many slots a head. `windows`: sliding layers keep their window only.
+
+    Our dense tier keeps every slot in sliding layers too, so that an undo can go back beyond the window.
+    """
+    stored = shape.visible(slots) if windows else slots * shape.layers
+    return int(2 * shape.kv_heads * shape.head_dim * number * stored)
+
+
+def tokens_in(room: float, per_token: float) -> int:
+    """Whole tokens that fit in so many bytes; 0 where there is no room."""
+    return max(0, int(room // per_token)) if per_token else 0
+
+
+def kept_free(available: int) -> int:
+    """Of what is available, the part that no plan uses."""
+    return min(KEPT_FREE, int(UNSURE * available))
+
+
+def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
+    """What a text of `context` tokens needs."""
+    chunk = min(run.chunk, context)
+    held = run.slots(context)
+    if run.evicts:  # a chunk is stored before what it pushes out is forgotten
+        held = min(context, held + chunk)
+    cap = -(-held // Dense.STEP) * Dense.STEP
+    kv = kv_bytes(shape, cap, run.kv_number) + cap * shape.layers * POSITION
+    working = working_bytes(
+        shape,
+        chunk=chunk,
+        rows=run.rows,
+        slots=held,
+        number=run.number,
+        kv_number=run.kv_number,
+        device=run.device,
+    )
+    on_cpu = run.device == "cpu"
+    base = run.base if on_cpu else 0  # on a GPU only what lies there counts
+    check = check_bytes(shape, run.number) if run.check else 0
+    mapped = weights.files if on_cpu else 0
+    # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
+    whole = weights.memory if weights.converted or not on_cpu else 0
+    return Need(
+        context=context,
+        base=base,
+        weights=weights.memory,
+        kv=kv,
+        draft=INDEX * context if run.is_indexed and on_cpu else 0,
+        working=working,
+        loading=base + whole + mapped + check,
+        mapped=mapped,
+    )
+
+
+def largest(shape: Shape, weights: Weights, run: Run, room: int, most: int, scale: float = 1.0) -> int:
+    """The longest context, at most `most` tokens, whose need times `scale` is within `room`; 0 = none."""
+
+    def fits(n: int) -> bool:
+        return scale * need(shape, weights, run, n).least <= room
+
+    if not most or not fits(1):
+        return 0
+    low, high = 1, most + 1  # the need grows with the context, so halving finds the edge
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

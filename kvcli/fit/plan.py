@@ -1,0 +1,175 @@
+"""A model under a profile in a room: what it needs, whether it fits, how long a text may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import BadInput
+from kvcli.fit import memory, weights
+from kvcli.fit.shape import Shape, is_complete, shape_of
+from kvcli.source import text_config
+
+if TYPE_CHECKING:
+    from kvcli.fit.room import Room
+    from kvcli.profile import Profile
+    from kvcli.source import Source
+
+# Bytes of a process that imported what a run imports and loaded a model, without that model: measured with torch
+# 2.13 for CPUs and transformers 5 on Linux. `kvcli bench --calibrate` measures it here.
+BASE = 445 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model by its files, or by its config alone."""
+
+    name: str
+    shape: Shape
+    held: tuple[weights.Held, ...]
+    dtype: str  # that it computes in unless told otherwise
+    is_quantized: bool  # in its files
+    is_assumed: bool  # no file says how large its tensors are
+    files: int  # bytes
+
+    @property
+    def number(self) -> int:
+        return weights.BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was measured before and goes into every estimate."""
+
+    base: int = BASE
+    scale: float = 1.0  # measured peaks of earlier runs over their estimates
+    runs: int = 0  # so many of them
+    low: float = 1.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer for one profile and one context."""
+
+    profile: Profile
+    need: memory.Need
+    room: Room
+    facts: Facts
+    most: int  # the longest context that fits, at most the model's limit
+    limit: int  # of the model
+    per_token: int  # bytes of keys and values
+    weights: weights.Weights
+    run: memory.Run
+
+    @property
+    def total(self) -> int:
+        """Peak bytes, corrected by what earlier runs used."""
+        return int(self.facts.scale * self.need.peak)
+
+    @property
+    def least(self) -> int:
+        """Bytes that must be free."""
+        return int(self.facts.scale * self.need.least)
+
+    @property
+    def usable(self) -> int:
+        """Of the room, what a plan may use."""
+        return self.room.available - memory.kept_free(self.room.available)
+
+    @property
+    def fits(self) -> bool:
+        return self.least <= self.usable and self.need.context <= self.limit
+
+    @property
+    def missing(self) -> int:
+        """Bytes too few; 0 where it fits."""
+        return max(0, self.least - self.usable)
+
+
+def subject_of(source: Source) -> Subject:
+    """A model whose files are all there."""
+    config: Mapping[str, Any] = source.text_config
+    if not is_complete(config):
+        config = _with_defaults(source)
+    shape = shape_of(config, source.id)
+    held = weights.of_files(source)
+    shape = replace(shape, is_tied=shape.is_tied or not _has_head(source))
+    is_assumed = not held
+    stated = str(source.config.get("dtype") or source.config.get("torch_dtype") or config.get("dtype") or "")
+    dtype = stated.removeprefix("torch.") or source.dtype.lower()
+    dtype = dtype if dtype in weights.BYTES else "bfloat16"
+    held = held or weights.of_shape(shape, weights.BYTES[dtype])
+    quantized = "quantization_config" in source.config
+    return Subject(source.id, shape, held, dtype, quantized, is_assumed, source.nbytes)
+
+
+def subject_of_config(config: Mapping[str, Any], name: str) -> Subject:
+    """A model of which only config.json is here: its tensors are those of a model with a gated feed-forward part."""
+    text = text_config(dict(config))
+    shape = shape_of(text, name)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16")
+    dtype = dtype.removeprefix("torch.")
+    dtype = dtype if dtype in weights.BYTES else "bfloat16"
+    held = weights.of_shape(shape, weights.BYTES[dtype])
+    return Subject(name, shape, held, dtype, False, True, sum(h.nbytes for h in held))
+
+
+def plan(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:
+    """`context` None: the profile's window, and with that on auto the model's limit or the largest that fits."""
+    load, shape = profile.load, subject.shape
+    number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
+    kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
+    quant = "none" if subject.is_quantized else load.quant
+    heavy = weights.weigh(subject.held, shape, number=number, quant=quant, device=room.kind, given=subject.is_quantized)
+    run = memory.Run(
+        device=room.kind,
+        number=number,
+        kv_number=kv_number,
+        chunk=profile.prefill.chunk,
+        rows=1 + int(getattr(profile.spec.settings, "max", 0)),
+        slots=profile.policy.slots,
+        evicts=profile.policy.policy() is not None,
+        is_indexed=profile.spec.method != "off",
+        base=facts.base,
+        check=load.verify,
+    )
+    usable = room.available - memory.kept_free(room.available)
+    most = memory.largest(shape, heavy, run, usable, shape.limit, facts.scale)
+    if context is None:
+        asked = profile.context.limit
+        context = (most or shape.limit) if asked == "auto" else int(asked)
+    if context < 1:
+        raise BadInput("a context has at least one token", code="bad_length")
+    return Plan(
+        profile=profile,
+        need=memory.need(shape, heavy, run, context),
+        room=room,
+        facts=facts,
+        most=most,
+        limit=shape.limit,
+        per_token=shape.kv_per_token * kv_number,
+        weights=heavy,
+        run=run,
+    )
+
+
+def torch_dtype(subject: Subject, profile: Profile) -> str:
+    """The numbers it computes in, as torch spells them."""
+    name = subject.dtype if profile.load.dtype == "auto" else profile.load.dtype
+    usual = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+    return {**usual, "fp64": "float64", "f64": "float64"}.get(name, name)
+
+
+def _has_head(source: Source) -> bool:
+    names = [name for file in source.files for name in file.tensors]
+    return not names or any(name.endswith("lm_head.weight") for name in names)
+
+
+def _with_defaults(source: Source) -> Mapping[str, Any]:
+    """The config with its family's defaults, which only transformers knows."""
+    from kvcli.weights import read_config
+
+    config: Mapping[str, Any] = read_config(source, False).get_text_config().to_dict()
+    return config

@@ -1,0 +1,94 @@
+"""Plans as the document that `kvcli fit` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvcli import __version__
+from kvcli.fit.advice import binding, changes
+from kvcli.fit.memory import kept_free
+from kvcli.fit.speed import speed
+from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
+
+if TYPE_CHECKING:
+    from kvcli.fit.before import Outlook
+    from kvcli.fit.plan import Plan
+    from kvcli.fit.shape import Shape
+    from kvcli.profile import Profile
+    from kvcli.schemas.fit import CalibrationDocument
+
+
+def document(
+    outlook: Outlook,
+    plans: Sequence[Plan],
+    others: Mapping[str, Profile],
+    calibrations: Mapping[str, CalibrationDocument],
+    context: int | None,
+    notes: Sequence[str],
+) -> FitDocument:
+    """`calibrations`: by profile name, where anything was measured for it. At least one plan."""
+    subject, first = outlook.subject, plans[0]
+    dates = [found.date for found in calibrations.values()]
+    past = next((p.facts for p in plans if p.facts.runs), None)
+    return FitDocument(
+        kvcli=__version__,
+        model=outlook.name,
+        layers=subject.shape.layers,
+        kv_heads=subject.shape.kv_heads,
+        head_dim=subject.shape.head_dim,
+        limit=subject.shape.limit,
+        dtype=subject.dtype,
+        ctx=context,
+        device=first.room.device,
+        free_bytes=first.room.available,
+        kept_free=kept_free(first.room.available),
+        plans=[_entry(outlook, plan, others, calibrations.get(plan.profile.name)) for plan in plans],
+        runs=FitRuns(runs=past.runs, low=past.low, high=past.high) if past else None,
+        calibrated=min(dates, default=None),
+        notes=[*_model_notes(subject.shape), *notes, *dict.fromkeys(outlook.notes)],
+    )
+
+
+def _entry(
+    outlook: Outlook, plan: Plan, others: Mapping[str, Profile], calibration: CalibrationDocument | None
+) -> FitPlan:
+    parts = plan.need
+    tried = [] if plan.fits else changes(outlook.subject, plan, others, outlook.found, plan.facts)
+    return FitPlan(
+        profile=plan.profile.name,
+        profile_hash=plan.profile.hash,
+        exactness=plan.profile.exactness,
+        ctx=parts.context,
+        fits=plan.fits,
+        weights=parts.weights,
+        kv=parts.kv,
+        kv_tiers={plan.room.kind: parts.kv},
+        kv_per_token=plan.per_token,
+        draft=parts.draft,
+        working=parts.working,
+        base=parts.base,
+        loading=parts.loading,
+        mapped=parts.mapped,
+        total=plan.total,
+        needed=plan.least,
+        missing=plan.missing,
+        max_ctx=plan.most,
+        calibration=plan.facts.scale,
+        binding=None if plan.fits else binding(plan),
+        changes=[FitChange(type=c.type, total=c.total, ctx=c.context) for c in tried],
+        speed=speed(plan, outlook.subject.shape, calibration),
+    )
+
+
+def _model_notes(shape: Shape) -> list[str]:
+    notes = []
+    windows = [w for w in shape.windows if w is not None]
+    if windows:
+        notes.append(
+            f"{len(windows)} of {shape.layers} layers see only the last {max(windows):,} tokens; "
+            "their keys and values are kept for the whole text all the same"
+        )
+    if shape.experts:
+        notes.append(f"all {shape.experts} experts are in memory; a token goes through {shape.active} of them")
+    return notes

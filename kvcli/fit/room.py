@@ -1,0 +1,93 @@
+"""How much memory there is: of this machine, or of one that was described."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcli.errors import UsageError
+
+CONTEXT = 400 << 20  # bytes that CUDA and its libraries take of a card before a program allocates anything
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_LIMITS = (  # of the container this process may be in: most, used, and the field of pages that can be taken back
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a model would run."""
+
+    device: str  # cpu, cuda:0, mps
+    available: int  # bytes there
+    name: str = ""
+    is_described: bool = False  # not of this machine, but as --vram or --ram say
+
+    @property
+    def kind(self) -> str:
+        return self.device.partition(":")[0]
+
+
+def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
+    """Each device of this machine, the CPU first; `vram` and `ram` replace what was found."""
+    from kvcli import machine
+
+    found: dict[str, Room] = {}
+    for device in machine.devices():
+        if device.free is not None:
+            free = min(device.free, container_room()) if device.kind == "cpu" else device.free
+            found[device.kind] = Room(device.kind, free, device.name)
+    if ram is not None:
+        found["cpu"] = Room("cpu", ram, is_described=True)
+    if vram is not None:
+        found = {"cpu": found["cpu"], "cuda:0": Room("cuda:0", max(0, vram - CONTEXT), is_described=True)}
+    return found
+
+
+def choose(found: dict[str, Room], device: str) -> Room:
+    """The room that `load.device` names; auto is the first GPU, else the CPU."""
+    if device == "auto":
+        return next((room for kind, room in found.items() if kind.startswith("cuda")), found["cpu"])
+    wanted = "cuda:0" if device == "cuda" else device
+    if wanted not in found:
+        raise UsageError(
+            f"load.device = {device}: nothing is known of its memory",
+            code="no_such_device",
+            lines=[f"this machine has {', '.join(found)}"],
+            try_=["--vram 12GiB describes a card", "--device cpu"],
+        )
+    return found[wanted]
+
+
+def container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that the container leaves this process, a very large number where it sets no limit."""
+    for most, used, field in _LIMITS:
+        limit, now = _read(root / most), _read(root / used)
+        if limit is not None and now is not None:
+            return max(0, limit - now + _stat((root / most).parent / "memory.stat", field))
+    return 1 << 62
+
+
+def size(text: str, flag: str) -> int:
+    """`12GiB`, `12G`, `11.6gib`, `800MiB` as bytes; a bare number is refused, because nobody agrees what it counts."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(?:ib|b)?", text.strip(), re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise UsageError(f"{flag} takes a size with its unit, not {text!r}", try_=[f"{flag} 12GiB", f"{flag} 800MiB"])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _read(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # "max": no limit
+        return None
+
+
+def _stat(file: Path, field: str) -> int:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for name, _, value in (line.partition(" ") for line in lines) if name == field), 0)

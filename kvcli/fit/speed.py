@@ -1,0 +1,64 @@
+"""How long a first token takes and how fast the rest comes, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.schemas.fit import FitSpeed
+
+if TYPE_CHECKING:
+    from kvcli.fit.plan import Plan
+    from kvcli.fit.shape import Shape
+    from kvcli.schemas.fit import CalibrationDocument, PassTime
+
+
+def speed(plan: Plan, shape: Shape, calibration: CalibrationDocument | None) -> FitSpeed | None:
+    """Of a prompt that fills the context, and of plain decoding behind it; None where nothing was measured."""
+    if calibration is None:
+        return None
+    context, held = plan.need.context, plan.run.slots(plan.need.context)
+    if calibration.model is not None:
+        grid = by_rows(calibration.model.passes)
+        rows = max(grid)
+        pieces = -(-context // rows)
+        first = sum(at(grid[rows], plan.run.slots(i * rows)) for i in range(pieces))
+        step = at(grid[min(grid)], held)
+        return FitSpeed(first_token=first + step, tok_s=1 / step, basis="model")
+    flops = calibration.gemm.get("float32" if plan.run.number > 2 else "bfloat16", max(calibration.gemm.values()))
+    first = reading_flop(shape, context) / flops
+    step = (plan.weights.read + shape.kv_per_token * plan.run.kv_number * held) / calibration.bandwidth
+    return FitSpeed(first_token=first + step, tok_s=1 / step, basis="machine")
+
+
+def reading_flop(shape: Shape, n: int) -> float:
+    """Products of n tokens: two FLOP a weight, and scores and sums over all earlier tokens that a layer sees."""
+    attention = 2 * shape.heads * shape.head_dim * n * shape.visible(n)
+    sliding = sum(1 for window in shape.windows if window is not None and window < n)
+    whole = shape.layers - sliding
+    extra = 2 * shape.heads * shape.head_dim * n * (shape.visible(n) - whole * n)  # windows are full, not triangles
+    return 2.0 * shape.linear_active * n + attention + extra
+
+
+def by_rows(passes: Sequence[PassTime]) -> dict[int, list[tuple[int, float]]]:
+    """rows -> (context, seconds), contexts rising."""
+    found: dict[int, list[tuple[int, float]]] = {}
+    for one in sorted(passes, key=lambda p: p.context):
+        found.setdefault(one.rows, []).append((one.context, one.seconds))
+    return found
+
+
+def at(line: Sequence[tuple[int, float]], context: int) -> float:
+    """Seconds at a context: straight lines between what was measured, the last one going on; never below the first."""
+    if len(line) == 1:
+        return line[0][1]
+    i = next((i for i in range(1, len(line) - 1) if context <= line[i][0]), len(line) - 1)
+    (x0, y0), (x1, y1) = line[i - 1], line[i]
+    return max(min(y for _, y in line), y0 + (y1 - y0) * (context - x0) / (x1 - x0))
+
+
+def units(passes: Sequence[PassTime], context: int) -> Mapping[int, float]:
+    """rows -> time in passes of one row, at a context: what a drafter may start from before it has measured."""
+    grid = by_rows(passes)
+    plain = at(grid[min(grid)], context)
+    return {rows: at(line, context) / plain for rows, line in sorted(grid.items()) if rows > 1}

@@ -1,0 +1,104 @@
+"""Bytes of the weights: as their files hold them, and as they lie in memory once loaded and packed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.kernels.linear_packed import group_of, why_not
+
+if TYPE_CHECKING:
+    from kvcli.fit.shape import Shape
+    from kvcli.source import Source
+
+BYTES = {
+    "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "f16": 2,
+    "f32": 4, "f64": 8,
+}  # fmt: skip
+_IN_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
+_NOT_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
+_EXPERT = re.compile(r"expert")
+_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a float per 256 of those
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    nbytes: int  # in its file
+    packs: bool  # a linear layer of the decoder, which load.quant packs
+    is_float: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of all weights."""
+
+    memory: int  # once loaded
+    files: int  # read, and mapped while loading
+    converted: bool  # the numbers change while loading, so that both forms exist at once
+    read: int  # a token's pass reads these; fewer than `memory` where there are experts
+
+
+def of_files(source: Source) -> tuple[Held, ...]:
+    """The text model's tensors by the headers of its files; none for pickles, which say nothing before they run."""
+    is_tied = bool(source.text_config.get("tie_word_embeddings", source.config.get("tie_word_embeddings", False)))
+    held = []
+    for file in source.files:
+        for name, tensor in file.tensors.items():
+            if _NOT_TEXT.search(name) or (is_tied and name.endswith("lm_head.weight")):
+                continue
+            packs = len(tensor.shape) == 2 and bool(_IN_LAYER.search(name)) and not _EXPERT.search(name)
+            is_float = tensor.dtype in ("F64", "F32", "F16", "BF16")
+            held.append(Held(tensor.shape, tensor.nbytes, packs and source.family != "gpt2", is_float))
+    return tuple(held)
+
+
+def of_shape(shape: Shape, number: int = 2) -> tuple[Held, ...]:
+    """The tensors such a model has, where no file says; `number` bytes each."""
+
+    def held(rows: int, cols: int, packs: bool) -> Held:
+        return Held((rows, cols), rows * cols * number, packs)
+
+    def layer() -> Iterator[Held]:
+        width, kv, d = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+        for rows, cols in ((width, d), (kv, d), (kv, d), (d, width)):
+            yield held(rows, cols, True)
+        for _ in range(max(1, shape.experts)):
+            for rows, cols in ((shape.inner, d), (shape.inner, d), (d, shape.inner)):
+                yield held(rows, cols, not shape.experts)
+        yield held(2, d, False)
+
+    ends = [held(shape.vocab, shape.hidden, False)] * (1 if shape.is_tied else 2)
+    return (*ends, *(h for _ in range(shape.layers) for h in layer()))
+
+
+def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool) -> Weights:
+    """`number`: bytes of one number in memory. `given`: quantized in the checkpoint, so loaded as it is."""
+    sizes = [h.nbytes if given or not h.is_float else _size(h, number, quant, device) for h in held]
+    plain = [h.nbytes if given or not h.is_float else math.prod(h.shape) * number for h in held]
+    files = sum(h.nbytes for h in held)
+    memory = sum(sizes)
+    share = 1.0 if not shape.experts else shape.linear_active / shape.linear
+    return Weights(
+        memory=memory,
+        files=files,
+        converted=sum(plain) != files,
+        read=int(memory * share),
+    )
+
+
+def _size(h: Held, number: int, quant: str, device: str) -> int:
+    count = math.prod(h.shape)
+    if quant == "none" or not h.packs:
+        return count * number
+    n, k = h.shape
+    if device != "cpu":  # bitsandbytes: a float per output, or blocks of 64 with scales that are packed once more
+        return count + 4 * n if quant == "int8" else int(count * _NF4)
+    if why_not((n, k), 8 if quant == "int8" else 4):
+        return count * number
+    return count + n * number if quant == "int8" else count // 2 + 2 * n * (k // group_of(k)) * number

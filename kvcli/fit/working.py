@@ -1,0 +1,68 @@
+"""Memory a pass needs beside weights, keys and values: what one layer computes, fresh rows, logits.
+
+Each sum names the tensors that live at once in `forward.py` and the kernels it calls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcli.kernels.attend.cpu import FEW
+from kvcli.kernels.attend.reference import BLOCK
+
+if TYPE_CHECKING:
+    from kvcli.fit.shape import Shape
+
+WIDE = 4  # bytes of a float32, in which parts are merged and scores are summed
+CHECK = 16  # rows that are compared with the stock model after loading
+# Bytes the process holds for each byte of live tensors: malloc keeps freed blocks. Over 27 runs on two models it took
+# 1.2 to 1.9 (docs/fit.md); torch's CUDA allocator, whose peak counts live tensors, takes none.
+ALLOCATOR = {"cpu": 1.6}
+
+
+def working_bytes(shape: Shape, *, chunk: int, rows: int, slots: int, number: int, kv_number: int, device: str) -> int:
+    """The larger of reading a chunk and of decoding `rows` rows, over `slots` stored ones."""
+    kept = ALLOCATOR.get(device, 1.0)
+    layer = max(_inner(shape, chunk, number), _attention(shape, chunk, slots, number, device))
+    reading = _fresh(shape, chunk, kv_number) + layer
+    writing = _fresh(shape, rows, kv_number) + _attention(shape, rows, slots, number, device)
+    writing += logits_bytes(shape, rows)
+    return int(kept * max(reading, writing))
+
+
+def logits_bytes(shape: Shape, rows: int) -> int:
+    """Logits as the model gives them, in float32 for the sampler, and their noise."""
+    return 3 * rows * shape.vocab * WIDE
+
+
+def check_bytes(shape: Shape, number: int) -> int:
+    """The comparison after loading: logits of both sides, and each of them in float64."""
+    return CHECK * shape.vocab * (2 * number + 2 * 2 * WIDE)
+
+
+def _fresh(shape: Shape, rows: int, number: int) -> int:
+    """Keys and values of the pass itself, all layers, until its rows are accepted."""
+    return shape.kv_per_token * rows * number
+
+
+def _inner(shape: Shape, rows: int, number: int) -> int:
+    """Feed-forward part: what goes round it, its input, and gate, up and their product."""
+    return rows * number * (2 * shape.hidden + 3 * shape.inner * max(1, shape.active))
+
+
+def _attention(shape: Shape, rows: int, slots: int, number: int, device: str) -> int:
+    """What goes round it and its input, queries before and after rotation, two parts, and their merge in float32."""
+    width = shape.heads * shape.head_dim
+    live = rows * (number * (2 * shape.hidden + 3 * width) + 3 * WIDE * width)
+    if number == WIDE:
+        live -= 2 * WIDE * width * rows  # the parts are float32 already
+    return live + _scores(shape, rows, slots, device)
+
+
+def _scores(shape: Shape, rows: int, slots: int, device: str) -> int:
+    """Scores that exist at once: none in torch's flash kernel, all of a few rows' in products, blocks elsewhere."""
+    if device != "cpu" or shape.is_capped:
+        return 3 * shape.heads * rows * min(max(slots, rows), BLOCK) * WIDE
+    if rows * (shape.heads // shape.kv_heads) <= FEW:
+        return 2 * shape.heads * rows * slots * WIDE
+    return 0

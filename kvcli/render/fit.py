@@ -1,0 +1,160 @@
+"""What `kvcli fit` and a calibration look like to people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from kvcli.render import figures as f
+from kvcli.render.summary import joined
+from kvcli.render.tables import columns
+from kvcli.render.terminal import Span, cells
+from kvcli.render.wrap import fold
+from kvcli.text import neutralise
+
+if TYPE_CHECKING:
+    from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan
+
+GIB, MIB = 1 << 30, 1 << 20
+MEASURE = "not calibrated, so no times: kvcli bench --calibrate"
+
+
+def fit_lines(document: FitDocument, width: int) -> Iterator[list[Span]]:
+    """The model, a table or a list of plans, what does not fit and what would, times, notes."""
+    for line in joined(_model(document), width):
+        yield [(line, "bold")]
+    yield []
+    yield from _plans(document, width)
+    yield []
+    for plan in document.plans:
+        if not plan.fits:
+            yield from _refused(plan, document, width)
+    for text in _foot(document):
+        for line in fold(text, max(20, width - 1)):
+            yield [(line.rstrip(), "dim")]
+
+
+def plain_rows(document: FitDocument) -> list[list[str]]:
+    """Bytes and tokens, for programs that want no JSON."""
+    names = ["profile", "ctx", "fits", "weights", "kv", "draft", "base", "working", "total", "max_ctx"]
+    rows = [[str(getattr(plan, name)) for name in names] for plan in document.plans]
+    return [names, *([cell.lower() if cell in ("True", "False") else cell for cell in row] for row in rows)]
+
+
+def _model(document: FitDocument) -> list[str]:
+    per_token = document.plans[0].kv_per_token
+    return [
+        neutralise(document.model, one_line=True),
+        f"{document.layers} layers",
+        f"{document.kv_heads} KV heads of {document.head_dim}",
+        f"{f.long_size(per_token)} per token",
+        f"limit {f.count(document.limit)}",
+        document.device,
+    ]
+
+
+def _plans(document: FitDocument, width: int) -> Iterator[list[Span]]:
+    unit = GIB if max(plan.total for plan in document.plans) >= 2 * GIB else MIB
+    word = "GiB" if unit == GIB else "MiB"
+
+    def size(n: int) -> str:
+        return f"{n / unit:,.2f}" if unit == GIB else f"{n / unit:,.{int(n < 100 * MIB)}f}"
+
+    names = ["profile", "context", "weights", "kv", "draft", "program", "working", "peak", "fits", "largest"]
+    rows = [[*_cells(plan, size)] for plan in document.plans]
+    table = columns([names, *rows])
+    kept = f"{word}; {size(document.free_bytes)} available, of which {size(document.kept_free)} are kept free"
+    if max(map(cells, table)) < width:
+        for i, line in enumerate(table):
+            yield [(line, "dim" if not i else "" if document.plans[i - 1].fits else "yellow")]
+    else:  # too narrow for a table: a block for each plan
+        for row in rows:
+            yield [(f"{row[0]} at {row[1]}", "bold")]
+            left = max(map(cells, names))
+            for name, cell in zip(names[2:], row[2:], strict=True):
+                yield [(f"  {name}{' ' * (left - cells(name))}  {cell}", "")]
+    for line in fold(kept, max(20, width - 1)):
+        yield [(line.rstrip(), "dim")]
+
+
+def _cells(plan: FitPlan, size: object) -> Iterator[str]:
+    assert callable(size)
+    yield neutralise(plan.profile, one_line=True)
+    yield f.count(plan.ctx)
+    for n in (plan.weights, plan.kv, plan.draft, plan.base, plan.working, plan.total):
+        yield size(n) if n else "–"
+    yield "yes" if plan.fits else "no"
+    yield f.count(plan.max_ctx) if plan.max_ctx else "–"
+
+
+def _refused(plan: FitPlan, document: FitDocument, width: int) -> Iterator[list[Span]]:
+    if plan.ctx > document.limit:
+        why = f"{plan.profile} at {f.count(plan.ctx)}: the model was made for {f.count(document.limit)} tokens"
+    else:
+        size = f"needs {f.long_size(plan.needed)}, {f.long_size(plan.missing)} too much"
+        why = f"{plan.profile} at {f.count(plan.ctx)} {size}; bound by {plan.binding}"
+    for line in fold(neutralise(why, one_line=True), max(20, width - 1)):
+        yield [(line.rstrip(), "yellow")]
+    for change in plan.changes:
+        tokens = f" at {f.count(change.ctx)}" if change.ctx != plan.ctx and not change.type.startswith("--ctx") else ""
+        yield [("  try: ", "green"), (f"{change.type}", ""), (f"   {f.long_size(change.total)}{tokens}", "dim")]
+    if not plan.changes:
+        yield [("  no single change makes it fit", "")]
+
+
+def _foot(document: FitDocument) -> Iterator[str]:
+    timed = [(plan, plan.speed) for plan in document.plans if plan.speed is not None]
+    for plan, speed in timed:
+        by = "" if speed.basis == "model" else ", from this machine's figures, not this model's passes"
+        yield (
+            f"{plan.profile} at {f.count(plan.ctx)}: first token {f.seconds(speed.first_token)} when full, then "
+            f"{f.rate(speed.tok_s)} without drafts{by}"
+        )
+    if document.calibrated:
+        yield f"calibrated {_age(document.calibrated)}"
+    elif not timed:
+        yield MEASURE
+    if document.runs:
+        runs, low, high = document.runs.runs, document.runs.low, document.runs.high
+        yield (
+            f"Your last {f.count(runs)} runs used {low:.2f}–{high:.2f} of the estimate."
+            if runs > 1
+            else (f"Your last run used {low:.2f} of the estimate.")
+        )
+    yield from (f"note: {neutralise(note, one_line=True)}" for note in document.notes)
+
+
+def _age(date: str) -> str:
+    days = max(0, (datetime.now(UTC) - datetime.fromisoformat(date)).days)
+    return "today" if not days else "yesterday" if days == 1 else f"{days} days ago"
+
+
+def calibration_lines(found: CalibrationDocument, width: int) -> list[str]:
+    """What a machine can do, then the pass times as a grid of contexts and rows."""
+    gemm = [f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in found.gemm.items()]
+    links = [f"{name.replace('_', ' ')} {f.long_size(rate)}/s" for name, rate in found.links.items()]
+    facts = [
+        found.cpu or found.device,
+        f"{found.threads} threads",
+        f"memory {f.long_size(found.bandwidth)}/s",
+        *gemm,
+        f"a call {found.launch * 1e6:.1f} µs",
+        *links,
+        f"disk {f.long_size(found.disk)}/s" if found.disk else "",
+        f"bare process {f.long_size(found.base_bytes)}",
+    ]
+    return [*joined(facts, width), *(_grid(found, width) if found.model else [])]
+
+
+def _grid(found: CalibrationDocument, width: int) -> Sequence[str]:
+    assert found.model is not None
+    passes = found.model.passes
+    rows = sorted({p.rows for p in passes})
+    times = {(p.context, p.rows): p.seconds for p in passes}
+    table = [["ms at", *(f"{n} rows" if n > 1 else "1 row" for n in rows)]]
+    for context in sorted({p.context for p in passes}):
+        cells_ = (times.get((context, n)) for n in rows)
+        table.append([f.count(context), *("–" if t is None else f"{t * 1e3:,.1f}" for t in cells_)])
+    turned = [list(row) for row in zip(*table, strict=True)]
+    return columns(table if max(map(cells, columns(table))) < width else turned)

@@ -1,0 +1,139 @@
+"""Whether a model fits, what a machine can do, and what earlier runs needed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvcli.schemas.base import Bytes, Count, Json, Seconds
+
+Rate = Annotated[float, Field(gt=0)]
+
+
+class FitChange(Json):
+    """A change with which it fits, tried and not guessed."""
+
+    type: str = Field(description="what to type behind the command")
+    total: Bytes = Field(description="peak with it")
+    ctx: Count
+
+
+class FitSpeed(Json):
+    """Estimates of time."""
+
+    first_token: Seconds = Field(description="of a prompt that fills the context")
+    tok_s: Rate = Field(description="plain decoding at the end of that context, without drafts")
+    basis: Literal["model", "machine"] = Field(description="passes of this model were timed, or only the machine was")
+
+
+class FitPlan(Json):
+    """One profile at one context."""
+
+    profile: str
+    profile_hash: str
+    exactness: str
+    ctx: Count = Field(description="tokens")
+    fits: bool
+    weights: Bytes
+    kv: Bytes = Field(description="keys and values of the whole context, spare room included")
+    kv_tiers: dict[str, Bytes]
+    kv_per_token: Bytes
+    draft: Bytes
+    working: Bytes = Field(description="one pass: activations, scores, logits, and what the allocator keeps")
+    base: Bytes = Field(description="the process without a model; 0 on a GPU")
+    loading: Bytes = Field(description="the highest moment of loading")
+    mapped: Bytes = Field(description="of loading: pages of weight files, which the system can take back")
+    total: Bytes = Field(description="peak: the larger of loading and running, times calibration")
+    needed: Bytes = Field(description="that must be free: total without mapped pages")
+    missing: Bytes = Field(description="0 where it fits")
+    max_ctx: Count = Field(description="the longest context that fits, tokens")
+    calibration: float = Field(description="measured peaks of earlier runs over their estimates; 1 without runs")
+    binding: str | None = Field(description="what it fails on; null where it fits")
+    changes: list[FitChange]
+    speed: FitSpeed | None
+
+
+class FitRuns(Json):
+    """Earlier runs of this model on this kind of device."""
+
+    runs: Count
+    low: float = Field(description="measured over estimated")
+    high: float
+
+
+class FitDocument(Json):
+    """What a model needs, profile by profile."""
+
+    schema_: Literal["kvcli.fit/1"] = Field(default="kvcli.fit/1", alias="schema")
+    kvcli: str
+    model: str
+    layers: Count
+    kv_heads: Count
+    head_dim: Count
+    limit: Count = Field(description="the model's own context limit, tokens")
+    dtype: str
+    ctx: Count | None = Field(description="the first context asked for; null: each plan's own")
+    device: str = Field(description="of the first plan")
+    free_bytes: Bytes = Field(description="available on it")
+    kept_free: Bytes = Field(description="of these, what no plan uses")
+    plans: list[FitPlan]
+    runs: FitRuns | None
+    calibrated: str | None = Field(description="when times were measured here, ISO 8601; null: never")
+    notes: list[str]
+
+
+class PassTime(Json):
+    """One pass of so many rows over so many stored tokens."""
+
+    rows: Count
+    context: Count
+    seconds: Seconds = Field(description="median")
+    low: Seconds
+    high: Seconds
+
+
+class ModelTimes(Json):
+    """Pass times of one model."""
+
+    id: str
+    fingerprint: str
+    dtype: str
+    quant: str
+    device: str
+    passes: list[PassTime]
+
+
+class CalibrationDocument(Json):
+    """What this machine can do, measured."""
+
+    schema_: Literal["kvcli.calibration/1"] = Field(default="kvcli.calibration/1", alias="schema")
+    kvcli: str
+    date: str = Field(description="ISO 8601 with the offset to UTC")
+    fingerprint: str
+    cpu: str | None
+    device: str
+    threads: Count
+    torch: str
+    base_bytes: Bytes = Field(description="a process that loaded a model, without the model")
+    bandwidth: Rate = Field(description="reading memory of the device, bytes a second")
+    gemm: dict[str, Rate] = Field(description="FLOP a second of a large product, by dtype")
+    launch: Seconds = Field(description="one operation on almost nothing")
+    links: dict[str, Rate] = Field(description="host to device and back, bytes a second; empty without a GPU")
+    disk: Rate | None = Field(description="reading a file that is not in memory, bytes a second")
+    model: ModelTimes | None
+
+
+class RunEntry(Json):
+    """A line of the run log. No text of the user, no paths."""
+
+    schema_: Literal["kvcli.run/1"] = Field(default="kvcli.run/1", alias="schema")
+    kvcli: str
+    date: str
+    model: str
+    profile: str
+    profile_hash: str
+    device: str
+    ctx: Count = Field(description="tokens in memory")
+    predicted: Bytes = Field(description="before any correction by earlier runs")
+    measured: Bytes
