@@ -41,11 +41,15 @@ def suite(world: World, typed: Typed, asked: Asked, bar: Bar) -> Suite | None:
     def run(model: Model, profiles: list[Profile]) -> QualityDocument | None:
         from kvcli.commands.interrupt import Interrupt
         from kvcli.files import private_folder
+        from kvcli.quality.agree import agreement
         from kvcli.quality.run import LENGTHS, N, run_quality
 
         folder = private_folder(world.paths.cache / "quality")
         file = next(iter(asked.files.values()), None)
+        agreed = None
         with Interrupt() as cancel:
+            if file is not None:  # first: a text that is too short is refused before minutes of work
+                agreed = agreement(model, profiles, file.text, seed=typed.seed, tell=bar.show, cancel=cancel)
             result = run_quality(
                 model,
                 profiles,
@@ -61,6 +65,8 @@ def suite(world: World, typed: Typed, asked: Asked, bar: Bar) -> Suite | None:
             )
         if not result.is_complete and not result.outcomes:
             raise KeyboardInterrupt
-        return result.document()
+        document = result.document()
+        document.agreement = agreed
+        return document
 
     return run

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvcli.errors import BadInput, ContextOverflow, KvcliError, UsageError
+from kvcli.errors import BadInput, ContextOverflow, UsageError
 from kvcli.forward import Pass, run
 from kvcli.quality.answer import kept, open_session
 from kvcli.quality.controls import Row, full_profile, rows
@@ -65,18 +66,18 @@ def agreement(
     seed: int = 0,
     tell: Tell = lambda done, total, label: None,
     cancel: Cancel = lambda: False,
-) -> AgreementDocument:
+) -> AgreementDocument | None:
     """Top-1 agreement, KL and added negative log-likelihood of `profiles` and the two controls against the full cache.
 
     Windows of `context` + `scored` tokens are spread evenly over the text; a shorter text is one window, a quarter of
-    it scored. Raises BadInput for a text that is too short, and KvcliError when cancelled before the first window.
+    it scored. None when cancelled before the first window; raises BadInput for a text that is too short.
     """
     _check(model, context, scored, windows)
     table = rows(profiles, full_profile(model.profile))
     cuts = _cuts(_ids(model, text, context + scored), context, scored, windows)
     found = list(_windows(model, table, cuts, tell, cancel))
     if not found:
-        raise KvcliError("agreement was stopped before its first window", code="no_result")
+        return None
     return AgreementDocument(
         windows=len(found),
         context=len(cuts[0].context),
@@ -165,8 +166,8 @@ def _far(said: Tensor, truth: Tensor, scored: Sequence[int], held: float) -> _Fa
     )
 
 
-def _estimate(values: list[float], seed: int) -> Estimate:
-    low, high = bootstrap({"windows": values}, seed) or (None, None)
+def _estimate(values: list[float], seed: int, *, least: float = -inf, most: float = inf) -> Estimate:
+    low, high = bootstrap({"windows": values}, seed, least=least, most=most) or (None, None)
     return Estimate(mean=fmean(values), low=low, high=high)
 
 
@@ -175,8 +176,8 @@ def _row(row: Row, far: Sequence[_Far], seed: int) -> AgreementRow:
         profile=row.name,
         role=row.role,
         kept=fmean(f.kept for f in far),
-        agreement=_estimate([f.agreement for f in far], seed),
-        kl=_estimate([f.kl for f in far], seed),
+        agreement=_estimate([f.agreement for f in far], seed, least=0, most=1),
+        kl=_estimate([f.kl for f in far], seed, least=0),
         delta_nll=_estimate([f.delta_nll for f in far], seed),
         nll=fmean(f.nll for f in far),
     )

@@ -114,7 +114,7 @@ def _difference(cells: Cells, full: Cells, seed: int) -> Difference:
     groups: dict[str, list[float]] = {}
     for spot, outcome in cells.items():
         groups.setdefault(f"{spot.task} {spot.length}", []).append(outcome.score - full[spot].score)
-    low, high = bootstrap(groups, seed) or (None, None)
+    low, high = bootstrap(groups, seed, least=-1, most=1) or (None, None)
     return Difference(mean=mean_of_means(groups), low=low, high=high)
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import comb
+from math import comb, inf
 from statistics import fmean
 
 ROUNDS = 2000  # resamples
 LEVEL = 0.95
 
 
-def bootstrap(groups: Mapping[str, Sequence[float]], seed: int, rounds: int = ROUNDS) -> tuple[float, float] | None:
+def bootstrap(
+    groups: Mapping[str, Sequence[float]],
+    seed: int,
+    *,
+    least: float = -inf,
+    most: float = inf,
+    rounds: int = ROUNDS,
+) -> tuple[float, float] | None:
     """The 95 % interval of the mean over groups of the mean in each; samples are drawn anew within their group.
 
     One number per context (not per question: questions about one text are not independent). The spread of a group of
     n is widened by sqrt(n / (n - 1)), which is what resampling falls short of in small groups. None if a group has a
-    single number, which tells nothing of its spread.
+    single number, which tells nothing of its spread. Ends are cut at `least` and `most`, which no mean can pass.
     """
     import numpy as np
 
@@ -28,7 +35,7 @@ def bootstrap(groups: Mapping[str, Sequence[float]], seed: int, rounds: int = RO
         drawn = array[dice.integers(0, n, size=(rounds, n))].mean(axis=1)
         total += array.mean() + (drawn - array.mean()) * (n / (n - 1)) ** 0.5
     low, high = np.quantile(total / len(groups), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    return max(least, float(low)), min(most, float(high))
 
 
 def mean_of_means(groups: Mapping[str, Sequence[float]]) -> float:

@@ -53,6 +53,13 @@ def test_groups_are_resampled_apart() -> None:
     assert -0.47 < low < -0.45 < high < -0.43
 
 
+def test_no_interval_passes_what_is_possible() -> None:
+    groups = {"a": [-1.0, -1.0, 0.0]}
+    low, high = bootstrap(groups, seed=1) or (0, 0)
+    assert low < -1
+    assert bootstrap(groups, seed=1, least=-1, most=high) == (-1, high)
+
+
 def test_a_seed_gives_one_interval_and_a_single_number_none() -> None:
     groups = {"a": [0.1, 0.7, 0.2, 0.35, 0.91], "b": [0.0, 1.0, 0.3]}
     assert bootstrap(groups, seed=3) == bootstrap(dict(reversed(groups.items())), seed=3)
