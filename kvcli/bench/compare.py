@@ -47,7 +47,9 @@ def paired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
     if not ratios:
         return None
     low, high = min(ratios), max(ratios)
-    return Ratio(samples=ratios, median=statistics.median(ratios), low=low, high=high, verdict=verdict(low, high))
+    return Ratio(
+        samples=ratios, median=statistics.median(ratios), low=low, high=high, verdict=verdict(low, high, len(ratios))
+    )
 
 
 def unpaired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
@@ -56,14 +58,15 @@ def unpaired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
         return None
     low, high = min(side) / max(base), max(side) / min(base)
     median = statistics.median(side) / statistics.median(base)
-    return Ratio(samples=[], median=median, low=low, high=high, verdict=verdict(low, high))
+    n = min(len(side), len(base))
+    return Ratio(samples=[], median=median, low=low, high=high, verdict=verdict(low, high, n))
 
 
-def verdict(low: float, high: float) -> Verdict:
+def verdict(low: float, high: float, n: int) -> Verdict:
     """≈ where the range holds 1. A single repetition has no range, and so no verdict but ≈ either."""
-    if low > 1 and high > low:
-        return "faster"
-    return "slower" if high < 1 and high > low else "≈"
+    if n < 2 or low <= 1 <= high:
+        return "≈"
+    return "faster" if low > 1 else "slower"
 
 
 def acceptance(runs: Sequence[Sample], method: str) -> Accept | None:

@@ -144,7 +144,7 @@ def _beyond(rows: Sequence[BenchRow]) -> list[str]:
         if row.ends is not None and row.ends < row.new // 2:
             where = f"{row.workload} {row.ctx:,}"
             found.setdefault(
-                where, f"{where}: the answer ends after {row.ends} of {row.new} tokens, the rest is no text"
+                where, f"{where}: the answer ends after {row.ends} of {row.new} tokens, what follows is no answer"
             )
     return list(found.values())
 

@@ -85,11 +85,20 @@ class Bench:
         measure(list(self.sides.values()), cases, self.ask.plan, self.series, self.tell)
         self.explain_differences()
         if self.ask.quality is not None:
-            self.quality = self.ask.quality(model, self.comparable(model))
+            self.ask_questions(self.ask.quality, model)
+            if self.quality is not None and not self.quality.complete:
+                return
         self.close()
         if self.ask.args.memory:
             self.weigh()
         self.complete = True
+
+    def ask_questions(self, quality: Quality, model: Model) -> None:
+        """The quality suite. Where it cannot run, the speeds stay."""
+        try:
+            self.quality = quality(model, self.comparable(model))
+        except KvcliError as error:
+            self.notes.append("; ".join([f"no quality suite: {error.message}", *error.lines]))
 
     def comparable(self, model: Model) -> list[Profile]:
         """The profiles that run on these very weights: the quality suite compares them with the full cache."""

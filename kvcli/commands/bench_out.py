@@ -127,6 +127,8 @@ def table_lines(document: BenchDocument, width: int) -> list[str]:
     lines = table(document, width)
     if document.quality is not None:
         lines += ["", "quality", *columns(q.table(document.quality)), "", *columns(q.by_task(document.quality)), ""]
+        if document.quality.agreement is not None:
+            lines += ["agreement with exact, on the file", *columns(q.agreement_table(document.quality.agreement)), ""]
         lines += [part for note in q.notes(document.quality) for part in fold(note, width)]
     return lines
 
@@ -167,7 +169,7 @@ def print_history(world: World, model: str, ctx: str | None, workload: str | Non
         print_json(world, document)
         return ExitStatus.OK
     if not document.entries:
-        raise BadInput(f"no saved results of {model}", code="no_history", try_=[f"kvcli bench {model} --save"])
+        note(f"nothing is saved that fits; to begin: kvcli bench {model} --save")
     for i, table in enumerate(trend(document)):
         if i:
             world.stdout.write("\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.render import figures as f
@@ -26,10 +26,14 @@ Cell = Callable[["BenchRow", "BenchDocument"], str]
 def table(document: BenchDocument, width: int) -> list[str]:
     """Header, blocks, what the columns mean, and what makes them unsure."""
     lines = [*fold(heading(document), width), ""]
+    shown = set[str]()
     for ctx, workload in blocks(document):
         rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
-        lines += [f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new", *block(rows, document, width), ""]
-    for line in [*legend(document), *differences(document)]:
+        names, cells_below = block(rows, document, width)
+        name = neutralise(workload, one_line=True)
+        lines += [*fold(f"{name} · {ctx:,} tokens, {rows[0].new:,} of them new", width), *cells_below, ""]
+        shown |= set(names)
+    for line in [legend(document, shown), *differences(document)]:
         lines += fold(line, width)
     for note in document.notes:
         lines += fold(f"note: {neutralise(note, one_line=True)}", width)
@@ -57,19 +61,19 @@ def blocks(document: BenchDocument) -> list[tuple[int, str]]:
     return list(dict.fromkeys((row.ctx, row.workload) for row in document.rows))
 
 
-def block(rows: Sequence[BenchRow], document: BenchDocument, width: int) -> list[str]:
-    """One table, its last columns left out where they do not fit."""
+def block(rows: Sequence[BenchRow], document: BenchDocument, width: int) -> tuple[list[str], list[str]]:
+    """The columns that fit, and the lines of one table."""
     names = [name for name in CELLS if any(CELLS[name](row, document) != NONE for row in rows)]
     for dropped in ("", *DROPPED):
         names = [name for name in names if name != dropped]
         lines = columns([["profile", *names], *(_cells(row, document, names) for row in rows)])
         if max(map(cells, lines)) <= width:
-            return lines
+            return names, lines
     room = width - max(map(cells, lines)) + max(cells(row.profile) for row in rows)
     found = [["profile", *names], *(_cells(row, document, names) for row in rows)]
     for cells_of_row in found:
         cells_of_row[0] = clip(cells_of_row[0], max(NARROWEST_NAME, room))
-    return columns(found)
+    return names, columns(found)
 
 
 def _cells(row: BenchRow, document: BenchDocument, names: Sequence[str]) -> list[str]:
@@ -133,24 +137,21 @@ CELLS: Mapping[str, Cell] = {
 }
 
 
-def legend(document: BenchDocument) -> Iterator[str]:
-    """What the columns mean; only what this table has."""
+def legend(document: BenchDocument, shown: Collection[str]) -> str:
+    """What the columns mean that are shown."""
     base = neutralise(document.baseline, one_line=True)
-    args = document.args
-    said = []
-    if args.reps > 1:
-        said.append("± is one standard deviation.")
+    said = ["± is one standard deviation."] if document.args.reps > 1 else []
     ratios = [row.ratio.tok_s for row in document.rows if row.ratio.tok_s is not None]
     if ratios:
         how = "median of paired repetitions" if ratios[0].samples else "median over median"
         said.append(f"× is decoding speed over {base}'s, {how}; ≈: their range holds 1.")
-    if any(row.accept for row in document.rows):
+    if "accept" in shown:
         said.append("accept: tokens per drafted pass · share of passes that drafted.")
-    if any(row.same for row in document.rows):
+    if "same" in shown:
         said.append(f"same: tokens equal to {base}'s, greedy, up to the first that differs.")
-    if any(row.peak_bytes for row in document.rows):
+    if "peak" in shown:
         said.append("peak: MiB of a process that ran the row alone.")
-    yield " ".join(said)
+    return " ".join(said)
 
 
 def differences(document: BenchDocument) -> Iterator[str]:

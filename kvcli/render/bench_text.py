@@ -33,7 +33,7 @@ def markdown(document: BenchDocument) -> str:
             lines.append(
                 "| " + " | ".join(map(_cell, [row.profile, *(of(row, document) for of in CELLS.values())])) + " |"
             )
-    lines += ["", *legend(document), *(f"- {_cell(line)}" for line in differences(document))]
+    lines += ["", legend(document, CELLS), *(f"- {_cell(line)}" for line in differences(document))]
     lines += [f"- {_cell(note)}" for note in document.notes]
     return "\n".join(lines) + "\n"
 
@@ -61,8 +61,8 @@ def _flat(document: BenchDocument, row: BenchRow | None) -> dict[str, object]:
         for kind in ("median", "low", "high", "mean", "sd"):
             flat[figure if kind == "median" else f"{figure}_{kind}"] = getattr(getattr(row, kind, None), figure, None)
     ratio = row.ratio.tok_s if row else None
-    for name in ("median", "low", "high", "verdict"):
-        flat["ratio" if name == "median" else f"ratio_{name}"] = getattr(ratio, name, None)
+    for column, name in (("ratio", "median"), ("ratio_low", "low"), ("ratio_high", "high"), ("verdict", "verdict")):
+        flat[column] = getattr(ratio, name, None)
     for name in ("mean_acceptance_length", "drafted_share", "tokens_per_pass", "acceptance_rate"):
         flat[name] = getattr(row.accept if row else None, name, None)
     for name in ("kv_bytes", "peak_bytes", "exactness", "ends"):

@@ -1,0 +1,97 @@
+"""`kvcli bench` as it is typed: what is refused before anything is loaded, and one run on the demo model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from kvcli.demo import weights_dir
+from kvcli.errors import ExitStatus
+from kvcli.schemas import DOCUMENTS
+from tests.fakes import Machine
+
+pytestmark = pytest.mark.skipif(
+    not (weights_dir() / "model.safetensors").exists(), reason="the demo model is not in this checkout"
+)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "status"),
+    [
+        (["--ctx", "16k"], "context_overflow", ExitStatus.CONTEXT_OVERFLOW),
+        (["--ctx", "100"], "usage", ExitStatus.USAGE),
+        (["--ctx", "many"], "usage", ExitStatus.USAGE),
+        (["--reps", "0"], "usage", ExitStatus.USAGE),
+        (["--workload", "sumary"], "usage", ExitStatus.USAGE),
+        (["--workload", "none.txt"], "file_missing", ExitStatus.BAD_INPUT),
+        (["--baseline", "hff"], "usage", ExitStatus.USAGE),
+        (["--baseline", "none.json"], "file_unreadable", ExitStatus.BAD_INPUT),
+        (["--baseline", "hf", "--baseline", "old.json"], "usage", ExitStatus.USAGE),
+        (["--profiles", "nope"], "bad_config", ExitStatus.BAD_CONFIG),
+        (["--profiles", ","], "usage", ExitStatus.USAGE),
+        (["--vary", "spec.mx=1"], "usage", ExitStatus.USAGE),
+        (["--vary", "spec.max=x"], "bad_config", ExitStatus.BAD_CONFIG),
+        (["--fail-if", "tok<1"], "usage", ExitStatus.USAGE),
+        (["--quality", "nonsense"], "unknown_task", ExitStatus.USAGE),
+        (["--quality-n", "2"], "usage", ExitStatus.USAGE),
+        (["-o", "none/x.json"], "file_unwritable", ExitStatus.BAD_INPUT),
+        (["-o", "x.what"], "usage", ExitStatus.USAGE),
+    ],
+)
+def test_refused_with_a_code(machine: Machine, args: list[str], code: str, status: ExitStatus):
+    result = machine("bench", "demo", "--json", *args)
+    assert result.exit == status
+    assert json.loads(result.out)["code"] == code
+
+
+def test_a_dry_run_names_every_side(machine: Machine):
+    result = machine("bench", "--dry-run", "--json", "--baseline", "hf", "--vary", "spec.max=2,4", "--ctx", "1k,2k")
+    assert result.exit == 0, result.err
+    plan = TypeAdapter(DOCUMENTS["bench_plan"]).validate_json(result.out)
+    assert [side.name for side in plan.sides] == ["hf", "exact", "ngram max=2", "ngram max=4"]
+    assert plan.baseline == "hf"
+    assert plan.runs == 4 * 2 * (5 + 1)
+    assert "demo" in machine("bench", "--dry-run").out
+
+
+def test_vary_leaves_alone_what_lacks_the_key_and_says_so(machine: Machine):
+    result = machine("bench", "--dry-run", "--json", "--profiles", "exact,ngram", "--vary", "spec.max=2,4")
+    plan = json.loads(result.out)
+    assert [side["name"] for side in plan["sides"]] == ["exact", "ngram max=2", "ngram max=4"]
+    assert plan["notes"] == ["exact has no spec.max: it is not varied"]
+
+
+def test_a_history_of_nothing_says_how_to_begin(machine: Machine):
+    result = machine("bench", "--history")
+    assert (result.exit, result.out) == (0, "")
+    assert "--save" in result.err
+
+
+def test_lossless_profiles_write_one_text_in_fp32(machine: Machine):
+    """The real thing, small: two profiles and transformers' generate, saved, then compared with itself."""
+    args = ["--ctx", "512", "-n", "24", "--reps", "2", "--dtype", "fp32", "--no-memory", "-w", "summary,random"]
+    first = machine("bench", "demo", *args, "--baseline", "hf", "--json", "-o", "first.json", "--save")
+    assert first.exit == 0, first.err
+    document = TypeAdapter(DOCUMENTS["bench"]).validate_json(first.out)
+    assert [row.profile for row in document.rows] == ["hf", "exact", "ngram"] * 2
+    assert [row.same.share for row in document.rows if row.same] == [1.0] * 4
+    assert all(row.prompt + row.new == row.ctx or row.prompt + row.new > row.ctx - 16 for row in document.rows)
+    ngram = document.rows[2].accept
+    assert ngram is not None
+    assert ngram.accepted_tokens == sum(i * n for i, n in enumerate(ngram.histogram))
+    assert ngram.tokens_per_pass * ngram.passes == pytest.approx(2 * 24)
+    again = machine("bench", "demo", *args, "--profiles", "ngram", "--baseline", "first.json", "--fail-if", "same<100%")
+    assert again.exit == 0, again.err
+    beyond = machine("bench", "demo", *args, "--profiles", "ngram", "--baseline", "first.json", "--fail-if", "kv>1KiB")
+    assert beyond.exit == ExitStatus.REGRESSION
+    assert "kv>1KiB" in beyond.err
+    past = machine("bench", "demo", "--history", "--json")
+    assert len(json.loads(past.out)["entries"]) == 6

@@ -1,0 +1,105 @@
+"""The document, its formats and the history."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from kvcli.bench.history import history, read, save
+from kvcli.errors import BadInput
+from kvcli.render.bench import share_words, table
+from kvcli.render.bench_text import bars, json_lines, markdown, separated, trend
+from kvcli.render.terminal import cells
+from kvcli.schemas import DOCUMENTS, json_schema
+from tests.bench_command.sides import Paced, document
+
+
+@pytest.fixture(scope="module")
+def found():
+    sides = [
+        Paced("exact", [20, 20, 21, 22]),
+        Paced("ngram", [41, 40, 42, 45], drafts=True),
+        Paced("a profile with a long name", [20, 22, 20, 21]),
+        Paced("slowed", [9, 10, 9.5, 10], text=[8, 9, 8, *range(8, 40)]),
+    ]
+    return document(sides, ctx=[64, 2048], workloads=["summary", "code"])
+
+
+def test_the_document_reads_back_as_itself(found):
+    text = json.dumps(found.document())
+    assert TypeAdapter(DOCUMENTS["bench"]).validate_json(text) == found
+    assert set(found.document()) == set(json_schema("bench")["properties"])
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_the_table_fits(found, width: int):
+    lines = table(found, width)
+    assert max(map(cells, lines)) <= width
+    assert sum(line.startswith("profile") for line in lines) == 4
+    assert sum("slowed" in line and "0.4" in line for line in lines) == 4  # losing rows are printed like winning ones
+
+
+def test_where_ranges_overlap_no_factor_is_printed(found):
+    rows = [line for line in table(found, 200) if line.startswith("a profile with a long name")]
+    assert all("≈" in row for row in rows)
+
+
+def test_a_share_is_never_rounded_up_to_all():
+    assert share_words(1.0) == "100 %"
+    assert share_words(0.9999) == "99.9 %"
+
+
+def test_csv_has_a_line_for_each_row(found):
+    rows = list(csv.DictReader(io.StringIO(separated(found))))
+    assert [row["profile"] for row in rows] == [row.profile for row in found.rows]
+    assert [float(row["tok_s"]) for row in rows] == pytest.approx([row.median.tok_s for row in found.rows])
+    assert {row["verdict"] for row in rows} == {"", "faster", "≈", "slower"}
+
+
+def test_lines_of_json_stand_alone(found):
+    lines = json_lines(found).splitlines()
+    assert len(lines) == len(found.rows)
+    for line, row in zip(lines, found.rows, strict=True):
+        alone = TypeAdapter(DOCUMENTS["bench_row"]).validate_json(line)
+        assert (alone.profile, alone.model, alone.samples) == (row.profile, "demo", row.samples)
+
+
+def test_markdown_tables_are_square(found):
+    lines = [line for line in markdown(found).splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in lines} == {10}
+
+
+def test_saved_results_come_back_in_order_and_private(found, tmp_path: Path):
+    folder, notes = tmp_path / "bench", list[str]()
+    paths = [save(folder, found), save(folder, found)]
+    assert len(set(paths)) == 2
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in paths)
+    assert read(paths[0]) == found
+    (folder / "broken.json").write_text("{")
+    past = history(folder, "demo", [2048], ["code"], notes.append)
+    assert [e.profile for e in past.entries] == [r.profile for r in found.rows[:4]] * 2
+    assert {(e.ctx, e.workload) for e in past.entries} == {(2048, "code")}
+    assert len(notes) == 1
+    assert "broken.json" in notes[0]
+    assert history(folder, "other", [], [], notes.append).entries == []
+    assert len(trend(past)) == 4
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path):
+    with pytest.raises(BadInput, match="cannot read"):
+        read(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text('{"schema": "kvcli.turn/1"}')
+    with pytest.raises(BadInput, match="no result of kvcli bench"):
+        read(tmp_path / "other.json")
+
+
+def test_bars_start_at_nothing_so_that_a_small_change_looks_small():
+    assert bars([100, 99, 101]) == "███"
+    assert bars([100, 50]) == "█▅"
+    assert bars([]) == ""
