@@ -1,0 +1,220 @@
+"""A benchmark as one HTML file: readable at a glance, complete, and fetching nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from kvcli.render import bench as b
+from kvcli.render import bench_charts as charts
+from kvcli.render import bench_html_quality as quality
+from kvcli.render import bench_html_setup as setup
+from kvcli.render.figures import long_size
+from kvcli.render.html import Markup, data_table, join, number, section, tag
+
+if TYPE_CHECKING:
+    from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio
+
+# nothing is fetched and nothing runs, whatever a name in the document says
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_TEXT = {
+    "base": ("the baseline", "square"),
+    "same": ("the same text", "circle"),
+    "tie": ("differs from a near tie on", "diamond"),
+    "differs": ("another text", "triangle"),
+    "unknown": ("texts not compared", "cross"),
+}
+
+
+def html(document: BenchDocument) -> str:
+    """The page of a document."""
+    style = Markup((files("kvcli.render") / "bench_report.css").read_text(encoding="utf-8"))
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("title", f"{document.model.id}: kvcli bench"),
+        tag("style", style),
+    )
+    title = tag("header", tag("h1", document.model.id), tag("p", b.heading(document), class_="sub"))
+    parts = [_warnings(document), _glance(document), _headline(document)]
+    parts += [_block(document, ctx, workload) for ctx, workload in b.blocks(document)]
+    parts += [_over_contexts(document), quality.panel(document), setup.checks(document), setup.fine_print(document)]
+    body = tag("body", tag("main", title, *parts))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+# ---- at a glance ----
+
+
+def _warnings(document: BenchDocument) -> Markup:
+    said = [*([] if document.complete else ["stopped before the end"]), *document.notes]
+    failed = [check for check in document.checks if check.failed]
+    if failed:
+        said.insert(0, f"{len(failed)} of {len(document.checks)} checks failed")
+    return tag("ul", [tag("li", line) for line in said], class_="warnings") if said else Markup("")
+
+
+def _glance(document: BenchDocument) -> Markup:
+    """Four facts about the longest context of the first workload."""
+    if not document.rows:
+        return Markup("")
+    workload = document.rows[0].workload
+    ctx = max(row.ctx for row in document.rows if row.workload == workload)
+    rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
+    cards = [tag("div", tag("h3", what), tag("p", big, class_="big"), tag("p", small)) for what, big, small in
+             _facts(document, rows)]  # fmt: skip
+    return section(f"{workload}, {ctx:,} tokens", tag("div", cards, class_="cards"))
+
+
+def _facts(document: BenchDocument, rows: Sequence[BenchRow]) -> Iterator[tuple[str, str, str]]:
+    ranked = sorted((row for row in rows if row.median.tok_s), key=lambda row: -(row.median.tok_s or 0))
+    for what, row in zip(("Fastest decoding", "Slowest decoding"), (ranked[:1], ranked[-1:]), strict=True):
+        for side in row:
+            yield (
+                what,
+                side.profile,
+                f"{number(side.median.tok_s or 0)} tok/s, {_times(side, document, document.baseline)}",
+            )
+    held = sorted((row for row in rows if row.kv_bytes), key=lambda row: row.kv_bytes or 0)
+    if held:
+        small, large = held[0].kv_bytes or 0, held[-1].kv_bytes or 0
+        alike = [row.profile for row in held if row.kv_bytes == small]
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        yield (
+            "Smallest cache",
+            alike[0] + more,
+            f"{long_size(small)} of keys and values; the largest {long_size(large)}",
+        )
+    compared = [row for row in rows if row.same is not None]
+    if compared:
+        equal = sum(row.same is not None and row.same.share == 1 for row in compared)
+        yield "Same text", f"{equal} of {len(compared)}", f"write token for token what {document.baseline} writes"
+
+
+def _headline(document: BenchDocument) -> Markup:
+    """Every side in every block: its speed and what it is to the baseline's."""
+    blocks = b.blocks(document)
+    many = len({workload for _, workload in blocks}) > 1
+    head = [f"{workload} {ctx:,}" if many else f"{ctx:,} tokens" for ctx, workload in blocks]
+    held = {(row.profile, row.ctx, row.workload): row for row in document.rows}
+    names = dict.fromkeys(row.profile for row in document.rows)
+    lines = [[name, *(_headline_cell(held.get((name, *block)), document) for block in blocks)] for name in names]
+    text = tag("p", b.legend(document, _columns(document, document.rows)), class_="legendtext")
+    return section("Decoding, tokens a second", data_table(["", *head], lines), text)
+
+
+def _headline_cell(row: BenchRow | None, document: BenchDocument) -> Markup:
+    if row is None or row.median.tok_s is None:
+        return tag("span", b.NONE if row is None or row.error is None else "failed", class_="faint")
+    kind = _verdict(row, document)
+    return join([tag("b", number(row.median.tok_s)), " ", tag("span", _times(row, document), class_=f"verdict {kind}")])
+
+
+def _verdict(row: BenchRow, document: BenchDocument) -> str:
+    """A class of the style sheet."""
+    if row.profile == document.baseline:
+        return "base"
+    return {"faster": "faster", "slower": "slower"}.get(row.ratio.tok_s.verdict if row.ratio.tok_s else "", "alike")
+
+
+def _times(row: BenchRow, document: BenchDocument, of: str = "") -> str:
+    if row.profile == document.baseline:
+        return "the baseline"
+    return _ratio(row.ratio.tok_s, of)
+
+
+def _ratio(ratio: Ratio | None, of: str) -> str:
+    """`▲ 1.80 × hf (1.71–1.88)`; where the range holds 1, only the range."""
+    if ratio is None:
+        return b.NONE
+    between = f"({ratio.low:.2f}–{ratio.high:.2f})"
+    sign = {"faster": "▲", "slower": "▼"}.get(ratio.verdict)
+    words = [sign, f"{ratio.median:.2f} ×", of, between] if sign else ["≈", of, between]
+    return " ".join(word for word in words if word)
+
+
+# ---- one context and workload ----
+
+
+def _block(document: BenchDocument, ctx: int, workload: str) -> Markup:
+    rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
+    base = next((row.median.tok_s for row in rows if row.profile == document.baseline), None)
+    drawn = [charts.bars([_bar(row, document) for row in rows], "tok/s", base)]
+    if any(row.median.tok_s for row in rows):
+        drawn.append(tag("p", "bar: median · thin line: lowest to highest · dots: repetitions · dashed: ",
+                         document.baseline, class_="legendtext"))  # fmt: skip
+    left = tag("div", tag("h3", "Decoding speed"), drawn)
+    names = _columns(document, rows)
+    lines = [[row.profile, *(b.CELLS[name](row, document) for name in names)] for row in rows]
+    both = tag("div", left, _memory(document, rows), class_="pair")
+    return section(f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new", both, data_table(["", *names], lines))
+
+
+def _columns(document: BenchDocument, rows: Sequence[BenchRow]) -> list[str]:
+    """Those that hold anything."""
+    return [name for name in b.CELLS if any(b.CELLS[name](row, document) != b.NONE for row in rows)]
+
+
+def _span(row: BenchRow, figure: str) -> charts.Span | None:
+    at = [getattr(holder, figure) for holder in (row.median, row.low, row.high)]
+    return None if None in at else charts.Span(*at)
+
+
+def _bar(row: BenchRow, document: BenchDocument) -> charts.Bar:
+    span = _span(row, "tok_s")
+    if span is None:
+        return charts.Bar(row.profile, row.error or "no figures", "base", None, (), f"{row.profile}: no figures")
+    note = f"{number(span.median)} · {_times(row, document)}"
+    title = f"{row.profile}: {note}, lowest {number(span.low)}, highest {number(span.high)} tok/s"
+    return charts.Bar(row.profile, note, _verdict(row, document), span, row.samples.tok_s, title)
+
+
+def _memory(document: BenchDocument, rows: Sequence[BenchRow]) -> Markup:
+    """Speed against memory, coloured by what the text is worth."""
+    points, absent, used = [], list[str](), dict[str, None]()
+    for row in rows:
+        span = _span(row, "tok_s")
+        if span is None or row.kv_bytes is None:
+            absent.append(row.profile)
+            continue
+        kind = quality.kind(document, row.profile) or _text_kind(document, row)
+        words, shape = (quality.KINDS | _TEXT)[kind]
+        used[kind] = None
+        title = f"{row.profile}: {number(span.median)} tok/s, {long_size(row.kv_bytes)} of keys and values, {words}"
+        points.append(charts.Point(row.profile, row.kv_bytes / 2**20, span, kind, shape, title))
+    if not points:
+        return Markup("")
+    key = charts.legend([(*(quality.KINDS | _TEXT)[kind], kind) for kind in used])
+    rest = [tag("p", f"not drawn, its memory is not known: {', '.join(absent)}", class_="legendtext")] if absent else []
+    picture = charts.scatter(points, "keys and values, MiB", "tok/s; up and to the left is better")
+    return tag("div", tag("h3", "Speed and memory"), picture, key, rest)
+
+
+def _text_kind(document: BenchDocument, row: BenchRow) -> str:
+    if row.profile == document.baseline:
+        return "base"
+    if row.same is None:
+        return "unknown"
+    return "same" if row.same.share == 1 else "tie" if row.same.near_tie else "differs"
+
+
+# ---- over contexts ----
+
+
+def _over_contexts(document: BenchDocument) -> Markup:
+    """A drawing a workload of each figure, where several lengths were measured."""
+    drawn = []
+    for workload in dict.fromkeys(row.workload for row in document.rows):
+        for figure, words in (("tok_s", "decoding, tok/s"), ("first_token", "first token, seconds")):
+            series: dict[str, list[tuple[int, charts.Span]]] = {}
+            for row in sorted((row for row in document.rows if row.workload == workload), key=lambda row: row.ctx):
+                if (span := _span(row, figure)) is not None:
+                    series.setdefault(row.profile, []).append((row.ctx, span))
+            if len({ctx for points in series.values() for ctx, _ in points}) > 1:
+                picture = charts.lines(series, "context, tokens (each mark doubles)", words)
+                drawn.append(tag("div", tag("h3", f"{workload}: {words.partition(',')[0]}"), picture))
+    return section("Over context lengths", tag("div", drawn, class_="pair")) if drawn else Markup("")

@@ -1,0 +1,109 @@
+"""The quality suite in a benchmark's HTML report: what each profile loses, task by task, against the full cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcli.render import quality as q
+from kvcli.render.html import Markup, data_table, percent, tag
+
+if TYPE_CHECKING:
+    from kvcli.schemas.bench import BenchDocument
+    from kvcli.schemas.quality import Difference, QualityDocument, QualityRow
+
+LEAST = 0.1  # the axis reaches this far at least, so that noise does not fill it
+KINDS = {
+    "kept": ("no answers lost, as far as the suite can tell", "circle"),
+    "lost": ("loses answers", "triangle"),
+}
+
+
+def kind(document: BenchDocument, profile: str) -> str:
+    """`lost` when the interval of the mean lies below zero, `kept` otherwise; "" for a side that was not asked."""
+    rows = document.quality.rows if document.quality is not None else []
+    row = next((row for row in rows if row.profile == profile and row.role != "control"), None)
+    if row is None:
+        return ""
+    return "lost" if row.difference is not None and _class(row.difference) == "slower" else "kept"
+
+
+def panel(document: BenchDocument) -> Markup:
+    """Nothing where quality was not measured."""
+    asked = document.quality
+    if asked is None:
+        return Markup("")
+    parts: list[str] = [tag("h2", "Quality"), _lead(asked)]
+    reach = _reach(asked)
+    parts += [_row(row, reach) for row in asked.rows if row.difference is not None]
+    parts.append(tag("ul", [tag("li", note) for note in q.notes(asked)], class_="legendtext"))
+    parts += [
+        tag("details", tag("summary", heading), data_table(lines[0], lines[1:])) for heading, lines in q.shown(asked)
+    ]
+    return tag("section", *parts)
+
+
+def _lead(asked: QualityDocument) -> Markup:
+    """The worst task of each profile, in words."""
+    lines = []
+    for row in asked.rows:
+        if row.role != "control":
+            lost = "" if row.worst.difference is None else f", {row.worst.difference:+.2f}"
+            said = f" ({row.worst.score:.2f}{lost})"
+            name, task = tag("b", row.profile), tag("b", row.worst.task)
+            lines.append(tag("li", name, f": mean {row.mean:.2f}, worst at ", task, said))
+    return tag("ul", lines, class_="worst")
+
+
+def _reach(asked: QualityDocument) -> float:
+    """One scale for every row, to the same distance on both sides of zero."""
+    found = [
+        d for row in asked.rows for d in (row.difference, *(task.difference for task in row.tasks)) if d is not None
+    ]
+    ends = [abs(x) for d in found for x in (d.mean, d.low, d.high) if x is not None]
+    return min(1.0, max([LEAST, *ends]))
+
+
+def _row(row: QualityRow, reach: float) -> Markup:
+    lines = [
+        _bar(task.task, task.mean, task.difference, reach, "worst task" if task.task == row.worst.task else "")
+        for task in row.tasks
+        if task.difference is not None
+    ]
+    if row.difference is not None:
+        lines.append(_bar("mean of all tasks", row.mean, row.difference, reach, ""))
+    scale = [(0.0, f"−{reach:.2f}", "start"), (0.5, "0, as the full cache", "middle"), (1.0, f"+{reach:.2f}", "end")]
+    words = [tag("text", text, x=percent(x), y=14, class_="tick", text_anchor=anchor) for x, text, anchor in scale]
+    foot = [tag("span", "score − full"), tag("svg", words, class_="axis", aria_hidden="true")]
+    role = " (control)" if row.role == "control" else ""
+    title = tag("h3", f"{row.profile}{role}, keeps {row.kept:.0%} of the slots")
+    return tag("div", title, tag("div", *lines, tag("div", *foot, class_="bar foot"), class_="bars"), class_="keep")
+
+
+def _bar(name: str, score: float, difference: Difference, reach: float, remark: str) -> Markup:
+    """From zero in the middle; the thin line is the 95 % interval."""
+
+    def at(value: float) -> str:
+        return percent(0.5 + 0.5 * max(-1.0, min(1.0, value / reach)))
+
+    low, high = difference.low, difference.high
+    span = "" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})"
+    title = f"{name}: score {score:.2f}, {difference.mean:+.2f}{span} against the full cache"
+    left, width = at(min(0.0, difference.mean)), percent(0.5 * min(1.0, abs(difference.mean) / reach))
+    drawn: list[str] = [tag("title", title), tag("line", x1="50%", x2="50%", y1=0, y2=30, class_="base")]
+    drawn.append(tag("rect", x=left, y=7, width=width, height=16, rx=2, class_=f"fill {_class(difference)}"))
+    if low is not None and high is not None:
+        drawn.append(tag("line", x1=at(low), x2=at(high), y1=15, y2=15, class_="range"))
+        drawn += [tag("line", x1=at(end), x2=at(end), y1=10, y2=20, class_="range") for end in (low, high)]
+    flag = [tag("span", remark, class_="flag")] if remark else []
+    label = tag("span", name, *flag, class_="name")
+    picture = tag("svg", drawn, role="img", aria_label=title)
+    return tag(
+        "div", label, picture, tag("span", f"{score:.2f} · {difference.mean:+.2f}{span}", class_="note"), class_="bar"
+    )
+
+
+def _class(difference: Difference) -> str:
+    """`slower` is the style sheet's colour of a loss: an interval that excludes zero."""
+    if difference.high is not None and difference.high < 0:
+        return "slower"
+    return "faster" if difference.low is not None and difference.low > 0 else "alike"

@@ -1,0 +1,66 @@
+"""The end of a benchmark's HTML report: checks, the command, the machine, and what to know of each side."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from kvcli.render import bench as b
+from kvcli.render.figures import long_size
+from kvcli.render.html import Markup, data_table, join, number, section, tag
+
+if TYPE_CHECKING:
+    from kvcli.schemas.bench import BenchDocument
+
+
+def checks(document: BenchDocument) -> Markup:
+    if not document.checks:
+        return Markup("")
+    lines = [
+        [f"{check.expression}", check.profile, f"{check.workload} {check.ctx:,}",
+         b.NONE if check.value is None else number(check.value), "failed" if check.failed else "passed"]
+        for check in document.checks
+    ]  # fmt: skip
+    return section("Checks", data_table(["--fail-if", "profile", "at", "value", "result"], lines))
+
+
+def fine_print(document: BenchDocument) -> Markup:
+    env, model = document.env, document.model
+    load = [
+        f"{list_[0]:.2f} {when}" for list_, when in ((env.load_before, "before"), (env.load_after, "after")) if list_
+    ]
+    facts = {
+        "machine": " · ".join([env.cpu or "", *env.gpus, f"{env.cores} cores", f"{env.threads} threads"]).strip(" ·"),
+        "system": f"{env.system}, {long_size(env.memory_total)} of memory",
+        "load": ", ".join(load) + ("" if env.quiet is not False else " (other programs were running)"),
+        "model": f"{model.id}, {model.family}, {model.parameters:,} parameters, {model.dtype}, quant {model.quant}",
+        "versions": ", ".join(f"{name} {found}" for name, found in env.versions.items() if found),
+        "commit": env.commit or b.NONE,
+        "date": env.date,
+    }
+    command = tag("pre", tag("code", f"$ {command_of(document)}"), tabindex="0")
+    differences = [tag("li", line) for line in b.differences(document)]
+    texts = [tag("h3", "Where texts part"), tag("ul", differences)] if differences else []
+    setups = {row.profile: row.setup for row in document.rows}
+    sides = [tag("details", tag("summary", name), _pairs(setup)) for name, setup in setups.items()]
+    return section("What was measured", command, _pairs(facts), texts, tag("h3", "Sides"), *sides)
+
+
+def _pairs(facts: dict[str, str]) -> Markup:
+    return tag("dl", [join([tag("dt", name), tag("dd", value)]) for name, value in facts.items()])
+
+
+def command_of(document: BenchDocument) -> str:
+    """The command that measures this again, defaults spelled out."""
+    args = document.args
+    words = ["kvcli", "bench", args.model, "--profiles", ",".join(args.profiles)]
+    words += [word for text in args.vary for word in ("--vary", text)]
+    words += [word for name in args.baselines for word in ("--baseline", name)]
+    words += ["--ctx", ",".join(map(str, args.ctx)), "--new", str(args.new), "--reps", str(args.reps)]
+    words += ["--warmup", str(args.warmup), "--workload", ",".join(args.workloads), "--seed", str(args.seed)]
+    words += [] if args.interleave else ["--no-interleave"]
+    words += [] if args.memory else ["--no-memory"]
+    words += ["--quality", args.quality]
+    words += [word for text in args.set for word in ("--set", text)]
+    words += [word for text in args.fail_if for word in ("--fail-if", text)]
+    return shlex.join(words)

@@ -1,0 +1,76 @@
+"""Pieces of HTML and SVG in which every text from outside is escaped, and axes that begin at zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from math import ceil, floor, log10
+
+from kvcli.text import neutralise
+
+VOID = frozenset({"meta", "br"})
+
+
+class Markup(str):
+    """Text that is HTML already; any other string is escaped where it is put."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: str | Iterable[str], **attributes: object) -> Markup:
+    """An element. `class_` is class, `font_size` is font-size; None leaves an attribute out."""
+    said = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(plain(str(value)))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in VOID:
+        return Markup(f"<{name}{said}>")
+    inner = "".join(_text(c) for child in children for c in ([child] if isinstance(child, str) else child))
+    return Markup(f"<{name}{said}>{inner}</{name}>")
+
+
+def join(parts: Iterable[str]) -> Markup:
+    return Markup("".join(map(_text, parts)))
+
+
+def section(title: str, *inner: str | Iterable[str]) -> Markup:
+    return tag("section", tag("h2", title), *inner)
+
+
+def data_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> Markup:
+    """Rows with a name in front; scrolls by itself where the page is narrow."""
+    top = tag("tr", [tag("th", cell, scope="col") for cell in head])
+    rest = [tag("tr", tag("th", line[0], scope="row"), [tag("td", cell) for cell in line[1:]]) for line in lines]
+    return tag("div", tag("table", tag("thead", top), tag("tbody", rest)), class_="scroll", tabindex="0")
+
+
+def plain(text: str) -> str:
+    """A name without anything that steers what shows it."""
+    return neutralise(text, one_line=True)
+
+
+def _text(text: str) -> str:
+    return text if isinstance(text, Markup) else escape(plain(text))
+
+
+def percent(share: float) -> str:
+    """A place or a length inside the drawing, whatever its width on the screen."""
+    return f"{100 * share:.2f}%"
+
+
+def ticks(top: float, most: int = 5) -> list[float]:
+    """Round numbers from zero up to the first that is not below `top`."""
+    if top <= 0:
+        return [0.0, 1.0]
+    rough = top / most
+    unit = 10.0 ** floor(log10(rough))
+    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * (1 - 1e-9))
+    return [i * step for i in range(ceil(top / step - 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """Three digits or so."""
+    if value == 0 or abs(value) >= 99.5:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.95 else f"{value:.3g}"
