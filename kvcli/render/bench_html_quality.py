@@ -60,22 +60,25 @@ def _reach(asked: QualityDocument) -> float:
         d for row in asked.rows for d in (row.difference, *(task.difference for task in row.tasks)) if d is not None
     ]
     ends = [abs(x) for d in found for x in (d.mean, d.low, d.high) if x is not None]
-    return min(1.0, max([LEAST, *ends]))
+    return max([LEAST, *ends])
 
 
 def _row(row: QualityRow, reach: float) -> Markup:
+    role = " (control)" if row.role == "control" else ""
+    title = tag("h3", f"{row.profile}{role}, keeps {row.kept:.0%} of the slots")
+    compared = [(task, task.difference) for task in row.tasks if task.difference is not None]
+    if not any(x for _, d in compared for x in (d.mean, d.low, d.high)):
+        return tag("div", title, tag("p", "every task scores as with the full cache"), class_="keep")
+    worst = row.worst.task if row.worst.difference else ""
     lines = [
-        _bar(task.task, task.mean, task.difference, reach, "worst task" if task.task == row.worst.task else "")
-        for task in row.tasks
-        if task.difference is not None
+        _bar(task.task, task.mean, difference, reach, "worst task" if task.task == worst else "")
+        for task, difference in compared
     ]
     if row.difference is not None:
         lines.append(_bar("mean of all tasks", row.mean, row.difference, reach, ""))
     scale = [(0.0, f"−{reach:.2f}", "start"), (0.5, "0, as the full cache", "middle"), (1.0, f"+{reach:.2f}", "end")]
     words = [tag("text", text, x=percent(x), y=14, class_="tick", text_anchor=anchor) for x, text, anchor in scale]
     foot = [tag("span", "score − full"), tag("svg", words, class_="axis", aria_hidden="true")]
-    role = " (control)" if row.role == "control" else ""
-    title = tag("h3", f"{row.profile}{role}, keeps {row.kept:.0%} of the slots")
     return tag("div", title, tag("div", *lines, tag("div", *foot, class_="bar foot"), class_="bars"), class_="keep")
 
 
@@ -83,12 +86,12 @@ def _bar(name: str, score: float, difference: Difference, reach: float, remark: 
     """From zero in the middle; the thin line is the 95 % interval."""
 
     def at(value: float) -> str:
-        return percent(0.5 + 0.5 * max(-1.0, min(1.0, value / reach)))
+        return percent(0.5 + 0.5 * value / reach)
 
     low, high = difference.low, difference.high
     span = "" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})"
     title = f"{name}: score {score:.2f}, {difference.mean:+.2f}{span} against the full cache"
-    left, width = at(min(0.0, difference.mean)), percent(0.5 * min(1.0, abs(difference.mean) / reach))
+    left, width = at(min(0.0, difference.mean)), percent(0.5 * abs(difference.mean) / reach)
     drawn: list[str] = [tag("title", title), tag("line", x1="50%", x2="50%", y1=0, y2=30, class_="base")]
     drawn.append(tag("rect", x=left, y=7, width=width, height=16, rx=2, class_=f"fill {_class(difference)}"))
     if low is not None and high is not None:
