@@ -25,7 +25,13 @@ def print_calibration(setup: Setup) -> int:
     if world.options.json:
         print_json(world, document)
     else:
-        print_table(world, [["figure", "value"], *(list(pair) for pair in flat("", document.document()))])
+        said = document.document()
+        passes = (said.get("model") or {}).pop("passes", [])
+        print_table(world, [["figure", "value"], *(list(pair) for pair in flat("", said))])
+        if passes:
+            rows = [[str(p["rows"]), f"{p['context']:,}", f"{1000 * p['seconds']:.2f} ms"] for p in passes]
+            world.stdout.write("\n")
+            print_table(world, [["rows", "context", "one pass"], *rows])
     return ExitStatus.OK
 
 

@@ -126,10 +126,9 @@ def table_lines(document: BenchDocument, width: int) -> list[str]:
 
     lines = table(document, width)
     if document.quality is not None:
-        lines += ["", "quality", *columns(q.table(document.quality)), "", *columns(q.by_task(document.quality)), ""]
-        if document.quality.agreement is not None:
-            lines += ["agreement with exact, on the file", *columns(q.agreement_table(document.quality.agreement)), ""]
-        lines += [part for note in q.notes(document.quality) for part in fold(note, width)]
+        for heading, cells in q.shown(document.quality):
+            lines += ["", heading, *columns(cells)]
+        lines += ["", *(part for note in q.notes(document.quality) for part in fold(note, width))]
     return lines
 
 

@@ -33,7 +33,7 @@ def table(document: BenchDocument, width: int) -> list[str]:
         name = neutralise(workload, one_line=True)
         lines += [*fold(f"{name} · {ctx:,} tokens, {rows[0].new:,} of them new", width), *cells_below, ""]
         shown |= set(names)
-    for line in [legend(document, shown), *differences(document)]:
+    for line in [legend(document, shown), *differences(document), where(document)]:
         lines += fold(line, width)
     for note in document.notes:
         lines += fold(f"note: {neutralise(note, one_line=True)}", width)
@@ -54,6 +54,18 @@ def heading(document: BenchDocument) -> str:
         *([] if document.complete else ["incomplete"]),
     ]
     return " · ".join(parts)
+
+
+def where(document: BenchDocument) -> str:
+    """The machine, the versions and the load, in one line."""
+    env = document.env
+    versions = [f"{name} {number}" for name, number in env.versions.items() if number and name != "torch"]
+    parts = [*env.gpus, *([env.cpu] if env.cpu else []), f"{env.cores} cores", *versions]
+    if env.commit:
+        parts.append(f"commit {env.commit}")
+    if env.load_before and env.load_after:
+        parts.append(f"load {env.load_before[0]:.2f} → {env.load_after[0]:.2f}")
+    return neutralise(" · ".join([*parts, env.date[:16].replace("T", " ")]), one_line=True)
 
 
 def blocks(document: BenchDocument) -> list[tuple[int, str]]:

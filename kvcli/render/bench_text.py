@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, share_words
+from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, share_words, where
 from kvcli.render.figures import BARS
 from kvcli.schemas.bench import BenchLine
 from kvcli.text import neutralise
@@ -21,10 +21,7 @@ TREND = 12  # results in a sparkline
 
 def markdown(document: BenchDocument) -> str:
     """A heading line, one table for each context and workload, and what the columns mean."""
-    env = document.env
-    cpu = [env.cpu] if env.cpu else []
-    where = " · ".join([*cpu, *env.gpus, *([f"commit {env.commit}"] if env.commit else []), env.date])
-    lines = [f"**{_cell(heading(document))}**", "", _cell(where)]
+    lines = [f"**{_cell(heading(document))}**", "", _cell(where(document))]
     for ctx, workload in blocks(document):
         rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
         lines += ["", f"{_cell(workload)}, {ctx:,} tokens, {rows[0].new:,} of them new:", ""]

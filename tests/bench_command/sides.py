@@ -28,6 +28,7 @@ class Paced:
     log: list[str] = field(default_factory=list)
     drafts: bool = False
     fails: int | None = None  # the run that fails, from 0
+    interrupted: int | None = None  # the run in which Ctrl-C is pressed
     runs: int = 0
     setup: dict[str, str] = field(default_factory=dict)
 
@@ -35,6 +36,8 @@ class Paced:
         self.log.append(self.name)
         speed = self.speeds[self.runs % len(self.speeds)]
         self.runs += 1
+        if self.runs - 1 == self.interrupted:
+            raise KeyboardInterrupt
         if self.fails is not None and self.runs > self.fails:
             raise KvcliError("it broke", lines=["as told"])
         at = tuple(FIRST + i / speed for i in range(new))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcli.bench.compare import acceptance, paired, verdict
-from kvcli.bench.measure import Plan
+from kvcli.bench.measure import Case, Plan, Series, measure
 from kvcli.bench.side import Sample
 from kvcli.stats import Stats
 from tests.bench_command.sides import Paced, document, measured
@@ -82,6 +82,15 @@ def test_a_side_that_fails_says_why_and_the_others_go_on():
     assert broken.runs == 3  # it is not tried again
     assert len(row["third"].samples.tok_s) == 4
     assert any("it broke" in note for note in found.notes)
+
+
+def test_ctrl_c_keeps_what_was_measured():
+    series: list[Series] = []
+    sides = [Paced("exact", [10]), Paced("ngram", [20], interrupted=5)]
+    case = Case(64, "summary", tuple(range(53)), 11)
+    with pytest.raises(KeyboardInterrupt):
+        measure(sides, [case], Plan(9, 1), series, lambda _: None)
+    assert [len(s.samples) for s in series] == [5, 4]  # exact began the repetition that was not finished
 
 
 def test_a_side_that_writes_too_little_is_an_error():
