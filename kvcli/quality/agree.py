@@ -73,8 +73,8 @@ def agreement(
     it scored. None when cancelled before the first window; raises BadInput for a text that is too short.
     """
     _check(model, context, scored, windows)
-    table = rows(profiles, full_profile(model.profile))
     cuts = _cuts(_ids(model, text, context + scored), context, scored, windows)
+    table = rows(profiles, full_profile(model.profile), [len(cuts[0].context)])
     found = list(_windows(model, table, cuts, tell, cancel))
     if not found:
         return None

@@ -38,27 +38,32 @@ class Row:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many tokens of a context the controls keep: as many as the leanest profile measured."""
+    """How many tokens of a context the controls keep: as many as the leanest profile, if one evicts at all."""
 
-    profiles: tuple[Profile, ...]
+    lean: tuple[Profile, ...]  # profiles that evict at the lengths measured
+
+    @staticmethod
+    def of(profiles: Sequence[Profile], lengths: Sequence[int]) -> Budget:
+        """The budget for texts of these lengths."""
+        return Budget(tuple(p for p in profiles if any(p.policy.slots(n) < n for n in lengths)))
 
     def at(self, n: int) -> int:
-        least = min((p.policy.slots(n) for p in self.profiles), default=n)
-        return least if least < n else max(SINKS + 1, int(SHARE * n))
+        """Tokens kept of `n`; all of them where the leanest profile keeps all of so few."""
+        return min((p.policy.slots(n) for p in self.lean), default=max(1, int(SHARE * n)))
 
-    def words(self, lengths: Sequence[int]) -> str:
+    def words(self) -> str:
         """Where the budget comes from."""
-        lean = [p.name for p in self.profiles if any(p.policy.slots(n) < n for n in lengths)]
-        return f"as {' or '.join(lean)}" if lean else f"{SHARE:.0%} of the context"
+        names = list(dict.fromkeys(p.name for p in self.lean))
+        return f"as much as {' or '.join(names)}" if names else f"{SHARE:.0%} of the context"
 
 
-def rows(profiles: Sequence[Profile], full: Profile) -> list[Row]:
+def rows(profiles: Sequence[Profile], full: Profile, lengths: Sequence[int]) -> list[Row]:
     """Full first, then the profiles in their order without what equals full, then the controls."""
     asked: dict[str, Row] = {}
     for profile in profiles:
         if profile.hash != full.hash:
             asked.setdefault(profile.hash, Row(profile.name, "profile", profile))
-    budget = Budget(tuple(profiles))
+    budget = Budget.of(profiles, lengths)
     by_lot = Row("random", "control", full, budget, policy="random")
     by_age = Row("streaming", "control", full, budget, policy="window")
     return [Row(full.name, "full", full), *asked.values(), by_lot, by_age]

@@ -61,7 +61,7 @@ class QualityResult:
         if not self.outcomes:
             raise KvcliError("the quality suite was stopped before its first result", code="no_result")
         full, seed = self.cells(0), int(self.args["seed"])
-        budgets = {row.budget.words(self.args["lengths"]) for row in self.table if row.budget}
+        budgets = {row.budget.words() for row in self.table if row.budget}
         return QualityDocument(
             args=QualityArgs(**self.args, budget=", ".join(budgets)),
             complete=self.is_complete,

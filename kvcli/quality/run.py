@@ -53,7 +53,7 @@ def run_quality(
     """
     kinds, lengths = chosen(tasks), list(dict.fromkeys(lengths))
     _check(model, lengths, n)
-    table = rows(profiles, full_profile(model.profile))
+    table = rows(profiles, full_profile(model.profile), lengths)
     for row in table:
         model.with_profile(row.at(min(lengths)))  # refuses now what it would refuse later
     suite = _Suite(model, table, Prompts(model.tokenizer), Partial(partial), fingerprint(model), query_visible)
@@ -100,7 +100,8 @@ class _Suite:
         return Job(task, context, self.prompts.context(context.text), questions)
 
     def _outcome(self, job: Job, draw: Draw, row: Row) -> Outcome:
-        profile = row.at(len(job.ids), draw.index)
+        # a conversation grows to its whole length, and so does what a profile keeps of it
+        profile = row.at(draw.length if job.context.is_dialogue else len(job.ids), draw.index)
         key = self._key(job, draw, profile.hash)
         if (known := self.known.get(key)) is not None:
             return known
