@@ -100,6 +100,8 @@ class Model:
         self.lm, self.tokenizer, self.profile = lm, tokenizer, profile
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.session = build.session(lm, profile)
+        # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
+        self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
         self._answering: object = None  # the stream whose answer the session holds
         self._measured = 0.0  # when memory was last looked at
 
@@ -128,7 +130,9 @@ class Model:
                 lines=_changes(asdict(self.profile.load), asdict(profile.load)),
                 try_=["leave and start again with --profile or --set"],
             )
-        return Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds)
+        changed = Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds)
+        changed.info, changed.foretell = self.info, self.foretell
+        return changed
 
     def take_past(self, other: Model) -> bool:
         """Go on with what `other` has read, if both profiles read and keep it alike; `other` then has nothing read."""
@@ -277,6 +281,8 @@ class Model:
             said.append(rest)
             yield Text(rest, tuple(answer[shown:]))
         self._measure(stats, at_once=True)
+        if self.foretell is not None:
+            stats.estimate, stats.available = self.foretell(self.profile, stats.context)
         if (report := self.session.drafter.report()) is not None:
             stats.paused_passes = report.paused_passes - paused
             stats.paused_why = report.reason if report.paused else ""

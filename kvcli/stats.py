@@ -58,6 +58,8 @@ class Stats:
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
     kv_fp16: int = 0  # the same slots at 16 bit, for the compression factor
     peak: int = 0
+    estimate: int = 0  # of the peak, before the run; 0 = none was made
+    available: int = 0  # memory there was for the run when it began; 0 = not looked at
     context: int = 0
     limit: int = 0
     plain: list[float] = field(default_factory=list)  # seconds of the last passes that carried no draft

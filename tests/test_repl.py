@@ -174,7 +174,7 @@ def test_stopped_in_the_middle_what_was_said_is_kept(talk):
 
 def test_after_each_turn_the_conversation_is_kept_safe(talk):
     saved = []
-    talk.repl.after_turn = lambda: saved.append(len(talk.chat.messages))
+    talk.repl.after_turn = lambda _: saved.append(len(talk.chat.messages))
     talk.type("one", "two", "/kv")
     assert saved == [2, 4]
 

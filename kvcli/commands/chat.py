@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvcli.commands import flags as o
+from kvcli.commands.outlook import Wanted
 from kvcli.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
-    from kvcli.api import Event
+    from kvcli.api import Event, Turn
     from kvcli.commands.ask import Question
+    from kvcli.commands.outlook import Prepared
     from kvcli.commands.setup import Setup
     from kvcli.conversation import Chat
     from kvcli.local import Model
@@ -48,6 +50,7 @@ def chat(
     quant: o.Quant = None,
     spec: o.Spec = None,
     exact: o.Exact = False,
+    force: o.Force = False,
     allow_pickle: o.Pickle = False,
     dry_run: o.DryRun = False,
 ) -> int:
@@ -69,11 +72,14 @@ def chat(
 
         return print_plan(setup, profile, file or [])
     question = read_question(world, prompt, file or [], system, system_file)
-    return answer(setup, profile, question, stats, stream)
+    return answer(setup, profile, question, stats, stream, Wanted(force, ctx == "max"))
 
 
-def answer(setup: Setup, profile: Profile, question: Question, stats: o.StatsMode | None, stream: bool) -> int:
+def answer(
+    setup: Setup, profile: Profile, question: Question, stats: o.StatsMode | None, stream: bool, wanted: Wanted
+) -> int:
     """Load the model and ask it, or let the user talk to it."""
+    from kvcli.commands.outlook import prepare
     from kvcli.conversation import Chat
     from kvcli.render.errors import print_note
     from kvcli.render.screen import Screen
@@ -89,33 +95,40 @@ def answer(setup: Setup, profile: Profile, question: Question, stats: o.StatsMod
             if not screen.quiet:
                 print_note(screen.err, text)
 
+        run = prepare(setup, profile, wanted, tell)
+        profile = run.profile
         model = setup.load(profile, tell)
     with model:
+        model.foretell = run.foretell
         talk = Chat(model, question.system, folder=world.paths.data / "chats")
         for document in question.documents:
             talk.attach(document)
-        for note in model.info.notes if not screen.quiet and not world.options.json else ():
+        for note in (*run.notes, *model.info.notes) if not screen.quiet and not world.options.json else ():
             print_note(screen.err, note)
         if question.text is None:
-            return converse(setup, profile, model, talk, screen)
-        return ask_once(world, profile, talk, question.text, screen, stream)
+            return converse(setup, run, model, talk, screen)
+        return ask_once(world, run, talk, question.text, screen, stream)
 
 
-def ask_once(world: World, profile: Profile, talk: Chat, text: str, screen: Screen, stream: bool) -> int:
+def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen, stream: bool) -> int:
     """One question. Ctrl-C ends the answer after the pass it is in; what was said stays."""
     from kvcli.commands.interrupt import Interrupt
+    from kvcli.render.errors import print_note
 
+    profile = run.profile
     with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel)) as events:
         if world.options.json:
             from kvcli.commands.turn_json import Run, print_events, print_turn
 
-            run = Run(profile.name, profile.spec.method, profile.hash, profile.exactness, notes=talk.notes)
-            turn = (print_events if stream else print_turn)(world, events, talk.model.info, run)
+            under = Run(profile.name, profile.spec.method, profile.hash, profile.exactness, notes=talk.notes)
+            turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
         else:
             from kvcli.render.live import Look
             from kvcli.render.stream import show_turn
 
             turn = show_turn(with_notes(events, talk, screen), screen, Look(profile.name, stopping=cancel))
+    if (note := run.record(profile, turn)) and not screen.quiet and not world.options.json:
+        print_note(screen.err, note)
     return ExitStatus.INTERRUPTED if turn.finish == "interrupted" else ExitStatus.OK
 
 
@@ -132,18 +145,31 @@ def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[
         yield event
 
 
-def converse(setup: Setup, profile: Profile, model: Model, talk: Chat, screen: Screen) -> int:
+def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Screen) -> int:
     """The interactive chat."""
     from kvcli import __version__
     from kvcli.commands.repl import run_repl
     from kvcli.machine import threads
+    from kvcli.render.errors import print_note
     from kvcli.render.figures import count
     from kvcli.render.summary import Opening, header
     from kvcli.text import neutralise
 
-    world = setup.world
+    world, profile = setup.world, run.profile
+
+    def after_turn(turn: Turn | None) -> None:
+        if turn is not None and (note := run.record(talk.model.profile, turn)) and not screen.quiet:
+            print_note(screen.err, note)
+
     if not screen.quiet:
-        opening = Opening(__version__, profile.name, profile.exactness, context=model.limit, threads=threads())
+        opening = Opening(
+            __version__,
+            profile.name,
+            profile.exactness,
+            context=model.limit,
+            estimate=run.estimate,
+            threads=threads(),
+        )
         lines = header(model.info, opening, screen.err.width)
         lines += [f"attached {neutralise(d.name, one_line=True)} · {count(d.lines)} lines" for d in talk.documents]
         for line in lines:
@@ -156,4 +182,5 @@ def converse(setup: Setup, profile: Profile, model: Model, talk: Chat, screen: S
         profile=profile.name,
         sets=world.options.set,
         history=world.paths.state / "history",
+        after_turn=after_turn,
     )

@@ -56,6 +56,7 @@ Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16
 Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Weights as none, int8, int4 or nf4.")]
 Spec = Annotated[str | None, _model("--spec", metavar="off|ngram", help=_SPEC)]
 Exact = Annotated[bool, _model("--exact", help="Refuse every setting that can change the text.")]
+Force = Annotated[bool, _model("--force", help="Load even if it does not seem to fit.")]
 Pickle = Annotated[bool, _model("--allow-pickle", help="Load weights from pickle files, which can run code.")]
 DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and what they need; load nothing.")]
 
@@ -94,7 +95,7 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
 
 
 def window(text: str) -> int | str:
-    """`auto`, `max` or a number of tokens. Until something can be fitted, both words mean the model's own limit."""
+    """`auto`, `max` or a number of tokens. Both words are the model's limit; auto gives way where that does not fit."""
     return "auto" if text in ("auto", "max") else tokens(text, "--ctx", 'tokens, "auto" or "max"')
 
 

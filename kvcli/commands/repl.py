@@ -54,10 +54,10 @@ class Repl:
         profile: str = "",
         sets: Sequence[str] = (),
         memory: Callable[[], Memory | None] | None = None,
-        after_turn: Callable[[], None] | None = None,
+        after_turn: Callable[[Turn | None], None] | None = None,
         history: Path | None = None,
     ) -> None:
-        """`after_turn` keeps the conversation safe; `memory` is shown in the live row (default: the process's RSS)."""
+        """`after_turn` is handed the last turn; `memory` is shown in the live row (default: the process's RSS)."""
         self.chat, self.screen, self.world = chat, screen, world
         self.profiles, self.profile_name = profiles, profile
         self.given, self.sets = list(sets), list(sets)  # of the command line; with those of /set
@@ -144,7 +144,7 @@ class Repl:
                 print_note(self.screen.err, note)
                 self._told.add(note)
         if self.after_turn is not None:
-            self.after_turn()
+            self.after_turn(self.last)
 
     def last_turn(self, what: str) -> Turn:
         """The last finished turn, or an error naming what was wanted of it."""

@@ -49,6 +49,7 @@ class Setup:
     flags: Flags = field(default_factory=dict)
     exact: bool = False
     most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
+    fitted: int = 0  # the window that `context.limit = "auto"` stands for where memory allows less; 0 = the model's
 
     @property
     def entry(self) -> Entry:
@@ -89,7 +90,13 @@ class Setup:
         changed = {item.partition("=")[0].strip() for item in new}
         profile = self._profile(name, sets, {key: flag for key, flag in self.flags.items() if key not in changed})
         refuse_beyond(profile, self.most, self.name)
-        return profile
+        return self.narrowed(profile)
+
+    def narrowed(self, profile: Profile) -> Profile:
+        """The profile with the window that fits, where it leaves the choice."""
+        if not self.fitted or profile.context.limit != "auto":
+            return profile
+        return profile.replace(context={"limit": self.fitted})
 
     def load(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Model:
         """Load the model; `tell` hears of a download."""

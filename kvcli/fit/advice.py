@@ -52,10 +52,10 @@ def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, 
     if profile.prefill.chunk > SMALL:  # reads a little slower, changes nothing else
         yield f"--set prefill.chunk={SMALL}", lambda: profile.replace(prefill={"chunk": SMALL}), room, context
     if wrong.run.number > 2:
-        yield "--set load.dtype=bf16", lambda: profile.replace(load={"dtype": "bf16"}), room, context
+        yield "--dtype bf16", lambda: profile.replace(load={"dtype": "bf16"}), room, context
     can_pack = profile.load.quant == "none" and room.kind in ("cpu", "cuda")
     if can_pack:
-        yield "--set load.quant=int8", lambda: profile.replace(load={"quant": "int8"}), room, context
+        yield "--quant int8", lambda: profile.replace(load={"quant": "int8"}), room, context
     if most := min(wrong.most, wrong.limit):
         shorter = most // ROUND * ROUND or most
         yield f"--ctx {shorter}", lambda: profile, room, shorter
@@ -64,10 +64,10 @@ def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, 
             yield f"-P {name}", lambda o=other: o, room, context
     if can_pack:
         four = "int4" if room.kind == "cpu" else "nf4"
-        yield f"--set load.quant={four}", lambda: profile.replace(load={"quant": four}), room, context
+        yield f"--quant {four}", lambda: profile.replace(load={"quant": four}), room, context
     for kind in rooms:
         if kind != room.device:
-            yield f"--set load.device={kind}", lambda: profile, choose(dict(rooms), kind), context
+            yield f"--device {kind}", lambda: profile, choose(dict(rooms), kind), context
 
 
 def binding(wrong: Plan) -> str:
@@ -77,13 +77,9 @@ def binding(wrong: Plan) -> str:
         return "the model's own limit"
     if wrong.need.loading - wrong.need.mapped > wrong.need.running:
         return "loading, while numbers are converted"
-    sizes = {
-        "weights": parts.weights,
-        "keys and values": parts.kv,
-        "working memory": parts.working,
-        "the program itself": parts.base,
-    }
-    fixed = parts.base + parts.weights
-    if fixed > wrong.usable:
-        return "weights" if parts.weights >= parts.base else "the program itself"
+    if parts.base > wrong.usable:
+        return "the program itself"
+    if parts.base + parts.weights > wrong.usable:
+        return "weights"
+    sizes = {"keys and values": parts.kv, "working memory": parts.working}
     return max(sizes, key=lambda name: sizes[name])

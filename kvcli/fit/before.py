@@ -17,7 +17,7 @@ from kvcli.fit.room import Room, choose, rooms
 from kvcli.schemas.fit import RunEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvcli.profile import Profile
     from kvcli.stats import Stats
@@ -52,20 +52,26 @@ class Outlook:
         room = choose(dict(self.found), profile.load.device)
         return plan(self.subject, profile, room, context, self.facts(profile, room.device))
 
-    def fitted(self, profile: Profile, others: Mapping[str, Profile], force: bool = False) -> tuple[Plan, str]:
+    def fitted(
+        self, profile: Profile, others: Callable[[], Mapping[str, Profile]], *, force: bool = False, whole: bool = False
+    ) -> tuple[Plan, str]:
         """The plan of the run, with a window that fits, and a note if that is less than the model's limit.
 
-        Raises DoesNotFit; what was asked for by name is never changed. `force` takes everything.
+        Raises DoesNotFit; what was asked for by name is never changed. `whole`: the model's limit was asked for.
+        `force` takes everything.
         """
-        asked = profile.context.limit
-        found = self.plan(profile, None if force or asked != "auto" else self.subject.shape.limit)
+        limit = self.subject.shape.limit
+        asked = limit if profile.context.limit == "auto" else int(profile.context.limit)
+        found = self.plan(profile, min(asked, limit))  # a window beyond the limit is refused elsewhere, by its name
         if force or found.fits:
             return found, ""
-        enough = min(profile.context.reserve + 1, found.limit)
-        if asked == "auto" and found.most >= enough:
-            note = f"context {found.most:,} of {found.limit:,} tokens: more does not fit on {found.room.device}"
-            return self.plan(profile, found.most), note
-        raise self.refusal(self.plan(profile, enough) if asked == "auto" else found, others)
+        if whole or profile.context.limit != "auto":
+            raise self.refusal(found, others())
+        enough = min(profile.context.reserve + 1, limit)
+        if found.most < enough:
+            raise self.refusal(self.plan(profile, enough), others())
+        note = f"context {found.most:,} of {limit:,} tokens: more does not fit on {found.room.device}"
+        return self.plan(profile, found.most), note
 
     def refusal(self, wrong: Plan, others: Mapping[str, Profile]) -> DoesNotFit:
         """In numbers, with what would fit."""
@@ -98,7 +104,7 @@ class Outlook:
         self.foretold = max(self.foretold, found.need.peak)
         return self.highest, found.room.available
 
-    def record(self, profile: Profile, stats: Stats, device: str) -> str:
+    def record(self, profile: Profile, stats: Stats) -> str:
         """Log a finished turn; returns a note if that did not work."""
         if not stats.peak or not self.foretold:
             return ""
@@ -108,7 +114,7 @@ class Outlook:
             model=self.name,
             profile=profile.name,
             profile_hash=profile.hash,
-            device=device,
+            device=choose(dict(self.found), profile.load.device).device,
             ctx=stats.context,
             predicted=self.foretold,
             measured=stats.peak,

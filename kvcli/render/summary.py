@@ -78,10 +78,11 @@ def _work(stats: Stats) -> list[str]:
 
 def _memory(stats: Stats) -> list[str]:
     fp16 = stats.kv_fp16
+    guess = f", estimate {f.long_size(stats.estimate)}" if stats.estimate else ""
     before = f" ({f.long_size(fp16)} at fp16)" if fp16 > 1.05 * stats.kv_bytes else ""
     return [
         f"kv {f.long_size(stats.kv_bytes)}{before}" if stats.kv_bytes else "",
-        f"peak {f.long_size(stats.peak)}" if stats.peak else "",
+        f"peak {f.long_size(stats.peak)}{guess}" if stats.peak else "",
         f"context {f.count(stats.context)} of {f.count(stats.limit)}" if stats.limit else "",
     ]
 

@@ -60,9 +60,9 @@ class Memory(Json):
     kv_bytes_fp16: Bytes | None = Field(description="the same keys and values at 16 bit")
     kv_tiers: dict[str, Bytes]
     peak_bytes: Bytes | None
-    estimate_bytes: Bytes | None
+    estimate_bytes: Bytes | None = Field(description="what kvcli fit says of the tokens in memory")
     device: str
-    limit_bytes: Bytes | None
+    limit_bytes: Bytes | None = Field(description="memory of the device that was available when the run began")
 
 
 class TurnDocument(Json):

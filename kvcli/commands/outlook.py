@@ -1,0 +1,76 @@
+"""Before a chat loads its model: does it fit, with which window, and how much memory will it take?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.errors import BadModel, DoesNotFit, KvcliError
+
+if TYPE_CHECKING:
+    from kvcli.api import Turn
+    from kvcli.commands.setup import Setup
+    from kvcli.fit.before import Outlook
+    from kvcli.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user said about fitting."""
+
+    force: bool = False  # load whatever the estimate says
+    whole: bool = False  # --ctx max: the model's own limit or nothing
+
+
+@dataclass
+class Prepared:
+    """A run that fits as far as anybody can tell."""
+
+    profile: Profile
+    estimate: int = 0  # bytes with a full window; 0 = no estimate
+    notes: tuple[str, ...] = ()
+    outlook: Outlook | None = None
+    _is_noted: bool = False  # that the log cannot be written, said once
+
+    @property
+    def foretell(self) -> Callable[[Profile, int], tuple[int, int]] | None:
+        return self.outlook.foretell if self.outlook is not None else None
+
+    def record(self, profile: Profile, turn: Turn) -> str:
+        """Log what a turn used beside its estimate; the first time that does not work, a note that says so."""
+        if self.outlook is None:
+            return ""
+        note = self.outlook.record(profile, turn.stats)
+        was, self._is_noted = self._is_noted, self._is_noted or bool(note)
+        return "" if was else note
+
+
+def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str], None]) -> Prepared:
+    """Raises DoesNotFit. A model that cannot be looked at has no estimate; loading it will say what is wrong."""
+    from kvcli import source
+    from kvcli.commands.fit import others_of
+    from kvcli.fit.before import Outlook
+    from kvcli.fit.plan import subject_of
+
+    entry, world = setup.entry, setup.world
+    try:
+        found = source.find(
+            entry.path,
+            offline=world.options.offline,
+            revision=entry.revision or None,
+            allow_pickle=profile.load.allow_pickle,
+            tell=tell,
+        )
+        outlook = Outlook(subject_of(found), setup.name, world.paths.cache, world.paths.data)
+        plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
+    except BadModel:
+        return Prepared(profile)
+    except DoesNotFit:
+        raise
+    except KvcliError as error:
+        return Prepared(profile, notes=(f"memory was not estimated: {error.message}",))
+    if note:
+        setup.fitted = plan.need.context
+    notes = (*outlook.notes, *([note] if note else []))
+    return Prepared(setup.narrowed(profile), plan.total, notes, outlook)
