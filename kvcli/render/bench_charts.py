@@ -14,6 +14,7 @@ from kvcli.render.html import Markup, join, number, percent, plain, tag, ticks
 from kvcli.render.tables import clip
 
 HEIGHT = 300  # pixels of a plot
+ROOM = 1.06  # the farthest mark stays off the edge
 NEAR = 17 / HEIGHT  # labels closer than a line's height would lie on each other
 LETTER, GAP = 7 / 290, 9 / 290  # of the width of a plot on a phone: a letter, and half a mark with its margin
 LONGEST = 18  # letters of a label
@@ -67,7 +68,7 @@ def bars(rows: Sequence[Bar], unit: str, reference: float | None) -> Markup:
     axis = tag(
         "svg",
         (
-            tag("text", number(m), x=percent(m / marks[-1]), y=14, class_="tick", text_anchor=_anchor(m / marks[-1]))
+            tag("text", f"{m:,g}", x=percent(m / marks[-1]), y=14, class_="tick", text_anchor=_anchor(m / marks[-1]))
             for m in marks
         ),
         class_="axis",
@@ -94,8 +95,8 @@ def _bar(row: Bar, marks: Sequence[float], reference: float | None) -> Markup:
 
 def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Markup:
     """Both axes from zero, a line through each mark for its range."""
-    across, up = ticks(max(p.x for p in points)), ticks(max(p.y.high for p in points))
-    drawn = [*_grid_x([(m / across[-1], number(m)) for m in across]), *_grid_y(up)]
+    across, up = ticks(ROOM * max(p.x for p in points)), ticks(max(p.y.high for p in points))
+    drawn = [*_grid_x([(m / across[-1], f"{m:,g}") for m in across]), *_grid_y(up)]
     names = [clip(plain(p.name), LONGEST) for p in points]
     places = [(p.x / across[-1], 1 - p.y.median / up[-1]) for p in points]
     sides = _sides([(*place, name) for place, name in zip(places, names, strict=True)])
@@ -200,7 +201,7 @@ def _grid_y(marks: Sequence[float]) -> list[str]:
     for m in marks:
         y = percent(1 - m / marks[-1])
         drawn.append(tag("line", x1=0, x2="100%", y1=y, y2=y, class_="base" if m == 0 else "grid"))
-        drawn.append(tag("text", number(m), x=0, dx=-7, y=y, dy=4, class_="tick", text_anchor="end"))
+        drawn.append(tag("text", f"{m:,g}", x=0, dx=-7, y=y, dy=4, class_="tick", text_anchor="end"))
     return drawn
 
 

@@ -25,6 +25,7 @@ _TEXT = {
     "differs": ("another text", "triangle"),
     "unknown": ("texts not compared", "cross"),
 }
+_KINDS = _TEXT | quality.KINDS
 
 
 def html(document: BenchDocument) -> str:
@@ -181,22 +182,25 @@ def _memory(document: BenchDocument, rows: Sequence[BenchRow]) -> Markup:
         if span is None or row.kv_bytes is None:
             absent.append(row.profile)
             continue
-        kind = quality.kind(document, row.profile) or _text_kind(document, row)
-        words, shape = (quality.KINDS | _TEXT)[kind]
+        kind = _kind(document, row)
+        words, shape = _KINDS[kind]
         used[kind] = None
         title = f"{row.profile}: {number(span.median)} tok/s, {long_size(row.kv_bytes)} of keys and values, {words}"
         points.append(charts.Point(row.profile, row.kv_bytes / 2**20, span, kind, shape, title))
     if not points:
         return Markup("")
-    key = charts.legend([(*(quality.KINDS | _TEXT)[kind], kind) for kind in used])
+    key = charts.legend([(*_KINDS[kind], kind) for kind in used])
     rest = [tag("p", f"not drawn, its memory is not known: {', '.join(absent)}", class_="legendtext")] if absent else []
     picture = charts.scatter(points, "keys and values, MiB", "tok/s; up and to the left is better")
     return tag("div", tag("h3", "Speed and memory"), picture, key, rest)
 
 
-def _text_kind(document: BenchDocument, row: BenchRow) -> str:
+def _kind(document: BenchDocument, row: BenchRow) -> str:
+    """By quality where it was measured, else by the text; never both in one drawing."""
     if row.profile == document.baseline:
         return "base"
+    if document.quality is not None:
+        return quality.kind(document.quality, row.profile)
     if row.same is None:
         return "unknown"
     return "same" if row.same.share == 1 else "tie" if row.same.near_tie else "differs"
@@ -215,6 +219,6 @@ def _over_contexts(document: BenchDocument) -> Markup:
                 if (span := _span(row, figure)) is not None:
                     series.setdefault(row.profile, []).append((row.ctx, span))
             if len({ctx for points in series.values() for ctx, _ in points}) > 1:
-                picture = charts.lines(series, "context, tokens (each mark doubles)", words)
+                picture = charts.lines(series, "context, tokens (logarithmic)", words)
                 drawn.append(tag("div", tag("h3", f"{workload}: {words.partition(',')[0]}"), picture))
     return section("Over context lengths", tag("div", drawn, class_="pair")) if drawn else Markup("")

@@ -15,15 +15,15 @@ LEAST = 0.1  # the axis reaches this far at least, so that noise does not fill i
 KINDS = {
     "kept": ("no answers lost, as far as the suite can tell", "circle"),
     "lost": ("loses answers", "triangle"),
+    "unasked": ("quality not measured", "cross"),
 }
 
 
-def kind(document: BenchDocument, profile: str) -> str:
-    """`lost` when the interval of the mean lies below zero, `kept` otherwise; "" for a side that was not asked."""
-    rows = document.quality.rows if document.quality is not None else []
-    row = next((row for row in rows if row.profile == profile and row.role != "control"), None)
+def kind(asked: QualityDocument, profile: str) -> str:
+    """`lost` when the interval of the mean lies below zero, `kept` otherwise, `unasked` for a side without scores."""
+    row = next((row for row in asked.rows if row.profile == profile and row.role != "control"), None)
     if row is None:
-        return ""
+        return "unasked"
     return "lost" if row.difference is not None and _class(row.difference) == "slower" else "kept"
 
 

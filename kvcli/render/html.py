@@ -71,6 +71,6 @@ def ticks(top: float, most: int = 5) -> list[float]:
 
 def number(value: float) -> str:
     """Three digits or so."""
-    if value == 0 or abs(value) >= 99.5:
+    if value == 0 or abs(value) >= 99.95:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 9.95 else f"{value:.3g}"
+    return f"{value:.1f}" if abs(value) >= 0.995 else f"{value:.2g}"
