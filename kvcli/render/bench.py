@@ -31,7 +31,8 @@ def table(document: BenchDocument, width: int) -> list[str]:
         rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
         names, cells_below = block(rows, document, width)
         name = neutralise(workload, one_line=True)
-        lines += [*fold(f"{name} · {ctx:,} tokens, {rows[0].new:,} of them new", width), *cells_below, ""]
+        lines += [*fold(f"{name} · {ctx:,} tokens, {rows[0].new:,} of them new", width), *cells_below]
+        lines += [*fold(ranges(rows), width), ""] if ranges(rows) else [""]
         shown |= set(names)
     for line in [legend(document, shown), *differences(document), where(document)]:
         lines += fold(line, width)
@@ -112,6 +113,33 @@ def ratio_words(ratio: Ratio | None) -> str:
     return "≈" if ratio.verdict == "≈" else f"{ratio.median:.2f}"
 
 
+def _why(row: BenchRow, document: BenchDocument) -> str:
+    """Why a text differs beyond rounding: what was promised, and whether both computed with the same numbers."""
+    if row.exactness not in ("exact", None):
+        return f"as {row.exactness} profiles may"
+    on_case = (b for b in document.rows if (b.ctx, b.workload) == (row.ctx, row.workload))
+    base = next((b for b in on_case if b.profile == document.baseline), row)
+    if _numbers(row) != _numbers(base):
+        return f"as {_numbers(row)} may beside {_numbers(base)}"
+    return "a real mismatch"
+
+
+def _numbers(row: BenchRow) -> str:
+    quant = row.setup.get("quant", "none")
+    dtype = row.setup.get("dtype", "")
+    return DTYPES.get(dtype, dtype) + ("" if quant == "none" else f" {quant}")
+
+
+def ranges(rows: Sequence[BenchRow]) -> str:
+    """How far the ratios of single repetitions lie apart, those behind a ≈ too."""
+    said = []
+    for row in rows:
+        ratio = row.ratio.tok_s
+        if ratio is not None and ratio.low < ratio.high:
+            said.append(f"{neutralise(row.profile, one_line=True)} {ratio.low:.2f}–{ratio.high:.2f}")
+    return f"range of ×: {', '.join(said)}" if said else ""
+
+
 def accept(row: BenchRow, _: BenchDocument) -> str:
     if row.accept is None:
         return NONE
@@ -178,5 +206,4 @@ def differences(document: BenchDocument) -> Iterator[str]:
         elif same.near_tie:
             yield f"{where}, a near tie (logits {same.margin:.3g} apart, rounding reaches {same.bound:.3g})"
         else:
-            why = "a real mismatch" if row.exactness in ("exact", None) else f"as {row.exactness} profiles may"
-            yield f"{where}, {why} (logits {same.margin:.3g} apart, rounding reaches {same.bound:.3g})"
+            yield f"{where}, {_why(row, document)} (logits {same.margin:.3g} apart, rounding reaches {same.bound:.3g})"

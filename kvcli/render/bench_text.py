@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, share_words, where
+from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, ranges, share_words, where
 from kvcli.render.figures import BARS
 from kvcli.schemas.bench import BenchLine
 from kvcli.text import neutralise
@@ -30,6 +30,7 @@ def markdown(document: BenchDocument) -> str:
             lines.append(
                 "| " + " | ".join(map(_cell, [row.profile, *(of(row, document) for of in CELLS.values())])) + " |"
             )
+        lines += ["", _cell(ranges(rows))] if ranges(rows) else []
     lines += ["", legend(document, CELLS), *(f"- {_cell(line)}" for line in differences(document))]
     lines += [f"- {_cell(note)}" for note in document.notes]
     return "\n".join(lines) + "\n"
