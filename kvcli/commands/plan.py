@@ -9,13 +9,15 @@ from kvcli.commands.ask import read_file
 from kvcli.commands.models import find, kind_of, look_at
 from kvcli.commands.setup import refuse_beyond
 from kvcli.commands.show import print_json, print_table
-from kvcli.errors import ExitStatus
+from kvcli.errors import ExitStatus, KvcliError
 from kvcli.render.figures import count, long_size
 from kvcli.schemas.listings import PlanDocument
 
 if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
+    from kvcli.fit.plan import Plan
     from kvcli.profile import Profile
+    from kvcli.source import Source
 
 BYTES = {"bf16": 2, "fp16": 2, "f16": 2, "fp32": 4, "f32": 4, "fp64": 8, "f64": 8}
 
@@ -31,6 +33,10 @@ def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
     out.write(f"model    {model.name}, {model.family}, {long_size(model.bytes or 0)} of weights in {model.dtype}\n")
     out.write(f"         {model.path}\n")
     out.write(f"context  {count(document.context or 0)} tokens, {long_size(document.kv_bytes or 0)} when full\n")
+    if document.estimate_bytes is not None and document.available_bytes is not None:
+        room = f"{long_size(document.available_bytes)} available"
+        fits = "" if document.fits else f": does not fit, see kvcli fit {model.name}"
+        out.write(f"memory   {long_size(document.estimate_bytes)} at most, {room}{fits}\n")
     for file in document.documents:
         out.write(f"file     {file['name']}, {count(file['lines'])} lines, {count(file['characters'])} characters\n")
     out.write(f"profile  {document.profile}, {document.exactness}, hash {document.profile_hash}\n\n")
@@ -47,6 +53,7 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
     found = find(world, setup.name, profile.load.allow_pickle)
     refuse_beyond(profile, entry.context or 0, setup.name)
     context = (entry.context or 0) if profile.context.limit == "auto" else int(profile.context.limit)
+    needs = _needs(setup, profile, found, context)
     return PlanDocument(
         model=entry,
         profile=profile.name,
@@ -54,12 +61,27 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
         exactness=profile.exactness,
         context=context or None,
         kv_bytes=context * kv_bytes_of_token(found.text_config, _kv_dtype(profile, entry.dtype)) or None,
+        estimate_bytes=needs.total if needs else None,
+        available_bytes=needs.room.available if needs else None,
+        fits=needs.fits if needs else None,
         documents=[
             {"name": d.name, "sha256": d.sha256, "lines": d.lines, "characters": len(d.text)} for d in documents
         ],
         settings=dict(profile.values),
         origins=profile.origins,
     )
+
+
+def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan | None:
+    """The estimate of `kvcli fit` for a full window; None for a model whose config does not say how large it is."""
+    from kvcli.fit.before import Outlook
+    from kvcli.fit.plan import subject_of
+
+    try:
+        outlook = Outlook(subject_of(found), setup.name, setup.world.paths.cache, setup.world.paths.data)
+        return outlook.plan(profile, context or None)
+    except KvcliError:
+        return None
 
 
 def kv_bytes_of_token(config: dict[str, Any], dtype: str) -> int:

@@ -1,0 +1,173 @@
+"""Plans of the demo model and of a described machine; predictions against real stores and weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcli import source
+from kvcli.errors import DoesNotFit, UsageError
+from kvcli.fit.advice import changes
+from kvcli.fit.before import Outlook
+from kvcli.fit.memory import GIB, largest, need
+from kvcli.fit.plan import Facts, plan, subject_of
+from kvcli.fit.room import Room, choose, container_room, size
+from kvcli.kv.slots import nbytes
+from kvcli.local import load
+from kvcli.profile import Profile
+
+MIB = 1 << 20
+PROFILES = {name: Profile.load(name) for name in ("exact", "ngram", "streaming")}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return subject_of(source.find("demo"))
+
+
+def planned(subject, profile="exact", context=4096, available=64 * GIB, **facts):
+    chosen = profile if isinstance(profile, Profile) else PROFILES[profile]
+    return plan(subject, chosen, Room("cpu", available), context, Facts(**facts))
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_keys_and_values_are_what_the_store_allocates(demo, profile):
+    with load("demo", profile, set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 256}) as model:
+        ids = torch.arange(700).remainder(model.lm.vocab).tolist()
+        most = 0
+        for _ in model.session.read(ids):
+            most = max(most, nbytes(model.session.kv)["cpu"])
+        found = planned(demo, model.profile, 700)
+        if profile != "streaming":  # which settles before anybody can look
+            assert found.need.kv == most
+        assert found.need.kv >= most
+
+
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+def test_weights_are_what_loading_leaves(demo, quant):
+    with load(
+        "demo", "exact", set={"load.quant": quant, "load.device": "cpu", "load.verify": False, "exactness": "approx"}
+    ) as model:
+        held = sum({t.data_ptr(): t.nbytes for t in (*model.lm.model.parameters(), *model.lm.model.buffers())}.values())
+        # blocked layers hold their weights where no other code sees them
+        held += sum(getattr(m, "nbytes", 0) for m in model.lm.model.modules() if hasattr(m, "blocked"))
+        found = planned(demo, model.profile)
+    assert found.need.weights == pytest.approx(held, rel=0.02)
+
+
+def test_the_largest_context_fits_and_one_token_more_does_not(demo):
+    whole = planned(demo, context=8192)
+    room = whole.need.running - 5 * MIB
+    most = largest(demo.shape, whole.weights, whole.run, room, demo.shape.limit)
+    assert 0 < most < 8192
+    assert need(demo.shape, whole.weights, whole.run, most).least <= room
+    assert need(demo.shape, whole.weights, whole.run, most + 1).least > room
+
+
+def test_a_policy_bounds_what_is_kept_and_a_chunk_comes_on_top(demo):
+    long, longer = planned(demo, "streaming", 6000), planned(demo, "streaming", 8000)
+    assert long.need.kv == longer.need.kv
+    assert long.need.kv < planned(demo, "exact", 6000).need.kv
+
+
+def test_a_dtype_that_is_not_the_files_makes_a_second_copy_while_loading(demo):
+    wide = planned(demo, PROFILES["exact"].replace(load={"dtype": "fp32"}))
+    assert wide.weights.converted
+    assert wide.need.loading - wide.need.base > wide.need.weights + demo.files * 0.99
+    assert not planned(demo).weights.converted
+
+
+def test_mapped_files_count_in_the_peak_and_not_in_what_must_be_free(demo):
+    small = planned(demo, PROFILES["exact"].replace(load={"quant": "int4"}, exactness="approx"), 16)
+    assert small.need.peak == small.need.loading > small.need.least
+
+
+def test_measured_runs_scale_the_estimate(demo):
+    plain, scaled = planned(demo), planned(demo, scale=1.1)
+    assert scaled.total == int(1.1 * plain.total)
+    assert scaled.need == plain.need
+
+
+def test_beyond_the_models_limit_nothing_fits(demo):
+    assert not planned(demo, context=8193).fits
+
+
+def test_every_change_that_is_offered_fits(demo):
+    wrong = planned(demo, context=8192, available=530 * MIB)
+    assert not wrong.fits
+    found = changes(demo, wrong, PROFILES, {"cpu": wrong.room}, wrong.facts)
+    assert 0 < len(found) <= 3
+    assert all(change.total <= wrong.usable for change in found)
+    assert any(change.type.startswith("--ctx") for change in found)
+
+
+def test_nothing_is_offered_where_the_program_alone_is_too_large(demo):
+    wrong = planned(demo, available=100 * MIB)
+    assert changes(demo, wrong, PROFILES, {"cpu": wrong.room}, wrong.facts) == []
+
+
+# ---- before a run ----
+
+
+@pytest.fixture
+def outlook(demo, tmp_path):
+    def with_room(available):
+        return Outlook(demo, "demo", tmp_path / "cache", tmp_path / "data", {"cpu": Room("cpu", available)})
+
+    return with_room
+
+
+def test_auto_takes_the_largest_window_that_fits(outlook):
+    looked = outlook(545 * MIB)
+    found, note = looked.fitted(PROFILES["exact"], lambda: PROFILES)
+    assert found.fits
+    assert 1025 <= found.need.context < 8192
+    assert f"{found.need.context:,} of 8,192" in note
+    assert outlook(64 * GIB).fitted(PROFILES["exact"], lambda: PROFILES)[1] == ""
+
+
+@pytest.mark.parametrize(("context", "whole"), [({"limit": 8192}, False), ({}, True)])
+def test_what_was_asked_by_name_is_refused_and_never_made_smaller(outlook, context, whole):
+    profile = PROFILES["exact"].replace(context=context) if context else PROFILES["exact"]
+    with pytest.raises(DoesNotFit) as caught:
+        outlook(545 * MIB).fitted(profile, lambda: PROFILES, whole=whole)
+    error = caught.value
+    assert error.code == "does_not_fit"
+    assert error.detail["needed"] > error.detail["usable"]
+    assert any(item.startswith("--ctx") for item in error.try_)
+    assert outlook(545 * MIB).fitted(profile, lambda: PROFILES, whole=whole, force=True)[1] == ""
+
+
+def test_too_little_for_any_answer_is_refused(outlook):
+    with pytest.raises(DoesNotFit):
+        outlook(400 * MIB).fitted(PROFILES["exact"], lambda: PROFILES)
+
+
+# ---- rooms ----
+
+
+def test_sizes_have_units():
+    assert size("12GiB", "--vram") == size("12G", "--vram") == size("12 gib", "--vram") == 12 * GIB
+    assert size("0.1GiB", "--vram") == int(0.1 * GIB)
+    for wrong in ("12", "0GiB", "twelve", "-1GiB"):
+        with pytest.raises(UsageError):
+            size(wrong, "--vram")
+
+
+def test_the_container_counts_before_the_machine(tmp_path):
+    assert container_room(tmp_path) > 1 << 60
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert container_room(tmp_path) == 600
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 150\n")
+    assert container_room(tmp_path) == 750
+    (tmp_path / "memory.max").write_text("max\n")
+    assert container_room(tmp_path) > 1 << 60
+
+
+def test_auto_is_the_first_gpu_else_the_cpu():
+    cpu, gpu = Room("cpu", 1), Room("cuda:0", 2)
+    assert choose({"cpu": cpu}, "auto") == cpu
+    assert choose({"cpu": cpu, "cuda:0": gpu}, "auto") == choose({"cpu": cpu, "cuda:0": gpu}, "cuda") == gpu
+    with pytest.raises(UsageError):
+        choose({"cpu": cpu}, "cuda:1")

@@ -1,0 +1,108 @@
+"""What a machine can do, kept and found again. Nothing here depends on how fast anything is."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from kvcli.calibrate import calibrate, load_calibration, machine, passes
+from kvcli.calibrate.passes import contexts, pass_times
+from kvcli.calibrate.run import fingerprint_of, model_fingerprint
+from kvcli.calibrate.store import age_days, file_of, machine_fingerprint, save_calibration
+from kvcli.errors import KvcliError
+from kvcli.local import load
+from kvcli.render.fit import calibration_lines
+from kvcli.schemas.fit import CalibrationDocument
+
+
+def made(fingerprint: str = "abc", **changes: object) -> CalibrationDocument:
+    """A calibration nobody measured: 1e9 bytes and 1e12 FLOP a second."""
+    facts = {
+        "kvcli": "0", "date": datetime.now(UTC).isoformat(), "fingerprint": fingerprint, "cpu": "a cpu",
+        "device": "cpu", "threads": 1, "torch": "2", "base_bytes": 500 << 20, "bandwidth": 1e9,
+        "gemm": {"bfloat16": 1e12, "float32": 1e11}, "launch": 1e-6, "links": {}, "disk": None, "model": None,
+    }  # fmt: skip
+    return CalibrationDocument(**(facts | changes))
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with load("demo", "exact", set={"load.device": "cpu"}) as model:
+        yield model
+
+
+def test_contexts_go_by_fours_and_leave_room_for_the_longest_pass():
+    assert contexts(8192) == [512, 2048]
+    assert contexts(32768) == [512, 2048, 8192]
+    assert contexts(300) == [44]
+    assert contexts(1) == [1]
+
+
+def test_the_grid_has_a_time_for_each_row_count_and_context(demo, monkeypatch):
+    monkeypatch.setattr(passes, "ROWS", (1, 4, 8))
+    monkeypatch.setattr(passes, "REPS", 1)
+    monkeypatch.setattr(passes, "FIRST", 1024)
+    told: list[str] = []
+    found = pass_times(demo.lm, told.append)
+    assert [(p.context, p.rows) for p in found] == [(n, rows) for n in (1024, 4096) for rows in (1, 4, 8)]
+    assert all(0 < p.low <= p.seconds <= p.high for p in found)
+    assert len(told) == 2
+
+
+def test_a_calibration_is_kept_for_the_machine_and_for_the_model(demo, monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "SIZE", 1 << 16)
+    monkeypatch.setattr(machine, "EDGE", 16)
+    monkeypatch.setattr(machine, "CALLS", 2)
+    monkeypatch.setattr(machine, "bare_process", lambda: 123 << 20)
+    monkeypatch.setattr(passes, "ROWS", (1, 2))
+    monkeypatch.setattr(passes, "REPS", 1)
+    found = calibrate(demo, tmp_path)
+    key = fingerprint_of(demo.info, 320)
+    at = machine_fingerprint("cpu")
+    assert load_calibration(tmp_path, at, key) == found
+    assert found.model is not None
+    assert found.model.fingerprint == key == model_fingerprint("bfloat16", "none", 6, 320, 1888, "demo")
+    alone = load_calibration(tmp_path, at)
+    assert alone == found.model_copy(update={"model": None})
+    assert file_of(tmp_path, at).stat().st_mode & 0o777 == 0o600
+    for width in (40, 200):
+        lines = calibration_lines(found, width)
+        assert max(map(len, lines)) < width
+        assert any("123 MiB" in line for line in lines)
+
+
+def test_what_is_not_there_is_none_and_what_is_damaged_is_said(tmp_path):
+    told: list[str] = []
+    assert load_calibration(tmp_path, "abc", tell=told.append) is None
+    assert told == []
+    file = save_calibration(tmp_path, made())
+    assert load_calibration(tmp_path, "abc", tell=told.append) == made(date=load_calibration(tmp_path, "abc").date)
+    for damage in (b"{", b"\xff\xfe", b'{"schema": "kvcli.calibration/1"}'):
+        file.write_bytes(damage)
+        assert load_calibration(tmp_path, "abc", tell=told.append) is None
+    assert len(told) == 3
+    assert all("is not used" in note for note in told)
+
+
+def test_another_model_or_precision_is_another_file():
+    one = model_fingerprint("bfloat16", "none", 6, 320, 1888, "demo")
+    assert one != model_fingerprint("bfloat16", "int8", 6, 320, 1888, "demo")
+    assert one != model_fingerprint("float32", "none", 6, 320, 1888, "demo")
+
+
+def test_age_is_in_whole_days():
+    assert age_days("2026-01-01T00:00:00+00:00", datetime(2026, 1, 3, 5, tzinfo=UTC)) == 2
+    assert age_days("2026-01-01T02:00:00+02:00", datetime(2026, 1, 1, tzinfo=UTC)) == 0
+
+
+def test_a_process_that_fails_is_an_error_with_its_last_words(monkeypatch):
+    monkeypatch.setattr(machine, "_BARE", "raise SystemExit('no such thing')")
+    with pytest.raises(KvcliError) as caught:
+        machine.bare_process()
+    assert caught.value.lines == ("no such thing",)
+
+
+def test_a_bare_process_holds_the_libraries_and_not_the_model():
+    found = machine.bare_process()
+    assert 100 << 20 < found < 4 << 30
