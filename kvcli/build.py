@@ -44,8 +44,11 @@ def clashes(profile: Profile) -> list[Clash]:
     return found
 
 
-def session(lm: LM, profile: Profile) -> Session:
-    """An empty session of `lm` as the profile wants it."""
+def session(lm: LM, profile: Profile, costs: Mapping[int, float] | None = None) -> Session:
+    """An empty session of `lm` as the profile wants it.
+
+    `costs`: rows of a pass -> its time in passes of one row, for the drafter to start from; never changes the text.
+    """
     import torch
 
     from kvcli.kv.dense import Dense
@@ -54,6 +57,8 @@ def session(lm: LM, profile: Profile) -> Session:
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, dtype, lm.device)
     drafter: Drafter = profile.spec.drafter()
+    if costs:
+        drafter.expect(costs)
     return Session(
         lm,
         kv,

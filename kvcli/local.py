@@ -99,6 +99,7 @@ class Model:
     def __init__(self, lm: LM, tokenizer: PreTrainedTokenizerBase, profile: Profile, *, load_seconds: float = 0.0):
         self.lm, self.tokenizer, self.profile = lm, tokenizer, profile
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
+        self.costs: Mapping[int, float] = {}  # rows of a pass -> its time in passes of one row, where it is known
         self.session = build.session(lm, profile)
         # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
@@ -113,7 +114,12 @@ class Model:
 
     def close(self) -> None:
         """Free the keys and values; the weights go with the last model that shares them."""
-        self.session = build.session(self.lm, self.profile)
+        self.session = build.session(self.lm, self.profile, self.costs)
+
+    def expect(self, costs: Mapping[int, float]) -> None:
+        """What passes of some rows were measured to take, in passes of one row. With nothing read yet."""
+        self.costs = costs
+        self.session.drafter.expect(costs)
 
     @property
     def limit(self) -> int:
@@ -132,6 +138,7 @@ class Model:
             )
         changed = Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds)
         changed.info, changed.foretell = self.info, self.foretell
+        changed.expect(self.costs)
         return changed
 
     def take_past(self, other: Model) -> bool:

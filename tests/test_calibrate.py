@@ -10,10 +10,13 @@ from kvcli.calibrate import calibrate, load_calibration, machine, passes
 from kvcli.calibrate.passes import contexts, pass_times
 from kvcli.calibrate.run import fingerprint_of, model_fingerprint
 from kvcli.calibrate.store import age_days, file_of, machine_fingerprint, save_calibration
+from kvcli.drafts.pace import Clock
 from kvcli.errors import KvcliError
+from kvcli.fit.speed import units
 from kvcli.local import load
+from kvcli.profile import Profile
 from kvcli.render.fit import calibration_lines
-from kvcli.schemas.fit import CalibrationDocument
+from kvcli.schemas.fit import CalibrationDocument, PassTime
 
 
 def made(fingerprint: str = "abc", **changes: object) -> CalibrationDocument:
@@ -58,7 +61,7 @@ def test_a_calibration_is_kept_for_the_machine_and_for_the_model(demo, monkeypat
     monkeypatch.setattr(passes, "ROWS", (1, 2))
     monkeypatch.setattr(passes, "REPS", 1)
     found = calibrate(demo, tmp_path)
-    key = fingerprint_of(demo.info, 320)
+    key = fingerprint_of(demo)
     at = machine_fingerprint("cpu")
     assert load_calibration(tmp_path, at, key) == found
     assert found.model is not None
@@ -106,3 +109,34 @@ def test_a_process_that_fails_is_an_error_with_its_last_words(monkeypatch):
 def test_a_bare_process_holds_the_libraries_and_not_the_model():
     found = machine.bare_process()
     assert 100 << 20 < found < 4 << 30
+
+
+def test_a_drafter_starts_from_what_was_calibrated_until_it_has_timed_it_itself():
+    clock = Clock()
+    flat = clock.costs(17)
+    clock.expect({1: 1.0, 2: 1.5, 16: 5.0})
+    costs = clock.costs(17)
+    assert (costs[0], costs[1], costs[15]) == (1.0, 1.5, 5.0)
+    assert costs == sorted(costs)
+    assert costs[-1] > flat[-1]
+    assert not clock.knows(2)  # a prior is no measurement: risky drafts still wait for one
+    for _ in range(3):
+        clock.time(2, 1.1)
+    assert clock.costs(2)[1] == 1.1
+
+
+def test_costs_come_from_all_contexts():
+    grid = [(1, 512, 1.0), (4, 512, 2.0), (1, 2048, 2.0), (4, 2048, 5.0), (8, 8192, 9.0)]
+    times = [PassTime(rows=r, context=c, seconds=s, low=s, high=s) for r, c, s in grid]
+    assert units(times) == {4: 2.25}
+
+
+def test_costs_stay_with_a_model_and_change_no_text(demo):
+    prompt = demo.encode("List the words again: one two three one two three one two")
+    texts = []
+    for costs in ({}, {2: 1.01, 16: 1.1}, {2: 5.0, 16: 40.0}):
+        model = demo.with_profile(Profile.load("ngram").replace(load={"device": "cpu"}))
+        model.expect(costs)
+        texts.append(model.generate(prompt, 48, ignore_eos=True).ids)
+        assert model.with_profile(model.profile).costs == costs
+    assert texts[0] == texts[1] == texts[2]

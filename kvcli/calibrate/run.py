@@ -15,7 +15,6 @@ from kvcli.schemas.fit import CalibrationDocument, ModelTimes
 if TYPE_CHECKING:
     import torch
 
-    from kvcli.api import ModelInfo
     from kvcli.local import Model
     from kvcli.profile import Profile
     from kvcli.world import World
@@ -67,8 +66,9 @@ def model_fingerprint(dtype: str, quant: str, layers: int, hidden: int, vocab: i
     return digest(name, dtype, quant, layers, hidden, vocab)
 
 
-def fingerprint_of(info: ModelInfo, hidden: int) -> str:
+def fingerprint_of(model: Model) -> str:
     """The fingerprint of a loaded model."""
+    info, hidden = model.info, int(model.lm.model.config.get_text_config().hidden_size)
     return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id)
 
 
@@ -76,10 +76,9 @@ def _times(model: Model, tell: Tell) -> ModelTimes:
     from kvcli.calibrate.passes import pass_times
 
     info = model.info
-    hidden = int(model.lm.model.config.get_text_config().hidden_size)
     return ModelTimes(
         id=info.id,
-        fingerprint=fingerprint_of(info, hidden),
+        fingerprint=fingerprint_of(model),
         dtype=info.dtype,
         quant=info.quant,
         device=info.device,

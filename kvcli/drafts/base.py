@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +19,9 @@ class Drafter(Protocol):
     @property
     def view(self) -> Policy | None:
         """How scouts read the past; None = they read all of it."""
+
+    def expect(self, costs: Mapping[int, float]) -> None:
+        """Rows of a pass -> its time in passes of one row, as measured on this machine before: a start, no more."""
 
     def start(self, ids: Sequence[int]) -> None:
         """The committed text is now `ids` (a new prompt, or an earlier point after an undo)."""
@@ -44,6 +47,9 @@ class Off:
     @property
     def view(self) -> Policy | None:
         return None
+
+    def expect(self, costs: Mapping[int, float]) -> None:
+        return
 
     def start(self, ids: Sequence[int]) -> None:
         return

@@ -7,7 +7,7 @@ a guess is trusted by match length and by how many places agree, which says more
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
@@ -169,6 +169,10 @@ class NgramDrafter:
     @property
     def view(self) -> Policy | None:
         return None
+
+    def expect(self, costs: Mapping[int, float]) -> None:
+        """Begin with these costs of passes, until they are measured here."""
+        self._pace.expect(costs)
 
     def start(self, ids: Sequence[int]) -> None:
         self._follow(ids)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import median, median_low
@@ -80,6 +80,7 @@ class Clock:
         self._plain: deque[float] = deque(maxlen=5)  # seconds
         self._units: dict[int, deque[float]] = {}  # stair -> what passes on it took
         self._timed: dict[int, int] = {}  # stair -> the pass it was last timed in
+        self._prior: dict[int, float] = {}  # stair -> units, from a calibration; counts until the stair is timed
 
     @property
     def plain(self) -> float:
@@ -90,6 +91,10 @@ class Clock:
     def measured(self) -> dict[int, float]:
         """Stair -> units. It takes two passes, of which the faster counts: a first one includes its preparation."""
         return {stair: median_low(units) for stair, units in sorted(self._units.items()) if len(units) > 1}
+
+    def expect(self, costs: Mapping[int, float]) -> None:
+        """What passes took when the machine was calibrated: rows -> units."""
+        self._prior = {_stair(rows): units for rows, units in costs.items() if rows > 1}
 
     def tick(self) -> None:
         """A pass has gone by. Costs nobody has paid for long are forgotten: they may have been one bad moment."""
@@ -115,9 +120,9 @@ class Clock:
         self._plain.clear()
 
     def costs(self, most: int) -> list[float]:
-        """Units of a pass with 1, 2, ... `most` rows; between measured stairs a straight line."""
+        """Units of a pass with 1, 2, ... `most` rows; between known stairs a straight line."""
         measured, costs, least = [], [1.0], math.inf
-        for stair, units in reversed(self.measured.items()):
+        for stair, units in sorted((self._prior | self.measured).items(), reverse=True):
             least = max(1.0, min(least, units))  # fewer rows cannot take longer: that was noise
             measured.append((stair, least))
         for stair, units in reversed(measured):
@@ -151,6 +156,10 @@ class Pace:
         self._resumed = -_RELAPSE  # pass in which the last pause ended
         self._why = ""
         self._mode = Mode.PLAIN
+
+    def expect(self, costs: Mapping[int, float]) -> None:
+        """Begin with these costs: rows -> time in plain passes."""
+        self._clock.expect(costs)
 
     def restart(self) -> None:
         """The text has changed, and with it perhaps the time of a plain pass; what rows cost in units is kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from kvcli.schemas.fit import FitSpeed
@@ -57,8 +58,9 @@ def at(line: Sequence[tuple[int, float]], context: int) -> float:
     return max(min(y for _, y in line), y0 + (y1 - y0) * (context - x0) / (x1 - x0))
 
 
-def units(passes: Sequence[PassTime], context: int) -> Mapping[int, float]:
-    """rows -> time in passes of one row, at a context: what a drafter may start from before it has measured."""
-    grid = by_rows(passes)
-    plain = at(grid[min(grid)], context)
-    return {rows: at(line, context) / plain for rows, line in sorted(grid.items()) if rows > 1}
+def units(passes: Sequence[PassTime]) -> Mapping[int, float]:
+    """rows -> time in passes of one row, the middle of all contexts: what a drafter starts from."""
+    grid = {rows: dict(line) for rows, line in by_rows(passes).items()}
+    plain = grid.pop(1, {})
+    ratios = {rows: [s / plain[c] for c, s in line.items() if c in plain] for rows, line in sorted(grid.items())}
+    return {rows: median(found) for rows, found in ratios.items() if found}
