@@ -42,7 +42,8 @@ def test_the_table_fits(found, width: int):
     lines = table(found, width)
     assert max(map(cells, lines)) <= width
     assert sum(line.startswith("profile") for line in lines) == 4
-    assert sum(line.startswith("slowed  ") and " 0.4" in line for line in lines) == 4  # losing rows are printed like winning ones
+    # losing rows are printed like winning ones
+    assert sum(line.startswith("slowed  ") and " 0.4" in line for line in lines) == 4
 
 
 def test_where_ranges_overlap_no_factor_is_printed(found):
