@@ -83,9 +83,9 @@ class PlanDocument(Json):
     exactness: str
     context: Count | None = Field(description="the window, tokens")
     kv_bytes: Bytes | None = Field(description="keys and values of a full window, stored as in the model's dtype")
-    estimate_bytes: Bytes | None = Field(default=None, description="peak memory with a full window")
-    available_bytes: Bytes | None = Field(default=None, description="memory of the device")
-    fits: bool | None = None
+    estimate_bytes: Bytes | None = Field(description="peak memory with a full window")
+    available_bytes: Bytes | None = Field(description="memory of the device")
+    fits: bool | None
     documents: list[dict[str, Any]]
     settings: dict[str, Any]
     origins: dict[str, str]

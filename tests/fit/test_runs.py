@@ -10,6 +10,7 @@ from kvcli.fit import runs
 from kvcli.fit.before import Outlook
 from kvcli.fit.plan import subject_of
 from kvcli.fit.room import Room
+from kvcli.local import load
 from kvcli.profile import Profile
 from kvcli.schemas.fit import RunEntry
 from kvcli.source import find
@@ -80,3 +81,13 @@ def test_a_log_that_cannot_be_written_is_a_note(outlook, tmp_path):
     (tmp_path / "data").write_text("a file where the folder should be")
     outlook.foretell(Profile.load("exact"), 10)
     assert "could not be noted" in outlook.record(Profile.load("exact"), Stats(peak=1, context=10))
+
+
+def test_a_turn_carries_its_estimate_and_a_changed_profile_its_own(outlook):
+    with load("demo", "exact", set={"load.device": "cpu"}) as model:
+        model.foretell = outlook.foretell
+        stats = model.generate("Hello", 4).stats
+        assert (stats.estimate, stats.available) == (outlook.highest, 1 << 40)
+        assert stats.estimate >= outlook.plan(model.profile, stats.context).total
+        changed = model.with_profile(model.profile.replace(prefill={"chunk": 64}))
+        assert changed.generate("Hello", 4).stats.estimate == outlook.highest
