@@ -34,6 +34,7 @@ def changes(
 ) -> list[Change]:
     """At most three, those that change the text least first."""
     found: list[Change] = []
+    shorter: list[Change] = []  # with a shorter context on top
     for words, profile, room, context in _candidates(wrong, others, rooms):
         try:
             tried = plan(subject, profile(), room, context, facts)
@@ -41,9 +42,16 @@ def changes(
             continue
         if tried.fits:
             found.append(Change(words, tried.total, tried.need.context))
+        elif wrong.most < (most := _round(tried.most)) < context:
+            tried = plan(subject, profile(), room, most, facts)
+            shorter.append(Change(f"{words} --ctx {most}", tried.total, most))
         if len(found) == MOST:
             break
-    return found
+    return [*found, *shorter][:MOST]
+
+
+def _round(context: int) -> int:
+    return context // ROUND * ROUND or context
 
 
 def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, Room]) -> Iterator[tuple[Any, ...]]:
@@ -57,8 +65,7 @@ def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, 
     if can_pack:
         yield "--quant int8", lambda: profile.replace(load={"quant": "int8"}), room, context
     if most := min(wrong.most, wrong.limit):
-        shorter = most // ROUND * ROUND or most
-        yield f"--ctx {shorter}", lambda: profile, room, shorter
+        yield f"--ctx {_round(most)}", lambda: profile, room, _round(most)
     for name, other in others.items():
         if name != profile.name:
             yield f"-P {name}", lambda o=other: o, room, context

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan
 
 GIB, MIB = 1 << 30, 1 << 20
+TRY = "  try: "
 MEASURE = "not calibrated, so no times: kvcli bench --calibrate"
 
 
@@ -61,7 +62,7 @@ def _plans(document: FitDocument, width: int) -> Iterator[list[Span]]:
     def size(n: int) -> str:
         return f"{n / unit:,.2f}" if unit == GIB else f"{n / unit:,.{int(n < 100 * MIB)}f}"
 
-    names = ["profile", "context", "weights", "kv", "draft", "program", "working", "peak", "fits", "largest"]
+    names = ["profile", "ctx", "weights", "kv", "draft", "program", "working", "peak", "fits", "largest"]
     rows = [[*_cells(plan, size)] for plan in document.plans]
     table = columns([names, *rows])
     kept = f"{word}; {size(document.free_bytes)} available, of which {size(document.kept_free)} are kept free"
@@ -97,8 +98,15 @@ def _refused(plan: FitPlan, document: FitDocument, width: int) -> Iterator[list[
     for line in fold(neutralise(why, one_line=True), max(20, width - 1)):
         yield [(line.rstrip(), "yellow")]
     for change in plan.changes:
-        tokens = f" at {f.count(change.ctx)}" if change.ctx != plan.ctx and not change.type.startswith("--ctx") else ""
-        yield [("  try: ", "green"), (f"{change.type}", ""), (f"   {f.long_size(change.total)}{tokens}", "dim")]
+        tokens = f" at {f.count(change.ctx)}" if change.ctx != plan.ctx and "--ctx" not in change.type else ""
+        takes = f"{f.long_size(change.total)}{tokens}"
+        words = [line.rstrip() for line in fold(change.type, max(20, width - 1 - len(TRY)))]
+        is_wide = len(TRY) + cells(words[-1]) + 3 + cells(takes) >= width
+        for i, line in enumerate(words):
+            last = "" if is_wide or i < len(words) - 1 else f"   {takes}"
+            yield [(" " * len(TRY) if i else TRY, "green"), (line, ""), (last, "dim")]
+        if is_wide:
+            yield [(f"{' ' * len(TRY)}{takes}", "dim")]
     if not plan.changes:
         yield [("  no single change makes it fit", "")]
 
