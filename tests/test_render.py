@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -438,3 +439,19 @@ def test_a_note_while_the_rows_are_shown_lands_above_them():
     print_note(screen.err, "by the way")
     last = fake.stream.getvalue().rsplit("\r", 2)[1]
     assert last.index("by the way") < last.index("hello")
+
+
+def test_a_timer_that_comes_late_does_not_leave_the_row_behind(monkeypatch):
+    @contextmanager
+    def late(tick):
+        yield
+        tick()
+
+    monkeypatch.setattr("kvcli.render.stream.ticking", late)
+    fake, stats = Fake(), Stats(new=2, passes=1)
+    view = TurnView(fake.screen(), Look("fafo", lambda: None))
+    with view.running():
+        view.on(Live(stats))
+        view.on(Text("hello", (1, 2)))
+    assert not view.region.is_open
+    assert fake.stream.getvalue().endswith("\x1b[?25h")

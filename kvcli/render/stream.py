@@ -100,10 +100,11 @@ class TurnView:
     def running(self) -> Iterator[TurnView]:
         """Redraw from a timer thread inside the block; afterwards only the answer is left on the screen."""
         region, stdin = self.region, self.screen.stdin if self.region else None
-        with echo(stdin, on=False), suspendable(region, stdin), ticking(self.tick if region else None):
+        with echo(stdin, on=False), suspendable(region, stdin):
             try:
-                yield self
-            finally:
+                with ticking(self.tick if region else None):
+                    yield self
+            finally:  # the timer is over: a late one would draw the row again, for good
                 self._finish()
 
     def tick(self) -> None:
