@@ -71,5 +71,9 @@ class ContextOverflow(KvcliError):
     code, exit = "context_overflow", ExitStatus.CONTEXT_OVERFLOW
 
 
+class EngineUnreachable(KvcliError):
+    code, exit = "engine_unreachable", ExitStatus.ENGINE_UNREACHABLE
+
+
 class BadConfig(KvcliError):
     code, exit = "bad_config", ExitStatus.BAD_CONFIG

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvcli.source import Source
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KEPT = 4  # files, those used last
 VERSION = 1  # of what is written below; part of a file's name, so that a change makes new files
 
 
@@ -50,10 +52,13 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
         )
     path = cache / "gguf" / f"{fingerprint(found)}-{dtype}.gguf"
     if path.exists():
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # used, whatever the disk notes by itself
         return path
     plan = list(_plan(found, config, layout_of(config)))
     need = sum(w.nbytes(DTYPES[dtype]) for w in plan)
-    free = shutil.disk_usage(private_folder(path.parent)).free
+    private_folder(path.parent)
+    forget(path.parent, KEPT - 1)
+    free = shutil.disk_usage(path.parent).free
     if need > free:
         raise DoesNotFit(
             f"the weights of {found.id} as GGUF need {need:,} bytes, and {free:,} are free",
@@ -64,6 +69,14 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
         tell(f"writing the weights of {found.id} as GGUF, {need / 1e6:,.0f} MB: {path}")
     _write_whole(path, lambda file: _write(file, config, plan, DTYPES[dtype]))
     return path
+
+
+def forget(folder: Path, keep: int) -> None:
+    """Remove exported files, but for so many used last: they are copies, and each is as large as its model."""
+    files = sorted(folder.glob("*.gguf"), key=lambda file: file.stat().st_atime_ns)
+    for file in files[: max(0, len(files) - keep)]:
+        with suppress(OSError):  # Windows keeps one that another process has open
+            file.unlink()
 
 
 def fingerprint(found: Source) -> str:

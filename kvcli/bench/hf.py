@@ -25,6 +25,8 @@ LOOKUP = 10  # guesses of prompt lookup, the number that transformers' own docum
 class HfSide:
     """`generate` with sdpa attention, greedy."""
 
+    peak_bytes: int | None = None  # it runs in our process
+
     def __init__(
         self,
         name: str,

@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvcli.bench.kvpress_environment import COMMAND
+from kvcli.bench.kvpress_press import Press
 from kvcli.bench.side import Sample
-from kvcli.errors import KvcliError
+from kvcli.errors import EngineUnreachable, KvcliError
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
 
@@ -19,22 +21,19 @@ WORKER = Path(__file__).with_name("kvpress_worker.py")
 class KvPress:
     """One press, greedy. The worker loads the model once and forgets every prompt before the next."""
 
-    name = "kvpress"
-
     def __init__(
         self,
+        name: str,
         model: Path,
         dtype: str,
         threads: int,
         python: Path,
         *,
         device: str = "cpu",
-        press: str = "StreamingLLMPress",
-        ratio: float = 0.5,
         worker: Path = WORKER,
     ) -> None:
-        """`python` comes from `kvpress_environment.interpreter`; `ratio` is the share of the prompt that is dropped."""
-        self.press, self.ratio, self.threads, self.device, self.dtype = press, ratio, threads, device, dtype
+        """`name` says which press, as `Press.of` reads it; `python` comes from `kvpress_environment.interpreter`."""
+        self.name, self.press, self.threads, self.device, self.dtype = name, Press.of(name), threads, device, dtype
         self.peak_bytes: int | None = None  # of the worker, after the last run
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         try:
@@ -49,10 +48,12 @@ class KvPress:
             )
         except OSError as error:
             self._errors.close()
-            raise KvcliError(f"kvpress's own Python could not be started: {error}", code="kvpress_failed") from error
+            raise EngineUnreachable(
+                f"kvpress's own Python could not be started: {error}", code="kvpress_failed", try_=[COMMAND]
+            ) from error
         asked = {"model": str(model), "dtype": dtype, "threads": threads, "device": device}
         try:
-            self._versions: Mapping[str, str] = self._ask(asked | {"press": press, "ratio": ratio})["ready"]
+            self._versions: Mapping[str, str] = self._ask(asked | self.press.asked())["ready"]
         except BaseException:
             self.close()
             raise
@@ -61,7 +62,8 @@ class KvPress:
     def setup(self) -> dict[str, str]:
         return {
             "engine": " · ".join(f"{name} {found}" for name, found in self._versions.items()),
-            "press": f"{self.press}, {self.ratio:.0%} of the prompt's keys and values dropped once it is read",
+            "press": f"{self.press.kind}, drops {self.press.ratio:.0%} of the prompt's keys and values once it is read",
+            "exactness": "approx",
             "dtype": self.dtype,
             "device": self.device,
             "threads": str(self.threads),
@@ -106,9 +108,9 @@ class KvPress:
         return said
 
     def _failed(self, why: str, lines: Sequence[str] = ()) -> KvcliError:
-        return KvcliError(
-            f"kvpress failed on {self.press}: {why}",
+        return EngineUnreachable(
+            f"kvpress failed on {self.press.kind}: {why}",
             code="kvpress_failed",
             lines=lines,
-            try_=["leave --baseline kvpress out"],
+            try_=[f"leave --baseline {self.name} out", "another press, as in --baseline kvpress:SnapKV"],
         )

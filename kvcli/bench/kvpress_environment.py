@@ -88,7 +88,7 @@ def _run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
         said = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
-        raise KvcliError(
+        raise UsageError(
             "the environment of kvpress could not be made",
             code="no_environment",
             lines=[f"{' '.join(map(str, command[1:]))} ended with {done.returncode}", *said[-4:]],

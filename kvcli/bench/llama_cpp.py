@@ -45,6 +45,7 @@ class LlamaCpp:
     """llama.cpp, greedy, with flash attention unless the run is in float32. Every prompt starts from an empty cache."""
 
     name = "llama.cpp"
+    peak_bytes: int | None = None  # it runs in our process
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ class LlamaCpp:
         self._ear = _ear()
         self._context: Any = None
         self._room = 0  # tokens of the context
-        self._model = self._load(export(found, dtype, cache, tell))
+        self._file = export(found, dtype, cache, tell)
+        self._model = self._load(self._file)
         vocab = self._lib.llama_model_get_vocab(self._model)
         self.vocab = int(self._lib.llama_vocab_n_tokens(vocab))
 
@@ -85,6 +87,7 @@ class LlamaCpp:
             "attention": "plain: flash attention would round to float16" if self._is_exact else "flash",
             "batch": str(BATCH),
             "weights": f"GGUF from the same files, matrices in {self._dtype}, norms in float32",
+            "file": str(self._file),
             "system": self._system(),
         }
 

@@ -21,7 +21,15 @@ class Baseline:
     """How a side that is no profile is made, and what refuses it before anything is loaded."""
 
     make: Callable[[Recipe, Models], Side]
-    require: Callable[[Path], object] = lambda cache: None  # the folder for what is installed or converted once
+    # the name as typed, and the folder for what is installed or converted once
+    require: Callable[[str, Path], object] = lambda name, cache: None
+    has_choices: bool = False  # behind a colon: `kvpress:SnapKV`
+
+
+def baseline_of(name: str) -> str | None:
+    """The baseline that a name as typed stands for; None where there is none."""
+    kind, colon, _ = name.partition(":")
+    return kind if kind in BASELINES and (not colon or BASELINES[kind].has_choices) else None
 
 
 def make(recipe: Recipe, models: Models) -> Side:
@@ -60,7 +68,7 @@ def _llama_cpp(recipe: Recipe, models: Models) -> Side:
     return LlamaCpp(found, _dtype(recipe), models.threads(profile), Path(recipe.cache), device=device)
 
 
-def _require_llama_cpp(_: Path) -> None:
+def _require_llama_cpp(name: str, cache: Path) -> None:
     from kvcli.bench.llama_cpp import require
 
     require()
@@ -73,12 +81,14 @@ def _kvpress(recipe: Recipe, models: Models) -> Side:
 
     profile = recipe.as_profile()
     python, device = interpreter(Path(recipe.cache)), str(weights.find_device(profile.load.device))
-    return KvPress(Path(recipe.model), _dtype(recipe), models.threads(profile), python, device=device)
+    return KvPress(recipe.name, Path(recipe.model), _dtype(recipe), models.threads(profile), python, device=device)
 
 
-def _require_kvpress(cache: Path) -> None:
+def _require_kvpress(name: str, cache: Path) -> None:
     from kvcli.bench.kvpress_environment import interpreter
+    from kvcli.bench.kvpress_press import Press
 
+    Press.of(name)
     interpreter(cache)
 
 
@@ -96,5 +106,5 @@ BASELINES: Mapping[str, Baseline] = {
     "hf": Baseline(_hf),
     "hf-lookup": Baseline(_hf_lookup),
     "llama.cpp": Baseline(_llama_cpp, _require_llama_cpp),
-    "kvpress": Baseline(_kvpress, _require_kvpress),
+    "kvpress": Baseline(_kvpress, _require_kvpress, has_choices=True),
 }

@@ -65,9 +65,7 @@ def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     import torch
 
-    # a side that works in a process of its own says what that held; ours only waited for it
-    theirs = getattr(side, "peak_bytes", None)
-    return {"peak_bytes": theirs or peak_bytes(torch.device(side.setup.get("device", "cpu")))}
+    return {"peak_bytes": side.peak_bytes or peak_bytes(torch.device(side.setup.get("device", "cpu")))}
 
 
 if __name__ == "__main__":

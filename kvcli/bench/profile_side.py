@@ -66,6 +66,8 @@ class Models:
 class ProfileSide:
     """One profile on loaded weights."""
 
+    peak_bytes: int | None = None  # it runs in our process
+
     def __init__(self, name: str, model: Model, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.name, self.model, self.threads, self.clock = name, model, threads, clock
 

@@ -48,6 +48,10 @@ class Side(Protocol):
     def setup(self) -> dict[str, str]:
         """What a reader must know to believe the figures: versions, dtype, threads, settings that differ."""
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """What a process of its own held at most; None for a side that runs in ours."""
+
     def run(self, prompt: Sequence[int], new: int) -> Sample:
         """Continue `prompt` by exactly `new` tokens, greedily; stop tokens do not end it."""
 

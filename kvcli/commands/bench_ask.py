@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvcli.bench.fail_if import Condition
 from kvcli.bench.grid import Vary, check_keys, contexts, variants
 from kvcli.bench.history import read
-from kvcli.bench.makers import BASELINES
+from kvcli.bench.makers import BASELINES, baseline_of
 from kvcli.bench.recipe import Recipe
 from kvcli.bench.workloads import NAMES
 from kvcli.commands.ask import read_file
@@ -173,9 +173,10 @@ def _with_baselines(
 
 
 def _baseline(setup: Setup, name: str, profiles: Sequence[tuple[str, str, Profile]]) -> tuple[str, str, Profile]:
-    if name in BASELINES:
-        BASELINES[name].require(setup.world.paths.cache)
-        return name, name, profiles[0][2]
+    kind = baseline_of(name)
+    if kind is not None:
+        BASELINES[kind].require(name, setup.world.paths.cache)
+        return name, kind, profiles[0][2]
     known = next((side for side in profiles if side[0] == name), None)
     if known is not None:
         return known

@@ -24,7 +24,9 @@ def _told(*names: str, **more: Any) -> Any:
 
 
 _MODEL = "demo, a folder, a Hugging Face id, or a name from your config."
-_BASELINE = "A profile, hf, hf-lookup, llama.cpp, kvpress or an earlier FILE.json; × compares with the first."
+_BASELINE = (
+    "A profile, hf, hf-lookup, llama.cpp, kvpress[:PRESS[:RATIO]] or an earlier FILE.json; × compares with the first."
+)
 _WORKLOAD = "summary, chat, code, copy, lookup, random or a text file; several with commas. Default summary."
 _QUALITY = "off, agree (same text as the baseline), all, or tasks with commas. Default agree."
 _FAIL_IF = "Exit 10 if so for any row: 'tok_s<-10%', 'same<100%', 'peak>600MiB'; repeatable."

@@ -115,13 +115,20 @@ def ratio_words(ratio: Ratio | None) -> str:
 
 def _why(row: BenchRow, document: BenchDocument) -> str:
     """Why a text differs beyond rounding: what was promised, and whether both computed with the same numbers."""
-    if row.exactness not in ("exact", None):
-        return f"as {row.exactness} profiles may"
+    if _promise(row) != "exact":
+        return f"as {_promise(row)} sides may"
     on_case = (b for b in document.rows if (b.ctx, b.workload) == (row.ctx, row.workload))
     base = next((b for b in on_case if b.profile == document.baseline), row)
+    if _promise(base) != "exact":
+        return f"as it may: {base.profile} is {_promise(base)}, not exact"
     if _numbers(row) != _numbers(base):
         return f"as {_numbers(row)} may beside {_numbers(base)}"
     return "a real mismatch"
+
+
+def _promise(row: BenchRow) -> str:
+    """Exact, or what else; a side that is no profile says so in its setup where it is not."""
+    return row.exactness or row.setup.get("exactness", "exact")
 
 
 def _numbers(row: BenchRow) -> str:

@@ -7,9 +7,8 @@ import sys
 for number, line in enumerate(sys.stdin):
     asked = json.loads(line)
     if number == 0:
-        answer = (
-            {"error": "ValueError: no such press\nmore"} if asked["press"] == "Nope" else {"ready": {"kvpress": "0"}}
-        )
+        refused = asked["press"] == "TOVAPress"
+        answer = {"error": "ValueError: no such press\nmore"} if refused else {"ready": {"kvpress": "0"}}
         answer |= {"asked": asked}
     elif asked["prompt"] == [13]:
         print("out of memory, says the system", file=sys.stderr)

@@ -31,6 +31,7 @@ class Paced:
     interrupted: int | None = None  # the run in which Ctrl-C is pressed
     runs: int = 0
     setup: dict[str, str] = field(default_factory=dict)
+    peak_bytes: int | None = None
 
     def run(self, prompt: Sequence[int], new: int) -> Sample:
         self.log.append(self.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from kvcli import source
-from kvcli.bench.gguf_export import export, fingerprint
+from kvcli.bench.gguf_export import KEPT, export, fingerprint
 from kvcli.bench.gguf_names import permuted
 from kvcli.errors import BadModel, DoesNotFit, UsageError
 from tests.families import build
@@ -95,6 +96,19 @@ def test_other_weights_make_another_file(tmp_path: Path):
     first = fingerprint(found)
     build("llama", seed=1).save_pretrained(tmp_path / "model")
     assert fingerprint(source.find(str(tmp_path / "model"))) != first
+
+
+def test_only_the_files_used_last_are_kept(tmp_path: Path):
+    found, cache = folder(tmp_path, "llama"), tmp_path / "cache"
+    used = export(found, "float16", cache)
+    for n in range(KEPT):
+        (used.parent / f"old{n}.gguf").touch()
+        os.utime(used.parent / f"old{n}.gguf", (n, n))
+    os.utime(used, (0, 0))
+    assert export(found, "float16", cache) == used  # used again: the last to go
+    newest = export(found, "float32", cache)
+    left = {file.name for file in used.parent.iterdir()}
+    assert left == {newest.name, used.name, *(f"old{n}.gguf" for n in range(2, KEPT))}
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

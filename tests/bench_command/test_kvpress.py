@@ -17,34 +17,37 @@ import torch
 from kvcli.bench import kvpress_environment, kvpress_worker
 from kvcli.bench.kvpress import KvPress
 from kvcli.bench.kvpress_environment import COMMAND, interpreter, main, make_environment, torch_version
-from kvcli.errors import KvcliError, UsageError
+from kvcli.bench.kvpress_press import PRESSES, Press
+from kvcli.bench.makers import baseline_of
+from kvcli.errors import ExitStatus, KvcliError, UsageError
 from tests.families import build, prompt
 
 STAND_IN = Path(__file__).with_name("kvpress_stand_in.py")
 
 
-def side(**more: Any) -> KvPress:
-    return KvPress(Path("model"), "float32", 1, Path(sys.executable), worker=STAND_IN, **more)
+def side(name: str = "kvpress", **more: Any) -> KvPress:
+    return KvPress(name, Path("model"), "float32", 1, Path(sys.executable), worker=STAND_IN, **more)
 
 
 # ---- the side, with a stand-in for the worker ----
 
 
 def test_a_sample_comes_back_whole():
-    pressed = side(press="SnapKVPress", ratio=0.25)
+    pressed = side("kvpress:SnapKV:0.25")
     sample = pressed.run([3, 5], 3)
     assert (sample.ids, sample.at, sample.prompt, sample.kv_bytes) == ((6, 7, 8), (0.5, 1.0, 1.5), 2, 96)
     assert pressed.run([5, 11], 1).ids == (12,)
     assert pressed.peak_bytes == 4096
     assert pressed.setup["engine"] == "kvpress 0"
-    assert pressed.setup["press"].startswith("SnapKVPress, 25% ")
+    assert pressed.setup["press"].startswith("SnapKVPress, drops 25% ")
+    assert pressed.name == "kvpress:SnapKV:0.25"
     pressed.close()
 
 
 def test_what_the_worker_refuses_is_said_in_one_line():
-    with pytest.raises(KvcliError, match=r"kvpress failed on Nope: ValueError: no such press$") as caught:
-        side(press="Nope")
-    assert caught.value.code == "kvpress_failed"
+    with pytest.raises(KvcliError, match=r"kvpress failed on TOVAPress: ValueError: no such press$") as caught:
+        side("kvpress:TOVA")
+    assert (caught.value.code, caught.value.exit) == ("kvpress_failed", ExitStatus.ENGINE_UNREACHABLE)
     assert caught.value.try_
 
 
@@ -76,7 +79,43 @@ def test_closing_ends_the_process():
 
 def test_an_interpreter_that_is_gone_is_an_error(tmp_path: Path):
     with pytest.raises(KvcliError, match="could not be started"):
-        KvPress(Path("model"), "float32", 1, tmp_path / "python")
+        KvPress("kvpress", Path("model"), "float32", 1, tmp_path / "python")
+
+
+# ---- which press ----
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "ratio"),
+    [
+        ("kvpress", "StreamingLLMPress", 0.5),
+        ("kvpress:SnapKV", "SnapKVPress", 0.5),
+        ("kvpress:snapkvpress:0.75", "SnapKVPress", 0.75),
+        ("kvpress::.25", "StreamingLLMPress", 0.25),
+    ],
+)
+def test_a_press_is_named_with_or_without_its_ratio(name: str, kind: str, ratio: float):
+    assert Press.of(name) == Press(kind, ratio)
+
+
+@pytest.mark.parametrize("ratio", ["0", "1", "1.5", "-0.5", "half", "nan", ""])
+def test_a_ratio_lies_between_nothing_and_all(ratio: str):
+    with pytest.raises(UsageError, match="share of the prompt") as caught:
+        Press.of(f"kvpress:SnapKV:{ratio}")
+    assert caught.value.try_ == ("--baseline kvpress:SnapKV:0.5",)
+
+
+def test_an_unknown_press_is_refused_with_the_known_ones():
+    with pytest.raises(UsageError, match="no press 'SnapK'") as caught:
+        Press.of("kvpress:SnapK:0.5")
+    assert all(press in caught.value.lines[0] for press in PRESSES)
+    assert caught.value.try_ == ("--baseline kvpress:SnapKV",)
+
+
+def test_only_kvpress_takes_a_choice_behind_a_colon():
+    assert [baseline_of(name) for name in ("kvpress:TOVA:0.3", "hf", "hf:TOVA", "kvpres")] == [
+        "kvpress", "hf", None, None
+    ]  # fmt: skip
 
 
 # ---- its environment ----
@@ -133,6 +172,7 @@ def test_a_failing_install_ends_in_pips_last_words(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KvcliError, match="could not be made") as caught:
         kvpress_environment._run([sys.executable, "-c", code])
     assert caught.value.lines[-1] == "ERROR: no matching distribution"
+    assert (caught.value.code, caught.value.exit) == ("no_environment", ExitStatus.USAGE)
     assert "--torch VERSION" in caught.value.try_[0]
 
 

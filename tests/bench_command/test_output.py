@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from kvcli.bench.history import history, read, save
 from kvcli.errors import BadInput
-from kvcli.render.bench import share_words, table
+from kvcli.render.bench import differences, share_words, table
 from kvcli.render.bench_text import bars, json_lines, markdown, separated, trend
 from kvcli.render.terminal import cells
 from kvcli.schemas import DOCUMENTS, json_schema
@@ -104,3 +104,27 @@ def test_bars_start_at_nothing_so_that_a_small_change_looks_small():
     assert bars([100, 99, 101]) == "███"
     assert bars([100, 50]) == "█▅"
     assert bars([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("promise", "setup", "said"),
+    [
+        ("exact", {}, "a real mismatch"),
+        (None, {}, "a real mismatch"),  # another program, which drops nothing
+        ("approx", {}, "as it may: base is approx, not exact"),
+        (None, {"exactness": "approx"}, "as it may: base is approx, not exact"),  # a press
+    ],
+)
+def test_an_exact_profile_is_not_blamed_for_a_lossy_baseline(promise: str | None, setup: dict[str, str], said: str):
+    made = document([Paced("base", [20]), Paced("mine", [20], text=[8, 9, 7, *range(8, 40)])])
+    base, mine = made.rows
+    tie = {"near_tie": False, "margin": 1.0, "bound": 0.1}
+    assert mine.same is not None
+    rows = [
+        base.model_copy(update={"exactness": promise, "setup": setup}),
+        mine.model_copy(update={"same": mine.same.model_copy(update=tie)}),
+    ]
+    (line,) = differences(made.model_copy(update={"rows": rows}))
+    assert said in line
+    (line,) = differences(made.model_copy(update={"rows": [base, rows[1].model_copy(update={"exactness": "approx"})]}))
+    assert "as approx sides may" in line
