@@ -25,9 +25,14 @@ def samples_of(runs: Sequence[Sample]) -> Samples:
 
 def figures(samples: Samples, of: Callable[[list[float]], float], least: int = 1) -> Figures:
     """One statistic of each list; null where there are fewer than `least` values."""
-    lists = (samples.tok_s, samples.read_tok_s, samples.first_token)
+    lists = (timed(samples.tok_s), samples.read_tok_s, samples.first_token)
     tok_s, read_tok_s, first_token = (of(values) if len(values) >= least else None for values in lists)
     return Figures(tok_s=tok_s, read_tok_s=read_tok_s, first_token=first_token)
+
+
+def timed(speeds: Sequence[float]) -> list[float]:
+    """Without the zeros of repetitions whose tokens all came with the first: no time passed that could be measured."""
+    return [speed for speed in speeds if speed > 0]
 
 
 def all_figures(samples: Samples) -> dict[str, Figures]:
@@ -43,7 +48,7 @@ def all_figures(samples: Samples) -> dict[str, Figures]:
 
 def paired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
     """Each repetition over the baseline's in the same repetition: what slows both for a moment cancels."""
-    ratios = [a / b for a, b in zip(side, base, strict=False) if b > 0]
+    ratios = [a / b for a, b in zip(side, base, strict=False) if a > 0 and b > 0]
     if not ratios:
         return None
     low, high = min(ratios), max(ratios)
@@ -54,7 +59,8 @@ def paired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
 
 def unpaired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
     """Against samples of another run: the range is every sample over every other."""
-    if not side or not base or min(base) <= 0:
+    side, base = timed(side), timed(base)
+    if not side or not base:
         return None
     low, high = min(side) / max(base), max(side) / min(base)
     median = statistics.median(side) / statistics.median(base)

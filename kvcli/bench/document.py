@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kvcli.bench.measure import Series
 
 
+SURE = 5  # repetitions, the default: fewer say faster or slower too easily
+
+
 def document_of(bench: Bench) -> BenchDocument:
     """What is known now; the model must have been loaded."""
     ask, info = bench.ask, bench.info
@@ -126,6 +129,9 @@ def notes_of(document: BenchDocument) -> list[str]:
         notes.append(f"the machine was busy (load {was:.2f} before, {now:.2f} after, {env.cores} cores)")
     if args.reps == 1:
         notes.append("one repetition has no spread, so nothing is called faster or slower")
+    elif args.reps < SURE:
+        odds = 2 ** (args.reps - 1)
+        notes.append(f"only {args.reps} repetitions: of {odds} equal sides, one misses ≈ by luck; {SURE} are better")
     if not args.interleave:
         notes.append("sides ran one after the other: a machine that warms up slows the later ones")
     for row in document.rows:

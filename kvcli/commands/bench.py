@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvcli.commands import bench_options as o
-from kvcli.errors import ExitStatus
+from kvcli.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
-    from kvcli.bench.run import Bench
+    from kvcli.bench.run import Bench, Quality
     from kvcli.commands.bench_ask import Asked, Typed
     from kvcli.commands.bench_out import Outlet
     from kvcli.commands.setup import Setup
@@ -65,14 +65,16 @@ def bench(
     loading = {name: context.params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")}
     setup = Setup(world, model, profile_flags(loading))
     if calibrate:
+        refuse_others(context, "--calibrate", {"model", "device", "dtype", "quant", "allow_pickle"})
         from kvcli.commands.bench_calibrate import print_calibration
 
         return print_calibration(setup)
-    out = outlet(world, format, output, save)
     if history:
+        refuse_others(context, "--history", {"model", "ctx", "workload"})
         from kvcli.commands.bench_out import print_history
 
         return print_history(world, setup.name, ctx, workload)
+    out = outlet(world, format, output, save)
     typed = Typed(
         profiles,
         vary or [],
@@ -94,15 +96,33 @@ def bench(
     return run(setup, typed, out, dry_run)
 
 
+def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
+    """--history and --calibrate measure no profiles: what would shape that must not be dropped in silence."""
+    typed = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "COMMANDLINE":
+            is_ours = parameter.name in bench.__annotations__  # else one of every command, such as --json
+            is_fine = not is_ours or parameter.name in {*allowed, mode.removeprefix("--")}
+            typed += [] if is_fine else [parameter.opts[0]]
+    if typed:
+        raise UsageError(
+            f"{mode} goes without {', '.join(typed)}",
+            try_=[f"kvcli bench {mode}", "the rest in a command of its own"],
+        )
+
+
 def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
     """Check everything that can be checked, then measure."""
     from kvcli.bench.run import check_room
     from kvcli.commands.bench_ask import understand
+    from kvcli.commands.bench_quality import suite
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
 
     asked = understand(setup, typed)
     with progress(Screen.of(setup.world)) as bar:
+        quality = suite(setup.world, typed, asked, bar)
         found = locate(setup, asked, bar, offline=dry_run)
         limit = found.text_config.get("max_position_embeddings")
         check_room(asked.args.ctx, asked.args.new, int(limit) if isinstance(limit, int) else 1 << 20, setup.name)
@@ -110,7 +130,7 @@ def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
             from kvcli.commands.bench_out import print_dry_run
 
             return print_dry_run(setup.world, asked)
-        bench = prepare(setup, typed, asked, found, bar)
+        bench = prepare(setup, asked, found, quality, bar)
         status = measure(bench)
     return out.finish(bench, status)
 
@@ -129,16 +149,14 @@ def locate(setup: Setup, asked: Asked, bar: Bar, offline: bool) -> Source:
     )
 
 
-def prepare(setup: Setup, typed: Typed, asked: Asked, found: Source, bar: Bar) -> Bench:
+def prepare(setup: Setup, asked: Asked, found: Source, quality: Quality | None, bar: Bar) -> Bench:
     """The benchmark, with nothing loaded yet."""
     bar.show(0, 0, f"loading {setup.name}")
     from kvcli.bench.profile_side import Models
     from kvcli.bench.run import Ask, Bench
-    from kvcli.commands.bench_quality import suite
 
     world = setup.world
     recipes = asked.recipes(str(found.path), world.paths.cache)
-    quality = suite(world, typed, asked, bar)
     ask = Ask(asked.args, recipes, asked.files, asked.earlier, asked.earlier_name, quality, asked.notes)
     models = Models(lambda profile: setup.load(profile, bar.note))
     return Bench(ask, models, world.environ, lambda step: bar.show(step.done, step.total, step.words))
@@ -152,4 +170,6 @@ def measure(bench: Bench) -> int:
         if not any(series.samples for series in bench.series):
             raise
         return ExitStatus.INTERRUPTED
+    finally:
+        bench.close()  # a side may have a process of its own
     return ExitStatus.OK if bench.complete else ExitStatus.INTERRUPTED

@@ -71,7 +71,20 @@ def understand(setup: Setup, typed: Typed) -> Asked:
     for text in typed.fail_if:
         Condition.of(text)
     names, files = read_workloads(setup, typed.workloads)
-    args = BenchArgs(
+    args = _args(setup, typed, names)
+    asked = Asked(args, [], files)
+    profiles = _profiles(setup, typed, asked)
+    asked.sides = _with_baselines(setup, typed.baselines, profiles, asked)
+    args.profiles = [name for name, kind, _ in asked.sides if kind == "profile"]
+    return asked
+
+
+def _args(setup: Setup, typed: Typed, names: list[str]) -> BenchArgs:
+    """What was typed, complete enough to type it again."""
+    device, dtype, quant, allow_pickle = (
+        setup.flags.get(f"load.{key}", (None, ""))[0] for key in ("device", "dtype", "quant", "allow_pickle")
+    )
+    return BenchArgs(
         model=setup.name,
         profiles=[],
         vary=list(typed.vary),
@@ -87,12 +100,20 @@ def understand(setup: Setup, typed: Typed) -> Asked:
         seed=typed.seed,
         set=list(setup.world.options.set),
         fail_if=list(typed.fail_if),
+        named=None if typed.profiles is None else _listed(typed.profiles),
+        current=setup.world.options.profile,
+        device=None if device is None else str(device),
+        dtype=None if dtype is None else str(dtype),
+        quant=None if quant is None else str(quant),
+        allow_pickle=bool(allow_pickle),
+        query_visible=typed.query_visible,
+        quality_n=typed.quality_n,
+        quality_lengths=typed.quality_lengths,
     )
-    asked = Asked(args, [], files)
-    profiles = _profiles(setup, typed, asked)
-    asked.sides = _with_baselines(setup, typed.baselines, profiles, asked)
-    args.profiles = [name for name, kind, _ in asked.sides if kind == "profile"]
-    return asked
+
+
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def read_workloads(setup: Setup, text: str | None) -> tuple[list[str], dict[str, Document]]:
@@ -119,7 +140,7 @@ def read_workloads(setup: Setup, text: str | None) -> tuple[list[str], dict[str,
 def _profiles(setup: Setup, typed: Typed, asked: Asked) -> list[tuple[str, str, Profile]]:
     """The profiles, each with its varied forms."""
     current = setup.profile()
-    listed = [name.strip() for name in (typed.profiles or "").split(",") if name.strip()]
+    listed = _listed(typed.profiles or "")
     if typed.profiles is not None and not listed:
         raise UsageError("--profiles names none", try_=["--profiles exact,ngram"])
     loading = [item for item in setup.world.options.set if item.strip().startswith("load.")]

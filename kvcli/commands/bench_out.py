@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from kvcli.commands.bench_options import Format
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError
+from kvcli.files import private_folder
 from kvcli.render.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -42,11 +45,10 @@ class Outlet:
         from kvcli.bench.document import document_of
 
         document = document_of(bench)
-        if self.file is not None:
-            self._write(self.file, rendered(document, self.written, FILE_WIDTH, self.world))
-        if self.save:
-            self._save(document)
+        missed = [*self._keep(document)]
         self._print(document)
+        if missed:  # said last: by now the figures are on the screen
+            raise missed[0]
         failed = [check for check in document.checks if check.failed]
         if failed and status == ExitStatus.OK:
             from kvcli.bench.fail_if import words
@@ -57,6 +59,22 @@ class Outlet:
                 detail={"checks": [check.document() for check in failed]},
             )
         return status
+
+    def _keep(self, document: BenchDocument) -> Iterator[BadInput]:
+        """Write and save; what cannot be kept, as errors."""
+        try:
+            if self.file is not None:
+                self._write(self.file, rendered(document, self.written, FILE_WIDTH, self.world))
+        except BadInput as error:
+            yield error
+        if self.save:
+            try:
+                self._save(document)
+            except OSError as error:
+                yield unwritable(folder(self.world), error)
+        tables = {self.shown, self.written if self.file is not None else self.shown}
+        if document.quality is not None and (lacking := tables & {"csv", "jsonl"}):
+            self._tell(f"{' and '.join(sorted(lacking))} has no place for the quality suite; json, md and html have")
 
     def _print(self, document: BenchDocument) -> None:
         out = Terminal.of(self.world, "stdout")
@@ -90,6 +108,11 @@ def outlet(world: World, format: Format | None, output: str | None, save: bool) 
     if world.options.json and format not in (None, "json") and output is None:
         raise UsageError(f"--json and --format {format} exclude each other", try_=["one of the two"])
     shown: Format = "json" if world.options.json else "table" if output else format or "table"
+    if save:
+        try:
+            tempfile.TemporaryFile(dir=private_folder(folder(world))).close()
+        except OSError as error:
+            raise unwritable(folder(world), error) from None
     if output is None:
         return Outlet(world, shown, save=save)
     file = world.cwd / Path(output).expanduser()
@@ -102,7 +125,10 @@ def outlet(world: World, format: Format | None, output: str | None, save: bool) 
         what = "is a folder" if file.is_dir() else "is in a folder that does not exist"
         raise BadInput(f"cannot write {output}: it {what}", code="file_unwritable", try_=["-o FILE in a folder"])
     try:
+        is_new = not file.exists()
         file.open("a", encoding="utf-8").close()
+        if is_new:  # an empty file would look like a result
+            file.unlink()
     except OSError as error:
         raise unwritable(file, error) from None
     return Outlet(world, shown, file, cast(Format, format or ending), save)
@@ -198,13 +224,14 @@ def print_dry_run(world: World, asked: Asked) -> int:
         return ExitStatus.OK
     sides = [[s.name, "profile" if s.kind == "profile" else "baseline", s.profile_hash or "–"] for s in document.sides]
     print_table(world, [["side", "kind", "profile hash"], *sides])
+    prompts = f"{cases} prompt{'s' if cases != 1 else ''}"
     lines = [
         "",
         f"model      {args.model}",
         f"baseline   {document.baseline}",
         f"workloads  {', '.join(args.workloads)}",
         f"contexts   {', '.join(f'{n:,}' for n in args.ctx)} tokens, {args.new:,} of them new",
-        f"runs       {document.runs}: {len(sides)} sides, {cases} prompts, {args.warmup} + {args.reps} repetitions",
+        f"runs       {document.runs}: {len(sides)} sides, {prompts}, {args.warmup} + {args.reps} repetitions",
         f"memory     {document.memory_runs} runs in processes of their own",
         f"quality    {args.quality}",
         *(f"note: {note}" for note in document.notes),

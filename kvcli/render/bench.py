@@ -43,8 +43,7 @@ def table(document: BenchDocument, width: int) -> list[str]:
 
 def heading(document: BenchDocument) -> str:
     env, args, model = document.env, document.args, document.model
-    threads = f"{env.threads} thread{'s' if env.threads != 1 else ''}"
-    where = f"cpu {threads}" if env.device == "cpu" else ", ".join(env.gpus) or env.device
+    where = f"cpu {threads(document)}" if env.device == "cpu" else ", ".join(env.gpus) or env.device
     order = "interleaved" if args.interleave else "one side after the other"
     parts = [
         neutralise(model.id, one_line=True),
@@ -55,6 +54,11 @@ def heading(document: BenchDocument) -> str:
         *([] if document.complete else ["incomplete"]),
     ]
     return " · ".join(parts)
+
+
+def threads(document: BenchDocument) -> str:
+    n = document.env.threads
+    return f"{n} thread{'s' if n != 1 else ''}"
 
 
 def where(document: BenchDocument) -> str:

@@ -171,7 +171,7 @@ def _bar(row: BenchRow, document: BenchDocument) -> charts.Bar:
         return charts.Bar(row.profile, row.error or "no figures", "base", None, (), f"{row.profile}: no figures")
     note = f"{number(span.median)} · {_times(row, document)}"
     title = f"{row.profile}: {note}, lowest {number(span.low)}, highest {number(span.high)} tok/s"
-    return charts.Bar(row.profile, note, _verdict(row, document), span, row.samples.tok_s, title)
+    return charts.Bar(row.profile, note, _verdict(row, document), span, [x for x in row.samples.tok_s if x], title)
 
 
 def _memory(document: BenchDocument, rows: Sequence[BenchRow]) -> Markup:

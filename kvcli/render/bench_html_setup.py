@@ -10,7 +10,7 @@ from kvcli.render.figures import long_size
 from kvcli.render.html import Markup, data_table, join, number, section, tag
 
 if TYPE_CHECKING:
-    from kvcli.schemas.bench import BenchDocument
+    from kvcli.schemas.bench import BenchArgs, BenchDocument
 
 
 def checks(document: BenchDocument) -> Markup:
@@ -30,7 +30,7 @@ def fine_print(document: BenchDocument) -> Markup:
         f"{list_[0]:.2f} {when}" for list_, when in ((env.load_before, "before"), (env.load_after, "after")) if list_
     ]
     facts = {
-        "machine": " · ".join([env.cpu or "", *env.gpus, f"{env.cores} cores", f"{env.threads} threads"]).strip(" ·"),
+        "machine": " · ".join([env.cpu or "", *env.gpus, f"{env.cores} cores", b.threads(document)]).strip(" ·"),
         "system": f"{env.system}, {long_size(env.memory_total)} of memory",
         "load": ", ".join(load) + ("" if env.quiet is not False else " (other programs were running)"),
         "model": f"{model.id}, {model.family}, {model.parameters:,} parameters, {model.dtype}, quant {model.quant}",
@@ -53,14 +53,29 @@ def _pairs(facts: dict[str, str]) -> Markup:
 def command_of(document: BenchDocument) -> str:
     """The command that measures this again, defaults spelled out."""
     args = document.args
-    words = ["kvcli", "bench", args.model, "--profiles", ",".join(args.profiles)]
+    words = ["kvcli", "bench", args.model, *_profiles(args)]
     words += [word for text in args.vary for word in ("--vary", text)]
     words += [word for name in args.baselines for word in ("--baseline", name)]
     words += ["--ctx", ",".join(map(str, args.ctx)), "--new", str(args.new), "--reps", str(args.reps)]
     words += ["--warmup", str(args.warmup), "--workload", ",".join(args.workloads), "--seed", str(args.seed)]
     words += [] if args.interleave else ["--no-interleave"]
     words += [] if args.memory else ["--no-memory"]
+    for flag, value in (("--device", args.device), ("--dtype", args.dtype), ("--quant", args.quant)):
+        words += [flag, value] if value else []
+    words += ["--allow-pickle"] if args.allow_pickle else []
     words += ["--quality", args.quality]
+    words += ["--query-visible"] if args.query_visible else []
+    words += ["--quality-n", str(args.quality_n)] if args.quality_n else []
+    words += ["--quality-lengths", args.quality_lengths] if args.quality_lengths else []
     words += [word for text in args.set for word in ("--set", text)]
     words += [word for text in args.fail_if for word in ("--fail-if", text)]
     return shlex.join(words)
+
+
+def _profiles(args: BenchArgs) -> list[str]:
+    """As they were named. Varied rows have names of their own, and --set leaves an exact that nobody named alone."""
+    if args.named:
+        return ["--profiles", ",".join(args.named)]
+    if args.vary or args.set:
+        return ["-P", args.current] if args.current else []
+    return ["--profiles", ",".join(args.profiles)]

@@ -60,12 +60,24 @@ class BenchArgs(Json):
     seed: int
     set: list[str]
     fail_if: list[str]
+    # results of earlier versions lack these
+    named: list[str] | None = Field(default=None, description="--profiles as typed; null: exact and the current one")
+    current: str | None = Field(default=None, description="-P as typed")
+    device: str | None = None
+    dtype: str | None = None
+    quant: str | None = None
+    allow_pickle: bool = False
+    query_visible: bool = False
+    quality_n: Count | None = None
+    quality_lengths: str | None = None
 
 
 class Samples(Json):
     """One number for each repetition, in the order they ran."""
 
-    tok_s: list[Rate] = Field(description="decoding speed after the pass that gave the first token")
+    tok_s: list[Rate] = Field(
+        description="decoding speed after the pass that gave the first token; 0 where nothing came after it"
+    )
     read_tok_s: list[Rate] = Field(description="prompt tokens over the time to the first token")
     first_token: list[Seconds]
 

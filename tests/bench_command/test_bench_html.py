@@ -275,7 +275,23 @@ def test_the_command_can_be_typed():
     assert words[words.index("--set") + 1] == "a='b c'"
     assert words[words.index("--fail-if") + 1] == "tok_s<-10%"
     assert "--no-interleave" in words
+    assert "--profiles" not in words  # rows of --vary have names that no profile has
     assert f"$ {command_of(made)}" in Reader(html(made)).text
+
+
+def test_the_command_says_all_that_was_typed():
+    more = {"named": ["exact", "exact", "ngram"], "profiles": ["exact", "exact #2", "ngram max=2"],
+            "vary": ["spec.max=2"], "device": "cpu", "dtype": "fp32", "quant": "int8", "allow_pickle": True,
+            "quality": "passkey", "query_visible": True, "quality_n": 3, "quality_lengths": "1k"}  # fmt: skip
+    words = " ".join(shlex.split(command_of(document(args=more))))
+    for said in (
+        "--profiles exact,exact,ngram --vary spec.max=2", "--device cpu", "--dtype fp32", "--quant int8",
+        "--allow-pickle", "--quality passkey --query-visible --quality-n 3 --quality-lengths 1k",
+    ):  # fmt: skip
+        assert said in words
+    plain = shlex.split(command_of(document()))
+    assert "hf,ngram,slow,even,llama.cpp" in plain
+    assert not {"--dtype", "--quality-n", "--query-visible", "--allow-pickle"} & set(plain)
 
 
 def test_a_narrow_page_a_dark_one_and_paper_are_provided_for():

@@ -42,6 +42,15 @@ def machine(tmp_path: Path) -> Machine:
         (["--fail-if", "tok<1"], "usage", ExitStatus.USAGE),
         (["--quality", "nonsense"], "unknown_task", ExitStatus.USAGE),
         (["--quality-n", "2"], "usage", ExitStatus.USAGE),
+        (["--quality", "nonsense", "--dry-run"], "unknown_task", ExitStatus.USAGE),
+        (["--quality-n", "2", "--dry-run"], "usage", ExitStatus.USAGE),
+        (["--history", "--profiles", "exact"], "usage", ExitStatus.USAGE),
+        (["--history", "-o", "x.json"], "usage", ExitStatus.USAGE),
+        (["--calibrate", "--dry-run"], "usage", ExitStatus.USAGE),
+        (["--calibrate", "--reps", "5"], "usage", ExitStatus.USAGE),
+        (["--baseline", "hf:SnapKV"], "usage", ExitStatus.USAGE),
+        (["--baseline", "kvpress:SnapK"], "usage", ExitStatus.USAGE),
+        (["--baseline", "kvpress:SnapKV"], "missing_extra", ExitStatus.USAGE),
         (["-o", "none/x.json"], "file_unwritable", ExitStatus.BAD_INPUT),
         (["-o", "x.what"], "usage", ExitStatus.USAGE),
     ],
@@ -60,6 +69,29 @@ def test_a_dry_run_names_every_side(machine: Machine):
     assert plan.baseline == "hf"
     assert plan.runs == 4 * 2 * (5 + 1)
     assert "demo" in machine("bench", "--dry-run").out
+
+
+def test_what_was_typed_can_be_typed_again(machine: Machine):
+    typed = "--profiles ngram,ngram --vary spec.max=2 --dtype fp32 --quality vt --quality-n 2"
+    args = json.loads(machine("bench", "--dry-run", "--json", *typed.split()).out)["args"]
+    assert args["profiles"] == ["ngram max=2", "ngram max=2 #2"]
+    assert (args["named"], args["dtype"], args["quality_n"]) == (["ngram", "ngram"], "fp32", 2)
+
+
+def test_nothing_is_left_where_nothing_was_measured(machine: Machine):
+    assert machine("bench", "--dry-run", "-o", "new.json").exit == 0
+    (machine.folder / "old.json").write_text("{}")
+    assert machine("bench", "--dry-run", "-o", "old.json").exit == 0
+    assert not (machine.folder / "new.json").exists()
+    assert (machine.folder / "old.json").read_text() == "{}"
+
+
+def test_a_folder_that_cannot_keep_results_is_said_before_measuring(machine: Machine):
+    data = machine.folder / "home" / "data"
+    data.mkdir(parents=True)
+    (data / "bench").write_text("in the way")
+    result = machine("bench", "--save", "--dry-run", "--json")
+    assert (result.exit, json.loads(result.out)["code"]) == (ExitStatus.BAD_INPUT, "file_unwritable")
 
 
 def test_vary_leaves_alone_what_lacks_the_key_and_says_so(machine: Machine):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
 from kvcli.bench.compare import acceptance, paired, verdict
@@ -132,3 +135,25 @@ def test_an_answer_that_ends_early_is_said():
     found = document([Paced("exact", [10], text=[8, 9, 39, *range(8, 37)])])  # 39 is the stop token
     assert found.rows[0].ends == 2
     assert any("ends after 2 of 11" in note for note in found.notes)
+
+
+class AllAtOnce(Paced):
+    """Its drafts are right at once: every token comes with the first."""
+
+    def run(self, prompt: Sequence[int], new: int) -> Sample:
+        sample = super().run(prompt, new)
+        return replace(sample, at=(sample.at[0],) * new)
+
+
+def test_what_came_with_the_first_token_has_no_speed():
+    found = document([Paced("exact", [20, 21, 22]), AllAtOnce("ngram", [20])], new=3, reps=2)
+    ngram = found.rows[1]
+    assert ngram.samples.tok_s == [0, 0]
+    assert (ngram.median.tok_s, ngram.ratio.tok_s) == (None, None)
+    assert ngram.median.read_tok_s is not None
+
+
+@pytest.mark.parametrize(("reps", "said"), [(2, "of 2 equal sides"), (3, "of 4 equal sides"), (5, None)])
+def test_few_repetitions_are_said_to_be_few(reps: int, said: str | None):
+    notes = document([Paced("exact", [20]), Paced("same", [20])], reps=reps).notes
+    assert [said in note for note in notes] == [True] if said else notes == []

@@ -12,12 +12,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from kvcli.bench.history import history, read, save
-from kvcli.errors import BadInput
+from kvcli.commands.bench_out import Outlet
+from kvcli.errors import BadInput, ExitStatus
 from kvcli.render.bench import differences, share_words, table
 from kvcli.render.bench_text import bars, json_lines, markdown, separated, trend
 from kvcli.render.terminal import cells
 from kvcli.schemas import DOCUMENTS, json_schema
-from tests.bench_command.sides import Paced, document
+from tests.bench_command.sides import Paced, document, measured
+from tests.fakes import Machine
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +130,22 @@ def test_an_exact_profile_is_not_blamed_for_a_lossy_baseline(promise: str | None
     assert said in line
     (line,) = differences(made.model_copy(update={"rows": [base, rows[1].model_copy(update={"exactness": "approx"})]}))
     assert "as approx sides may" in line
+
+
+class FullDisk:
+    """A file that can be opened, and takes nothing."""
+
+    def write_text(self, text: str, encoding: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    def __str__(self) -> str:
+        return "full.json"
+
+
+def test_a_full_disk_does_not_cost_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    world = Machine(tmp_path).world()
+    monkeypatch.setattr("kvcli.bench.history.save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    out = Outlet(world, "table", FullDisk(), "json", save=True)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"full\.json: No space left"):
+        out.finish(measured([Paced("exact", [20]), Paced("ngram", [40])]), ExitStatus.OK)
+    assert "ngram" in world.stdout.text  # type: ignore[attr-defined]
