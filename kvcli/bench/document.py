@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli import __version__
 from kvcli.bench.compare import acceptance, all_figures, paired, samples_of, unpaired
+from kvcli.bench.earlier import unlike
 from kvcli.bench.environment import environment
 from kvcli.bench.fail_if import Condition
 from kvcli.bench.run import Bench, hash_of
@@ -48,6 +49,7 @@ def document_of(bench: Bench) -> BenchDocument:
         notes=[*ask.notes, *bench.notes],
     )
     document.notes += notes_of(document)
+    document.notes += unlike(ask.earlier_name, ask.earlier, document) if ask.earlier is not None else []
     document.checks = checks_of(bench, document) if bench.complete else []
     return document
 

@@ -59,9 +59,8 @@ class Condition:
         if name not in FIGURES:
             near = get_close_matches(name, FIGURES, 1)
             known = f"figures: {', '.join(FIGURES)}"
-            raise UsageError(
-                f"--fail-if knows no figure {name!r}", lines=[known], try_=[f"did you mean {n}?" for n in near]
-            )
+            better = [f"--fail-if '{n}{text.strip().removeprefix(name)}'" for n in near]
+            raise UsageError(f"--fail-if knows no figure {name!r}", lines=[known], try_=better or EXAMPLES)
         value = float(direction + number)
         if unit == "%" and direction:
             return cls(text, name, sign, value / 100, True)
@@ -73,9 +72,9 @@ class Condition:
     def check(self, row: BenchRow, base: BenchRow | None) -> Check | None:
         """The condition on a row; None where it asks nothing of it."""
         if self.is_relative:
-            if base is None or base is row:
+            if base is row:
                 return None
-            value = self._change(row, base)
+            value = self._change(row, base) if base is not None else None
         elif row.exactness is None or (self.name == "same" and row.same is None and row.error is None):
             return None  # a baseline that is no profile of ours, or the row that others are compared with
         elif self.name == "accept" and row.accept is None and row.error is None:
@@ -105,7 +104,7 @@ def words(check: Check) -> str:
     """What failed, for people."""
     is_change = check.expression.rstrip().endswith("%") and re.search(r"[<>]=?\s*[+-]", check.expression)
     if check.value is None:
-        value = "there is no such figure"
+        value = "there is nothing to compare with" if is_change else "there is no such figure"
     elif is_change:
         value = f"it changed by {100 * check.value:+.1f} %"
     elif check.expression.lstrip().startswith("same"):
@@ -120,6 +119,8 @@ def words(check: Check) -> str:
 def _why(name: str, unit: str, number: str) -> str:
     if unit == "%":
         return f"a change has a sign, as in -{number}% or +{number}%"
+    if not unit:
+        return f"a limit is positive, and a change is in per cent, as in -{number}%"
     units = ", ".join(filter(None, UNITS["peak" if name == "kv" else name]))
     return f"{name} is counted in {units}" if units else f"{name} has no unit and is positive"
 

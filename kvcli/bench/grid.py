@@ -79,7 +79,10 @@ def check_keys(varies: Sequence[Vary], profiles: Mapping[str, Sequence[str]]) ->
             near = get_close_matches(vary.key, known, 1)
             raise UsageError(
                 f"--vary {vary.key}: no such key in {', '.join(profiles)}",
-                try_=[*(f"did you mean {key}?" for key in near), f"kvcli profiles show {next(iter(profiles))}"],
+                try_=[
+                    *(f"--vary {key}={','.join(vary.values)}" for key in near),
+                    f"kvcli profiles show {next(iter(profiles))}",
+                ],
             )
         if vary.key.startswith(("sample.", "context.")):
             raise UsageError(f"--vary {vary.key}: a benchmark is greedy, and --ctx sets the context")

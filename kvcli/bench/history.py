@@ -33,7 +33,11 @@ def read(path: Path) -> BenchDocument:
     try:
         return BenchDocument.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}", code="file_unreadable") from None
+        raise BadInput(
+            f"cannot read {path}: {error.strerror or error}",
+            code="file_unreadable",
+            try_=["kvcli bench --format json -o FILE.json"],
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

@@ -147,14 +147,10 @@ def table_lines(document: BenchDocument, width: int) -> list[str]:
     """The table, and the quality suite's below it."""
     from kvcli.render import quality as q
     from kvcli.render.bench import table
-    from kvcli.render.tables import columns
-    from kvcli.render.wrap import fold
 
     lines = table(document, width)
     if document.quality is not None:
-        for heading, cells in q.shown(document.quality):
-            lines += ["", heading, *columns(cells)]
-        lines += ["", *(part for note in q.notes(document.quality) for part in fold(note, width))]
+        lines += ["", *q.lines(document.quality, width)]
     return lines
 
 

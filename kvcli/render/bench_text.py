@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvcli.render import quality as q
 from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, ranges, share_words, where
 from kvcli.render.figures import BARS
 from kvcli.schemas.bench import BenchLine
@@ -33,7 +34,16 @@ def markdown(document: BenchDocument) -> str:
         lines += ["", _cell(ranges(rows))] if ranges(rows) else []
     lines += ["", legend(document, CELLS), *(f"- {_cell(line)}" for line in differences(document))]
     lines += [f"- {_cell(note)}" for note in document.notes]
+    if document.quality is not None:
+        for name, cells in q.shown(document.quality):
+            lines += ["", f"{_cell(name)}:", "", *_markdown_table(cells)]
+        lines += ["", *(f"- {_cell(note)}" for note in q.notes(document.quality))]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
+    head, *rest = ("| " + " | ".join(map(_cell, line)) + " |" for line in cells)
+    return [head, "|---" + "|---:" * (len(cells[0]) - 1) + "|", *rest]
 
 
 def _cell(text: str) -> str:

@@ -14,6 +14,7 @@ import pytest
 from kvcli.render.bench_charts import Point, Span, scatter
 from kvcli.render.bench_html import html
 from kvcli.render.bench_html_setup import command_of
+from kvcli.render.bench_text import markdown
 from kvcli.render.html import VOID, Markup, number, tag, ticks
 from kvcli.schemas.bench import BenchDocument
 
@@ -252,6 +253,13 @@ def test_a_side_that_loses_answers_is_marked_by_quality():
     assert "score 0.40, -0.50 (-0.60 to -0.40) against the full cache" in " ".join(
         str(a.get("aria-label")) for a in lost.all("svg")
     )
+
+
+def test_markdown_has_the_quality_suite_too():
+    text = markdown(document(quality=quality(-0.7, -0.3)))
+    assert "| profile | kept | mean | vs full | 95 % | p | worst task | score |" in text
+    assert "| slow | 25% | 0.70 | -0.50 | -0.70 … -0.30 |" in text
+    assert "- controls keep a quarter" in text
 
 
 def test_lines_come_with_a_second_length():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcli.bench.fail_if import Condition
+from kvcli.bench.fail_if import Condition, words
 from kvcli.errors import UsageError
 from tests.bench_command.sides import Paced, document
 
@@ -50,7 +50,33 @@ def test_what_cannot_be_meant_is_refused(text: str):
 def test_an_unknown_figure_is_told_the_nearest():
     with pytest.raises(UsageError) as caught:
         Condition.of("toks<20")
-    assert caught.value.try_ == ("did you mean tok_s?",)
+    assert caught.value.try_ == ("--fail-if 'tok_s<20'",)
+
+
+def test_a_change_without_its_percent_sign_is_said_to_lack_it():
+    with pytest.raises(UsageError, match="in per cent, as in -10%"):
+        Condition.of("tok_s<-10")
+
+
+def test_a_row_that_the_earlier_result_lacks_does_not_pass_unseen():
+    earlier = document([Paced("exact", [20])])
+    found = document(
+        [Paced("exact", [20]), Paced("ngram", [30])], earlier=earlier, earlier_name="old.json", fail_if=["tok_s<-10%"]
+    )
+    assert [(check.profile, check.value) for check in found.checks if check.failed] == [("ngram", None)]
+    assert "nothing to compare with" in words(next(check for check in found.checks if check.failed))
+    assert "ngram, summary 64: old.json has no such row" in found.notes
+
+
+def test_an_earlier_result_from_elsewhere_is_said_to_be_one():
+    earlier = document([Paced("exact", [20])], reps=5)
+    assert document([Paced("exact", [20])], reps=5, earlier=earlier, earlier_name="old.json").notes == []
+    env = earlier.env.model_copy(update={"cpu": "Another CPU"})
+    rows = [earlier.rows[0].model_copy(update={"prompt_hash": "0"})]
+    earlier = earlier.model_copy(update={"env": env, "rows": rows})
+    notes = document([Paced("exact", [20])], reps=5, earlier=earlier, earlier_name="old.json").notes
+    assert "old.json was measured with processor Another CPU" in notes[0]
+    assert notes[1].endswith("old.json had another prompt there")
 
 
 def test_against_an_earlier_result_every_row_meets_its_own():

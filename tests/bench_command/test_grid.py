@@ -50,7 +50,7 @@ def test_keys_with_one_end_are_named_whole():
 def test_a_key_that_no_profile_has_is_told_the_nearest():
     with pytest.raises(UsageError) as caught:
         check_keys([Vary.of("spec.mx=1")], {"exact": ["spec.method"], "ngram": ["spec.method", "spec.max"]})
-    assert caught.value.try_[0] == "did you mean spec.max?"
+    assert caught.value.try_[0] == "--vary spec.max=1"
     check_keys([Vary.of("spec.max=1")], {"exact": ["spec.method"], "ngram": ["spec.max"]})
 
 

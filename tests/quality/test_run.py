@@ -26,6 +26,7 @@ from kvcli.quality.run import run_quality
 from kvcli.quality.sample import Draw
 from kvcli.quality.tasks import TASKS
 from kvcli.render import quality as render
+from kvcli.render.terminal import cells
 from kvcli.schemas.quality import AgreementDocument, QualityRow
 from tests import small_tokenizers
 
@@ -275,6 +276,20 @@ def test_tables_and_notes_say_what_was_measured(model: Model, lean: Profile) -> 
     assert "vt" in text
     assert "as much as lean" in text
     assert type(document).model_validate(document.document()) == document
+    for width in (40, 80, 200):
+        said = render.lines(document, width)
+        assert max(map(cells, said)) <= width
+        whole = "\n".join(said)
+        assert all(line[0] in whole and line[-1] in whole for table in tables.values() for line in table)
+
+
+def test_a_table_too_wide_goes_on_below_with_its_names() -> None:
+    wide = [["task", "first", "second", "third"], ["a long name", "1", "2", "3"]]
+    assert render.stacked(wide, 80) == ["task         first  second  third", "a long name      1       2      3"]
+    assert render.stacked(wide, 26) == [
+        "task         first  second", "a long name      1       2", "", "task         third", "a long name      3"
+    ]  # fmt: skip
+    assert render.stacked(wide, 15)[:2] == ["task      first", "a long …      1"]
 
 
 def test_agreement_is_whole_with_itself_and_less_for_a_window(model: Model, lean: Profile) -> None:
