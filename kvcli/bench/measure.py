@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,6 +11,9 @@ from kvcli.errors import KvcliError
 
 if TYPE_CHECKING:
     from kvcli.bench.side import Sample, Side
+
+
+log = logging.getLogger("kvcli.bench")
 
 
 @dataclass(frozen=True)
@@ -77,17 +81,22 @@ def measure(sides: Sequence[Side], cases: Sequence[Case], plan: Plan, into: list
     tell(Progress(rounds * len(cases), rounds * len(cases), "measured"))
 
 
+def words_of(error: Exception) -> str:
+    """What went wrong in one line; the log gets the rest."""
+    log.warning("a part of the benchmark failed", exc_info=error)
+    if isinstance(error, KvcliError):
+        return "; ".join([error.message, *error.lines])
+    first = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 def _once(side: Side, series: Series, *, keep: bool) -> None:
     """One run. A side that fails is told about in its row, and the others go on."""
     case = series.case
     try:
         sample = side.run(case.prompt, case.new)
-    except KvcliError as error:
-        series.error = "; ".join([error.message, *error.lines])
-        return
-    except (MemoryError, RuntimeError, OSError) as error:  # out of memory has no class of its own on a CPU
-        first = str(error).strip().split("\n")[0]
-        series.error = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    except Exception as error:  # another program may fail in any way, and what the others measured stays
+        series.error = words_of(error)
         return
     if len(sample.ids) != case.new or len(sample.at) != case.new:
         series.error = f"wrote {len(sample.ids)} of {case.new} tokens"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.bench.environment import load_average
 from kvcli.bench.makers import make
-from kvcli.bench.measure import Case, Plan, Progress, Series, Tell, measure
+from kvcli.bench.measure import Case, Plan, Progress, Series, Tell, measure, words_of
 from kvcli.bench.profile_side import Models, plain
 from kvcli.bench.recipe import Recipe
 from kvcli.bench.same import Tie, first_difference, tie_at
@@ -97,8 +97,8 @@ class Bench:
         """The quality suite. Where it cannot run, the speeds stay."""
         try:
             self.quality = quality(model, self.comparable(model))
-        except KvcliError as error:
-            self.notes.append("; ".join([f"no quality suite: {error.message}", *error.lines]))
+        except Exception as error:  # out of memory, a full disk: whatever it is, the speeds are measured
+            self.notes.append(f"no quality suite: {words_of(error)}")
 
     def comparable(self, model: Model) -> list[Profile]:
         """The profiles that run on these very weights: the quality suite compares them with the full cache."""
@@ -137,7 +137,10 @@ class Bench:
             if other is not None and at is not None:
                 self.tell(Progress(0, 0, f"looking at the texts of {series.side}"))
                 text = [*series.case.prompt, *mine[:at]]
-                self.ties[series.side, series.case] = tie_at(self.model, text, mine[at], other[at])
+                try:
+                    self.ties[series.side, series.case] = tie_at(self.model, text, mine[at], other[at])
+                except Exception as error:  # as above
+                    self.notes.append(f"{series.side}'s first difference was not looked at: {words_of(error)}")
 
     def reference_ids(self, series: Series) -> Sequence[int] | None:
         """The text to compare with; None for the baseline itself, or where there is none."""
@@ -175,8 +178,8 @@ class Bench:
             self.tell(Progress(i, len(todo), f"memory of {series.side} · {series.case.ctx:,}"))
             try:
                 series.peak = peak_of(recipes[series.side], series.case.prompt, series.case.new, self.environ)
-            except KvcliError as error:
-                self.notes.append(error.message)
+            except (KvcliError, OSError) as error:
+                self.notes.append(words_of(error))
 
 
 def check_room(ctx: Sequence[int], new: int, limit: int, model: str) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def print_calibration(setup: Setup) -> int:
-    """Measure, and print the document: an object with --json, else one line for each figure."""
+    """Measure, and print the document: an object with --json, one line for each figure with --plain, else in words."""
     from kvcli.calibrate import run_calibration
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
@@ -24,6 +24,13 @@ def print_calibration(setup: Setup) -> int:
         document = run_calibration(world, setup.load, setup.profile(), lambda words: bar.show(0, 0, words))
     if world.options.json:
         print_json(world, document)
+    elif not world.options.plain:
+        from kvcli.render.fit import calibration_lines
+        from kvcli.render.terminal import Terminal
+
+        out = Terminal.of(world, "stdout")
+        for line in calibration_lines(document, out.width):
+            out.line((line, ""))
     else:
         said = document.document()
         passes = (said.get("model") or {}).pop("passes", [])

@@ -47,10 +47,13 @@ def _lead(asked: QualityDocument) -> Markup:
     lines = []
     for row in asked.rows:
         if row.role != "control":
-            lost = "" if row.worst.difference is None else f", {row.worst.difference:+.2f}"
-            said = f" ({row.worst.score:.2f}{lost})"
-            name, task = tag("b", row.profile), tag("b", row.worst.task)
-            lines.append(tag("li", name, f": mean {row.mean:.2f}, worst at ", task, said))
+            name, lost = tag("b", row.profile), row.worst.difference
+            if lost is not None and lost >= 0:
+                lines.append(tag("li", name, f": mean {row.mean:.2f}, no task below the full cache"))
+                continue
+            said = f" ({row.worst.score:.2f}{'' if lost is None else f', {lost:+.2f}'})"
+            rank = "lowest at " if lost is None else "worst at "
+            lines.append(tag("li", name, f": mean {row.mean:.2f}, {rank}", tag("b", row.worst.task), said))
     return tag("ul", lines, class_="worst")
 
 

@@ -250,6 +250,8 @@ def test_a_side_that_loses_answers_is_marked_by_quality():
     assert {a["class"] for a in kept.all("path", "fill")} == {"fill base", "fill kept", "fill unasked"}
     assert "worst task" in lost.text
     assert "slow: mean 0.70, worst at needle_uuid (0.40, -0.50)" in lost.text
+    assert "hf: mean 0.70, lowest at needle_uuid (0.90)" in lost.text
+    assert "slow: mean 0.70, no task below the full cache" in Reader(html(document(quality=quality(0, 0)))).text
     assert "score 0.40, -0.50 (-0.60 to -0.40) against the full cache" in " ".join(
         str(a.get("aria-label")) for a in lost.all("svg")
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvcli.bench.compare import acceptance, paired, verdict
 from kvcli.bench.measure import Case, Plan, Series, measure
 from kvcli.bench.side import Sample
+from kvcli.profile import Profile
 from kvcli.stats import Stats
 from tests.bench_command.sides import Paced, document, measured
 
@@ -85,6 +88,27 @@ def test_a_side_that_fails_says_why_and_the_others_go_on():
     assert broken.runs == 3  # it is not tried again
     assert len(row["third"].samples.tok_s) == 4
     assert any("it broke" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("error", [ValueError("zip() is shorter\nmore"), MemoryError(), OSError("gone")])
+def test_no_failure_of_one_side_costs_the_others_figures(error: Exception):
+    class Failing(Paced):
+        def run(self, prompt: Sequence[int], new: int) -> Sample:
+            raise error
+
+    exact, failing = document([Paced("exact", [10]), Failing("hf", [10])]).rows
+    assert (len(exact.samples.tok_s), failing.samples.tok_s) == (3, [])
+    assert failing.error == f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
+
+
+def test_a_quality_suite_that_fails_does_not_cost_the_speeds():
+    def suite(model: Any, profiles: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    bench = measured([Paced("exact", [10])])
+    bench.ask_questions(suite, SimpleNamespace(profile=Profile.load("exact")))  # type: ignore[arg-type]
+    assert bench.quality is None
+    assert bench.notes == ["no quality suite: OSError: [Errno 28] No space left on device"]
 
 
 def test_ctrl_c_keeps_what_was_measured():

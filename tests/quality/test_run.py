@@ -169,6 +169,19 @@ def test_keys_tell_profiles_texts_and_weights_apart(model: Model, lean: Profile,
     assert fingerprint(other) != fingerprint(model)
 
 
+def test_answers_of_the_code_before_a_change_are_not_taken_for_those_behind_it(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "kvcli" / "quality" / "fingerprint.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("x = 1")
+    monkeypatch.setattr("kvcli.quality.fingerprint.__file__", str(code))
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    code.write_text("x = 10")
+    assert fingerprint(model) != before
+
+
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     for text in ("my notes", "my notes\n", '{"schema": "kvcli.turn/1"}\n'):
         path = tmp_path / "notes.txt"
