@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 
 import pytest
+import torch
 
 from kvcli.calibrate import calibrate, load_calibration, machine, passes
 from kvcli.calibrate.passes import contexts, pass_times
@@ -36,8 +38,10 @@ def demo():
 
 
 def test_contexts_go_by_fours_and_leave_room_for_the_longest_pass():
-    assert contexts(8192) == [512, 2048]
-    assert contexts(32768) == [512, 2048, 8192]
+    assert contexts(4000) == [512, 2048]
+    assert contexts(8192) == [512, 2048, 7936]  # the end is measured where it is far from the last step
+    assert contexts(32768) == [512, 2048, 8192, 32512]
+    assert contexts(1 << 20) == [512, 2048, 8192, 32768]  # no longer: what is stored for nothing fills the memory
     assert contexts(300) == [44]
     assert contexts(1) == [1]
 
@@ -88,6 +92,40 @@ def test_what_is_not_there_is_none_and_what_is_damaged_is_said(tmp_path):
     assert all("is not used" in note for note in told)
 
 
+NOTHING = {"id": "demo", "fingerprint": "f", "dtype": "bfloat16", "quant": "none", "device": "cpu", "passes": []}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"date": "rubbish"},
+        {"date": "2026-01-01T00:00:00"},
+        {"gemm": {}},
+        {"bandwidth": 0},
+        {"model": NOTHING},
+        {"model": NOTHING | {"passes": [{"rows": 1, "context": 512, "seconds": 0, "low": 0, "high": 0}]}},
+    ],
+)
+def test_figures_that_cannot_be_reckoned_with_are_damage_too(tmp_path, damage):
+    file, told = save_calibration(tmp_path, made()), []
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    assert load_calibration(tmp_path, "abc", tell=told.append) is None
+    assert "damaged" in told[0]
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "bare_process", None)
+    (tmp_path / "calibration").write_text("a file where the folder should be")
+    with pytest.raises(KvcliError) as caught:
+        calibrate(None, tmp_path)
+    assert caught.value.code == "not_kept"
+
+
+def test_the_threads_a_profile_will_load_with_are_part_of_the_machine():
+    now = torch.get_num_threads()
+    assert machine_fingerprint("cpu", now) == machine_fingerprint("cpu") != machine_fingerprint("cpu", now + 1)
+
+
 def test_another_model_or_precision_is_another_file():
     one = model_fingerprint("bfloat16", "none", 6, 320, 1888, "demo")
     assert one != model_fingerprint("bfloat16", "int8", 6, 320, 1888, "demo")
@@ -127,7 +165,7 @@ def test_a_drafter_starts_from_what_was_calibrated_until_it_has_timed_it_itself(
 
 def test_costs_come_from_all_contexts():
     grid = [(1, 512, 1.0), (4, 512, 2.0), (1, 2048, 2.0), (4, 2048, 5.0), (8, 8192, 9.0)]
-    times = [PassTime(rows=r, context=c, seconds=s, low=s, high=s) for r, c, s in grid]
+    times = [PassTime(rows=r, context=c, seconds=9 * s, low=s, high=99 * s) for r, c, s in grid]  # the fastest counts
     assert units(times) == {4: 2.25}
 
 

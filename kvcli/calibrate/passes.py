@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # the last stands for reading: products no longer gain from more
 FIRST = 512  # tokens; each context is four times the one before
+LAST = 32768  # beyond, times go on in a straight line, and what is stored for nothing could fill the memory
 REPS = 3
 
 
 def contexts(limit: int) -> list[int]:
-    """512, 2k, 8k, ... as far as the model goes with the longest pass on top."""
-    found = [FIRST]
-    while found[-1] * 4 + ROWS[-1] <= limit:
-        found.append(found[-1] * 4)
-    return [n for n in found if n + ROWS[-1] <= limit] or [max(1, limit - ROWS[-1])]
+    """512, 2k, 8k and 32k as far as the model goes with the longest pass on top, and its end where that is near."""
+    end = max(1, limit - ROWS[-1])
+    found = [FIRST * 4**i for i in range(4) if FIRST * 4**i <= min(end, LAST)]
+    if not found or 2 * found[-1] <= end <= LAST:
+        found.append(end)
+    return found
 
 
 def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
@@ -39,6 +41,7 @@ def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
         kv = _filled(lm, context)
         times: dict[int, list[float]] = {rows: [] for rows in ROWS if rows + context <= lm.limit}
         for rep in range(REPS + 1):
+            _once(lm, kv, 1, context)  # brings back to the caches what the longest pass drove out of them
             for rows in times:
                 took = _once(lm, kv, rows, context)
                 if rep:  # the first turn counts for nothing

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcli import __version__
 from kvcli.calibrate import machine as measured
-from kvcli.calibrate.store import digest, machine_fingerprint, save_calibration
+from kvcli.calibrate.store import digest, folder_of, machine_fingerprint, save_calibration
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def calibrate(
 
     at = model.lm.device if model is not None else torch.device(device)
     name = _name(at)
+    folder_of(cache)
     tell("measuring memory and products")
     found = CalibrationDocument(
         kvcli=__version__,

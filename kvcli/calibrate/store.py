@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import ValidationError
-
+from kvcli.errors import KvcliError
 from kvcli.files import private_folder, write_private
 from kvcli.schemas.fit import CalibrationDocument
 
@@ -20,15 +20,18 @@ def digest(*facts: object) -> str:
     return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:12]
 
 
-def machine_fingerprint(device: str) -> str:
-    """Of what decides how fast this machine is; a new torch, another thread count or another GPU changes it."""
+def machine_fingerprint(device: str, threads: int = 0) -> str:
+    """Of what decides how fast this machine is; a new torch, another thread count or another GPU changes it.
+
+    `threads`: that a profile will load with; 0 = torch's now.
+    """
     import torch
 
     from kvcli import machine
 
     kind = device.partition(":")[0]
     name = machine.cpu_name() if kind == "cpu" else next((d.name for d in machine.devices() if d.kind == device), "")
-    return digest(kind, name, machine.cores(), machine.threads(), torch.__version__)
+    return digest(kind, name, machine.cores(), threads or machine.threads(), torch.__version__)
 
 
 def file_of(cache: Path, fingerprint: str, model: str = "") -> Path:
@@ -48,18 +51,42 @@ def load_calibration(
         tell(f"the calibration in {file} cannot be read and is not used: {type(error).__name__}")
         return None
     try:
-        return CalibrationDocument.model_validate_json(text)
-    except ValidationError:
+        found = CalibrationDocument.model_validate_json(text)
+        age_days(found.date)
+    except (ValueError, TypeError):  # pydantic's errors are ValueErrors; the others are of a date without an offset
         tell(f"the calibration in {file} is damaged and is not used: kvcli bench --calibrate makes it anew")
         return None
+    return found
+
+
+def folder_of(cache: Path) -> Path:
+    """The folder of the files, made if it is not there: better before minutes of measuring than after."""
+    folder = cache / FOLDER
+    try:
+        private_folder(folder)
+        with tempfile.TemporaryFile(dir=folder):  # can anything be kept there?
+            return folder
+    except OSError as error:
+        raise _unwritable(folder, error) from error
 
 
 def save_calibration(cache: Path, found: CalibrationDocument) -> Path:
     """Keep it for the next time, readable by its owner only."""
     file = file_of(cache, found.fingerprint, found.model.fingerprint if found.model else "")
-    private_folder(file.parent)
-    write_private(file, found.model_dump_json(by_alias=True, indent=1) + "\n")
+    try:
+        write_private(folder_of(cache) / file.name, found.model_dump_json(by_alias=True, indent=1) + "\n")
+    except OSError as error:
+        raise _unwritable(file, error) from error
     return file
+
+
+def _unwritable(path: Path, error: OSError) -> KvcliError:
+    return KvcliError(
+        "a calibration cannot be kept",
+        code="not_kept",
+        lines=[f"{path}: {error.strerror or error}"],
+        try_=["KVCLI_HOME or XDG_CACHE_HOME name another place", "kvcli config path"],
+    )
 
 
 def age_days(date: str, now: datetime | None = None) -> int:

@@ -58,11 +58,11 @@ def fit(
     from kvcli.commands.setup import Setup
 
     world: World = context.obj
-    if all_ and profiles:
+    if all_ and profiles is not None:
         raise UsageError("--all and --profiles exclude each other", try_=["one of the two"])
     loading = {name: context.params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")}
     setup = Setup(world, model, o.profile_flags(loading))
-    contexts = [_context(part) for part in (ctx or "auto").split(",")]
+    contexts = list(dict.fromkeys(_context(part) for part in (ctx or "auto").split(",")))
     notes: list[str] = []
     chosen = dict(_chosen(setup, all_, profiles, notes))
     outlook = look(setup, next(iter(chosen.values())), vram, ram, notes)
@@ -85,17 +85,21 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
     """From the model's files; from config.json alone where the weights are not here."""
     from kvcli.commands.models import find
-    from kvcli.fit.plan import subject_of, subject_of_config
-    from kvcli.source import read_config
+    from kvcli.fit.plan import subject_of
+    from kvcli.source import Source, read_config
 
     try:
-        return subject_of(find(setup.world, setup.name, profile.load.allow_pickle))
+        found = find(setup.world, setup.name, profile.load.allow_pickle)
     except BadModel as error:
         folder = Path(setup.entry.path).expanduser()
         if error.code != "model_incomplete" or not (folder / "config.json").is_file():
             raise
-    notes.append("the weights are not here: their sizes follow from config.json")
-    return subject_of_config(read_config(folder, setup.name), setup.name)
+        notes.append(f"{error.message}; their sizes follow from config.json")
+        found = Source(setup.name, folder, "", read_config(folder, setup.name), (), False)
+    subject = subject_of(found)
+    if found.files and subject.is_assumed:
+        notes.append("the weight files do not say how large their tensors are: that follows from config.json")
+    return subject
 
 
 def _context(text: str) -> int | None:
@@ -106,11 +110,14 @@ def _context(text: str) -> int | None:
 def _chosen(setup: Setup, all_: bool, names: str | None, notes: list[str]) -> Iterator[tuple[str, Profile]]:
     """The profiles to plan for, by name. With --all, one that cannot have the settings typed is left out, and said."""
     sets = setup.world.options.set
-    if not all_ and not names:
+    if not all_ and names is None:
         profile = setup.profile()
         yield profile.name, profile
         return
-    for name in setup.names() if all_ else dict.fromkeys(n.strip() for n in (names or "").split(",") if n.strip()):
+    wanted = setup.names() if all_ else list(dict.fromkeys(n.strip() for n in (names or "").split(",") if n.strip()))
+    if not wanted:
+        raise UsageError(f"--profiles takes names, not {names!r}", try_=["--profiles exact,ngram", "--all"])
+    for name in wanted:
         try:
             yield name, setup.resolve(name, sets)
         except KvcliError as error:
@@ -136,7 +143,7 @@ def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapp
     for plan in plans:
         if plan.room.is_described:
             continue
-        machine = machine_fingerprint(plan.room.device)
+        machine = machine_fingerprint(plan.room.device, plan.profile.load.threads)
         dtype = torch_dtype(outlook.subject, plan.profile)
         key = model_fingerprint(dtype, plan.profile.load.quant, shape.layers, shape.hidden, shape.vocab, setup.name)
         for model in (key, ""):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.errors import BadModel, DoesNotFit, KvcliError
+from kvcli.errors import BadConfig, BadModel, DoesNotFit, KvcliError
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
@@ -47,9 +47,13 @@ class Prepared:
 
 
 def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str], None]) -> Prepared:
-    """Raises DoesNotFit. A model that cannot be looked at has no estimate; loading it will say what is wrong."""
+    """Raises DoesNotFit, and BadConfig for a window beyond the model's limit.
+
+    A model that cannot be looked at has no estimate; loading it will say what is wrong.
+    """
     from kvcli import source
     from kvcli.commands.fit import others_of
+    from kvcli.commands.setup import refuse_beyond
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import subject_of
 
@@ -63,10 +67,11 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
             tell=tell,
         )
         outlook = Outlook(subject_of(found), setup.name, world.paths.cache, world.paths.data)
+        refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
         plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     except BadModel:
         return Prepared(profile)
-    except DoesNotFit:
+    except (DoesNotFit, BadConfig):
         raise
     except KvcliError as error:
         return Prepared(profile, notes=(f"memory was not estimated: {error.message}",))

@@ -133,10 +133,11 @@ class Repl:
 
     def turn(self, start: Callable[..., Iterator[Event]]) -> None:
         """Show the events that `start(cancel=...)` yields, stopping at Ctrl-C."""
+        done: Turn | None = None
         with Interrupt(self.world.clock) as cancel:
             look = Look(self.profile_name, self.memory, cancel)
             try:
-                self.last = show_turn(start(cancel=cancel), self.screen, look)
+                done = self.last = show_turn(start(cancel=cancel), self.screen, look)
             except KeyboardInterrupt:
                 self.say("stopped at once; the conversation is read again with the next question")
         for note in self.chat.notes:
@@ -144,7 +145,7 @@ class Repl:
                 print_note(self.screen.err, note)
                 self._told.add(note)
         if self.after_turn is not None:
-            self.after_turn(self.last)
+            self.after_turn(done)  # None: it was not finished, and the one before is noted already
 
     def last_turn(self, what: str) -> Turn:
         """The last finished turn, or an error naming what was wanted of it."""

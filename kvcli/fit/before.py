@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from kvcli import __version__
 from kvcli.calibrate.store import load_calibration, machine_fingerprint
@@ -35,14 +36,18 @@ class Outlook:
     notes: list[str] = field(default_factory=list)  # of files that could not be used
     highest: int = 0  # the most that was foretold for this process so far
     foretold: int = 0  # the same before any correction
+    run: str = field(default_factory=lambda: uuid4().hex[:12])  # of this process, for the log
     _base: int = 0
 
     def facts(self, profile: Profile, device: str) -> Facts:
         """What was measured on this machine, and in earlier runs under this profile."""
         if not self._base:
-            known = load_calibration(self.cache, machine_fingerprint("cpu"), tell=self.notes.append)
+            known = load_calibration(
+                self.cache, machine_fingerprint("cpu", profile.load.threads), tell=self.notes.append
+            )
             self._base = known.base_bytes if known is not None else BASE
-        past = runs.ratios(runs.read(self.data), self.name, profile.name, device)
+        like = runs.Like(self.name, profile.name, device.partition(":")[0], self._base, __version__)
+        past = runs.ratios(runs.read(self.data), like)
         if past is None:
             return Facts(self._base)
         return Facts(self._base, past.middle, past.runs, past.low, past.high)
@@ -111,11 +116,13 @@ class Outlook:
         entry = RunEntry(
             kvcli=__version__,
             date=datetime.now().astimezone().isoformat(timespec="seconds"),
+            run=self.run,
             model=self.name,
             profile=profile.name,
             profile_hash=profile.hash,
             device=choose(dict(self.found), profile.load.device).device,
             ctx=stats.context,
+            base=self._base,
             predicted=self.foretold,
             measured=stats.peak,
         )

@@ -30,7 +30,7 @@ class Run:
     chunk: int  # tokens read in one pass
     rows: int  # rows of a decoding pass, at most
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
-    evicts: bool  # the policy may forget tokens
+    between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
     is_indexed: bool  # the drafter keeps a table of the text
     base: int  # of a process that loaded a model, without the model
     check: bool = True  # compare with the stock model after loading
@@ -87,8 +87,8 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     """What a text of `context` tokens needs."""
     chunk = min(run.chunk, context)
     held = run.slots(context)
-    if run.evicts:  # a chunk is stored before what it pushes out is forgotten
-        held = min(context, held + chunk)
+    if run.between is not None:  # what pushes others out is stored before they are forgotten
+        held = min(context, held + max(chunk, run.between))
     cap = -(-held // Dense.STEP) * Dense.STEP
     kv = kv_bytes(shape, cap, run.kv_number) + cap * shape.layers * POSITION
     working = working_bytes(

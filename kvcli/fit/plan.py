@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, BadModel, UsageError
 from kvcli.fit import memory, weights
 from kvcli.fit.shape import Shape, is_complete, shape_of
-from kvcli.source import text_config
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
@@ -31,6 +30,7 @@ class Subject:
     dtype: str  # that it computes in unless told otherwise
     is_quantized: bool  # in its files
     is_assumed: bool  # no file says how large its tensors are
+    is_guess: bool  # nor is it known how they are packed
     files: int  # bytes
 
     @property
@@ -89,31 +89,22 @@ class Plan:
 
 
 def subject_of(source: Source) -> Subject:
-    """A model whose files are all there."""
+    """A model by its files; with none, its tensors are those of a model with a gated feed-forward part."""
     config: Mapping[str, Any] = source.text_config
     if not is_complete(config):
-        config = _with_defaults(source)
+        config = _with_defaults(source, config)
     shape = shape_of(config, source.id)
     held = weights.of_files(source)
     shape = replace(shape, is_tied=shape.is_tied or not _has_head(source))
-    is_assumed = not held
     stated = str(source.config.get("dtype") or source.config.get("torch_dtype") or config.get("dtype") or "")
     dtype = stated.removeprefix("torch.") or source.dtype.lower()
     dtype = dtype if dtype in weights.BYTES else "bfloat16"
-    held = held or weights.of_shape(shape, weights.BYTES[dtype])
-    quantized = "quantization_config" in source.config
-    return Subject(source.id, shape, held, dtype, quantized, is_assumed, source.nbytes)
-
-
-def subject_of_config(config: Mapping[str, Any], name: str) -> Subject:
-    """A model of which only config.json is here: its tensors are those of a model with a gated feed-forward part."""
-    text = text_config(dict(config))
-    shape = shape_of(text, name)
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16")
-    dtype = dtype.removeprefix("torch.")
-    dtype = dtype if dtype in weights.BYTES else "bfloat16"
-    held = weights.of_shape(shape, weights.BYTES[dtype])
-    return Subject(name, shape, held, dtype, False, True, sum(h.nbytes for h in held))
+    quantized = source.config.get("quantization_config")
+    packed = weights.packed_bytes(quantized) if isinstance(quantized, dict) else None
+    assumed = held or weights.of_shape(shape, weights.BYTES[dtype], packed)
+    files = source.nbytes or sum(h.nbytes for h in assumed)
+    is_guess = not held and quantized is not None and packed is None
+    return Subject(source.id, shape, assumed, dtype, quantized is not None, not held, is_guess, files)
 
 
 def plan(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:
@@ -121,8 +112,10 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     load, shape = profile.load, subject.shape
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
-    quant = "none" if subject.is_quantized else load.quant
-    heavy = weights.weigh(subject.held, shape, number=number, quant=quant, device=room.kind, given=subject.is_quantized)
+    refuse_quant(subject, load.quant, room.kind)
+    heavy = weights.weigh(
+        subject.held, shape, number=number, quant=load.quant, device=room.kind, given=subject.is_quantized
+    )
     run = memory.Run(
         device=room.kind,
         number=number,
@@ -130,7 +123,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         chunk=profile.prefill.chunk,
         rows=1 + int(getattr(profile.spec.settings, "max", 0)),
         slots=profile.policy.slots,
-        evicts=profile.policy.policy() is not None,
+        between=profile.policy.every,
         is_indexed=profile.spec.method != "off",
         base=facts.base,
         check=load.verify,
@@ -155,6 +148,18 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
 
 
+def refuse_quant(subject: Subject, quant: str, kind: str) -> None:
+    """What loading would refuse is not planned as something else."""
+    if quant == "none":
+        return
+    if subject.is_quantized:
+        raise UsageError(f"{subject.name} is quantized already", code="bad_quant", try_=["--quant none"])
+    if quant == "nf4" and kind == "cpu":
+        raise UsageError("load.quant = nf4 is for CUDA", code="bad_quant", try_=["--quant int4", "--vram 12GiB"])
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"load.quant = {quant} does not run on {kind}", code="bad_quant", try_=["--quant none"])
+
+
 def torch_dtype(subject: Subject, profile: Profile) -> str:
     """The numbers it computes in, as torch spells them."""
     name = subject.dtype if profile.load.dtype == "auto" else profile.load.dtype
@@ -167,9 +172,12 @@ def _has_head(source: Source) -> bool:
     return not names or any(name.endswith("lm_head.weight") for name in names)
 
 
-def _with_defaults(source: Source) -> Mapping[str, Any]:
-    """The config with its family's defaults, which only transformers knows."""
+def _with_defaults(source: Source, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with its family's defaults, which only transformers knows; as it is where it knows no such family."""
     from kvcli.weights import read_config
 
-    config: Mapping[str, Any] = read_config(source, False).get_text_config().to_dict()
-    return config
+    try:
+        full: Mapping[str, Any] = read_config(source, False).get_text_config().to_dict()
+    except BadModel:
+        return config
+    return full

@@ -13,8 +13,7 @@ from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
 
 if TYPE_CHECKING:
     from kvcli.fit.before import Outlook
-    from kvcli.fit.plan import Plan
-    from kvcli.fit.shape import Shape
+    from kvcli.fit.plan import Plan, Subject
     from kvcli.profile import Profile
     from kvcli.schemas.fit import CalibrationDocument
 
@@ -30,7 +29,6 @@ def document(
     """`calibrations`: by profile name, where anything was measured for it. At least one plan."""
     subject, first = outlook.subject, plans[0]
     dates = [found.date for found in calibrations.values()]
-    past = next((p.facts for p in plans if p.facts.runs), None)
     return FitDocument(
         kvcli=__version__,
         model=outlook.name,
@@ -44,16 +42,16 @@ def document(
         free_bytes=first.room.available,
         kept_free=kept_free(first.room.available),
         plans=[_entry(outlook, plan, others, calibrations.get(plan.profile.name)) for plan in plans],
-        runs=FitRuns(runs=past.runs, low=past.low, high=past.high) if past else None,
+        described=first.room.is_described,
         calibrated=min(dates, default=None),
-        notes=[*_model_notes(subject.shape), *notes, *dict.fromkeys(outlook.notes)],
+        notes=[*_model_notes(subject), *notes, *dict.fromkeys(outlook.notes)],
     )
 
 
 def _entry(
     outlook: Outlook, plan: Plan, others: Mapping[str, Profile], calibration: CalibrationDocument | None
 ) -> FitPlan:
-    parts = plan.need
+    parts, past = plan.need, plan.facts
     tried = [] if plan.fits else changes(outlook.subject, plan, others, outlook.found, plan.facts)
     return FitPlan(
         profile=plan.profile.name,
@@ -74,15 +72,20 @@ def _entry(
         needed=plan.least,
         missing=plan.missing,
         max_ctx=plan.most,
-        calibration=plan.facts.scale,
+        calibration=past.scale,
+        runs=FitRuns(runs=past.runs, low=past.low, high=past.high) if past.runs else None,
         binding=None if plan.fits else binding(plan),
         changes=[FitChange(type=c.type, total=c.total, ctx=c.context) for c in tried],
         speed=speed(plan, outlook.subject.shape, calibration),
     )
 
 
-def _model_notes(shape: Shape) -> list[str]:
-    notes = []
+def _model_notes(subject: Subject) -> list[str]:
+    shape, notes = subject.shape, []
+    if shape.is_endless:
+        notes.append(f"config.json states no context limit; {shape.limit:,} tokens are assumed")
+    if subject.is_guess:
+        notes.append("how its weights are packed is not known: they are counted as if they were not")
     windows = [w for w in shape.windows if w is not None]
     if windows:
         notes.append(

@@ -61,13 +61,31 @@ def choose(found: dict[str, Room], device: str) -> Room:
     return found[wanted]
 
 
-def container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that the container leaves this process, a very large number where it sets no limit."""
+def container_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that the container, or the group of processes we are in, leaves; a very large number without a limit."""
+    left = 1 << 62
     for most, used, field in _LIMITS:
-        limit, now = _read(root / most), _read(root / used)
-        if limit is not None and now is not None:
-            return max(0, limit - now + _stat((root / most).parent / "memory.stat", field))
-    return 1 << 62
+        for group in _groups(own):
+            folder = (root / most).parent / group
+            limit, now = _read(folder / Path(most).name), _read(folder / Path(used).name)
+            if limit is not None and now is not None:
+                left = min(left, max(0, limit - now + _stat(folder / "memory.stat", field)))
+    return left
+
+
+def _groups(own: Path) -> list[str]:
+    """Our group and those around it, outermost first: a job of a cluster or a service has its limit further down."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    found = {"."}
+    for line in lines:  # 0::/user.slice/job, or 4:memory:/job
+        _, controllers, path = line.split(":", 2) if line.count(":") > 1 else ("", "none", "")
+        if controllers in ("", "memory"):
+            parts = [part for part in path.split("/") if part and part != ".."]
+            found |= {"/".join(parts[:i]) for i in range(1, len(parts) + 1)}
+    return sorted(found)
 
 
 def size(text: str, flag: str) -> int:

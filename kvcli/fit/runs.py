@@ -1,6 +1,7 @@
 """What earlier runs used beside what was foretold: a line each, no word of what was said.
 
-The estimates are multiplied by the middle ratio of the last runs, so they get better where this machine differs.
+The estimates are multiplied by the middle ratio of the last runs, so they get better where this machine differs. One
+odd run, with a huge document or on a machine that swapped, moves nothing: it takes two that agree.
 """
 
 from __future__ import annotations
@@ -18,7 +19,19 @@ from kvcli.schemas.fit import RunEntry
 
 NAME = "runs.jsonl"
 LAST = 6  # runs whose ratios count
+FEWEST = 3  # runs for a middle; those that are missing count as foretold exactly
 MOST = 256 << 10  # bytes; beyond, the older half goes
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """What runs must share for the ratio of one to say anything of another: estimates are made alike only then."""
+
+    model: str
+    profile: str
+    kind: str  # of device
+    base: int  # bytes that stood for a bare process: a calibration changes it
+    kvcli: str  # version
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +70,15 @@ def read(folder: Path) -> list[RunEntry]:
     return found
 
 
-def ratios(entries: Sequence[RunEntry], model: str, profile: str, device: str) -> Ratios | None:
-    """Of the last runs of this model under this profile on this kind of device; None without any."""
-    kind = device.partition(":")[0]
-    like = [e for e in entries if (e.model, e.profile, e.device.partition(":")[0]) == (model, profile, kind)]
-    found = [e.measured / e.predicted for e in like[-LAST:] if e.predicted > 0 and e.measured > 0]
-    return Ratios(median(found), min(found), max(found), len(found)) if found else None
+def ratios(entries: Sequence[RunEntry], like: Like) -> Ratios | None:
+    """Of the last runs of this kind; None without any. Of a process with many turns the last one counts."""
+    same = {e.run: e for e in entries if like == _like(e)}
+    found = [e.measured / e.predicted for e in same.values() if e.predicted > 0 and e.measured > 0][-LAST:]
+    if not found:
+        return None
+    padded = [*found, *[1.0] * (FEWEST - len(found))]
+    return Ratios(median(padded), min(found), max(found), len(found))
+
+
+def _like(e: RunEntry) -> Like:
+    return Like(e.model, e.profile, e.device.partition(":")[0], e.base, e.kvcli)

@@ -59,8 +59,13 @@ def at(line: Sequence[tuple[int, float]], context: int) -> float:
 
 
 def units(passes: Sequence[PassTime]) -> Mapping[int, float]:
-    """rows -> time in passes of one row, the middle of all contexts: what a drafter starts from."""
-    grid = {rows: dict(line) for rows, line in by_rows(passes).items()}
-    plain = grid.pop(1, {})
-    ratios = {rows: [s / plain[c] for c, s in line.items() if c in plain] for rows, line in sorted(grid.items())}
+    """rows -> time in passes of one row, the middle of all contexts: what a drafter starts from.
+
+    Of each the fastest turn, which other programs disturbed least.
+    """
+    fastest: dict[int, dict[int, float]] = {}
+    for one in sorted(passes, key=lambda p: p.rows):
+        fastest.setdefault(one.rows, {})[one.context] = one.low
+    plain = fastest.pop(1, {})
+    ratios = {rows: [s / plain[c] for c, s in line.items() if c in plain] for rows, line in fastest.items()}
     return {rows: median(found) for rows, found in ratios.items() if found}

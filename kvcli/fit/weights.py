@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.kernels.linear_packed import group_of, why_not
 
@@ -58,11 +58,25 @@ def of_files(source: Source) -> tuple[Held, ...]:
     return tuple(held)
 
 
-def of_shape(shape: Shape, number: int = 2) -> tuple[Held, ...]:
-    """The tensors such a model has, where no file says; `number` bytes each."""
+def packed_bytes(quantized: Mapping[str, Any]) -> float | None:
+    """Bytes of one packed weight with its scales, by a checkpoint's quantization_config; None where it does not say."""
+    method, bits, group = (quantized.get(key) for key in ("quant_method", "bits", "group_size"))
+    if quantized.get("load_in_4bit"):
+        return _NF4
+    if quantized.get("load_in_8bit") or method == "fp8":
+        return 1.0
+    if not isinstance(bits, int) or not 1 <= bits <= 8:
+        return None
+    scales = (16 + bits) / group if isinstance(group, int) and group > 0 else 0  # a scale and a zero for each group
+    return (bits + scales) / 8
 
-    def held(rows: int, cols: int, packs: bool) -> Held:
-        return Held((rows, cols), rows * cols * number, packs)
+
+def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tuple[Held, ...]:
+    """The tensors such a model has, where no file says; `number` bytes each, `packed` those of linear layers."""
+
+    def held(rows: int, cols: int, is_linear: bool, packs: bool = True) -> Held:
+        each = packed if packed is not None and is_linear else number
+        return Held((rows, cols), int(rows * cols * each), is_linear and packs)
 
     def layer() -> Iterator[Held]:
         width, kv, d = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
@@ -70,11 +84,11 @@ def of_shape(shape: Shape, number: int = 2) -> tuple[Held, ...]:
             yield held(rows, cols, True)
         for _ in range(max(1, shape.experts)):
             for rows, cols in ((shape.inner, d), (shape.inner, d), (d, shape.inner)):
-                yield held(rows, cols, not shape.experts)
+                yield held(rows, cols, True, packs=not shape.experts)
         yield held(2, d, False)
 
     ends = [held(shape.vocab, shape.hidden, False)] * (1 if shape.is_tied else 2)
-    return (*ends, *(h for _ in range(shape.layers) for h in layer()))
+    return (*ends, *(shape.layers * tuple(layer())))
 
 
 def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool) -> Weights:

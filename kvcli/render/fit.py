@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from kvcli.calibrate.store import age_days
 from kvcli.render import figures as f
 from kvcli.render.summary import joined
 from kvcli.render.tables import columns
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 GIB, MIB = 1 << 30, 1 << 20
 TRY = "  try: "
 MEASURE = "not calibrated, so no times: kvcli bench --calibrate"
+DESCRIBED = "no times: a machine that is only described cannot be calibrated"
 
 
 def fit_lines(document: FitDocument, width: int) -> Iterator[list[Span]]:
@@ -122,19 +123,23 @@ def _foot(document: FitDocument) -> Iterator[str]:
     if document.calibrated:
         yield f"calibrated {_age(document.calibrated)}"
     elif not timed:
-        yield MEASURE
-    if document.runs:
-        runs, low, high = document.runs.runs, document.runs.low, document.runs.high
-        yield (
-            f"Your last {f.count(runs)} runs used {low:.2f}–{high:.2f} of the estimate."
-            if runs > 1
-            else (f"Your last run used {low:.2f} of the estimate.")
-        )
+        yield DESCRIBED if document.described else MEASURE
+    yield from dict.fromkeys(_past(plan) for plan in document.plans if plan.runs)
     yield from (f"note: {neutralise(note, one_line=True)}" for note in document.notes)
 
 
+def _past(plan: FitPlan) -> str:
+    assert plan.runs is not None
+    runs, low, high = plan.runs.runs, plan.runs.low, plan.runs.high
+    said = f"{f.count(runs)} runs of {plan.profile} used {low:.2f}–{high:.2f}" if runs > 1 else ""
+    said = said or f"run of {plan.profile} used {low:.2f}"
+    scale = plan.calibration
+    used = "which changes nothing yet" if scale == 1 else f"so its peak is multiplied by {scale:.2f}"
+    return neutralise(f"Your last {said} of the estimate, {used}.", one_line=True)
+
+
 def _age(date: str) -> str:
-    days = max(0, (datetime.now(UTC) - datetime.fromisoformat(date)).days)
+    days = age_days(date)
     return "today" if not days else "yesterday" if days == 1 else f"{days} days ago"
 
 
@@ -144,7 +149,7 @@ def calibration_lines(found: CalibrationDocument, width: int) -> list[str]:
     links = [f"{name.replace('_', ' ')} {f.long_size(rate)}/s" for name, rate in found.links.items()]
     facts = [
         found.cpu or found.device,
-        f"{found.threads} threads",
+        f"{found.threads} thread{'s' if found.threads != 1 else ''}",
         f"memory {f.long_size(found.bandwidth)}/s",
         *gemm,
         f"a call {found.launch * 1e6:.1f} µs",

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from kvcli.schemas.base import Bytes, Count, Json, Seconds
 
-Rate = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # seconds, of something that takes some
 
 
 class FitChange(Json):
@@ -25,6 +26,14 @@ class FitSpeed(Json):
     first_token: Seconds = Field(description="of a prompt that fills the context")
     tok_s: Rate = Field(description="plain decoding at the end of that context, without drafts")
     basis: Literal["model", "machine"] = Field(description="passes of this model were timed, or only the machine was")
+
+
+class FitRuns(Json):
+    """Earlier runs of this model under this profile on this kind of device."""
+
+    runs: Count
+    low: float = Field(description="measured over estimated")
+    high: float
 
 
 class FitPlan(Json):
@@ -48,18 +57,14 @@ class FitPlan(Json):
     needed: Bytes = Field(description="that must be free: total without mapped pages")
     missing: Bytes = Field(description="0 where it fits")
     max_ctx: Count = Field(description="the longest context that fits, tokens")
-    calibration: float = Field(description="measured peaks of earlier runs over their estimates; 1 without runs")
+    calibration: float = Field(
+        description="measured peaks of earlier runs over their estimates, the middle of at least three; of fewer, "
+        "the missing ones count as 1"
+    )
+    runs: FitRuns | None
     binding: str | None = Field(description="what it fails on; null where it fits")
     changes: list[FitChange]
     speed: FitSpeed | None
-
-
-class FitRuns(Json):
-    """Earlier runs of this model on this kind of device."""
-
-    runs: Count
-    low: float = Field(description="measured over estimated")
-    high: float
 
 
 class FitDocument(Json):
@@ -77,8 +82,8 @@ class FitDocument(Json):
     device: str = Field(description="of the first plan")
     free_bytes: Bytes = Field(description="available on it")
     kept_free: Bytes = Field(description="of these, what no plan uses")
+    described: bool = Field(description="not this machine, but one that --vram or --ram describes")
     plans: list[FitPlan]
-    runs: FitRuns | None
     calibrated: str | None = Field(description="when times were measured here, ISO 8601; null: never")
     notes: list[str]
 
@@ -88,9 +93,9 @@ class PassTime(Json):
 
     rows: Count
     context: Count
-    seconds: Seconds = Field(description="median")
-    low: Seconds
-    high: Seconds
+    seconds: Duration = Field(description="median")
+    low: Duration
+    high: Duration
 
 
 class ModelTimes(Json):
@@ -101,7 +106,7 @@ class ModelTimes(Json):
     dtype: str
     quant: str
     device: str
-    passes: list[PassTime]
+    passes: Annotated[list[PassTime], Field(min_length=1)]
 
 
 class CalibrationDocument(Json):
@@ -117,7 +122,7 @@ class CalibrationDocument(Json):
     torch: str
     base_bytes: Bytes = Field(description="a process that loaded a model, without the model")
     bandwidth: Rate = Field(description="reading memory of the device, bytes a second")
-    gemm: dict[str, Rate] = Field(description="FLOP a second of a large product, by dtype")
+    gemm: dict[str, Rate] = Field(min_length=1, description="FLOP a second of a large product, by dtype")
     launch: Seconds = Field(description="one operation on almost nothing")
     links: dict[str, Rate] = Field(description="host to device and back, bytes a second; empty without a GPU")
     disk: Rate | None = Field(description="reading a file that is not in memory, bytes a second")
@@ -125,15 +130,17 @@ class CalibrationDocument(Json):
 
 
 class RunEntry(Json):
-    """A line of the run log. No text of the user, no paths."""
+    """A line of the run log: one for each turn, of which the last of a process counts. No text of the user."""
 
     schema_: Literal["kvcli.run/1"] = Field(default="kvcli.run/1", alias="schema")
     kvcli: str
     date: str
-    model: str
+    run: str = Field(description="of one process, so that many turns of a long chat count once")
+    model: str = Field(description="as it was named: a hub id or a folder")
     profile: str
     profile_hash: str
     device: str
     ctx: Count = Field(description="tokens in memory")
+    base: Bytes = Field(description="what the estimate took a process without a model for")
     predicted: Bytes = Field(description="before any correction by earlier runs")
     measured: Bytes

@@ -7,12 +7,15 @@ import json
 import pytest
 from pydantic import TypeAdapter
 
+from kvcli import __version__
 from kvcli.calibrate.store import machine_fingerprint, save_calibration
 from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
-from kvcli.fit import room
+from kvcli.fit import room, runs
+from kvcli.fit.plan import BASE
 from kvcli.schemas import DOCUMENTS
 from tests.fakes import Machine
+from tests.fit.test_runs import entry
 from tests.test_calibrate import made
 
 
@@ -33,7 +36,8 @@ def test_every_profile_in_one_table(machine):
     done = machine("fit", "demo", "--all", "--ram", "8GiB")
     assert (done.exit, done.err) == (0, "")
     assert [line.split()[0] for line in done.out.splitlines()[3:6]] == ["exact", "ngram", "streaming"]
-    assert "kvcli bench --calibrate" in done.out
+    assert "only described cannot be calibrated" in done.out
+    assert "kvcli bench --calibrate" in machine("fit", "demo").out
     assert max(map(len, done.out.splitlines())) < 80
 
 
@@ -69,6 +73,10 @@ def test_what_does_not_fit_exits_5_and_says_what_would(machine):
     assert all(change["total"] <= usable for change in plan["changes"])
 
 
+def test_a_context_typed_twice_is_planned_once(machine):
+    assert [plan["ctx"] for plan in document(machine("fit", "demo", "--ctx", "512,0.5k", "--json"))["plans"]] == [512]
+
+
 def test_one_that_fits_among_others_is_enough(machine):
     assert machine("fit", "demo", "--ctx", "512,1m", "--ram", "8GiB").exit == 0
 
@@ -95,6 +103,7 @@ def test_a_card_that_is_described(machine):
         (("--vram", "12"), "unit"),
         (("--ctx", "many"), "tokens"),
         (("--all", "--profiles", "exact"), "exclude"),
+        (("--profiles", ","), "takes names"),
         (("--device", "cuda:7"), "nothing is known"),
     ],
 )
@@ -111,7 +120,75 @@ def test_a_folder_with_its_config_alone_is_enough(machine):
     found = document(machine("fit", str(folder), "--json", "--ram", "8GiB"))
     whole = document(machine("fit", "demo", "--json", "--ram", "8GiB"))
     assert found["plans"][0]["weights"] == pytest.approx(whole["plans"][0]["weights"], rel=0.02)
-    assert "the weights are not here" in found["notes"][0]
+    assert any("their sizes follow from config.json" in note for note in found["notes"])
+
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 512, "vocab_size": 1000,
+    "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def configured(machine, *args, without=(), **changes):
+    folder = machine.folder / "configured"
+    folder.mkdir(exist_ok=True)
+    config = {name: value for name, value in (CONFIG | changes).items() if name not in without}
+    (folder / "config.json").write_text(json.dumps(config))
+    return machine("fit", str(folder), "--ram", "8GiB", "--json", *args)
+
+
+@pytest.mark.parametrize(
+    ("packed", "bits"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.15625),
+        ({"quant_method": "awq", "bits": 4}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.127),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "a new one"}, 16),
+    ],
+)
+def test_a_config_that_says_how_weights_are_packed_is_believed(machine, packed, bits):
+    found = document(configured(machine, quantization_config=packed))
+    linear = 4 * (2 * 256 * 256 + 2 * 64 * 256 + 3 * 512 * 256)
+    rest = 2 * (2 * 1000 * 256 + 4 * 2 * 256)  # embeddings, head and norms stay as they are
+    assert found["plans"][0]["weights"] == pytest.approx(rest + linear * bits / 8, rel=1e-3)
+    assert any("packed is not known" in note for note in found["notes"]) == (bits == 16)
+
+
+def test_what_loading_would_refuse_is_not_planned(machine):
+    packed = {"quant_method": "gptq", "bits": 4}
+    assert "quantized already" in configured(machine, "--quant", "int8", quantization_config=packed).out
+    assert "is for CUDA" in machine("fit", "demo", "--quant", "nf4").err
+    assert machine("fit", "demo", "--quant", "nf4", "--vram", "12GiB").exit == 0
+
+
+def test_the_familys_defaults_count_where_a_config_leaves_sizes_out(machine):
+    assert document(configured(machine, without=["max_position_embeddings"]))["limit"] == 2048
+    found = document(configured(machine, model_type="gemma2", sliding_window=1024))
+    assert any(note.startswith("2 of 4 layers see only the last 1,024") for note in found["notes"])
+    unknown = document(configured(machine, model_type="odd", without=["max_position_embeddings"]))
+    assert "states no context limit" in unknown["notes"][0]
+
+
+def test_dynamic_rope_ends_where_the_loaded_model_does(machine):
+    rope = {"type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert document(configured(machine, rope_scaling=rope))["limit"] == 1024
+
+
+@pytest.mark.parametrize("value", [0, -4, float("inf"), "four", 10**9, True])
+def test_numbers_that_are_no_sizes_are_an_error(machine, value):
+    done = configured(machine, num_hidden_layers=value)
+    assert (done.exit, json.loads(done.out)["code"]) == (4, "model_sizes")
+
+
+def test_weights_that_are_here_in_part_are_said(machine):
+    folder = machine.folder / "configured"
+    folder.mkdir()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert any("2 of 2 shards are missing" in note for note in document(configured(machine))["notes"])
 
 
 def test_a_profile_that_cannot_have_the_settings_is_left_out_of_all_and_refused_by_name(machine):
@@ -138,6 +215,33 @@ def test_times_come_with_a_calibration_and_its_age(machine):
     assert plan["base"] == 500 << 20
 
 
+def test_each_profile_says_what_its_own_runs_used(machine):
+    data, predicted = machine.world().paths.data, {"predicted": 1000, "base": BASE, "kvcli": __version__}
+    for measured in (1020, 1040):
+        runs.append(data, entry(measured=measured, **predicted))
+    runs.append(data, entry(measured=3000, profile="ngram", **predicted))
+    done = machine("fit", "demo", "--all", "--ctx", "512")
+    assert "2 runs of exact used 1.02–1.04 of the estimate, so its peak is multiplied by 1.02" in flat(done)
+    assert "run of ngram used 3.00 of the estimate, which changes nothing yet" in flat(done)
+    plans = {
+        plan["profile"]: plan for plan in document(machine("fit", "demo", "--all", "--ctx", "512", "--json"))["plans"]
+    }
+    assert plans["exact"]["runs"] == {"runs": 2, "low": 1.02, "high": 1.04}
+    assert plans["streaming"]["runs"] is None
+    parts = ("base", "weights", "kv", "draft", "working")
+    assert plans["exact"]["total"] == int(1.02 * sum(plans["exact"][part] for part in parts))
+
+
+def flat(done):
+    return " ".join(done.out.split())
+
+
+def test_a_calibration_under_other_threads_is_found_by_the_profile_that_has_them(machine):
+    save_calibration(machine.world().paths.cache, made(machine_fingerprint("cpu", 3)))
+    assert "not calibrated" in machine("fit", "demo", "--set", "load.threads=2").out
+    assert "calibrated today" in machine("fit", "demo", "--set", "load.threads=3").out
+
+
 # ---- the chat ----
 
 
@@ -153,6 +257,13 @@ def test_a_chat_that_cannot_fit_is_refused_before_it_loads(machine, monkeypatch)
     assert (done.exit, found["code"], found["exit"]) == (5, "does_not_fit", 5)
     assert found["detail"]["needed"] > found["detail"]["usable"]
     assert "kvcli fit demo --all" in found["try"]
+
+
+def test_a_window_beyond_the_model_is_refused_before_it_loads(machine, monkeypatch):
+    monkeypatch.setattr(Setup, "load", None)
+    done = machine("chat", "-p", "hi", "--ctx", "1m")
+    assert done.exit == 9
+    assert "its limit is 8,192" in done.err
 
 
 def test_force_loads_all_the_same(machine, monkeypatch):

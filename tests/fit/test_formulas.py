@@ -82,6 +82,8 @@ def test_a_token_of_qwen3_8b_takes_144_kib_and_32k_of_them_4_and_a_half_gib():
     shape = shape_of(QWEN3_8B)
     assert shape.kv_per_token * 2 == 2 * 36 * 8 * 128 * 2 == 147_456
     assert kv_bytes(shape, 32_768, 2) == 4.5 * GIB
+    mixed = ((4 + 2) / 2 + 2 * 16 / 64) / 8  # bytes of a number: keys in 4 bits, values in 2, a scale and a zero per 64
+    assert kv_bytes(shape, 32_768, mixed) / GIB == pytest.approx(0.98, abs=0.005)
 
 
 def test_the_largest_context_is_what_is_left_over_a_tokens_bytes():

@@ -70,6 +70,11 @@ def test_a_policy_bounds_what_is_kept_and_a_chunk_comes_on_top(demo):
     assert long.need.kv < planned(demo, "exact", 6000).need.kv
 
 
+def test_evictions_that_are_rare_let_more_gather_than_a_chunk(demo):
+    rare = PROFILES["streaming"].replace(policy={"every": 4096})
+    assert planned(demo, rare, 8192).need.kv > planned(demo, "streaming", 8192).need.kv
+
+
 def test_a_dtype_that_is_not_the_files_makes_a_second_copy_while_loading(demo):
     wide = planned(demo, PROFILES["exact"].replace(load={"dtype": "fp32"}))
     assert wide.weights.converted
@@ -163,6 +168,22 @@ def test_the_container_counts_before_the_machine(tmp_path):
     assert container_room(tmp_path) == 750
     (tmp_path / "memory.max").write_text("max\n")
     assert container_room(tmp_path) > 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/cluster/job", "cluster/job", ("memory.max", "memory.current")),
+        ("4:memory:/job", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ],
+)
+def test_the_limit_of_our_own_group_counts_where_the_root_has_none(tmp_path, line, folder, names):
+    (tmp_path / "cgroup").write_text(f"12:cpu:/other\nbroken\n{line}\n")
+    (tmp_path / folder).mkdir(parents=True)
+    assert container_room(tmp_path, tmp_path / "cgroup") > 1 << 60
+    for name, size_ in zip(names, ("1000", "400"), strict=True):
+        (tmp_path / folder / name).write_text(size_)
+    assert container_room(tmp_path, tmp_path / "cgroup") == 600
 
 
 def test_auto_is_the_first_gpu_else_the_cpu():
