@@ -10,7 +10,8 @@ from kvcli.errors import UsageError
 # The presses of kvpress 0.5 that need a compression ratio and nothing else: no weights of their own, no downloads, no
 # other attention than sdpa, and no dice (Compactor, LeverageScore and Random write another text each time).
 PRESSES = (
-    "CUR", "ExpectedAttention", "KeyDiff", "Knorm", "LagKV", "NonCausalAttn", "PyramidKV", "SnapKV", "StreamingLLM", "TOVA",
+    "CUR", "ExpectedAttention", "KeyDiff", "Knorm", "LagKV", "NonCausalAttn", "PyramidKV", "SnapKV", "StreamingLLM",
+    "TOVA",
 )  # fmt: skip
 DEFAULT = "StreamingLLM"
 RATIO = 0.5

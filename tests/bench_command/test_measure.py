@@ -12,6 +12,8 @@ import pytest
 from kvcli.bench.compare import acceptance, paired, verdict
 from kvcli.bench.measure import Case, Plan, Series, measure
 from kvcli.bench.side import Sample
+from kvcli.commands.bench import measure as measure_command
+from kvcli.errors import ExitStatus
 from kvcli.profile import Profile
 from kvcli.stats import Stats
 from tests.bench_command.sides import Paced, document, measured
@@ -118,6 +120,21 @@ def test_ctrl_c_keeps_what_was_measured():
     with pytest.raises(KeyboardInterrupt):
         measure(sides, [case], Plan(9, 1), series, lambda _: None)
     assert [len(s.samples) for s in series] == [5, 4]  # exact began the repetition that was not finished
+
+
+def test_ctrl_c_ends_what_the_sides_hold(monkeypatch: pytest.MonkeyPatch):
+    bench, closed = measured([Paced("exact", [10])]), list[str]()
+    bench.models = SimpleNamespace(close=lambda: closed.append("models"))  # type: ignore[assignment]
+    side = Paced("kvpress", [10])
+    monkeypatch.setattr(side, "close", lambda: closed.append("side"))
+    bench.sides["kvpress"] = side
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run", interrupted)
+    assert measure_command(bench) == ExitStatus.INTERRUPTED
+    assert closed == ["side", "models"]
 
 
 def test_a_side_that_writes_too_little_is_an_error():
