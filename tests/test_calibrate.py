@@ -57,6 +57,29 @@ def test_the_grid_has_a_time_for_each_row_count_and_context(demo, monkeypatch):
     assert len(told) == 2
 
 
+def test_no_timed_pass_follows_the_longest_one_directly(demo, monkeypatch):
+    monkeypatch.setattr(passes, "ROWS", (1, 4, 8))
+    asked: list[int] = []
+    monkeypatch.setattr(passes, "_once", lambda lm, kv, rows, context: asked.append(rows) or float(len(asked)))
+    first = pass_times(demo.lm, lambda _: None)[0]
+    assert asked[:8] == [1, 1, 4, 8, 1, 1, 4, 8]
+    assert (first.low, first.seconds, first.high) == (
+        6,
+        10,
+        14,
+    )  # the second of each turn; the first turn is thrown away
+
+
+def test_a_busy_machine_is_said():
+    def lines(high):
+        times = [PassTime(rows=r, context=512, seconds=1, low=0.9, high=high) for r in (1, 4)]
+        model = {"id": "demo", "fingerprint": "f", "dtype": "bfloat16", "quant": "none", "device": "cpu"}
+        return "\n".join(calibration_lines(made(model=model | {"passes": times}), 80))
+
+    assert "other programs" not in lines(1.1)
+    assert "2.0 times its fastest" in lines(1.8)
+
+
 def test_a_calibration_is_kept_for_the_machine_and_for_the_model(demo, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "SIZE", 1 << 16)
     monkeypatch.setattr(machine, "EDGE", 16)

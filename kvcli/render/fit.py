@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from kvcli.calibrate.store import age_days
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan
 
 GIB, MIB = 1 << 30, 1 << 20
+STEADY = 1.5  # of an undisturbed machine, the slowest turn over the fastest is less
 TRY = "  try: "
 MEASURE = "not calibrated, so no times: kvcli bench --calibrate"
 DESCRIBED = "no times: a machine that is only described cannot be calibrated"
@@ -157,7 +159,16 @@ def calibration_lines(found: CalibrationDocument, width: int) -> list[str]:
         f"disk {f.long_size(found.disk)}/s" if found.disk else "",
         f"bare process {f.long_size(found.base_bytes)}",
     ]
-    return [*joined(facts, width), *(_grid(found, width) if found.model else [])]
+    return [*joined(facts, width), *(_grid(found, width) if found.model else []), *_doubt(found, width)]
+
+
+def _doubt(found: CalibrationDocument, width: int) -> list[str]:
+    """Times that were disturbed are kept, and said to be: nobody knows which machine will be idle."""
+    apart = median(p.high / p.low for p in found.model.passes) if found.model else 1.0
+    if apart < STEADY:
+        return []
+    said = f"note: the slowest turn of a pass took {apart:.1f} times its fastest; were other programs running?"
+    return [line.rstrip() for line in fold(said, max(20, width - 1))]
 
 
 def _grid(found: CalibrationDocument, width: int) -> Sequence[str]:

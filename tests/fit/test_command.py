@@ -17,6 +17,7 @@ from kvcli.schemas import DOCUMENTS
 from tests.fakes import Machine
 from tests.fit.test_runs import entry
 from tests.test_calibrate import made
+from tests.test_repl import Talk
 
 
 @pytest.fixture
@@ -278,6 +279,20 @@ def test_a_smaller_window_is_said_and_one_that_was_asked_for_is_refused(machine,
     assert "of 8,192 tokens: more does not fit" in done.err
     for asked in ("8192", "max"):
         assert machine("chat", "-p", "hi", "-P", "exact", "--ctx", asked).exit == 5
+
+
+def test_a_turn_that_was_broken_off_does_not_note_the_one_before_again(tmp_path):
+    talk, noted = Talk(tmp_path), []
+    talk.repl.after_turn = noted.append
+    talk.type("one")
+
+    def broken(ids, **options):
+        yield from ()
+        raise KeyboardInterrupt
+
+    talk.model.stream = broken
+    talk.type("two")
+    assert [turn and turn.text for turn in noted] == ["an answer", None]
 
 
 def test_a_dry_run_says_what_it_would_take(machine):
