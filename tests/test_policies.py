@@ -92,6 +92,26 @@ def test_a_conversation_goes_on_from_what_is_left_and_an_undo_reads_anew() -> No
     assert short.resume(ids[:50]) == 49, "nothing fell out, so nothing has to be read again"
 
 
+EDGES = (
+    {"name": "window", "sinks": 0, "window": 1, "every": 1},  # nothing but the token itself
+    {"name": "window", "sinks": 50, "window": 1, "every": 7},  # more sinks than some prompts have tokens
+    {"name": "window", "sinks": 2, "window": 9, "every": 1000},  # nothing falls out while answering
+    {"name": "random", "budget": 1, "sinks": 0, "window": 1, "every": 1},
+)
+
+
+@pytest.mark.parametrize("policy", EDGES)
+@pytest.mark.parametrize("n", [1, 3, 60])
+def test_smallest_and_largest_settings_answer_and_an_undo_answers_alike(policy: dict[str, object], n: int) -> None:
+    ids, s = families.prompt(n), session(**policy)
+    s.feed(ids)
+    first = [token for step in s.stream(20) for token in step.new]
+    kept = s.resume(ids)
+    assert kept in (0, n - 1)
+    s.feed(ids[len(s.ids) :])
+    assert [token for step in s.stream(20) for token in step.new] == first
+
+
 def test_a_fork_has_a_past_of_its_own() -> None:
     s = session(name="window", sinks=2, window=20)
     s.feed(families.prompt(60))

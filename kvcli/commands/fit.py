@@ -66,8 +66,26 @@ def fit(
     notes: list[str] = []
     chosen = dict(_chosen(setup, all_, profiles, notes))
     outlook = look(setup, next(iter(chosen.values())), vram, ram, notes)
-    plans = [outlook.plan(profile, n) for profile in chosen.values() for n in contexts]
+    plans = _plans(outlook, chosen, contexts, notes if all_ else None)
     return _print(setup, outlook, plans, contexts[0], notes)
+
+
+def _plans(
+    outlook: Outlook, chosen: Mapping[str, Profile], contexts: Sequence[int | None], notes: list[str] | None
+) -> list[Plan]:
+    """Each profile at each context. With `notes`, one that this model or device refuses is left out if any is left."""
+    plans: list[Plan] = []
+    refused: dict[str, UsageError] = {}
+    for name, profile in chosen.items():
+        try:
+            plans += [outlook.plan(profile, n) for n in contexts]
+        except UsageError as error:
+            refused[name] = error
+    if refused and (notes is None or not plans):
+        raise next(iter(refused.values()))
+    if notes is not None:
+        notes += [f"{name} is left out: {error.message}" for name, error in refused.items()]
+    return plans
 
 
 def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Outlook:

@@ -165,6 +165,16 @@ def test_what_loading_would_refuse_is_not_planned(machine):
     assert machine("fit", "demo", "--quant", "nf4", "--vram", "12GiB").exit == 0
 
 
+def test_a_profile_that_the_device_refuses_is_left_out_of_all(machine):
+    config = machine.folder / "more.toml"
+    config.write_text('[profiles.card]\nextends = "exact"\nexactness = "approx"\n[profiles.card.load]\nquant = "nf4"\n')
+    found = document(machine("fit", "demo", "--all", "--json", "--config", str(config)))
+    assert "card" not in [plan["profile"] for plan in found["plans"]]
+    assert any(note.startswith("card is left out: load.quant = nf4") for note in found["notes"])
+    for args in (("-P", "card"), ("--all", "--quant", "nf4")):
+        assert machine("fit", "demo", *args, "--config", str(config)).exit == 2
+
+
 def test_the_familys_defaults_count_where_a_config_leaves_sizes_out(machine):
     assert document(configured(machine, without=["max_position_embeddings"]))["limit"] == 2048
     found = document(configured(machine, model_type="gemma2", sliding_window=1024))
