@@ -147,8 +147,17 @@ def ranges(rows: Sequence[BenchRow]) -> str:
     for row in rows:
         ratio = row.ratio.tok_s
         if ratio is not None and ratio.low < ratio.high:
-            said.append(f"{neutralise(row.profile, one_line=True)} {ratio.low:.2f}–{ratio.high:.2f}")
+            said.append(f"{neutralise(row.profile, one_line=True)} {range_words(ratio)}")
     return f"range of ×: {', '.join(said)}" if said else ""
+
+
+def range_words(ratio: Ratio) -> str:
+    """`0.68–0.96`; with more digits where rounding would make it hold a 1 that it does not hold."""
+    for digits in (2, 3, 4):
+        low, high = f"{ratio.low:.{digits}f}", f"{ratio.high:.{digits}f}"
+        if ratio.verdict == "≈" or not float(low) <= 1 <= float(high):
+            break
+    return f"{low}–{high}"
 
 
 def accept(row: BenchRow, _: BenchDocument) -> str:
@@ -195,7 +204,8 @@ def legend(document: BenchDocument, shown: Collection[str]) -> str:
     ratios = [row.ratio.tok_s for row in document.rows if row.ratio.tok_s is not None]
     if ratios:
         how = "median of paired repetitions" if ratios[0].samples else "median over median"
-        said.append(f"× is decoding speed over {base}'s, {how}; ≈: their range holds 1.")
+        near = "their range holds 1" if document.args.reps > 1 else "one repetition has no range"
+        said.append(f"× is decoding speed over {base}'s, {how}; ≈: {near}.")
     if "accept" in shown:
         said.append("accept: tokens per drafted pass · share of passes that drafted.")
     if "same" in shown:

@@ -132,7 +132,7 @@ def _ratio(ratio: Ratio | None, of: str) -> str:
     """`▲ 1.80 × hf (1.71–1.88)`; where the range holds 1, only the range."""
     if ratio is None:
         return b.NONE
-    between = f"({ratio.low:.2f}–{ratio.high:.2f})"
+    between = f"({b.range_words(ratio)})"
     sign = {"faster": "▲", "slower": "▼"}.get(ratio.verdict)
     words = [sign, f"{ratio.median:.2f} ×", of, between] if sign else ["≈", of, between]
     return " ".join(word for word in words if word)

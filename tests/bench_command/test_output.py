@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from kvcli.bench.compare import verdict
 from kvcli.bench.history import history, read, save
 from kvcli.commands.bench_out import Outlet
 from kvcli.errors import BadInput, ExitStatus
-from kvcli.render.bench import differences, share_words, table
+from kvcli.render.bench import differences, range_words, share_words, table
 from kvcli.render.bench_text import bars, json_lines, markdown, separated, trend
 from kvcli.render.terminal import cells
 from kvcli.schemas import DOCUMENTS, json_schema
+from kvcli.schemas.bench import Ratio
 from tests.bench_command.sides import Paced, document, measured
 from tests.fakes import Machine
 
@@ -51,6 +53,28 @@ def test_the_table_fits(found, width: int):
 def test_where_ranges_overlap_no_factor_is_printed(found):
     rows = [line for line in table(found, 200) if line.startswith("a profile with a long name")]
     assert all("≈" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"), [(0.681, 0.9991, "0.681–0.999"), (0.9, 1.1, "0.90–1.10"), (1.2, 1.3, "1.20–1.30")]
+)
+def test_a_range_that_misses_one_is_not_rounded_onto_it(low: float, high: float, said: str):
+    ratio = Ratio(samples=[low, high], median=low, low=low, high=high, verdict=verdict(low, high, 2))
+    assert range_words(ratio) == said
+
+
+def test_the_legend_does_not_speak_of_a_range_that_is_none():
+    sides = [Paced("exact", [10]), Paced("ngram", [99])]
+    assert "one repetition has no range" in " ".join(table(document(sides, reps=1), 200))
+    assert "their range holds 1" in " ".join(table(document(sides, reps=2), 200))
+
+
+def test_a_result_of_before_the_command_was_kept_whole_can_be_read(found, tmp_path: Path):
+    old = found.document()
+    for key in ("named", "current", "device", "dtype", "quant", "allow_pickle", "query_visible", "quality_n"):
+        del old["args"][key]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    assert read(tmp_path / "old.json").rows == found.rows
 
 
 def test_a_share_is_never_rounded_up_to_all():
