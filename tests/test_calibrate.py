@@ -12,6 +12,7 @@ from kvcli.calibrate import calibrate, load_calibration, machine, passes
 from kvcli.calibrate.passes import contexts, pass_times
 from kvcli.calibrate.run import fingerprint_of, model_fingerprint
 from kvcli.calibrate.store import age_days, file_of, machine_fingerprint, save_calibration
+from kvcli.commands.setup import Setup
 from kvcli.drafts.pace import Clock
 from kvcli.errors import KvcliError
 from kvcli.fit.speed import units
@@ -19,6 +20,7 @@ from kvcli.local import load
 from kvcli.profile import Profile
 from kvcli.render.fit import calibration_lines
 from kvcli.schemas.fit import CalibrationDocument, PassTime
+from tests.fakes import Machine
 
 
 def made(fingerprint: str = "abc", **changes: object) -> CalibrationDocument:
@@ -184,6 +186,20 @@ def test_a_drafter_starts_from_what_was_calibrated_until_it_has_timed_it_itself(
     for _ in range(3):
         clock.time(2, 1.1)
     assert clock.costs(2)[1] == 1.1
+
+
+def test_a_chat_starts_from_the_calibration_of_its_model_and_says_if_that_is_damaged(demo, tmp_path):
+    world, told = Machine(tmp_path).world(), []
+    times = [PassTime(rows=r, context=512, seconds=s, low=s, high=s) for r, s in ((1, 1.0), (4, 1.5))]
+    about = {"id": "demo", "fingerprint": fingerprint_of(demo), "dtype": "bfloat16", "quant": "none", "device": "cpu"}
+    found = made(machine_fingerprint("cpu"), model=about | {"passes": times})
+    file = save_calibration(world.paths.cache, found)
+    profile = Profile.load("ngram").replace(load={"device": "cpu"})
+    assert Setup(world, "demo").load(profile, told.append).costs == {4: 1.5}
+    assert told == []
+    file.write_text("{")
+    assert Setup(world, "demo").load(profile, told.append).costs == {}
+    assert "damaged" in told[0]
 
 
 def test_costs_come_from_all_contexts():

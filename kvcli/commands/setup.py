@@ -113,20 +113,21 @@ class Setup:
             where, commit = str(found.path), found.revision
         model = load(where, profile, offline=offline, tell=tell)
         info = model.info = replace(model.info, id=self.name, revision=commit or model.info.revision)
-        model.expect(self._costs(model))
+        model.expect(self._costs(model, tell or (lambda _: None)))
         self.most = info.limit
         refuse_beyond(profile, self.most, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
         return model
 
-    def _costs(self, model: Model) -> Mapping[int, float]:
+    def _costs(self, model: Model, tell: Callable[[str], None]) -> Mapping[int, float]:
         """How pass times grow with the rows, if `kvcli bench --calibrate` measured it for this model here."""
         from kvcli.calibrate import load_calibration
         from kvcli.calibrate.run import fingerprint_of
         from kvcli.calibrate.store import machine_fingerprint
         from kvcli.fit.speed import units
 
-        known = load_calibration(self.world.paths.cache, machine_fingerprint(model.info.device), fingerprint_of(model))
+        machine = machine_fingerprint(model.info.device)
+        known = load_calibration(self.world.paths.cache, machine, fingerprint_of(model), tell)
         return units(known.model.passes) if known is not None and known.model is not None else {}
 
 
