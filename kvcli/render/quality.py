@@ -81,7 +81,8 @@ def notes(document: QualityDocument) -> list[str]:
         lines.append(f"beyond this model with the full cache too, so no measure of a profile: {', '.join(beyond)}")
     whole = [row for row in document.rows if row.role == "profile" and row.kept > 0.995]
     if whole:
-        lines.append(f"nothing was evicted at these lengths by {', '.join(_name(row) for row in whole)}")
+        names = ", ".join(_name(row) for row in whole)
+        lines.append(f"nothing was evicted at these lengths by {names}; --quality-lengths asks for longer texts")
     if any(row.difference and row.difference.low is None for row in document.rows):
         lines.append("no intervals: they need two contexts of each task and length at least")
     if not document.complete:
