@@ -1,0 +1,65 @@
+"""Measure again what README and docs/ print: `python docs/benchmarks/run.py [NAME...]`, then `python docs/generate.py`.
+
+Each result stands in docs/benchmarks/NAME.json, with its machine and commit. Without a name all are measured, one after
+the other: leave the machine alone for an hour and a half. A result that cannot be measured leaves the old one there.
+The sides beside transformers need `pip install 'kvcli[llama]'`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RANDOM = "random-152M"  # a folder beside the command; written first where a command names it
+SEVERAL = "--baseline hf --baseline llama.cpp"
+
+RESULTS = {
+    "versus": f"kvcli bench {RANDOM} --profiles exact,ngram {SEVERAL} --ctx 512,4k,16k --new 24 --reps 3"
+    " --workload random",
+    "demo": f"kvcli bench demo --profiles exact,ngram {SEVERAL} --baseline hf-lookup --ctx 2k,8k"
+    " --workload summary,lookup,copy",
+    "quality": "kvcli bench demo --profiles exact,streaming --ctx 1k --reps 1 --no-memory --quality tasks",
+    "decode": "python tests/bench/decode.py",
+    "ngram": "python tests/bench/ngram.py --reps 9",
+    "live-row": "python tests/bench/live_row.py",
+    "fit": "python tests/bench/fit.py",
+}
+
+
+def measure(name: str) -> bool:
+    """Run the command of one result in an empty folder; keep what it wrote if it went well."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = RESULTS[name].split()
+        if RANDOM in words:
+            subprocess.run([sys.executable, ROOT / "tests/bench/random_model.py", RANDOM], cwd=folder, check=True)
+        out = Path(folder, "result.json")
+        if words[0] == "kvcli":
+            command = [sys.executable, "-m", *words, "-o", str(out)]
+        else:
+            command = [sys.executable, ROOT / words[1], *words[2:], "--out", str(out)]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": str(Path(folder, "home")), "HF_HUB_OFFLINE": "1"}
+        print(f"{name}: {RESULTS[name]}", flush=True)
+        if subprocess.run(command, cwd=folder, env=env, check=False).returncode or not out.is_file():
+            return False
+        kept = HERE / f"{name}.json"
+        kept.write_text(out.read_text(encoding="utf-8"), encoding="utf-8")
+        return True
+
+
+def main(names: list[str]) -> int:
+    if unknown := [name for name in names if name not in RESULTS]:
+        print(f"there is no result {unknown[0]}: take {', '.join(RESULTS)}", file=sys.stderr)
+        return 2
+    failed = [name for name in names or RESULTS if not measure(name)]
+    for name in failed:
+        print(f"{name} was not measured, its old result stands", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
