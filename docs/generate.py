@@ -221,26 +221,51 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
 }
 
 
-def bench(folder: str) -> str:
-    """The table of each result kept under docs/benchmarks, with the machine it was measured on."""
-    blocks = []
-    for path in sorted((ROOT / folder).glob("*.json")):
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if "rows" not in result:  # a measurement with a page of its own: the demo model's card
-            continue
-        rows = result["rows"]
-        title, names = BENCHES.get(result.get("schema", ""), (result.get("title"), list(rows[0])))
-        machine = result.get("machine") or ", ".join(f"{k} {v}" for k, v in result["environment"].items())
-        command = result.get("command") or f"python tests/bench/{result['schema'].split('.')[2].partition('/')[0]}.py"
-        lines = [
-            f"**{title}** (`{command}`; {machine})",
-            "",
-            "| " + " | ".join(n.replace("_", " ") for n in names) + " |",
-        ]
-        lines += ["|" + "---|" * len(names)]
-        lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
-        blocks.append("\n".join(lines))
-    return "\n\n".join(["### Speed", *blocks, "Ranges are the lowest and highest repetition."]) if blocks else ""
+def bench(where: str) -> str:
+    """The tables of a result kept under docs/benchmarks, with the command and the machine of the measurement."""
+    result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
+    if result.get("schema") == "kvcli.bench/1":
+        return _sides(result)
+    rows = result["rows"]
+    title, names = BENCHES.get(result.get("schema", ""), (result.get("title"), list(rows[0])))
+    machine = result.get("machine") or ", ".join(f"{k} {v}" for k, v in result["environment"].items())
+    command = result.get("command") or f"python tests/bench/{result['schema'].split('.')[2].partition('/')[0]}.py"
+    lines = [
+        f"**{title}** (`{command}`; {machine})",
+        "",
+        "| " + " | ".join(n.replace("_", " ") for n in names) + " |",
+    ]
+    lines += ["|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
+    return "\n".join([*lines, "", "Ranges are the lowest and highest repetition."])
+
+
+def _sides(result: dict[str, Any]) -> str:
+    """A document of `kvcli bench`: its command, its tables, and each row in which kvcli is not the fastest."""
+    from kvcli.render.bench_html_setup import command_of
+    from kvcli.render.bench_text import markdown
+    from kvcli.schemas.bench import BenchDocument
+
+    document = BenchDocument.model_validate(result)
+    lost = [line for case in _cases(document) for line in _lost(case, set(document.args.profiles))]
+    said = "Where kvcli is slower: " + "; ".join(lost) + "." if lost else "No side is faster than kvcli's."
+    return f"```sh\n{command_of(document)}\n```\n\n{markdown(document)}\n{said}"
+
+
+def _cases(document: Any) -> Iterator[list[Any]]:
+    for at in dict.fromkeys((row.ctx, row.workload) for row in document.rows):
+        yield [row for row in document.rows if (row.ctx, row.workload) == at and row.median.tok_s]
+
+
+def _lost(rows: list[Any], ours: set[str]) -> Iterator[str]:
+    """In words, each of our rows that another program decodes faster than, or reads faster than."""
+    for figure, verb in (("tok_s", "writes"), ("read_tok_s", "reads")):
+        for row in (row for row in rows if row.profile in ours):
+            for other in (other for other in rows if other.profile not in ours):
+                mine, theirs = getattr(row.median, figure), getattr(other.median, figure)
+                if mine and theirs and mine < theirs:
+                    where = f"{row.workload} at {row.ctx:,}"
+                    yield f"{row.profile} {verb} {mine / theirs:.2f} times as fast as {other.profile} ({where})"
 
 
 def _cell(value: object) -> str:
