@@ -23,7 +23,8 @@ RESULTS = {
     " --workload random",
     "demo": f"kvcli bench demo --profiles exact,ngram {SEVERAL} --baseline hf-lookup --ctx 2k,8k"
     " --workload summary,lookup,copy",
-    "quality": "kvcli bench demo --profiles exact,streaming --ctx 1k --reps 1 --no-memory --quality all --quality-lengths 2k",
+    "quality": "kvcli bench demo --profiles exact,streaming --ctx 1k --reps 1 --no-memory --quality all"
+    " --quality-lengths 2k",
     "decode": "python tests/bench/decode.py",
     "ngram": "python tests/bench/ngram.py --reps 9",
     "live-row": "python tests/bench/live_row.py",
