@@ -6,16 +6,21 @@ Imports torch only when something is built, so that a profile can be read and re
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcli.drafts.base import Drafter
-    from kvcli.kv.slots import Store
-    from kvcli.kv.view import View
+    from torch import Tensor
+
+    from kvcli.drafts.base import Costs, Drafter
+    from kvcli.kv.front import Front
+    from kvcli.kv.slots import Slots, Store
     from kvcli.model import LM
+    from kvcli.policies.base import Policy
     from kvcli.profile import Clash, Profile
     from kvcli.sample import Sampler
     from kvcli.session import Session
+    from kvcli.verify import Accept
 
 # table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
@@ -24,10 +29,16 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "window": "kvcli.policies.window:Window",
         "random": "kvcli.policies.random:Random",
     },
-    "spec": {"off": "kvcli.drafts.base:Off", "ngram": "kvcli.drafts.ngram:Ngram"},
+    "spec": {
+        "off": "kvcli.drafts.base:Off",
+        "ngram": "kvcli.drafts.ngram:Ngram",
+        "lookahead": "kvcli.drafts.lookahead:Lookahead",
+        "mix": "kvcli.drafts.mix:Mix",
+    },
 }
 
 
+VIEWS = {"stream": "kvcli.policies.window:Window", "quest": "kvcli.policies.quest:Quest"}  # what scouts read
 KV_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # kv.dtype -> torch's name
 
 
@@ -44,42 +55,57 @@ def clashes(profile: Profile) -> list[Clash]:
     return found
 
 
-def session(lm: LM, profile: Profile, costs: Mapping[int, float] | None = None) -> Session:
+def session(lm: LM, profile: Profile, costs: Costs | None = None) -> Session:
     """An empty session of `lm` as the profile wants it.
 
-    `costs`: rows of a pass -> its time in passes of one row, for the drafter to start from; never changes the text.
+    `costs`: what passes take on this machine, for the drafter to start from; never changes the text.
     """
     import torch
 
     from kvcli.kv.dense import Dense
     from kvcli.session import Session
+    from kvcli.strict import Strict
+    from kvcli.verify import exact
 
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, dtype, lm.device)
-    drafter: Drafter = profile.spec.drafter()
+    drafter: Drafter = profile.spec.drafter(lm.stop_ids)
     if costs:
         drafter.expect(costs)
+    accept: Accept = exact
+    if profile.spec.strict:
+        drafter = accept = Strict(drafter)
     return Session(
         lm,
         kv,
         drafter,
         sampler(lm, profile),
-        view=view(kv, drafter),
+        view=view(lm, kv, drafter),
         policy=profile.policy.policy(),
+        accept=accept,
         chunk=profile.prefill.chunk,
         every=profile.policy.every,
     )
 
 
-def view(kv: Store, drafter: Drafter) -> View | None:
+def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:
     """How the drafter's scouts read the past; None = all of it, or there are no scouts."""
+    if (glance := drafter.view) is None:
+        return None
+    module, _, name = VIEWS[glance.kind].partition(":")
+    return front(lm, kv, getattr(import_module(module), name)(**glance.settings), glance.every)
+
+
+def front(lm: LM, kv: Store, policy: Policy, every: int) -> Front:
+    """What `policy` keeps of `kv`, as a short dense copy chosen anew every `every` tokens."""
     import torch
 
-    from kvcli.kv.view import View
+    from kvcli.kv.front import Front
 
-    if (policy := drafter.view) is None:
-        return None
-    return View(kv, lambda layer, q, s: policy.keep(layer, q, s, torch.zeros(int(s.pos.max()) + 1, dtype=torch.int8)))
+    def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
+        return policy.keep(layer, q, s, torch.zeros(int(s.pos.max()) + 1, dtype=torch.int8))
+
+    return Front(kv, pick, every, n_layers=lm.n_layers, n_kv_heads=lm.n_kv_heads, head_dim=lm.head_dim)
 
 
 def sampler(lm: LM, profile: Profile) -> Sampler:

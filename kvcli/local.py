@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.conversation import Chat
+    from kvcli.drafts.base import Costs
+    from kvcli.drafts.pace import Report
     from kvcli.model import LM
     from kvcli.profile import Profile
     from kvcli.source import Source
@@ -99,7 +101,7 @@ class Model:
     def __init__(self, lm: LM, tokenizer: PreTrainedTokenizerBase, profile: Profile, *, load_seconds: float = 0.0):
         self.lm, self.tokenizer, self.profile = lm, tokenizer, profile
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
-        self.costs: Mapping[int, float] = {}  # rows of a pass -> its time in passes of one row, where it is known
+        self.costs: Costs | None = None  # what passes take here; None = nobody measured it
         self.session = build.session(lm, profile)
         # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
@@ -116,10 +118,11 @@ class Model:
         """Free the keys and values; the weights go with the last model that shares them."""
         self.session = build.session(self.lm, self.profile, self.costs)
 
-    def expect(self, costs: Mapping[int, float]) -> None:
-        """What passes of some rows were measured to take, in passes of one row. With nothing read yet."""
+    def expect(self, costs: Costs | None) -> None:
+        """What passes were measured to take here. With nothing read yet."""
         self.costs = costs
-        self.session.drafter.expect(costs)
+        if costs is not None:
+            self.session.drafter.expect(costs)
 
     @property
     def limit(self) -> int:
@@ -261,7 +264,6 @@ class Model:
     def _write(self, new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel, stats: Stats) -> Events:
         words, said, answer = Detokenizer(self.tokenizer), [], list[int]()
         before = self.session.drafter.report()
-        paused = before.paused_passes if before else 0
         finish: Finish = "length"
         shown = 0  # tokens of the answer that went out with a piece
         for step in self.session.stream(new, stops, cancel):
@@ -290,9 +292,8 @@ class Model:
         self._measure(stats, at_once=True)
         if self.foretell is not None:
             stats.estimate, stats.available = self.foretell(self.profile, stats.context)
-        if (report := self.session.drafter.report()) is not None:
-            stats.paused_passes = report.paused_passes - paused
-            stats.paused_why = report.reason if report.paused else ""
+        if (report := self.session.drafter.report()) is not None and before is not None:
+            _tell(stats, before, report)
         yield End(Turn("".join(said), tuple(answer), finish, stats))
 
     def _measure(self, stats: Stats, at_once: bool = False) -> None:
@@ -301,10 +302,20 @@ class Model:
         if not at_once and time.perf_counter() - self._measured < MEASURE_EVERY:
             return
         self._measured = time.perf_counter()
-        stats.kv = nbytes(self.session.kv)
+        stats.kv = nbytes(self.session.kv, self.session.view)
         slot = 2 * 2 * self.lm.n_layers * self.lm.n_kv_heads * self.lm.head_dim
         stats.kv_fp16 = slot * self.session.committed
         stats.peak = peak_bytes(self.lm.device)
+
+
+def _tell(stats: Stats, before: Report, after: Report) -> None:
+    """What drafting did in one turn, from its reports before and after."""
+    stats.paused_passes = after.paused_passes - before.paused_passes
+    stats.paused_why = after.reason if after.paused else ""
+    stats.sources = {name: n - before.accepted_by.get(name, 0) for name, n in after.accepted_by.items()}
+    stats.scouts_why = after.scouts.why if after.scouts else ""
+    stats.free_rows = after.free_rows
+    stats.ties = after.ties - before.ties
 
 
 def _latched(cancel: Cancel) -> Cancel:

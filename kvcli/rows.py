@@ -16,6 +16,7 @@ class Scouts:
     ids: list[int]  # F tokens
     offset: list[int]  # position minus the pending token's position, one per scout
     sees: Tensor  # [F, F] bool: scout i attends scout j
+    wanted: list[int]  # the scouts whose logits the drafter wants, rising; the head is not run for the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,13 @@ class Rows:
     sees: Tensor | None  # [N, N] bool, row i attends fresh row j; None = causal chain
     tree: int  # rows [0:tree] are the verified tree, row 0 the pending token; the rest are scouts
     parent: tuple[int, ...]  # [tree], -1 for row 0
+    wanted: tuple[int, ...] = ()  # scout rows whose logits are wanted beside the tree's
+
+    @property
+    def want(self) -> Tensor:
+        """Rows [tree + wanted] whose logits are computed."""
+        tree = torch.arange(self.tree, device=self.ids.device)
+        return torch.cat((tree, torch.tensor(self.wanted, device=self.ids.device))) if self.wanted else tree
 
     @property
     def n_rows(self) -> int:
@@ -99,6 +107,7 @@ class Rows:
             sees=sees.to(device),
             tree=tree,
             parent=tuple(parent),
+            wanted=tuple(tree + i for i in draft.scouts.wanted) if draft.scouts else (),
         )
 
     def children(self) -> list[list[int]]:

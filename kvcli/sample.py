@@ -49,15 +49,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> Tensor:
         """logits [N, V] of rows at positions pos [N], seen [V] or [N, V] bool -> ids [N] of what follows each."""
-        logits = logits.float() if logits.dtype != torch.float64 else logits
-        if self.needs_text and seen is not None:
-            punished = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-            logits = torch.where(seen, punished, logits)
-        if self.temperature == 0:
-            ids, scores = None, logits
-        else:
-            ids, scores = self.warp(logits)  # [N, C], -inf = dropped
-            scores = scores + gumbel(self.seed, pos, ids)
+        ids, scores = self.scores(logits, pos, seen)
         best = scores.argmax(-1, keepdim=True)  # NaN counts as the largest
         if not bool(scores.gather(-1, best).isfinite().all()):
             raise BadModel(
@@ -67,6 +59,25 @@ class Sampler:
                 try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
             )
         return (best if ids is None else ids.gather(-1, best)).squeeze(-1)
+
+    def scores(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        """What decides: candidates [N, C], None = all of the vocabulary, and their scores; the highest is drawn."""
+        logits = logits.float() if logits.dtype != torch.float64 else logits
+        if self.needs_text and seen is not None:
+            punished = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+            logits = torch.where(seen, punished, logits)
+        if self.temperature == 0:
+            return None, logits
+        ids, scores = self.warp(logits)  # [N, C], -inf = dropped
+        return ids, scores + gumbel(self.seed, pos, ids)
+
+    def margin(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> Tensor:
+        """How far the second choice lay behind the drawn one, in units of logits [N]; infinite where there is none."""
+        scores = self.scores(logits, pos, seen)[1]
+        if scores.shape[-1] < 2:
+            return scores.new_full(scores.shape[:1], torch.inf)
+        first, second = scores.topk(2, dim=-1).values.unbind(-1)
+        return (first - second) * (self.temperature or 1.0)
 
     def warp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Candidates [N, C] in order of falling probability and their log-probabilities, -inf where dropped.

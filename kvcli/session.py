@@ -15,7 +15,7 @@ from kvcli.drafts.base import Drafter
 from kvcli.forward import Pass, run
 from kvcli.kv.slots import Readable, Slots, Store
 from kvcli.policies.base import Policy
-from kvcli.rows import Rows
+from kvcli.rows import Draft, Rows
 from kvcli.sample import Sampler, Seen
 from kvcli.stats import Step
 from kvcli.verify import Accept, exact
@@ -62,10 +62,10 @@ class Session:
         room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
         draft = self.drafter.propose(self.ids, room)
         assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
-        rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft, self.lm.device)
-        p = self._pass(rows)
-        logits = run(self.lm, p, torch.arange(rows.n_rows, device=self.lm.device))
-        path, new = _cut(*self.accept(rows, logits, self.sampler, self.seen), stop)
+        rows, p, logits, path, new = self._try(draft)
+        if not path:  # nothing was decided: one row alone always decides
+            rows, p, logits, path, new = self._try(Draft.none())
+        path, new = _cut(path, new, stop)
         self._commit(p, path)
         self.ids += new
         self.seen.add(new)
@@ -90,7 +90,7 @@ class Session:
             self._commit(p, list(range(rows.n_rows)))
             self.settle()
             yield self.committed
-        self.drafter.start(self.ids)
+        self.drafter.start(self.ids, self.sampler)
 
     def feed(self, ids: Sequence[int]) -> None:
         """`read` to the end."""
@@ -155,6 +155,13 @@ class Session:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
         return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
+
+    def _try(self, draft: Draft) -> tuple[Rows, Pass, Tensor, list[int], list[int]]:
+        """One pass, up to what it would accept."""
+        rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft, self.lm.device)
+        p = self._pass(rows)
+        logits = run(self.lm, p, rows.want)
+        return rows, p, logits, *self.accept(rows, logits, self.sampler, self.seen)
 
     def _pass(self, rows: Rows) -> Pass:
         return Pass(rows, self.kv, self.view, recent=self.policy.recent if self.policy else 0)

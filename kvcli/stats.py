@@ -19,7 +19,7 @@ class Step:
     """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it."""
 
     rows: Rows
-    logits: Tensor  # [N, V], tree rows first, then scouts
+    logits: Tensor  # [N, V], tree rows first, then the scouts whose logits were wanted
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the text
     seconds: float  # wall time from proposing to committing; what drafter and policy make of it comes after
@@ -53,6 +53,11 @@ class Stats:
     accepted_tokens: int = 0
     paused_passes: int = 0
     paused_why: str = ""  # in words, while drafting pauses
+    sources: dict[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
+    scout_rows: int = 0
+    scouts_why: str = ""  # in words, while scouts rest
+    free_rows: int | None = None  # rows of a pass that takes at most a tenth longer than one; None = not measured
+    ties: int = 0  # near ties that a pass of one row decided, in strict mode
     histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i guesses
     recent: list[int] = field(default_factory=list)  # tokens gained by each of the last passes, for the sparkline
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
@@ -69,6 +74,7 @@ class Stats:
         self.passes += 1
         self.new += len(step.new)
         self.decode += step.seconds
+        self.scout_rows += step.rows.n_rows - step.rows.tree
         self.recent.append(len(step.new))
         del self.recent[:-64]
         if step.n_drafted:
@@ -96,6 +102,11 @@ class Stats:
     def tokens_per_pass(self) -> float:
         """Tokens per pass, passes without a draft included."""
         return self.new / self.passes if self.passes else 0.0
+
+    @property
+    def rows_per_pass(self) -> float:
+        """Rows of a pass: the pending token, guesses, scouts."""
+        return 1 + (self.draft_tokens + self.scout_rows) / self.passes if self.passes else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -138,6 +149,10 @@ class Stats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "tokens_per_pass": self.tokens_per_pass,
             "acceptance_rate": self.acceptance_rate,
+            "sources": dict(self.sources),
+            "rows_per_pass": self.rows_per_pass,
+            "free_rows": self.free_rows,
+            "near_ties": self.ties,
             "histogram": list(self.histogram),
             "per_position": self.per_position,
         }

@@ -20,7 +20,7 @@ class Scripted:
         self.random = random.Random(7)
         self.steps: list[Step] = []
 
-    def start(self, ids: Sequence[int]) -> None:
+    def start(self, ids: Sequence[int], sampler: object = None) -> None:
         return
 
     def observe(self, step: Step) -> None:

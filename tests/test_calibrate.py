@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 import torch
 
 from kvcli.calibrate import calibrate, load_calibration, machine, passes
 from kvcli.calibrate.passes import contexts, pass_times
+from kvcli.calibrate.quick import quick_costs, quick_times
 from kvcli.calibrate.run import fingerprint_of, model_fingerprint
 from kvcli.calibrate.store import age_days, file_of, machine_fingerprint, save_calibration
 from kvcli.commands.setup import Setup
@@ -62,7 +64,7 @@ def test_the_grid_has_a_time_for_each_row_count_and_context(demo, monkeypatch):
 def test_no_timed_pass_follows_the_longest_one_directly(demo, monkeypatch):
     monkeypatch.setattr(passes, "ROWS", (1, 4, 8))
     asked: list[int] = []
-    monkeypatch.setattr(passes, "_once", lambda lm, kv, rows, context: asked.append(rows) or float(len(asked)))
+    monkeypatch.setattr(passes, "once", lambda lm, kv, rows, context: asked.append(rows) or float(len(asked)))
     first = pass_times(demo.lm, lambda _: None)[0]
     assert asked[:8] == [1, 1, 4, 8, 1, 1, 4, 8]
     assert (first.low, first.seconds, first.high) == (
@@ -195,23 +197,45 @@ def test_a_chat_starts_from_the_calibration_of_its_model_and_says_if_that_is_dam
     found = made(machine_fingerprint("cpu"), model=about | {"passes": times})
     file = save_calibration(world.paths.cache, found)
     profile = Profile.load("ngram").replace(load={"device": "cpu"})
-    assert Setup(world, "demo").load(profile, told.append).costs == {4: 1.5}
+    assert Setup(world, "demo").load(profile, told.append).costs(512) == {4: 1.5}
     assert told == []
     file.write_text("{")
-    assert Setup(world, "demo").load(profile, told.append).costs == {}
+    costs = Setup(world, "demo").load(profile, told.append).costs(512)
+    assert set(costs) == {2, 4, 8, 16, 32}  # a short look instead
     assert "damaged" in told[0]
 
 
-def test_costs_come_from_all_contexts():
-    grid = [(1, 512, 1.0), (4, 512, 2.0), (1, 2048, 2.0), (4, 2048, 5.0), (8, 8192, 9.0)]
+def test_costs_are_those_of_the_context():
+    grid = [(1, 512, 1.0), (4, 512, 2.0), (1, 2048, 2.0), (4, 2048, 5.0)]
     times = [PassTime(rows=r, context=c, seconds=9 * s, low=s, high=99 * s) for r, c, s in grid]  # the fastest counts
-    assert units(times) == {4: 2.25}
+    assert units(times, 512) == {4: 2.0}
+    assert units(times, 2048) == {4: 2.5}
+    assert units(times, 0) == {4: 2.0}
+    assert units(times[1:2], 512) == {}
+
+
+def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path):
+    first = quick_costs(demo, tmp_path, lambda _: None)
+    assert [p.rows for p in first if p.context == 512] == [1, 2, 4, 8, 16, 32]
+    told: list[str] = []
+    assert quick_costs(demo, tmp_path, told.append) == first
+    assert told == []
+    (file,) = (tmp_path / "calibration").iterdir()
+    file.write_text("{")
+    assert quick_costs(demo, tmp_path, told.append)
+    assert told == ["timing a few passes"]
+
+
+def test_a_short_look_ends_when_it_takes_too_long(demo):
+    times = iter(range(1000))
+    assert quick_times(demo.lm, lambda: next(times)) == []
 
 
 def test_costs_stay_with_a_model_and_change_no_text(demo):
     prompt = demo.encode("List the words again: one two three one two three one two")
     texts = []
-    for costs in ({}, {2: 1.01, 16: 1.1}, {2: 5.0, 16: 40.0}):
+    for known in ({}, {2: 1.01, 16: 1.1}, {2: 5.0, 16: 40.0}):
+        costs = partial(lambda known, context: known, known)
         model = demo.with_profile(Profile.load("ngram").replace(load={"device": "cpu"}))
         model.expect(costs)
         texts.append(model.generate(prompt, 48, ignore_eos=True).ids)

@@ -12,7 +12,10 @@ from functools import cache
 import pytest
 import torch
 
+from kvcli.build import view
 from kvcli.drafts.base import Drafter, Off
+from kvcli.drafts.lookahead import Lookahead
+from kvcli.drafts.mix import Mix
 from kvcli.drafts.ngram import Ngram
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
@@ -40,6 +43,13 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 Make = Callable[[Sequence[int]], Drafter]
 DRAFTERS: dict[str, Make] = {
     "ngram": lambda truth: Ngram().drafter(),
+    "lookahead": lambda truth: Lookahead(adaptive=False, window=3, ngram=4).drafter(),
+    "fafo": lambda truth: Lookahead(adaptive=False, view="stream", sinks=2, local=5, refresh=3).drafter(),
+    "blind": lambda truth: Lookahead(adaptive=False, view="stream", sinks=0, local=1, refresh=1).drafter(),
+    "pages": lambda truth: Lookahead(
+        adaptive=False, view="quest", page=3, pages=2, sinks=1, local=4, refresh=4
+    ).drafter(),
+    "mix": lambda truth: Mix(adaptive=False, view="stream", sinks=2, local=9).drafter(),
     "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
     **{
         kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]
@@ -64,7 +74,9 @@ def decode(storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter
     keep, every = POLICIES[policy]
     stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
     kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, stored)
-    session = Session(model, kv, drafter, SAMPLERS[sampler], policy=keep, every=every, chunk=13)
+    session = Session(
+        model, kv, drafter, SAMPLERS[sampler], view=view(model, kv, drafter), policy=keep, every=every, chunk=13
+    )
     session.feed(prompt())
     for _ in session.stream(NEW, stop={STOP}):
         assert session.committed == len(session.ids) - 1

@@ -59,14 +59,14 @@ def test_list_in_json_and_plain(shell: Shell) -> None:
     document = json.loads(shell.out)
     assert (document["schema"], document["default"]) == ("kvcli.profiles/1", "ngram")
     listed = [(p["name"], p["extends"], p["problems"]) for p in document["profiles"]]
-    assert [name for name, _, _ in listed] == SHIPPED
-    assert listed[:2] == [("exact", [], []), ("ngram", ["exact"], [])]
+    assert [name for name, _, _ in listed] == sorted(SHIPPED)
+    assert listed[0] == ("exact", [], [])
+    assert ("ngram", ["exact"], []) in listed
 
     assert shell("list", "--plain") == 0
-    assert [line.split("\t")[:3] for line in shell.out.splitlines()][1:3] == [
-        ["exact", "-", "exact"],
-        ["ngram", "exact", "exact"],
-    ]
+    rows = [line.split("\t")[:3] for line in shell.out.splitlines()]
+    assert rows[1] == ["exact", "-", "exact"]
+    assert ["ngram", "exact", "exact"] in rows
 
 
 def test_show_with_origins(shell: Shell) -> None:

@@ -278,15 +278,26 @@ def test_ascii_where_the_stream_has_nothing_else():
 # --- tables
 
 
+MIXED = {"sources": {"suffix": 36, "scouts": 2, "stand": 0}, "scout_rows": 150, "free_rows": 8}
+
+
 def test_spec_is_that_of_the_design():
-    assert spec_table(some_stats(), 100) == [
+    assert spec_table(some_stats(**MIXED), 100) == [
         "accept 3.00 in 73% of passes → 2.46 tokens per pass     (26 passes, 7 without a draft)",
         "accepted  0  ████ 4     position       1     2     3     4",
         "          1  ███ 3      taken        79%   63%   42%   16%",
         "          2  ████ 4",
         "          3  █████ 5    guesses     38 of 61 (62%)",
-        "          4  ███ 3      paused      0 passes",
+        "          4  ███ 3      from        suffix 36 · scouts 2",
+        "                        rows        9.1 a pass, 150 scouts in all; up to 8 cost a tenth at most",
+        "                        paused      0 passes",
     ]
+
+
+def test_spec_says_why_scouts_rest_and_how_many_ties_there_were():
+    lines = spec_table(some_stats(scouts_why="they cost too much", ties=3), 80)
+    assert any(line.endswith("scouts      rest: they cost too much") for line in lines)
+    assert any(line.endswith("near ties   3 decided by a pass of one row") for line in lines)
 
 
 @pytest.mark.parametrize("width", [40, 60, 76, 80, 120, 200])
@@ -329,7 +340,7 @@ def test_a_long_name_is_cut_and_the_cut_is_marked():
 def test_the_guide_shows_what_is_shown():
     page = Path(__file__).parents[1].joinpath("docs", "chat.md").read_text(encoding="utf-8")
     assert f"\n{FULL}\n" in page
-    assert "\n".join(spec_table(some_stats(), 100)) in page
+    assert "\n".join(spec_table(some_stats(**MIXED), 100)) in page
 
 
 # --- a turn, without a terminal and without a clock

@@ -168,21 +168,14 @@ def test_scouts_read_what_the_drafters_policy_keeps() -> None:
     """A scout at the pending token's place sees what plain decoding sees if the view keeps all, less if it does not."""
 
     class Scouting(Off):
-        def __init__(self, policy: object) -> None:
-            object.__setattr__(self, "policy", policy)
-
-        @property
-        def view(self) -> object:  # type: ignore[override]
-            return self.policy
-
         def propose(self, ids: object, room: int) -> Draft:
-            same = Scouts([int(ids[-1])], [0], torch.ones(1, 1, dtype=torch.bool))  # type: ignore[index]
+            same = Scouts([int(ids[-1])], [0], torch.ones(1, 1, dtype=torch.bool), [0])  # type: ignore[index]
             return Draft([], [], same)
 
     found = {}
     for policy in (None, KeepAll(), Recent(last=3)):
-        s = session(Scouting(policy))
-        s.view = build.view(s.kv, s.drafter)
+        s = session(Scouting())
+        s.view = policy and build.front(s.lm, s.kv, policy, 8)
         s.feed(families.prompt(40))
         step = s.step()
         assert step.path == [0]

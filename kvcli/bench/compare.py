@@ -90,5 +90,5 @@ def acceptance(runs: Sequence[Sample], method: str) -> Accept | None:
         total.histogram.extend([0] * (len(stats.histogram) - len(total.histogram)))
         for i, n in enumerate(stats.histogram):
             total.histogram[i] += n
-    spec = total.as_spec(method)
+    spec = {key: value for key, value in total.as_spec(method).items() if key in Accept.model_fields}
     return Accept.model_validate({**spec, "new": total.new, "drafted_share": total.drafted_share})

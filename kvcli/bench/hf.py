@@ -34,10 +34,13 @@ class HfSide:
         threads: int,
         *,
         lookup: int = 0,
+        temperature: float = 0.0,
         unlike: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`lookup` guesses by prompt lookup, 0 for none; `unlike` says how its weights differ from the profiles'."""
+        """`lookup` guesses by prompt lookup, 0 for none; `temperature` 0 is greedy; `unlike` says how its weights
+        differ from the profiles'."""
+        self.temperature = temperature
         self.name, self.model, self.threads, self.lookup, self.clock = name, model, threads, lookup, clock
         self._unlike = unlike
 
@@ -60,7 +63,9 @@ class HfSide:
     def run(self, prompt: Sequence[int], new: int) -> Sample:
         """Continue `prompt` by `new` tokens; the clock is looked at whenever `generate` hands over tokens."""
         torch.set_num_threads(self.threads)
-        more = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
+        more: dict[str, Any] = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
+        if self.temperature:
+            more |= {"do_sample": True, "temperature": self.temperature, "top_k": 0}
         # the model's own generation settings hold stop tokens and penalties, and generate merges them in
         self.model.generation_config = GenerationConfig(pad_token_id=0)
         cache = DynamicCache(config=self.model.config.get_text_config())
@@ -74,9 +79,8 @@ class HfSide:
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
                 max_new_tokens=new,
-                do_sample=False,
                 streamer=watch,
-                **more,
+                **({"do_sample": False} | more),
             )
         written = tuple(out[0, len(prompt) :].tolist())
         stats = guesses.stats(watch.groups, len(prompt)) if guesses is not None else None

@@ -11,6 +11,7 @@ import torch
 from kvcli import build
 from kvcli.bench.side import Sample
 from kvcli.errors import BadInput, ContextOverflow
+from kvcli.kv.slots import nbytes
 from kvcli.stats import Stats
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class ProfileSide:
         for step in session.stream(new):
             at += [self.clock() - began] * len(step.new)
             stats.fold(step)
-        kv_bytes = sum(use.nbytes for use in session.kv.usage())
+        kv_bytes = sum(nbytes(session.kv, session.view).values())
         drafts = self.model.profile.spec.method != "off"
         return Sample(tuple(session.ids[len(prompt) :]), tuple(at), len(prompt), kv_bytes, stats if drafts else None)
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli import build
+from kvcli.ties import bound
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.local import Model
-
-ROUNDINGS = 4  # a near tie is at most so many roundings of the largest logit wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,4 +45,4 @@ def tie_of(logits: Tensor, a: int, b: int) -> Tie:
     """logits [V]. Margin: from the best logit down to the worse of the two tokens'."""
     exact = logits.double()
     margin = float(exact.max() - torch.minimum(exact[a], exact[b]))
-    return Tie(margin, ROUNDINGS * torch.finfo(logits.dtype).eps * float(exact.abs().max()))
+    return Tie(margin, float(bound(logits)))

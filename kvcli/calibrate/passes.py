@@ -38,12 +38,12 @@ def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
     found: list[PassTime] = []
     for context in contexts(lm.limit):
         tell(f"timing passes over {context:,} tokens")
-        kv = _filled(lm, context)
+        kv = filled(lm, context)
         times: dict[int, list[float]] = {rows: [] for rows in ROWS if rows + context <= lm.limit}
         for rep in range(REPS + 1):
-            _once(lm, kv, 1, context)  # brings back to the caches what the longest pass drove out of them
+            once(lm, kv, 1, context)  # brings back to the caches what the longest pass drove out of them
             for rows in times:
-                took = _once(lm, kv, rows, context)
+                took = once(lm, kv, rows, context)
                 if rep:  # the first turn counts for nothing
                     times[rows].append(took)
         found += list(_rows_of(times, context))
@@ -55,7 +55,7 @@ def _rows_of(times: dict[int, list[float]], context: int) -> Iterator[PassTime]:
         yield PassTime(rows=rows, context=context, seconds=median(took), low=min(took), high=max(took))
 
 
-def _filled(lm: LM, n: int) -> Dense:
+def filled(lm: LM, n: int) -> Dense:
     """A past of n tokens that nobody wrote: times do not depend on what is stored."""
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
     kv.reserve(n)
@@ -66,7 +66,8 @@ def _filled(lm: LM, n: int) -> Dense:
     return kv
 
 
-def _once(lm: LM, kv: Dense, rows: int, context: int) -> float:
+def once(lm: LM, kv: Dense, rows: int, context: int) -> float:
+    """Seconds of one pass over what `kv` holds; nothing is kept of it."""
     built = Rows.chain([i % lm.vocab for i in range(rows)], context, lm.device)
     want = torch.arange(rows if rows < ROWS[-1] else 0, device=lm.device)  # reading wants no logits
     settle(lm.device)

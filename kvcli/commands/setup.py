@@ -14,6 +14,7 @@ from kvcli.layers import Sources
 from kvcli.profile import Profile, load_profile
 
 if TYPE_CHECKING:
+    from kvcli.drafts.base import Costs
     from kvcli.local import Model
     from kvcli.schema import Model as Entry
     from kvcli.world import World
@@ -70,6 +71,8 @@ class Setup:
         profile = load_profile(name, sources=where, model=self.model, sets=sets, flags=flags)
         if self.exact:
             refuse_inexact(profile)
+            if profile.spec.method != "off":  # near ties fall as in plain decoding
+                profile = profile.replace(spec={"strict": True})
         log.info("profile %s, hash %s", profile.name, profile.hash)
         for key, value in profile.values.items():
             log.debug("%s = %r (%s)", key, value, profile.origins[key])
@@ -119,16 +122,21 @@ class Setup:
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
         return model
 
-    def _costs(self, model: Model, tell: Callable[[str], None]) -> Mapping[int, float]:
-        """How pass times grow with the rows, if `kvcli bench --calibrate` measured it for this model here."""
+    def _costs(self, model: Model, tell: Callable[[str], None]) -> Costs | None:
+        """What passes take here: as `kvcli bench --calibrate` measured it for this model, or a short look at it."""
+        if model.profile.spec.method == "off":
+            return None
         from kvcli.calibrate import load_calibration
+        from kvcli.calibrate.quick import quick_costs
         from kvcli.calibrate.run import fingerprint_of
         from kvcli.calibrate.store import machine_fingerprint
         from kvcli.fit.speed import units
 
         machine = machine_fingerprint(model.info.device)
         known = load_calibration(self.world.paths.cache, machine, fingerprint_of(model), tell)
-        return units(known.model.passes) if known is not None and known.model is not None else {}
+        passes = known.model.passes if known is not None and known.model is not None else []
+        passes = passes or quick_costs(model, self.world.paths.cache, log.info)
+        return (lambda context: units(passes, context)) if passes else None
 
 
 def refuse_inexact(profile: Profile) -> None:

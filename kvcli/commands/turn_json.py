@@ -84,7 +84,7 @@ def spec_figures(stats: Stats, method: str) -> Spec:
     if not stats.drafted_passes:
         figures |= {"mean_acceptance_length": None, "acceptance_rate": None}
     if not stats.passes:
-        figures["tokens_per_pass"] = None
+        figures |= {"tokens_per_pass": None, "rows_per_pass": None}
     return Spec.model_validate(figures)
 
 

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from kvcli.drafts.pace import Report
-    from kvcli.policies.base import Policy
     from kvcli.rows import Draft
+    from kvcli.sample import Sampler
     from kvcli.stats import Step
+
+
+# tokens of context -> rows of a pass -> its time in passes of one row
+Costs = Callable[[int], Mapping[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """How scouts read the past: what a policy keeps, chosen anew every `every` tokens."""
+
+    kind: str  # "stream" or "quest"; which policy that is, kvcli/build.py knows
+    settings: Mapping[str, int]  # of the policy
+    every: int
 
 
 class Drafter(Protocol):
     """Proposes guesses. Nothing it does can change the text: the engine samples, then matches."""
 
     @property
-    def view(self) -> Policy | None:
+    def view(self) -> Glance | None:
         """How scouts read the past; None = they read all of it."""
 
-    def expect(self, costs: Mapping[int, float]) -> None:
-        """Rows of a pass -> its time in passes of one row, as measured on this machine before: a start, no more."""
+    def expect(self, costs: Costs) -> None:
+        """What passes take, as measured on this machine before: a start, no more."""
 
-    def start(self, ids: Sequence[int]) -> None:
-        """The committed text is now `ids` (a new prompt, or an earlier point after an undo)."""
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
+        """The committed text is now `ids` (a new prompt, or an earlier point after an undo).
+
+        `sampler`: how its tokens will be drawn, for guesses to be drawn alike; None = greedily.
+        """
 
     def propose(self, ids: Sequence[int], room: int) -> Draft:
         """Guesses for what follows `ids`; no path deeper than `room` tokens. May be empty."""
@@ -40,18 +56,29 @@ class Drafter(Protocol):
 class Off:
     """No drafting: one row a pass, the yardstick."""
 
-    def drafter(self) -> Off:
-        """The drafter of these settings, as every method's dataclass makes its own."""
+    strict: ClassVar[bool] = False  # nothing to be strict about
+
+    @property
+    def rows(self) -> int:
+        """Of a pass, at most: what memory is planned with."""
+        return 1
+
+    def copied(self, n: int) -> int:
+        """How many of n slots a head a view keeps a copy of: what memory is planned with."""
+        return 0
+
+    def drafter(self, ends: Collection[int] = ()) -> Off:
+        """The drafter of these settings, as every method's dataclass makes its own. `ends`: tokens that end a text."""
         return self
 
     @property
-    def view(self) -> Policy | None:
+    def view(self) -> Glance | None:
         return None
 
-    def expect(self, costs: Mapping[int, float]) -> None:
+    def expect(self, costs: Costs) -> None:
         return
 
-    def start(self, ids: Sequence[int]) -> None:
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
         return
 
     def propose(self, ids: Sequence[int], room: int) -> Draft:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median, median_low
 
@@ -51,6 +51,17 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoutsReport:
+    """What scouts brought and cost."""
+
+    rows: int  # in a pass that carries them
+    brought: float | None  # tokens a pass that only they had named, lately
+    cost: float | None  # plain passes that a pass with them takes longer, None = not measured
+    rested_passes: int
+    why: str  # in words, while they rest
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What `/spec` shows. Seconds, passes, and speed as a multiple of plain decoding."""
 
@@ -60,7 +71,17 @@ class Report:
     plain_pass: float  # median seconds of a pass with one row, 0 = not measured
     gain: float | None  # speed over plain decoding in the last passes, None = not measured
     row_cost: dict[int, float]  # rows in a pass, up to so many -> its time in plain passes; measured ones only
-    acceptance: tuple[Accepted, ...] = ()
+    by_source: Mapping[str, tuple[Accepted, ...]] = field(default_factory=dict)
+    scouts: ScoutsReport | None = None  # None = the drafter sends none
+    accepted_by: Mapping[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
+    ties: int = 0  # near ties that a pass of one row decided, in strict mode
+
+    @property
+    def free_rows(self) -> int | None:
+        """Rows of a pass that takes at most a tenth longer than one of a single row; None = not measured."""
+        if not self.row_cost:
+            return None
+        return max((rows for rows, units in self.row_cost.items() if units <= 1.1), default=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,27 +211,40 @@ class Pace:
                 best, most = n, tokens - rate * costs[n]
         return best
 
-    def observe(self, guesses: int, tokens: int, seconds: float) -> None:
-        """The pass verified this many guesses and yielded this many tokens."""
+    @property
+    def speed(self) -> float:
+        """Tokens by the time of a plain pass, lately; 0 = not measured."""
+        return self._rate(self._recent)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._left > 0
+
+    def observe(self, guesses: int, tokens: int, seconds: float, scouts: int = 0) -> float | None:
+        """The pass verified this many guesses, beside so many scouts, and yielded this many tokens.
+
+        Returns how many plain passes longer it took for the scouts, if that can be said.
+        """
         self._passes += 1
         self._clock.tick()
         if self._passes <= _WARM_UP:
-            return
+            return None
         if self._mode is Mode.PLAIN and not guesses:
             self._timed, self._owed = self._passes, max(0, self._owed - 1)
             if not self._clock.agrees(seconds):
                 self._doubt(2)
             self._clock.time_plain(seconds)
         if not self._clock.plain:
-            return
+            return None
         units = seconds / self._clock.plain
-        if guesses and units < _ABSURD and self._doubt(_FIRST_PLAIN):
-            return  # it was timed while warming up, or the machine has become faster
+        if (guesses or scouts) and units < _ABSURD and self._doubt(_FIRST_PLAIN):
+            return None  # it was timed while warming up, or the machine has become faster
         # one stall (a boundary, another program) says nothing about drafting
-        usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1)
-        if guesses:
+        usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1) and not scouts
+        if guesses and not scouts:
             self._clock.time(guesses + 1, units)
         self._note(Timed(guesses, tokens, min(units, (1.5 if is_known else 4) * usual)))
+        return units - usual if scouts else None
 
     def hear_paper(self, came_true: bool) -> None:
         """How a guess on paper turned out: one that came true ends a first pause, twice as many each relapse."""

@@ -32,6 +32,7 @@ class Run:
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
     between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
     is_indexed: bool  # the drafter keeps a table of the text
+    copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
     base: int  # of a process that loaded a model, without the model
     check: bool = True  # compare with the stock model after loading
 
@@ -100,6 +101,8 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         kv_number=run.kv_number,
         device=run.device,
     )
+    copied = run.copied(held)
+    view = kv_bytes(shape, copied, run.kv_number) + copied * shape.layers * POSITION
     on_cpu = run.device == "cpu"
     base = run.base if on_cpu else 0  # on a GPU only what lies there counts
     check = check_bytes(shape, run.number) if run.check else 0
@@ -111,7 +114,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         base=base,
         weights=weights.memory,
         kv=kv,
-        draft=INDEX * context if run.is_indexed and on_cpu else 0,
+        draft=view + (INDEX * context if run.is_indexed and on_cpu else 0),
         working=working,
         loading=base + whole + mapped + check,
         mapped=mapped,

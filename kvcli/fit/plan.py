@@ -121,10 +121,11 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         number=number,
         kv_number=kv_number,
         chunk=profile.prefill.chunk,
-        rows=1 + int(getattr(profile.spec.settings, "max", 0)),
+        rows=profile.spec.rows,
         slots=profile.policy.slots,
         between=profile.policy.every,
         is_indexed=profile.spec.method != "off",
+        copied=profile.spec.copied,
         base=facts.base,
         check=load.verify,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import TYPE_CHECKING
 
 from kvcli.schemas.fit import FitSpeed
@@ -58,14 +57,11 @@ def at(line: Sequence[tuple[int, float]], context: int) -> float:
     return max(min(y for _, y in line), y0 + (y1 - y0) * (context - x0) / (x1 - x0))
 
 
-def units(passes: Sequence[PassTime]) -> Mapping[int, float]:
-    """rows -> time in passes of one row, the middle of all contexts: what a drafter starts from.
+def units(passes: Sequence[PassTime], context: int) -> Mapping[int, float]:
+    """rows -> time in passes of one row at this context: what a drafter starts from.
 
     Of each the fastest turn, which other programs disturbed least.
     """
-    fastest: dict[int, dict[int, float]] = {}
-    for one in sorted(passes, key=lambda p: p.rows):
-        fastest.setdefault(one.rows, {})[one.context] = one.low
-    plain = fastest.pop(1, {})
-    ratios = {rows: [s / plain[c] for c, s in line.items() if c in plain] for rows, line in fastest.items()}
-    return {rows: median(found) for rows, found in ratios.items() if found}
+    fastest = by_rows([one.model_copy(update={"seconds": one.low}) for one in passes])
+    plain = fastest.pop(1, None)
+    return {rows: at(line, context) / at(plain, context) for rows, line in fastest.items()} if plain else {}

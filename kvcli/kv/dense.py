@@ -40,9 +40,19 @@ class Dense:
     STEP = 256  # slots; copying 16k slots every 256 tokens costs 0.3 % of decoding them
 
     def __init__(
-        self, n_layers: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        step: int = STEP,
     ) -> None:
+        """`step`: slots by which a layer grows."""
         self.dtype = dtype
+        self.changes = 0
+        self._step = step
         self._name = "cpu" if torch.device(device).type == "cpu" else torch.device(device).type
         self._slabs = [
             _Slab(
@@ -100,7 +110,6 @@ class Dense:
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False and give their memory back; returns what fell out."""
-        s = self._slabs[layer]
         before = self.slots(layer)
         mask = mask & (before.pos >= 0)
         count = (before.pos >= 0).sum(1)
@@ -108,18 +117,25 @@ class Dense:
         if torch.equal(left, count):
             return empty_like(before)
         fell = compact(before, ~mask)
-        after = compact(before, mask)
-        same = bool((after.pos == after.pos[:1]).all())
-        s.k, s.v = after.k.contiguous(), after.v.contiguous()
-        s.pos = after.pos[:1].clone() if same else after.pos
-        s.length = after.n_slots
-        s.lengths = None if same else left
-        if not s.length:
-            s.newest, s.ordered = -1, True
+        self.put(layer, compact(before, mask))
         return fell
+
+    def put(self, layer: int, slots: Slots) -> None:
+        """Hold these slots instead; their tensors become the tier's own."""
+        s = self._slabs[layer]
+        same = bool((slots.pos == slots.pos[:1]).all())
+        s.k, s.v = slots.k.contiguous(), slots.v.contiguous()
+        s.pos = slots.pos[:1].to(torch.int32, copy=True) if same else slots.pos.to(torch.int32)
+        s.length = slots.n_slots
+        s.lengths = None if same else (slots.pos >= 0).sum(1)
+        pos = s.pos[0, : s.length]
+        s.newest = int(slots.pos.max()) if s.length else -1
+        s.ordered = same and bool((pos[1:] > pos[:-1]).all())
+        self.changes += 1
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later, keeping the memory for what follows: an undo, not an eviction."""
+        self.changes += 1
         for layer, s in enumerate(self._slabs):
             if s.lengths is None and s.ordered:
                 was, s.length = s.length, int((s.pos[0, : s.length] < n).sum())
@@ -148,7 +164,7 @@ class Dense:
 
     def _grow(self, s: _Slab, need: int) -> None:
         if need > s.k.shape[1]:
-            _resize(s, -(-need // self.STEP) * self.STEP)
+            _resize(s, -(-need // self._step) * self._step)
 
 
 def _resize(s: _Slab, cap: int) -> None:

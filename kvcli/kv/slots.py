@@ -54,6 +54,9 @@ class Readable(Protocol):
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> parts over what is stored; none if nothing is."""
 
+    def usage(self) -> list[Usage]:
+        """What is allocated, by layer; nothing where it only reads what another one holds."""
+
 
 class Tier(Readable, Protocol):
     """One kind of storage on one device."""
@@ -67,9 +70,6 @@ class Tier(Readable, Protocol):
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False; returns what fell out. Heads may keep different numbers."""
 
-    def usage(self) -> list[Usage]:
-        """What is allocated, by layer."""
-
 
 class Store(Tier, Protocol):
     """The whole past: a ladder of tiers or a bare one."""
@@ -77,6 +77,10 @@ class Store(Tier, Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Numbers that newly accepted rows are stored in; a pass reads its own fresh rows in them too."""
+
+    @property
+    def changes(self) -> int:
+        """How often slots were forgotten or moved: a copy made before is stale. Appending is no change."""
 
     def reserve(self, n: int) -> None:
         """Make room for n slots a head in every layer, so that growing moves nothing."""
@@ -88,11 +92,12 @@ class Store(Tier, Protocol):
         """A boundary: forget what `choose` does not keep. Called at boundaries only."""
 
 
-def nbytes(tier: Tier) -> dict[str, int]:
+def nbytes(*held: Readable | None) -> dict[str, int]:
     """Bytes allocated, by kind of tier."""
     total: dict[str, int] = {}
-    for use in tier.usage():
-        total[use.tier] = total.get(use.tier, 0) + use.nbytes
+    for readable in held:
+        for use in readable.usage() if readable is not None else ():
+            total[use.tier] = total.get(use.tier, 0) + use.nbytes
     return total
 
 

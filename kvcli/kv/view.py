@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import Sight, Slots, Tier, compact, visible
+from kvcli.kv.slots import Sight, Slots, Tier, Usage, compact, visible
 
 Pick = Callable[[int, Tensor, Slots], Tensor]  # layer, q [H, N, D], slots -> keep mask [K, S]
 
@@ -22,6 +22,10 @@ class View:
 
     def __init__(self, store: Tier, pick: Pick) -> None:
         self._store, self._pick = store, pick
+
+    def usage(self) -> list[Usage]:
+        """Nothing of its own."""
+        return []
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""

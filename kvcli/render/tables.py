@@ -68,9 +68,16 @@ def _positions(taken: Sequence[float], width: int) -> list[str]:
 def _drafts(stats: Stats) -> list[str]:
     taken = f"{f.count(stats.accepted_tokens)} of {f.count(stats.draft_tokens)} ({f.percent(stats.acceptance_rate)})"
     paused = f"{f.count(stats.paused_passes)} passes"
+    sources = " · ".join(f"{name} {f.count(n)}" for name, n in stats.sources.items() if n)
+    scouts = f", {f.count(stats.scout_rows)} scouts in all" if stats.scout_rows else ""
+    free = f"; up to {stats.free_rows} cost a tenth at most" if stats.free_rows else ""
     return [
         f"guesses     {taken}",
+        *([f"from        {sources}"] if sources else []),
+        f"rows        {stats.rows_per_pass:.1f} a pass{scouts}{free}",
+        *([f"scouts      rest: {stats.scouts_why}"] if stats.scouts_why else []),
         f"paused      {paused}" + (f": {stats.paused_why}" if stats.paused_why else ""),
+        *([f"near ties   {f.count(stats.ties)} decided by a pass of one row"] if stats.ties else []),
     ]
 
 

@@ -51,6 +51,10 @@ class Spec(Json):
     mean_acceptance_length: float | None = Field(description="1 + accepted_tokens / drafted_passes")
     tokens_per_pass: float | None
     acceptance_rate: Share | None = Field(description="accepted_tokens / draft_tokens")
+    sources: dict[str, Count] = Field(description="accepted guesses by the source that was surest of them")
+    rows_per_pass: float | None = Field(description="the pending token, guesses and scouts")
+    free_rows: Count | None = Field(description="rows of a pass that takes at most a tenth longer than one of one row")
+    near_ties: Count = Field(description="decided by a pass of one row, in strict mode")
     histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i guesses")
     per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
 

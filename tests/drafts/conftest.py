@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from kvcli.drafts.ngram import NgramDrafter
+from kvcli.drafts.mixer import Mixer
 from kvcli.rows import Draft, Rows
 from kvcli.stats import Step
 
@@ -20,7 +20,7 @@ PLAIN = 0.02  # seconds of a pass with one row
 class Engine:
     """Decodes `text` after its first `prompt` tokens with the drafter, and keeps the books."""
 
-    drafter: NgramDrafter
+    drafter: Mixer
     text: Sequence[int]
     prompt: int
     cost: Callable[[int], float] = lambda rows: 1 + 0.02 * (rows - 1)  # plain passes
@@ -32,7 +32,8 @@ class Engine:
     def __post_init__(self) -> None:
         self.at = self.prompt
         self.looked = 0
-        index, find = self.drafter._index, self.drafter._index.find
+        index = self.drafter._sources[0].index
+        find = index.find
 
         def counted(limit: int = 16) -> object:
             self.looked += 1

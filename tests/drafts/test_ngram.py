@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.drafts.ngram import Ngram, NgramDrafter
+from kvcli.drafts.mixer import Mixer
+from kvcli.drafts.ngram import Ngram
 from kvcli.rows import Draft, Rows
 from kvcli.stats import Step
 
@@ -24,7 +25,7 @@ def proposal(config: Ngram, text: list[int], room: int = 100) -> Draft:
     return drafter.propose(text, room)
 
 
-def observe(drafter: NgramDrafter, text: list[int], draft: Draft, new: list[int], seconds: float = 0.01) -> None:
+def observe(drafter: Mixer, text: list[int], draft: Draft, new: list[int], seconds: float = 0.01) -> None:
     rows = Rows.build(text[-1], len(text) - 1, draft)
     drafter.observe(Step(rows, torch.empty(0), list(range(len(new))), new, seconds))
 
@@ -77,7 +78,7 @@ def test_refused_guesses_lose_credit_and_confirmed_ones_gain_it():
             text = [1000 + turn, 1, 2, 3, 2000 + turn, 1, 2]
             drafter.start(text)
             observe(drafter, text, drafter.propose(text, 9), [3] if right else [4000 + turn])
-        chances.append(next(a.share for a in drafter.report().acceptance if a.match == "2-3"))
+        chances.append(next(a.share for a in drafter.report().by_source["suffix"] if a.match == "2-3"))
     assert chances[0] > 0.8 > 0.4 > chances[1]
 
 
@@ -108,7 +109,7 @@ def test_each_pass_is_counted_once():
     draft = drafter.propose([1, 2, 3, 4], 9)
     observe(drafter, [1, 2, 3, 4], draft, [5])
     observe(drafter, [1, 2, 3, 4], draft, [5])
-    assert drafter._index.tail(9) == [1, 2, 3, 4, 5]
+    assert drafter._sources[0].index.tail(9) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def document(done):
 def test_every_profile_in_one_table(machine):
     done = machine("fit", "demo", "--all", "--ram", "8GiB")
     assert (done.exit, done.err) == (0, "")
-    assert [line.split()[0] for line in done.out.splitlines()[3:6]] == ["exact", "ngram", "streaming"]
+    names = [line.split()[0] for line in done.out.splitlines()[3:9]]
+    assert names == ["exact", "fafo", "fafo-paper", "lookahead", "ngram", "streaming"]
     assert "only described cannot be calibrated" in done.out
     assert "kvcli bench --calibrate" in machine("fit", "demo").out
     assert max(map(len, done.out.splitlines())) < 80
@@ -54,7 +55,7 @@ def test_no_line_is_wider_than_the_terminal(machine, columns, args):
 def test_json_is_the_schema_and_adds_up(machine):
     found = document(machine("fit", "demo", "--all", "--ctx", "512,4k", "--ram", "8GiB", "--json"))
     assert (found["model"], found["ctx"], found["free_bytes"]) == ("demo", 512, 8 << 30)
-    assert [(p["profile"], p["ctx"]) for p in found["plans"][:3]] == [("exact", 512), ("exact", 4096), ("ngram", 512)]
+    assert [(p["profile"], p["ctx"]) for p in found["plans"][:3]] == [("exact", 512), ("exact", 4096), ("fafo", 512)]
     for plan in found["plans"]:
         running = sum(plan[part] for part in ("base", "weights", "kv", "draft", "working"))
         assert plan["total"] == max(running, plan["loading"])

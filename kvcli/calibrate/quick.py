@@ -1,0 +1,73 @@
+"""A short calibration at first use: about a second, so that drafting need not begin with guesses about its costs.
+
+`kvcli bench --calibrate` measures more, longer, and wins where it is there. What takes too long is left out: the
+drafter times its own passes anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.calibrate.passes import contexts, filled, once
+from kvcli.calibrate.run import fingerprint_of
+from kvcli.calibrate.store import file_of, machine_fingerprint
+from kvcli.files import private_folder, write_private
+from kvcli.schemas.fit import ModelTimes, PassTime
+
+if TYPE_CHECKING:
+    from kvcli.local import Model
+    from kvcli.model import LM
+
+ROWS = (1, 2, 4, 8, 16, 32)
+TURNS = 3  # of which the first counts for nothing
+BUDGET = 1.0  # seconds
+
+
+def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[PassTime]:
+    """Pass times of this model here: as kept, or measured and kept. A cache that cannot be used is no obstacle."""
+    file = file_of(cache, machine_fingerprint(model.info.device), f"{fingerprint_of(model)}-quick")
+    try:
+        return ModelTimes.model_validate_json(file.read_bytes()).passes
+    except (OSError, ValueError):  # not there, or damaged: it is remade
+        pass
+    tell("timing a few passes")
+    passes = quick_times(model.lm)
+    if passes:
+        info = model.info
+        times = ModelTimes(
+            id=info.id,
+            fingerprint=fingerprint_of(model),
+            dtype=info.dtype,
+            quant=info.quant,
+            device=info.device,
+            passes=passes,
+        )
+        try:
+            private_folder(file.parent)
+            write_private(file, times.model_dump_json(by_alias=True) + "\n")
+        except OSError:
+            pass  # measured again the next time, which costs a second
+    return passes
+
+
+def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[PassTime]:
+    """Passes of 1 to 32 rows over the first two contexts of the grid, as far as the budget goes."""
+    found: list[PassTime] = []
+    began = clock()
+    for context in contexts(lm.limit)[:2]:
+        kv, times = filled(lm, context), dict[int, list[float]]()
+        for turn in range(TURNS):
+            for rows in ROWS:
+                if clock() - began > BUDGET or rows + context > lm.limit:
+                    break
+                took = once(lm, kv, rows, context)
+                if turn:
+                    times.setdefault(rows, []).append(took)
+        found += [
+            PassTime(rows=rows, context=context, seconds=min(took), low=min(took), high=max(took))
+            for rows, took in times.items()
+        ]
+    return found

@@ -1,0 +1,90 @@
+"""What followed the same words earlier in the text: the source that costs next to nothing.
+
+Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) copies one place; SuffixDecoding (arXiv 2411.04975) merges
+all places into a tree by frequency, and SAM-Decoding (arXiv 2411.10666) trusts a guess by the length of its match. Here
+a guess is trusted by match length and by how many places agree, which says more than length does for short matches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcli.drafts.odds import Odds, by_bits
+from kvcli.drafts.suffix import SuffixIndex
+from kvcli.drafts.tree import Offer
+
+if TYPE_CHECKING:
+    from kvcli.drafts.pace import Accepted
+
+_PLACES = 16  # earlier places merged into one tree; 32 found nothing more in replayed code and docs
+_SHORTER = 0.25  # weight of a place per token that its match is shorter than the longest
+# Rows: matches of 1, 2-3, 4-7, 8-15, 16-31, 32+ tokens. Columns: the first choice of 1, of 2, of 3 or more places, and
+# any later choice, apart because the best of several shares is more luck than it seems.
+# From replayed Python files and Markdown docs, rounded down.
+_START = (
+    (0.3, 0.5, 0.7, 0.5),
+    (0.5, 0.75, 0.9, 0.6),
+    (0.65, 0.8, 0.9, 0.6),
+    (0.75, 0.85, 0.9, 0.6),
+    (0.85, 0.9, 0.95, 0.6),
+    (0.9, 0.95, 0.95, 0.6),
+)
+_NAMES = ("1", "2-3", "4-7", "8-15", "16-31", "32+")
+
+
+class Copies:
+    """Owns the index of the text and the record of its guesses."""
+
+    name = "suffix"
+
+    def __init__(self, min_match: int, max_match: int) -> None:
+        self.index = SuffixIndex(min_match, max_match)
+        self._odds = Odds(_START, _NAMES)
+        self._ahead: list[list[int]] = []  # [places][depth] what followed each place that matches the text's end
+        self._lengths: list[int] = []  # [places] of the match, longest first
+        self._weight: list[float] = []
+
+    def start(self, ids: Sequence[int]) -> None:
+        self.index.truncate(self.index.shared(ids))
+        self.index.extend(ids[len(self.index) :])
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self.index.extend(ids)
+
+    def root(self, depth: int) -> Any:
+        """A state is the places that agree so far."""
+        found = self.index.find(_PLACES)
+        if not found.ends:
+            return None
+        self._ahead, self._lengths = self.index.following(found.ends, depth), found.lengths
+        self._weight = [_SHORTER ** (found.lengths[0] - n) for n in found.lengths]
+        return range(len(found.ends))
+
+    def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+        named: dict[int, list[int]] = {}
+        for place in state:
+            named.setdefault(self._ahead[place][depth], []).append(place)
+        weights = {token: sum(self._weight[place] for place in agree) for token, agree in named.items()}
+        total = sum(weights.values())
+        ranked = sorted(named.items(), key=lambda item: -weights[item[0]])
+        found = []
+        for rank, (token, agree) in enumerate(ranked[:branches]):
+            share = weights[token] / total
+            match = self._lengths[agree[0]] + depth  # places come longest match first
+            row, column = by_bits(match, len(_START) - 1), 3 if rank else min(len(agree), 3) - 1
+            chance = share * self._odds.chance(row, column)
+            found.append(Offer(token, chance, agree, (row, column, share, match)))
+        return found
+
+    def safe(self, offer: Offer) -> int:
+        """About two rows per matched token."""
+        match: int = offer.about[3]
+        return 2 * match + 1
+
+    def learn(self, offer: Offer, was_right: bool) -> None:
+        row, column, share, _ = offer.about
+        self._odds.learn(row, column, was_right, share, is_first=column < 3)
+
+    def record(self) -> tuple[Accepted, ...]:
+        return self._odds.record()

@@ -1,0 +1,65 @@
+"""Whether scouts are worth their rows: what they bring, by counterfactual, against what they cost, by the clock.
+
+Every guess is verified whoever named it, so each pass shows what it would have accepted without the scouts' n-grams.
+The difference, in tokens a pass, must pay for the longer passes at the present speed. Where it does not, scouts rest,
+twice as long each time, and are then tried again in one burst: an n-gram takes several passes to come about.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median_low
+
+_BURST = 24  # passes with scouts before they are judged
+_FIRST = 3  # of them, after which scouts that no text could pay for are stopped
+_HOPELESS = 1.0  # tokens a pass that nobody's scouts bring
+_REST, _LONGEST_REST = 128, 4096  # passes; a rest doubles each time scouts fail again
+
+
+class Credit:
+    """Says whether the next pass carries scouts, and hears what they brought and cost."""
+
+    def __init__(self) -> None:
+        self._brought: deque[int] = deque(maxlen=_BURST)  # tokens that only scouts had named
+        self._cost: deque[float] = deque(maxlen=9)  # plain passes that a pass with scouts takes longer
+        self._left = 0  # passes until scouts are tried again
+        self._rest = _REST
+        self.rested_passes = 0
+        self.why = ""  # in words, while they rest
+
+    @property
+    def cost(self) -> float | None:
+        """Plain passes that a pass with scouts takes longer; None = not measured."""
+        return median_low(self._cost) if len(self._cost) > 1 else None
+
+    @property
+    def brought(self) -> float | None:
+        """Tokens a pass that only scouts had named, lately."""
+        return sum(self._brought) / len(self._brought) if self._brought else None
+
+    def due(self) -> bool:
+        """Does the coming pass carry scouts?"""
+        if not self._left:
+            return True
+        self._left -= 1
+        self.rested_passes += 1
+        return False
+
+    def observe(self, brought: int, cost: float | None, speed: float) -> None:
+        """A pass with scouts: tokens that only they had named, what it took longer, speed as a multiple of plain."""
+        self._brought.append(brought)
+        if cost is not None:
+            self._cost.append(max(0.0, cost))
+        price = (self.cost or 0.0) * max(1.0, speed)
+        if len(self._cost) >= _FIRST and price > _HOPELESS:
+            self._stop(f"a pass with scouts takes {price:.2f} tokens' time longer")
+        elif len(self._brought) == _BURST:
+            if (worth := self.brought or 0.0) >= price:
+                self._rest = _REST
+            else:
+                self._stop(f"scouts brought {worth:.2f} tokens a pass and cost {price:.2f}")
+
+    def _stop(self, why: str) -> None:
+        self._left, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
+        self._brought.clear()
+        self.why = why

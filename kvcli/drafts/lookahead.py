@@ -1,0 +1,84 @@
+"""Lookahead decoding, and FAFO: scouts guess several places ahead, in the same pass, with the model itself.
+
+Without a view this is Lookahead Decoding (Fu et al., arXiv 2402.02057): scouts read all of the past. With one it is
+FAFO (Le et al., ICML 2026, PMLR 306): scouts read a small part of it, which costs less and guesses as well. What
+differs from FAFO's released code, and why, is in `docs/fafo.md`; above all, no row sees a slot that holds nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from kvcli.drafts.odds import check
+from kvcli.drafts.pacing import Pacing
+from kvcli.schema import Range
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvcli.drafts.base import Glance
+    from kvcli.drafts.mixer import Mixer
+    from kvcli.drafts.pool import Pool
+    from kvcli.drafts.window import Window
+
+
+@dataclass(frozen=True)
+class Scouting(Pacing):
+    """Keys of every method that sends scouts."""
+
+    ngram: Annotated[int, Range(3, 16)] = 5  # tokens of an n-gram, the one it follows included
+    window: Annotated[int, Range(1, 64)] = 4  # columns: places ahead that are guessed at once
+    key_max: Annotated[int, Range(1, 8)] = 4  # tokens by which an n-gram is found, at most
+    per_key: Annotated[int, Range(1, 64)] = 8  # n-grams kept for a key
+    guesses: Annotated[int, Range(1, 64)] = 8  # n-grams tried in a pass
+    view: Literal["all", "stream", "quest"] = "all"  # what scouts read: all, sinks and newest tokens, or chosen pages
+    sinks: Annotated[int, Range(0, 4096)] = 16  # of a view: first tokens
+    local: Annotated[int, Range(1, 65536)] = 496  # of a view: newest tokens
+    page: Annotated[int, Range(1, 256)] = 16  # of "quest": tokens of a page
+    pages: Annotated[int, Range(1, 4096)] = 32  # of "quest": pages read by a KV head
+    refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, {"ngram": (3, 16), "window": (1, 64), "key_max": (1, 8), "per_key": (1, 64), "guesses": (1, 64)})
+
+    @property
+    def rows(self) -> int:
+        """Of a pass, at most: the pending token, guesses and scouts."""
+        return self.max + self.window * (self.ngram - 1)
+
+    def copied(self, n: int) -> int:
+        """How many of n slots a head the view keeps a copy of."""
+        pages = self.page * self.pages if self.view == "quest" else 0
+        return 0 if self.view == "all" else min(n, self.sinks + self.local + pages + self.refresh)
+
+    def scouting(self, ends: Collection[int]) -> tuple[Window, Pool]:
+        """The window and the pool it fills."""
+        from kvcli.drafts.pool import Pool
+        from kvcli.drafts.window import Window
+
+        return Window(self.window, self.ngram, ends), Pool(self.key_max, self.per_key, self.guesses)
+
+    def glance(self) -> Glance | None:
+        """What scouts read; None = everything."""
+        from kvcli.drafts.base import Glance
+
+        if self.view == "all":
+            return None
+        if self.view == "stream":
+            return Glance("stream", {"sinks": self.sinks, "window": self.local}, self.refresh)
+        settings = {"sinks": self.sinks, "local": self.local, "page": self.page, "pages": self.pages}
+        return Glance("quest", settings, self.refresh)
+
+
+@dataclass(frozen=True)
+class Lookahead(Scouting):
+    """Guess with scouts alone (Lookahead; with a view, FAFO)."""
+
+    def drafter(self, ends: Collection[int] = ()) -> Mixer:
+        """A drafter that knows no text yet."""
+        from kvcli.drafts.mixer import Mixer
+
+        window, pool = self.scouting(ends)
+        return Mixer(self, [pool], scouting=(window, pool), view=self.glance())

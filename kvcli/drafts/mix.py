@@ -1,0 +1,48 @@
+"""Several sources at once: copies, scouts and recycled logits name the guesses of one tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from kvcli.drafts.lookahead import Scouting
+from kvcli.drafts.odds import check
+from kvcli.schema import Range
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvcli.drafts.mixer import Mixer
+    from kvcli.drafts.tree import Source
+
+
+@dataclass(frozen=True)
+class Mix(Scouting):
+    """Guess with several sources at once, merged into one tree."""
+
+    sources: tuple[Literal["suffix", "scouts", "recycle", "stand"], ...] = ("suffix", "scouts", "recycle", "stand")
+    min_match: Annotated[int, Range(1, 64)] = 1  # of "suffix": tokens that must match before what follows is a guess
+    max_match: Annotated[int, Range(1, 256)] = 32  # of "suffix": tokens beyond which matches count as equally long
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, {"min_match": (1, 64)})
+        check(self, {"max_match": (self.min_match, 256)})
+
+    def drafter(self, ends: Collection[int] = ()) -> Mixer:
+        """A drafter that knows no text yet."""
+        from kvcli.drafts.copies import Copies
+        from kvcli.drafts.mixer import Mixer
+        from kvcli.drafts.successors import Successors
+
+        scouting = self.scouting(ends)
+        recycle, stand = Successors("recycle", 1, 1), Successors("stand", 2, 4)
+        suffix = Copies(self.min_match, self.max_match)
+        known: dict[str, Source] = {"suffix": suffix, "scouts": scouting[1], "recycle": recycle, "stand": stand}
+        return Mixer(
+            self,
+            [known[name] for name in dict.fromkeys(self.sources)],
+            successors=[s for s in (recycle, stand) if s.name in self.sources],
+            scouting=scouting if "scouts" in self.sources else None,
+            view=self.glance() if "scouts" in self.sources else None,
+        )

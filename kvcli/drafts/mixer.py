@@ -1,0 +1,202 @@
+"""One drafter of several sources: their tree, the clock that limits it, and the scouts that feed one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from kvcli.drafts.credit import Credit
+from kvcli.drafts.pace import Mode, Pace, Report, ScoutsReport
+from kvcli.drafts.tree import Guess, Source, decided, grow
+
+if TYPE_CHECKING:
+    from kvcli.drafts.base import Costs, Glance
+    from kvcli.drafts.pacing import Pacing
+    from kvcli.drafts.pool import Pool
+    from kvcli.drafts.successors import Successors
+    from kvcli.drafts.window import Window
+    from kvcli.rows import Draft, Scouts
+    from kvcli.sample import Sampler
+    from kvcli.stats import Step
+
+_PAPER = 8  # tokens that a guess on paper must get right
+_TAIL = 8  # tokens by which a text is known again, and that keys are made of
+
+
+class Mixer:
+    """Owns its sources, the tree of the pass under way, and the pace."""
+
+    def __init__(
+        self,
+        config: Pacing,
+        sources: Sequence[Source],
+        *,
+        successors: Sequence[Successors] = (),
+        scouting: tuple[Window, Pool] | None = None,
+        view: Glance | None = None,
+    ) -> None:
+        """`successors` are those of the sources that learn from logits, the pool of `scouting` is one of them, too."""
+        self._config, self._sources, self._successors = config, list(sources), successors
+        self._window: Window | None = scouting[0] if scouting else None
+        self._pool: Pool | None = scouting[1] if scouting else None
+        self._view = view
+        self._pace = Pace(config.kill_below, config.probe_every)
+        self._credit = Credit()
+        self._costs: Costs | None = None
+        self._n = 0  # tokens of the text that the sources know
+        self._tail: list[int] = []  # the last of them
+        self._guesses: list[Guess] | None = None  # of the pass under way, verified or not; None = no pass under way
+        self._scouts: Scouts | None = None  # of the pass under way
+        self._mode = Mode.DRAFT  # of the pass under way
+        self._accepted_by = dict.fromkeys((source.name for source in sources), 0)
+        self._paper: list[int] = []  # tokens still to come true
+
+    @property
+    def view(self) -> Glance | None:
+        return self._view
+
+    def expect(self, costs: Costs) -> None:
+        """Begin each text with these costs of passes, until they are measured here."""
+        self._costs = costs
+
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
+        for source in self._successors:
+            source.sampler = sampler
+        self._follow(ids)
+        if self._window is not None:
+            self._window.start(ids)
+        self._pace.restart()
+        if self._costs is not None:
+            self._pace.expect(self._costs(len(ids)))
+        self._guesses, self._paper = None, []
+
+    def propose(self, ids: Sequence[int], room: int) -> Draft:
+        from kvcli.rows import Draft  # late: reading a profile must not import torch
+
+        if self._tail != list(ids[max(0, self._n - _TAIL) : self._n]) or self._n > len(ids):
+            self._follow(ids)
+        elif self._n < len(ids):
+            self._extend(ids[self._n :])
+        mode = self._mode = self._pace.mode() if self._config.adaptive else Mode.DRAFT
+        self._guesses = self._grow(mode, room)
+        self._scouts = self._send(mode, room)
+        if mode is not Mode.DRAFT:
+            return Draft.none()
+        rows = self._rows(self._guesses)
+        return Draft([g.id for g in self._guesses[:rows]], [g.parent for g in self._guesses[:rows]], self._scouts)
+
+    def observe(self, step: Step) -> None:
+        if self._guesses is None:
+            return
+        began = perf_counter()
+        for guess, is_right in decided(self._guesses, step.new):
+            for i, offer in guess.named:
+                self._sources[i].learn(offer, is_right)
+        for row in step.path[1:]:
+            i, _ = max(self._guesses[row - 1].named, key=lambda named: named[1].chance)
+            self._accepted_by[self._sources[i].name] += 1
+        scouts = step.rows.n_rows - step.rows.tree
+        brought = self._brought(step) if scouts else 0
+        self._hear_paper(step.new)
+        if self._mode is not Mode.PLAIN or not self._pace.is_paused:
+            self._hear_logits(step)
+        self._extend(step.new)
+        # what is done here between two passes is time that plain decoding would not take
+        spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
+        surcharge = self._pace.observe(step.n_drafted, len(step.new), step.seconds + spent, scouts)
+        if scouts and self._config.adaptive:
+            self._credit.observe(brought, surcharge, self._pace.speed)
+        self._guesses, self._scouts = None, None
+
+    def report(self) -> Report:
+        """What `/spec` shows."""
+        by_source = {source.name: source.record() for source in self._sources}
+        credit, scouts = self._credit, None
+        if self._window is not None:
+            rested = credit.rested_passes
+            scouts = ScoutsReport(self._window.rows, credit.brought, credit.cost, rested, credit.why)
+        report = self._pace.report()
+        return replace(report, by_source=by_source, scouts=scouts, accepted_by=dict(self._accepted_by))
+
+    # ---- the pass to come ----
+
+    def _grow(self, mode: Mode, room: int) -> list[Guess]:
+        if mode is Mode.DRAFT:
+            return grow(self._sources, self._config.max, room, self._config.branches)
+        if mode is Mode.PLAIN or self._paper:
+            return []
+        chain = grow(self._sources, _PAPER, _PAPER, branches=1)
+        if len(chain) == _PAPER:
+            self._paper = [g.id for g in chain]
+        return chain
+
+    def _rows(self, guesses: Sequence[Guess]) -> int:
+        """How many of the guesses to verify: as many as are safe, more or fewer once the clock says so."""
+        if not guesses:
+            return 0
+        safe = max(self._sources[i].safe(offer) for i, offer in guesses[0].named)
+        return self._pace.rows([g.chance for g in guesses], safe) if self._config.adaptive else min(safe, len(guesses))
+
+    def _send(self, mode: Mode, room: int) -> Scouts | None:
+        window = self._window
+        if window is None or mode is not Mode.DRAFT or room < window.reach:
+            return None
+        return window.scouts() if not self._config.adaptive or self._credit.due() else None
+
+    # ---- the pass behind ----
+
+    def _brought(self, step: Step) -> int:
+        """Accepted tokens that only the pool had named, and those behind them."""
+        guesses = self._guesses or []
+        pool = next(i for i, source in enumerate(self._sources) if source is self._pool)
+        for depth, row in enumerate(step.path[1:]):
+            if all(i == pool for i, _ in guesses[row - 1].named):
+                return len(step.path) - 1 - depth
+        return 0
+
+    def _hear_logits(self, step: Step) -> None:
+        """Harvest n-grams from the scouts' logits and successors from everybody's."""
+        tree = step.rows.tree
+        if self._window is not None and self._pool is not None and step.rows.n_rows > tree:
+            last: list[int] = step.logits[tree:].argmax(-1).tolist()
+            for before, run in self._window.harvest(self._tail, last):
+                self._pool.put(before, run)
+        if not self._successors:
+            return
+        from kvcli.drafts.successors import top  # late: it needs numpy
+
+        ids, logp = top(step.logits)
+        own: list[int] = step.rows.ids[step.rows.want].tolist()
+        for source in self._successors:
+            if source.longest == 1:
+                for token, after, how in zip(own, ids, logp, strict=True):
+                    source.tell([token], after, how)
+            else:  # longer keys only where the text went, for their number is limited and each costs time
+                for j, row in enumerate(step.path):
+                    source.tell([*self._tail, *step.new[:j]], ids[row], logp[row])
+
+    def _extend(self, ids: Sequence[int]) -> None:
+        for source in self._sources:
+            source.extend(ids)
+        self._n += len(ids)
+        self._tail = [*self._tail, *ids][-_TAIL:]
+
+    def _follow(self, ids: Sequence[int]) -> None:
+        for source in self._sources:
+            source.start(ids)
+        self._n, self._tail = len(ids), list(ids[-_TAIL:])
+
+    def _hear_paper(self, new: Sequence[int]) -> None:
+        """Compare the guess on paper, made before this pass or earlier, with what came."""
+        if not self._paper:
+            return
+        n = min(len(new), len(self._paper))
+        if list(new[:n]) != self._paper[:n]:
+            self._paper = []
+            self._pace.hear_paper(False)
+            return
+        del self._paper[:n]
+        if not self._paper:
+            self._pace.hear_paper(True)

@@ -1,0 +1,41 @@
+"""Settings that every drafter with a tree and a clock has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvcli.drafts.odds import check
+from kvcli.schema import Range
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """Keys of every method that drafts as much as pays."""
+
+    # with 15 guesses a pass has 16 rows, a whole block for most kernels
+    max: Annotated[int, Range(1, 128)] = 15  # rows verified beside the pending one, at most
+    branches: Annotated[int, Range(1, 16)] = 3  # different tokens tried at one place, at most
+    adaptive: bool = True  # draft as much as the measured pass times justify; false = always, by match length
+    strict: bool = False  # decide near ties in passes of one row, as plain decoding does; for 16-bit models
+    kill_below: Annotated[float, Range(0, 1)] = 0.98  # pause when slower than this multiple of plain decoding
+    probe_every: Annotated[int, Range(8, 4096)] = 64  # passes between two plain passes timed as the yardstick
+
+    @property
+    def rows(self) -> int:
+        """Of a pass, at most: the pending token and guesses."""
+        return 1 + self.max
+
+    def copied(self, n: int) -> int:
+        """How many of n slots a head a view keeps a copy of: none, without scouts."""
+        return 0
+
+    def __post_init__(self) -> None:
+        check(self, {"max": (1, 128), "branches": (1, 16), "probe_every": (8, 4096)})
+        for key in ("adaptive", "strict"):
+            if not isinstance(value := getattr(self, key), bool):
+                raise ValueError(f"{key} = {value!r} must be true or false")
+        if isinstance(self.kill_below, bool) or not isinstance(self.kill_below, int | float):
+            raise ValueError(f"kill_below = {self.kill_below!r} must be a number from 0 to 1")
+        if not 0 <= self.kill_below <= 1:
+            raise ValueError(f"kill_below = {self.kill_below} must be from 0 (never pause) to 1")

@@ -1,0 +1,91 @@
+"""The pool of n-grams that scouts harvest: short keys of the text so far -> runs of tokens that may follow.
+
+Lookahead Decoding (Fu et al., arXiv 2402.02057) keys by the last token, FAFO (Le et al., ICML 2026) by up to three;
+here every length up to `key_max` is a key and the longest is looked up first. Within a key the newest run comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcli.drafts.odds import Odds
+from kvcli.drafts.tree import Offer
+
+if TYPE_CHECKING:
+    from kvcli.drafts.pace import Accepted
+
+_KEYS = 1 << 16  # keys at most; the oldest go first
+# Rows: keys of 1, 2, 3, 4 tokens and more. Columns: the first choice, a later one.
+_START = ((0.3, 0.1), (0.45, 0.15), (0.6, 0.2), (0.7, 0.25))
+_NAMES = ("1", "2", "3", "4+")
+
+Run = tuple[int, ...]
+
+
+class Pool:
+    """n-grams by key, and the record of how they fared."""
+
+    name = "scouts"
+
+    def __init__(self, key_max: int, per_key: int, guesses: int) -> None:
+        self.key_max, self.per_key, self.guesses = key_max, per_key, guesses
+        self._runs: dict[Run, dict[Run, None]] = {}  # key -> runs, oldest first
+        self._tail: list[int] = []  # the last `key_max` tokens of the text
+        self._odds = Odds(_START, _NAMES)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def put(self, before: Sequence[int], run: Sequence[int]) -> None:
+        """`run` may follow a text that ends with `before`."""
+        value = tuple(run)
+        for n in range(1, min(self.key_max, len(before)) + 1):
+            key = tuple(before[-n:])
+            runs = self._runs.pop(key, None) or {}
+            runs.pop(value, None)
+            runs[value] = None  # newest last
+            if len(runs) > self.per_key:
+                del runs[next(iter(runs))]
+            self._runs[key] = runs
+        while len(self._runs) > _KEYS:
+            del self._runs[next(iter(self._runs))]
+
+    def start(self, ids: Sequence[int]) -> None:
+        """What was harvested under another text stays: a wrong guess costs a row, not the text."""
+        self._tail = list(ids[-self.key_max :])
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self._tail = [*self._tail, *ids][-self.key_max :]
+
+    def root(self, depth: int) -> Any:
+        """A state is the (run, key length) pairs that agree so far."""
+        found: dict[Run, int] = {}
+        for n in range(len(self._tail), 0, -1):
+            for run in reversed(self._runs.get(tuple(self._tail[-n:]), {})):
+                found.setdefault(run, n)
+                if len(found) == self.guesses:
+                    return list(found.items())
+        return list(found.items()) or None
+
+    def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+        named: dict[int, list[tuple[Run, int]]] = {}
+        for run, n in state:
+            if depth < len(run):
+                named.setdefault(run[depth], []).append((run, n))
+        found = []
+        for rank, (token, agree) in enumerate(list(named.items())[:branches]):
+            row, column = min(agree[0][1], len(_START)) - 1, int(rank > 0)
+            found.append(Offer(token, self._odds.chance(row, column), agree, (row, column)))
+        return found
+
+    def safe(self, offer: Offer) -> int:
+        """One run of the usual length."""
+        return 4
+
+    def learn(self, offer: Offer, was_right: bool) -> None:
+        row, column = offer.about
+        self._odds.learn(row, column, was_right, is_first=not column)
+
+    def record(self) -> tuple[Accepted, ...]:
+        return self._odds.record()

@@ -1,0 +1,149 @@
+"""What the model itself thought might come next, kept from rows whose logits were computed anyway.
+
+Token Recycling (Luo et al., arXiv 2408.08696) keeps the top successors of every token, newest first; STAND (Song et
+al., arXiv 2506.04708) keeps probabilities by n-gram and draws its guesses with Gumbel noise. Here one class is both.
+Guesses for sampled text are ranked with the very noise that the sampler will add at that position (coupled sampling,
+Daliri et al., arXiv 2408.07978), so what is likely to be drawn is guessed, and not just what is likely.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from math import exp, inf, log
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcli.drafts.odds import Odds
+from kvcli.drafts.tree import Offer
+from kvcli.kernels.gumbel.host import gumbel_host
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.drafts.pace import Accepted
+    from kvcli.sample import Sampler
+
+TOP = 8  # successors kept for a key
+_KEYS = 1 << 17  # keys at most; the oldest go first
+_MEAN = 8  # tellings after which a mean moves as if it were of so many
+# Rows: how far the guess leads the next one (a first choice) or trails the best (a later one), in nats.
+_GAPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_NAMES = ("<0.25", "<0.5", "<1", "<2", "<4", "<8", "8+")
+# Columns: the first choice, the second, later ones. A first choice that leads is better, one that trails is worse.
+_START = (
+    (0.35, 0.25, 0.15),
+    (0.4, 0.25, 0.15),
+    (0.5, 0.2, 0.1),
+    (0.6, 0.15, 0.05),
+    (0.75, 0.05, 0.02),
+    (0.9, 0.01, 0.01),
+    (0.95, 0.01, 0.01),
+)
+
+
+class Entry:
+    """The likeliest successors of a key, in order of falling log-probability. Lists: numpy is slow on eight numbers."""
+
+    __slots__ = ("ids", "logp", "told")
+
+    def __init__(self, ids: list[int], logp: list[float]) -> None:
+        self.ids, self.logp, self.told = ids, logp, 1
+
+    def blend(self, ids: list[int], logp: list[float]) -> None:
+        """The running mean of the probabilities, over the tokens that either list has."""
+        self.told = min(self.told + 1, _MEAN)
+        weight = 1 / self.told
+        mean = {token: (1 - weight) * exp(lp) for token, lp in zip(self.ids, self.logp, strict=True)}
+        for token, lp in zip(ids, logp, strict=True):
+            mean[token] = mean.get(token, 0.0) + weight * exp(lp)
+        best = sorted(mean.items(), key=lambda item: -item[1])[:TOP]
+        self.ids = [token for token, _ in best]
+        self.logp = [log(p + 1e-12) for _, p in best]
+
+
+class Successors:
+    """Entries by the last `shortest` to `longest` tokens, and the record of how their guesses fared."""
+
+    def __init__(self, name: str, shortest: int, longest: int) -> None:
+        self.name, self.shortest, self.longest = name, shortest, longest
+        self.sampler: Sampler | None = None  # how tokens will be drawn; None = greedily
+        self._entries: dict[tuple[int, ...], Entry] = {}
+        self._tail: list[int] = []  # the last `longest` tokens of the text
+        self._at = 0  # position of the last of them
+        self._odds = Odds(_START, _NAMES)
+
+    def start(self, ids: Sequence[int]) -> None:
+        """What was learned under another text stays: it is the model's view of these tokens."""
+        self._tail, self._at = list(ids[-self.longest :]), len(ids) - 1
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self._tail, self._at = [*self._tail, *ids][-self.longest :], self._at + len(ids)
+
+    def root(self, depth: int) -> Any:
+        """A state is the last tokens, guessed ones included."""
+        return tuple(self._tail)
+
+    def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+        entry = next(
+            (e for n in range(len(state), self.shortest - 1, -1) if (e := self._entries.get(state[-n:]))), None
+        )
+        if entry is None:
+            return ()
+        ids, scores = self._ranked(entry, self._at + depth)
+        lead = scores[0] - scores[1] if len(scores) > 1 else inf
+        found = []
+        for rank, token in enumerate(ids[:branches]):
+            row, column = bisect(_GAPS, scores[0] - scores[rank] if rank else lead), min(rank, 2)
+            chance = self._odds.chance(row, column)
+            found.append(Offer(token, chance, (*state, token)[-self.longest :], (row, column)))
+        return found
+
+    def safe(self, offer: Offer) -> int:
+        return 4
+
+    def learn(self, offer: Offer, was_right: bool) -> None:
+        row, column = offer.about
+        self._odds.learn(row, column, was_right, is_first=not column)
+
+    def tell(self, before: Sequence[int], ids: list[int], logp: list[float]) -> None:
+        """After a text that ends with `before` the model gave these tokens the highest log-probabilities, in order."""
+        for n in range(self.shortest, min(self.longest, len(before)) + 1):
+            key = tuple(before[-n:])
+            entry = self._entries.pop(key, None)
+            if entry is None or n == 1:  # a single token's newest successors say more than their mean
+                entry = Entry(ids, logp)
+            else:
+                entry.blend(ids, logp)
+            self._entries[key] = entry
+        while len(self._entries) > _KEYS:
+            del self._entries[next(iter(self._entries))]
+
+    def record(self) -> tuple[Accepted, ...]:
+        return self._odds.record()
+
+    def _ranked(self, entry: Entry, at: int) -> tuple[list[int], list[float]]:
+        """Tokens in the order in which the sampler would prefer them behind position `at`, and their scores."""
+        s = self.sampler
+        if s is None or s.temperature == 0:
+            return entry.ids, entry.logp
+        scores = np.array(entry.logp[: s.top_k or TOP]) / s.temperature
+        if s.top_p < 1:
+            mass = np.exp(scores - scores[0])
+            mass /= mass.sum()
+            scores = scores[np.cumsum(mass) - mass < s.top_p]
+        if s.min_p > 0:
+            scores = scores[scores >= scores[0] + log(s.min_p)]
+        ids = np.array(entry.ids[: len(scores)])
+        scores = scores + gumbel_host(s.seed, at, ids)
+        order = np.argsort(-scores)
+        ranked: tuple[list[int], list[float]] = (ids[order].tolist(), scores[order].tolist())
+        return ranked
+
+
+def top(logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    """logits [R, V] -> the likeliest tokens of each row, in order, and their log-probabilities [R][TOP]."""
+    best = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
+    logp = best.values.float() - logits.logsumexp(-1, keepdim=True).float()
+    return best.indices.tolist(), logp.tolist()

@@ -1,0 +1,133 @@
+"""One tree of guesses from several sources: the likeliest first, shared beginnings once.
+
+Merging retrieval and logits in one tree is RACER's direction (arXiv 2604.14885); best-first admission under a budget of
+rows is SuffixDecoding's (arXiv 2411.04975). A token that two sources name at one place costs one row, and is expanded
+by both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from kvcli.drafts.pace import Accepted
+
+FAINT = 0.02  # chance of acceptance below which a row is not even considered
+
+
+class Offer(NamedTuple):  # dozens are made each pass, and making a frozen dataclass takes four times as long
+    """A token that one source names at one place of the tree."""
+
+    id: int
+    chance: float  # that the model takes it, given that it took all before it
+    state: Any  # where the source stands behind it
+    about: Any  # what the source wants back when it learns what came
+
+
+class Source(Protocol):
+    """Names tokens that may come next, and learns how often it is right.
+
+    `start`, then in each pass `root` and `offers` as often as the tree grows, `learn` for each offer that was decided,
+    and `extend`. A state is the source's own; the tree hands it back unread.
+    """
+
+    name: str
+
+    def start(self, ids: Sequence[int]) -> None:
+        """The committed text is now `ids`; what it shares with the text before may be kept."""
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """`ids` joined the text."""
+
+    def root(self, depth: int) -> Any:
+        """Where it stands at the text's end; None = nothing to offer. No path will be deeper than `depth`."""
+
+    def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+        """At most `branches` different tokens behind `state`, which is `depth` tokens below the text's end."""
+
+    def safe(self, offer: Offer) -> int:
+        """Rows that a tree beginning with this offer may have before their cost has been measured."""
+
+    def learn(self, offer: Offer, was_right: bool) -> None:
+        """The model took the offer's parent, and then this token or another."""
+
+    def record(self) -> tuple[Accepted, ...]:
+        """How often first choices were right, in the source's own classes, since its beginning."""
+
+
+class Guess(NamedTuple):
+    """One row that could be verified."""
+
+    id: int
+    parent: int  # index among the guesses, -1 = follows the text
+    chance: float  # of being accepted, ancestors included
+    named: tuple[tuple[int, Offer], ...]  # by whom: index of the source, what it offered
+
+
+def grow(sources: Sequence[Source], most: int, room: int, branches: int) -> list[Guess]:
+    """Up to `most` guesses, the likeliest first, none deeper than `room`; a parent comes before its children."""
+    if most < 1 or room < 1:
+        return []
+    deepest = min(most, room)
+    guesses: list[Guess] = []
+    order = count()  # the heap must not compare guesses; equal chances go by recency
+    heap: list[tuple[float, int, Guess, int]] = []
+
+    def offer(parent: int, chance: float, depth: int, states: Sequence[tuple[int, Any]]) -> None:
+        """Put what the sources name below `parent` on the heap."""
+        for share, named in _merged(sources, states, depth, branches):
+            if (p := chance * share) >= FAINT:
+                heappush(heap, (-p, next(order), Guess(named[0][1].id, parent, p, named), depth + 1))
+
+    roots = [(i, source.root(deepest)) for i, source in enumerate(sources)]
+    offer(-1, 1.0, 0, [(i, state) for i, state in roots if state is not None])
+    while heap and len(guesses) < most:
+        _, _, guess, depth = heappop(heap)
+        guesses.append(guess)
+        if depth < deepest:
+            states = [(i, found.state) for i, found in guess.named if found.state is not None]
+            offer(len(guesses) - 1, guess.chance, depth, states)
+    return guesses
+
+
+def _merged(
+    sources: Sequence[Source], states: Sequence[tuple[int, Any]], depth: int, branches: int
+) -> list[tuple[float, tuple[tuple[int, Offer], ...]]]:
+    """(chance, who named it) of at most `branches` tokens; a token's chance is that of the source surest of it."""
+    if len(states) == 1:
+        ((i, state),) = states
+        return [(found.chance, ((i, found),)) for found in sources[i].offers(state, depth, branches)]
+    by_token: dict[int, list[tuple[int, Offer]]] = {}
+    for i, state in states:
+        for found in sources[i].offers(state, depth, branches):
+            by_token.setdefault(found.id, []).append((i, found))
+    merged = [(max(found.chance for _, found in named), tuple(named)) for named in by_token.values()]
+    if len(merged) > branches:
+        merged.sort(key=lambda item: -item[0])
+        del merged[branches:]
+    return merged
+
+
+def decided(guesses: Sequence[Guess], new: Sequence[int]) -> list[tuple[Guess, bool]]:
+    """Each guess whose parent the text `new` took, and whether it took the guess; in order of depth.
+
+    Rows that were not verified are decided as well, and cost nothing.
+    """
+    below: dict[int, list[int]] = {}
+    for i, guess in enumerate(guesses):
+        below.setdefault(guess.parent, []).append(i)
+    found, at = [], -1
+    for token in new:
+        taken = -2
+        for i in below.get(at, ()):
+            is_right = guesses[i].id == token
+            found.append((guesses[i], is_right))
+            if is_right:
+                taken = i
+        if taken < 0:
+            break
+        at = taken
+    return found

@@ -1,0 +1,64 @@
+"""A view that is fast to read: a short dense copy of what a policy keeps of the store.
+
+FAFO's code swaps slots so that its view is always the front of the one buffer. A copy costs a few megabytes more,
+leaves the store alone, and reads faster on a CPU, where a slice of a slab is copied at every product anyhow. It is
+chosen anew every `every` tokens; what is committed in between joins it. A view decides what guesses cost and never what
+is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvcli.kernels.merge import Part
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Sight, Slots, Store, Usage, compact
+from kvcli.kv.view import Pick
+
+
+class Front:
+    """What `pick` keeps of `store`, copied; at most `every` tokens out of date in what it left out."""
+
+    STEP = 64  # slots by which a layer of the copy grows
+
+    def __init__(self, store: Store, pick: Pick, every: int, *, n_layers: int, n_kv_heads: int, head_dim: int) -> None:
+        self._store, self._pick, self._every = store, pick, every
+        device = store.slots(0).k.device
+        self._copy = Dense(n_layers, n_kv_heads, head_dim, store.dtype, device, step=self.STEP)
+        self._changes = [-1] * n_layers  # of the store, when the layer was copied
+        self._seen = [0] * n_layers  # slots of the longest head in the store, copied or left out
+        self._chosen = [0] * n_layers  # of them, when the layer was chosen
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""
+        slots = self._store.slots(layer)
+        if not slots.n_slots:
+            return []
+        is_stale = self._store.changes != self._changes[layer]
+        if is_stale or slots.n_slots - self._chosen[layer] >= self._every:
+            self._choose(layer, q, slots)
+        elif slots.n_slots > self._seen[layer]:
+            self._join(layer, slots)
+        return self._copy.attend(layer, q, sight, pos)
+
+    def usage(self) -> list[Usage]:
+        """What the copy takes, as a tier of its own."""
+        return [replace(use, tier="view") for use in self._copy.usage()]
+
+    def _choose(self, layer: int, q: Tensor, slots: Slots) -> None:
+        kept = compact(slots, self._pick(layer, q, slots))
+        self._copy.put(layer, kept)
+        self._changes[layer] = self._store.changes
+        self._seen[layer] = self._chosen[layer] = slots.n_slots
+
+    def _join(self, layer: int, slots: Slots) -> None:
+        """Append what was committed since; every head stores all of it, at the end of its own slots."""
+        fresh = slots.n_slots - self._seen[layer]
+        if bool((slots.pos[:, -1] < 0).any()):  # shorter heads end earlier
+            tail = compact(slots, slots.pos > slots.pos.amax(dim=1, keepdim=True) - fresh)
+        else:
+            tail = Slots(slots.k[:, -fresh:], slots.v[:, -fresh:], slots.pos[:, -fresh:])
+        self._copy.append(layer, tail.k, tail.v, tail.pos[0])
+        self._seen[layer] = slots.n_slots

@@ -1,0 +1,61 @@
+"""Pages that the query may want: Quest (Tang et al., arXiv 2406.10774).
+
+A page is a run of positions; the channel-wise minimum and maximum of its keys bound every score in it from above, and
+the pages with the highest bound are read. Per KV head, over all its queries: the paper's per-head choice, with the
+group of a KV head sharing one. Sinks and the newest tokens are always read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from kvcli.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.kv.slots import Slots
+
+
+@dataclass(frozen=True)
+class Quest:
+    """Keep sinks, the newest tokens, and the pages with the highest bound on a score."""
+
+    page: Annotated[int, Range(1)] = 16  # tokens
+    pages: Annotated[int, Range(1)] = 32  # read by a KV head
+    sinks: Annotated[int, Range(0)] = 16  # first tokens
+    local: Annotated[int, Range(1)] = 64  # newest tokens
+
+    @property
+    def recent(self) -> int:
+        return 0
+
+    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
+        """q [H, w, D] -> bool [K, S]."""
+        import torch
+
+        n_kv, n_slots, dim = s.k.shape
+        if not n_slots:
+            return s.pos >= 0
+        newest = s.pos.amax(dim=1, keepdim=True)
+        mask = (s.pos >= 0) & ((s.pos < self.sinks) | (s.pos > newest - self.local))
+        if not q.shape[1]:
+            return mask
+        page = (s.pos.clamp(min=0) // self.page).long()  # [K, S]
+        count = int(page.max()) + 1
+        wide = page.unsqueeze(-1).expand(-1, -1, dim)
+        empty = (s.pos < 0).unsqueeze(-1)
+        low = s.k.new_full((n_kv, count, dim), torch.inf)
+        high = s.k.new_full((n_kv, count, dim), -torch.inf)
+        low.scatter_reduce_(1, wide, s.k.masked_fill(empty, torch.inf), "amin")
+        high.scatter_reduce_(1, wide, s.k.masked_fill(empty, -torch.inf), "amax")
+        held = torch.zeros(n_kv, count, dtype=torch.bool, device=page.device).scatter_(1, page, True)
+        rows = q.to(s.k.dtype).reshape(n_kv, -1, dim)  # [K, G*w, D]
+        low, high = (t.masked_fill(~held.unsqueeze(-1), 0) for t in (low, high))
+        # max(q·low, q·high) by channel, summed: positive parts of q meet the maxima, negative ones the minima
+        bound = rows.clamp(min=0) @ high.transpose(1, 2) + rows.clamp(max=0) @ low.transpose(1, 2)  # [K, G*w, P]
+        score = bound.amax(1).masked_fill(~held, -torch.inf)
+        best = score.topk(min(self.pages, count), dim=1).indices
+        chosen = torch.zeros_like(held).scatter_(1, best, True)
+        return (mask | chosen.gather(1, page)) & (s.pos >= 0)

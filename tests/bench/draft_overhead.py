@@ -1,0 +1,110 @@
+"""What drafting and its control take between passes, in Python: propose and observe over a text of 32k tokens.
+
+    python tests/bench/draft_overhead.py [--context 32768] [--passes 300] [--out FILE]
+
+The text is the standard library's source, tokenized by words; it is replayed as if a model had written its end, and the
+logits of each row prefer the true next token among 16,384. No model runs. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvcli.drafts.lookahead import Lookahead  # noqa: E402
+from kvcli.drafts.mix import Mix  # noqa: E402
+from kvcli.drafts.ngram import Ngram  # noqa: E402
+from kvcli.rows import Rows  # noqa: E402
+from kvcli.sample import Sampler  # noqa: E402
+from kvcli.stats import Step  # noqa: E402
+from tests.bench.decode import machine, spread  # noqa: E402
+
+VOCAB = 16384
+
+
+def words(n: int) -> list[int]:
+    """So many tokens of the standard library's source, a number for each different word."""
+    import re
+    import sysconfig
+
+    known: dict[str, int] = {}
+    text: list[int] = []
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        found = re.findall(r"\w+|\s+|[^\w\s]", file.read_text(encoding="utf-8", errors="ignore"))
+        text += [known.setdefault(word, len(known) % VOCAB) for word in found]
+        if len(text) >= n:
+            break
+    return text[:n]
+
+
+def replay(drafter: Any, text: list[int], context: int, passes: int, temperature: float) -> dict[str, Any]:
+    """Milliseconds of propose and observe, pass by pass."""
+    torch.manual_seed(0)
+    base = torch.randn(64, VOCAB)
+    sampler = Sampler(temperature=temperature)
+    drafter.start(text[:context], sampler)
+    at, proposing, observing, rows_seen = context, [], [], 0
+    for _ in range(passes):
+        ids = text[:at]
+        began = time.perf_counter()
+        draft = drafter.propose(ids, 64)
+        proposing.append(1000 * (time.perf_counter() - began))
+        rows = Rows.build(ids[-1], at - 1, draft)
+        path, node = [0], 0
+        below = rows.children()
+        while match := [r for r in below[node] if int(rows.ids[r]) == text[at + len(path) - 1]]:
+            node = match[0]
+            path.append(node)
+        new = text[at : at + len(path)]
+        logits = base[: rows.want.shape[0]].clone()
+        for row, token in zip(path, new, strict=True):
+            logits[row, token] = 12.0
+        rows_seen += rows.n_rows
+        step = Step(rows, logits, path, new, 0.02)
+        began = time.perf_counter()
+        drafter.observe(step)
+        observing.append(1000 * (time.perf_counter() - began))
+        at += len(new)
+    both = [a + b for a, b in zip(proposing, observing, strict=True)]
+    return {
+        "ms": spread(both),
+        "ms_p90": round(quantiles(both, n=10)[-1], 4),
+        "propose_ms": spread(proposing)[1],
+        "observe_ms": spread(observing)[1],
+        "rows": round(rows_seen / passes, 1),
+        "tokens_per_pass": round((at - context) / passes, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--passes", type=int, default=300)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    text, rows = words(args.context + 40 * args.passes), []
+    torch.set_num_threads(1)
+    for temperature in (0.0, 0.8):
+        for name, config in (("ngram", Ngram()), ("lookahead", Lookahead()), ("fafo", Mix(view="stream"))):
+            replay(config.drafter(), text, args.context, 20, temperature)
+            row = {"side": name, "temperature": temperature}
+            rows.append(row | replay(config.drafter(), text, args.context, args.passes, temperature))
+            print(json.dumps(rows[-1]), flush=True)
+    result = {"schema": "kvcli.bench.draft_overhead/1", "environment": machine(), "rows": rows}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

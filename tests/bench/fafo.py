@@ -1,0 +1,190 @@
+"""FAFO and its parts against plain decoding, HF generate and HF prompt lookup: all sides interleaved in one run.
+
+    python tests/bench/fafo.py [--reps 3] [--tasks copy,lookup,...] [--temperatures 0,0.8] [--out FILE]
+
+  copy     the demo model repeats notes of its example report, word for word
+  lookup   the demo model answers questions about a report of 4,000 tokens
+  summary  the demo model lists that report's findings
+  free     the demo model continues a report that it was given the beginning of
+  random   a random Llama of 152M parameters continues random tokens
+
+Each side starts each prompt knowing nothing. All sides write as many tokens as plain decoding does until it stops.
+Times are from the first token to the last; ratios are of plain decoding by this engine, repetition by repetition.
+Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import kvcli  # noqa: E402
+from kvcli.bench.hf import HfSide  # noqa: E402
+from kvcli.bench.profile_side import ProfileSide  # noqa: E402
+from kvcli.local import Model  # noqa: E402
+from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+
+PLAIN = "exact"
+SIDES: dict[str, dict[str, Any]] = {  # [spec] tables; the profiles of these names, and parts of the mix
+    PLAIN: {"method": "off"},
+    "lookahead": {"method": "lookahead"},
+    "scouts over a view": {"method": "lookahead", "view": "stream"},
+    "suffix": {"method": "mix", "sources": ["suffix"]},
+    "recycle": {"method": "mix", "sources": ["recycle"]},
+    "stand": {"method": "mix", "sources": ["stand"]},
+    "ngram": {"method": "ngram"},
+    "fafo": {"method": "mix", "view": "stream"},
+}
+THEIRS = {"hf": 0, "hf-lookup": 10}  # guesses of prompt lookup
+
+
+@dataclass
+class Task:
+    """Prompts for one model, and how many tokens each of them is continued by."""
+
+    name: str
+    model: Model
+    theirs: Any
+    prompts: list[list[int]]
+    new: list[int] = field(default_factory=list)
+    same32: Model | None = None  # the same weights in fp32
+
+
+def tasks(names: list[str]) -> list[Task]:
+    from kvcli.bench.hf import load_hf
+    from kvcli.demo.example import example_report
+
+    demo = kvcli.load("demo", profile=PLAIN)
+    demo32 = kvcli.load("demo", profile=PLAIN, set={"load.dtype": "fp32"})
+    found = {}
+    report = example_report()
+    notes = [f"Repeat this: {a.paragraph} {b.paragraph}" for a, b in zip(report.notes, report.notes[1:], strict=False)]
+    chosen = report.facts[:: max(1, len(report.facts) // 4)]
+    questions = [f"{report.text}\n\nWhat is the {fact.attribute} of {fact.entity}?" for fact in chosen[:4]]
+    words = {
+        "copy": notes[:6],
+        "lookup": questions,
+        "summary": [f"{report.text}\n\nSummarise the main findings."],
+    }
+    theirs = load_hf("demo", demo.profile)
+    for name, prompts in words.items():
+        found[name] = Task(name, demo, theirs, [demo.encode(p) for p in prompts], same32=demo32)
+    text = demo.tokenizer.encode(report.text)
+    starts = [text[i : i + 600] for i in (0, 1200, 2400)]
+    found["free"] = Task("free", demo, theirs, starts, new=[160] * 3, same32=demo32)
+    if "random" in names:
+        generator = torch.Generator().manual_seed(3)
+        noise = [torch.randint(8, 16384, (512,), generator=generator).tolist() for _ in range(2)]
+        raw = build()
+        model = Model(ours_of(build()), demo.tokenizer, demo.profile)
+        model32 = Model(ours_of(build().float()), demo.tokenizer, demo32.profile)
+        found["random"] = Task("random", model, raw, noise, new=[96] * 2, same32=model32)
+    return [found[name] for name in names]
+
+
+def profile_of(model: Model, side: str, temperature: float) -> kvcli.Profile:
+    return model.profile.replace(spec=SIDES[side], sample={"temperature": temperature}, name=side)
+
+
+def lengths(task: Task) -> list[int]:
+    """Tokens until plain greedy decoding stops."""
+    if task.new:
+        return task.new
+    model = task.model.with_profile(profile_of(task.model, PLAIN, 0.0))
+    return [max(8, len(model.generate(p, max_new_tokens=400).ids)) for p in task.prompts]
+
+
+def measure(task: Task, temperature: float, reps: int) -> dict[str, Any]:
+    threads = torch.get_num_threads()
+    sides: dict[str, Any] = {
+        name: ProfileSide(name, task.model.with_profile(profile_of(task.model, name, temperature)), threads)
+        for name in SIDES
+    }
+    sides |= {n: HfSide(n, task.theirs, threads, lookup=k, temperature=temperature) for n, k in THEIRS.items()}
+    new = lengths(task)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    texts: dict[str, list[tuple[int, ...]]] = {}
+    folded: dict[str, list[Any]] = {}
+    for rep in range(reps + 1):  # the first warms up
+        for name, side in sides.items():
+            done = [side.run(prompt, n) for prompt, n in zip(task.prompts, new, strict=True)]
+            if rep:
+                spent = sum(s.at[-1] - s.at[0] for s in done)
+                tokens = sum(len(s.at) - sum(at == s.at[0] for at in s.at) for s in done)
+                seconds[name].append(spent / tokens)
+            texts[name], folded[name] = [s.ids for s in done], [s.stats for s in done]
+    plain = seconds[PLAIN]
+    return {
+        "task": task.name,
+        "temperature": temperature,
+        "tokens": sum(new),
+        "sides": {
+            name: {
+                "speedup": spread([a / b for a, b in zip(plain, times, strict=True)]),
+                "ms_per_token": round(1000 * median(times), 3),
+                **({} if folded[name][0] is None else counts(folded[name])),
+                "same": texts[name] == texts[PLAIN],
+                **({} if name in THEIRS else {"same_fp32": same_fp32(task, name, temperature, new)}),
+            }
+            for name, times in seconds.items()
+        },
+    }
+
+
+def counts(stats: list[Any]) -> dict[str, Any]:
+    passes = sum(s.passes for s in stats)
+    return {
+        "tokens_per_pass": round(sum(s.new for s in stats) / passes, 3),
+        "rows_per_pass": round(1 + sum(s.draft_tokens + s.scout_rows for s in stats) / passes, 2),
+    }
+
+
+def same_fp32(task: Task, side: str, temperature: float, new: list[int]) -> bool:
+    """Whether the side writes what plain decoding writes where rounding cannot decide."""
+    assert task.same32 is not None
+    texts = []
+    for name in (PLAIN, side):
+        model = task.same32.with_profile(profile_of(task.same32, name, temperature))
+        run = ProfileSide(name, model, torch.get_num_threads()).run
+        texts.append([run(prompt, n).ids for prompt, n in zip(task.prompts, new, strict=True)])
+    return texts[0] == texts[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--tasks", default="copy,lookup,summary,free,random")
+    parser.add_argument("--temperatures", default="0,0.8")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    before, found = machine(), []
+    for task in tasks(args.tasks.split(",")):
+        for temperature in map(float, args.temperatures.split(",")):
+            row = measure(task, temperature, args.reps)
+            found.append(row)
+            print(f"{task.name}, temperature {temperature}, {row['tokens']} tokens")
+            for name, side in row["sides"].items():
+                low, middle, high = side["speedup"]
+                per_pass = side.get("tokens_per_pass", "")
+                same = side.get("same_fp32", "")
+                print(
+                    f"  {name:20} x{middle:.2f} ({low:.2f}-{high:.2f})  {per_pass:>6} a pass  fp32 {same}", flush=True
+                )
+    result = {"schema": "kvcli.bench.fafo/1", "environment": before, "rows": found}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Scouts run while they bring more than they cost, and rest otherwise."""
+
+from __future__ import annotations
+
+from kvcli.drafts.credit import Credit
+
+
+def sent(passes: int, brought: float, cost: float, speed: float = 1.0) -> Credit:
+    """So many passes, scouts bringing a token every 1 / `brought` passes."""
+    credit, owed = Credit(), 0.0
+    for _ in range(passes):
+        if credit.due():
+            owed += brought
+            credit.observe(int(owed), cost, speed)
+            owed -= int(owed)
+    return credit
+
+
+def test_scouts_that_pay_never_rest():
+    assert sent(2000, brought=0.5, cost=0.2).rested_passes == 0
+
+
+def test_scouts_that_do_not_pay_rest_longer_and_longer():
+    credit = sent(3000, brought=0.1, cost=0.4)
+    assert credit.rested_passes > 2800
+    assert "brought 0.08 tokens a pass and cost 0.40" in credit.why or "cost 0.40" in credit.why
+
+
+def test_hopeless_scouts_are_stopped_at_once():
+    credit = sent(128, brought=1.0, cost=2.0)
+    assert credit.rested_passes == 125
+    assert "2.00 tokens' time longer" in credit.why
+
+
+def test_where_plain_passes_yield_more_a_pass_is_dearer():
+    assert sent(400, brought=0.5, cost=0.3, speed=1.0).rested_passes == 0
+    assert sent(400, brought=0.5, cost=0.3, speed=3.0).rested_passes > 300
+
+
+def test_free_scouts_run_whatever_they_bring():
+    assert sent(400, brought=0.0, cost=0.0).rested_passes == 0

@@ -1,0 +1,58 @@
+"""The pool: longest key first, newest run first, bounds kept."""
+
+from __future__ import annotations
+
+from kvcli.drafts.pool import Pool
+from kvcli.drafts.tree import grow
+
+
+def guessed(pool: Pool, text: list[int], most: int = 8, branches: int = 4) -> list[tuple[int, int]]:
+    pool.start(text)
+    return [(g.id, g.parent) for g in grow([pool], most, 9, branches)]
+
+
+def test_the_longer_key_comes_first():
+    pool = Pool(3, 8, 8)
+    pool.put([9, 2], [5, 6])
+    pool.put([1, 2], [3, 4])
+    assert guessed(pool, [0, 1, 2])[0] == (3, -1)
+    assert guessed(pool, [0, 9, 2])[0] == (5, -1)
+
+
+def test_the_newest_run_comes_first_and_the_oldest_goes():
+    pool = Pool(1, 2, 8)
+    for run in ([3], [4], [5], [4]):
+        pool.put([1], run)
+    assert guessed(pool, [1]) == [(4, -1), (5, -1)]
+
+
+def test_no_more_runs_than_asked_for():
+    pool = Pool(1, 8, 2)
+    for run in range(5):
+        pool.put([1], [run])
+    assert len(guessed(pool, [1])) == 2
+
+
+def test_shared_beginnings_cost_one_row():
+    pool = Pool(4, 8, 8)
+    pool.put([1, 1, 1, 1], [2, 3, 4])
+    pool.put([1, 1, 1, 1], [2, 3, 5])
+    assert guessed(pool, [1, 1, 1, 1]) == [(2, -1), (3, 0), (5, 1), (4, 1)]
+
+
+def test_keys_are_limited(monkeypatch):
+    monkeypatch.setattr("kvcli.drafts.pool._KEYS", 3)
+    pool = Pool(1, 8, 8)
+    for token in range(9):
+        pool.put([token], [0])
+    assert len(pool) == 3
+    assert not guessed(pool, [5])
+    assert guessed(pool, [8])
+
+
+def test_a_text_that_grew_is_followed():
+    pool = Pool(2, 8, 8)
+    pool.put([1, 2], [3])
+    pool.start([0, 1])
+    pool.extend([2])
+    assert [g.id for g in grow([pool], 4, 4, 4)] == [3]

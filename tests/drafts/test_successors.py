@@ -1,0 +1,96 @@
+"""Recycled logits: what is kept, how it is ranked, and that noise is the sampler's own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kvcli.drafts.successors import TOP, Successors, top
+from kvcli.drafts.tree import grow
+from kvcli.kernels.gumbel import gumbel
+from kvcli.kernels.gumbel.host import gumbel_host
+from kvcli.sample import Sampler
+
+
+def logs(*shares: float) -> list[float]:
+    return [math.log(p) for p in shares]
+
+
+def test_the_host_noise_is_the_reference():
+    ids = torch.tensor([0, 1, 7, 50_000, 262_143])
+    for seed in (0, 3, 2**63 + 5, -1):
+        for pos in (0, 1, 4097, 10**6):
+            want = gumbel(seed, torch.tensor([pos]), ids)[0]
+            np.testing.assert_allclose(gumbel_host(seed, pos, ids.numpy()), want.numpy(), rtol=1e-12)
+
+
+def test_the_newest_successors_of_a_token_replace_the_old():
+    source = Successors("recycle", 1, 1)
+    source.tell([1], [2, 3], logs(0.6, 0.3))
+    source.tell([1], [4, 2], logs(0.7, 0.2))
+    source.start([9, 1])
+    assert [o.id for o in source.offers(source.root(3), 0, 4)] == [4, 2]
+
+
+def test_longer_keys_keep_a_mean():
+    source = Successors("stand", 2, 4)
+    source.tell([0, 1], [2, 3], logs(0.9, 0.1))
+    source.tell([0, 1], [3, 2], logs(0.6, 0.4))
+    source.start([0, 1])
+    first, second = source.offers(source.root(3), 0, 4)
+    assert (first.id, second.id) == (2, 3)  # 0.65 against 0.35
+    assert first.about[0] == 2  # log(0.65 / 0.35) = 0.62, between a half and one
+
+
+def test_the_longest_known_key_decides():
+    source = Successors("stand", 2, 3)
+    source.tell([5, 1, 2], [7], logs(0.9))
+    source.tell([6, 1, 2], [8], logs(0.9))
+    source.start([5, 1, 2])
+    assert source.offers(source.root(1), 0, 1)[0].id == 7
+    source.start([4, 1, 2])
+    assert source.offers(source.root(1), 0, 1)[0].id in (7, 8)  # the mean of both
+
+
+def test_a_path_follows_its_own_guesses():
+    source = Successors("recycle", 1, 1)
+    for token in range(5):
+        source.tell([token], [token + 1], logs(0.99))
+    source.start([0])
+    assert [g.id for g in grow([source], 4, 9, 2)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.4}, {"top_k": 4, "top_p": 0.9}])
+def test_what_is_guessed_first_is_what_the_sampler_draws(settings: dict[str, float]):
+    """With all of the distribution known, the coupled guess is the sample."""
+    sampler = Sampler(temperature=0.8, seed=5, **settings)
+    source = Successors("stand", 2, 2)
+    source.sampler = sampler
+    logits = torch.randn(1, TOP, generator=torch.Generator().manual_seed(1))
+    ids, logp = top(logits)
+    source.tell([3, 4], ids[0], logp[0])
+    for n in range(40):
+        text = [0] * n + [3, 4]
+        source.start(text)
+        drawn = int(sampler(logits, torch.tensor([len(text) - 1]))[0])
+        assert source.offers(source.root(1), 0, 1)[0].id == drawn
+
+
+def test_keys_are_limited(monkeypatch):
+    monkeypatch.setattr("kvcli.drafts.successors._KEYS", 3)
+    source = Successors("recycle", 1, 1)
+    for token in range(9):
+        source.tell([token], [0], [0.0])
+    source.start([5])
+    assert not source.offers(source.root(1), 0, 1)
+    source.start([8])
+    assert source.offers(source.root(1), 0, 1)
+
+
+def test_top_is_in_order_and_normalised():
+    ids, logp = top(torch.tensor([[0.0, 2.0, 1.0]]))
+    assert ids == [[1, 2, 0]]
+    assert math.isclose(sum(map(math.exp, logp[0])), 1, rel_tol=1e-6)

@@ -1,0 +1,123 @@
+"""The fast view equals the reference, whatever happens to the store below it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcli.kernels.merge import merge
+from kvcli.kv.dense import Dense
+from kvcli.kv.front import Front
+from kvcli.kv.slots import Sight
+from kvcli.kv.view import View
+from kvcli.policies.quest import Quest
+from kvcli.policies.window import Window
+
+LAYERS, HEADS, DIM = 2, 2, 8
+RANDOM = torch.Generator().manual_seed(0)
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=RANDOM)
+
+
+def grown(kv: Dense, n: int, start: int = 0) -> None:
+    for layer in range(LAYERS):
+        kv.append(layer, rand(HEADS, n, DIM), rand(HEADS, n, DIM), torch.arange(start, start + n))
+
+
+def pick(policy):
+    return lambda layer, q, s: policy.keep(layer, q, s, torch.zeros(0, dtype=torch.int8))
+
+
+def pair(policy, every: int) -> tuple[Dense, Front, View]:
+    kv = Dense(LAYERS, HEADS, DIM, torch.float32)
+    shape = {"n_layers": LAYERS, "n_kv_heads": HEADS, "head_dim": DIM}
+    return kv, Front(kv, pick(policy), every, **shape), View(kv, pick(policy))
+
+
+def same(front: Front, view: View, at: int) -> None:
+    q, pos = rand(4, 3, DIM), torch.arange(at, at + 3)
+    for layer in range(LAYERS):
+        want, got = (v.attend(layer, q, Sight(0.3), pos) for v in (view, front))
+        torch.testing.assert_close(merge(got), merge(want))
+
+
+@pytest.mark.parametrize("policy", [Window(sinks=2, window=9), Quest(page=4, pages=3, sinks=2, local=5)])
+def test_chosen_anew_each_token_it_is_the_reference(policy):
+    kv, front, view = pair(policy, every=1)
+    for n in range(0, 60, 3):
+        grown(kv, 3, n)
+        same(front, view, n + 3)
+
+
+def test_between_two_choices_new_tokens_join():
+    kv, front, _ = pair(Window(sinks=2, window=6), every=10)
+    grown(kv, 30)
+    q = rand(4, 1, DIM)
+    front.attend(0, q, Sight(1.0), torch.tensor([30]))
+    grown(kv, 4, 30)
+    front.attend(0, q, Sight(1.0), torch.tensor([34]))
+    assert front._copy.slots(0).pos[0].tolist() == [0, 1, *range(24, 34)]
+    grown(kv, 7, 34)
+    front.attend(0, q, Sight(1.0), torch.tensor([41]))
+    assert front._copy.slots(0).pos[0].tolist() == [0, 1, *range(35, 41)]
+
+
+@pytest.mark.parametrize("change", ["crop", "keep", "ragged"])
+def test_what_is_forgotten_below_is_forgotten_here(change: str):
+    kv, front, view = pair(Window(sinks=1, window=50), every=1000)
+    grown(kv, 40)
+    same(front, view, 40)
+    if change == "crop":
+        kv.crop(20)
+        grown(kv, 20, 20)  # as many slots as before, with other keys
+    else:
+        mask = torch.ones(HEADS, 40, dtype=torch.bool)
+        mask[:, 5:10] = False
+        if change == "ragged":
+            mask[0, 10:20] = False
+        for layer in range(LAYERS):
+            kv.keep(layer, mask)
+    same(front, view, 40)
+    grown(kv, 3, 40)
+    same(front, view, 43)
+
+
+def test_slots_that_hold_nothing_are_never_read():
+    """FAFO's released code lets rows attend ten zero slots; here every one that holds nothing is poisoned."""
+    kv, front, view = pair(Window(sinks=2, window=6), every=8)
+    grown(kv, 30)
+    same(front, view, 30)
+    for dense in (kv, front._copy):
+        for slab in dense._slabs:
+            slab.k[:, slab.length :] = 1e4
+            slab.v[:, slab.length :] = 1e4
+    same(front, view, 30)
+
+
+def test_an_empty_store_has_nothing_to_show():
+    kv, front, _ = pair(Window(), every=8)
+    assert front.attend(0, rand(4, 1, DIM), Sight(1.0), torch.tensor([0])) == []
+    assert sum(use.nbytes for use in front.usage()) == sum(use.nbytes for use in kv.usage())
+
+
+def test_quest_reads_the_page_that_the_query_wants():
+    kv = Dense(1, HEADS, DIM, torch.float32)
+    k = 0.01 * rand(HEADS, 64, DIM)
+    q = rand(4, 1, DIM)
+    k[0, 21] = 3 * q[0, 0]  # head 0 of two; queries 0 and 1 are its group
+    kv.append(0, k, rand(HEADS, 64, DIM), torch.arange(64))
+    mask = Quest(page=8, pages=1, sinks=1, local=2).keep(0, q, kv.slots(0), torch.zeros(0))
+    assert mask[0].nonzero().flatten().tolist() == [0, *range(16, 24), 62, 63]
+    assert mask[1].sum() <= 8 + 3
+
+
+def test_the_bound_of_a_page_is_above_every_score_in_it():
+    k, q = rand(HEADS, 64, DIM), rand(4, 5, DIM)
+    rows = q.reshape(HEADS, -1, DIM)
+    pages = k.reshape(HEADS, 8, 8, DIM)
+    low, high = pages.amin(2), pages.amax(2)
+    bound = rows.clamp(min=0) @ high.transpose(1, 2) + rows.clamp(max=0) @ low.transpose(1, 2)
+    score = (rows @ k.transpose(1, 2)).reshape(HEADS, -1, 8, 8).amax(3)
+    assert bool((bound >= score - 1e-5).all())
