@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections import deque
 from statistics import median_low
 
+_WAIT = 16  # passes before the first scouts: by then it is known how fast it goes without them
 _BURST = 24  # passes with scouts before they are judged
 _FIRST = 3  # of them, after which scouts that no text could pay for are stopped
-_HOPELESS = 1.0  # tokens a pass that nobody's scouts bring
+_HOPELESS = (
+    0.6  # tokens a pass that scouts bring at best: Lookahead accepts 1.64 a pass on Spec-Bench, one of them plain
+)
 _REST, _LONGEST_REST = 128, 4096  # passes; a rest doubles each time scouts fail again
 
 
@@ -22,6 +25,7 @@ class Credit:
     def __init__(self) -> None:
         self._brought: deque[int] = deque(maxlen=_BURST)  # tokens that only scouts had named
         self._cost: deque[float] = deque(maxlen=9)  # plain passes that a pass with scouts takes longer
+        self._wait = _WAIT
         self._left = 0  # passes until scouts are tried again
         self._rest = _REST
         self.rested_passes = 0
@@ -37,8 +41,13 @@ class Credit:
         """Tokens a pass that only scouts had named, lately."""
         return sum(self._brought) / len(self._brought) if self._brought else None
 
-    def due(self) -> bool:
-        """Does the coming pass carry scouts?"""
+    def due(self, cost: float, speed: float) -> bool:
+        """Does the coming pass carry scouts? `cost`: estimated, counts until it is measured; `speed`: over plain."""
+        if self._wait:
+            self._wait -= 1
+            return False
+        if not self._left and (price := (self.cost if self.cost is not None else cost) * max(1.0, speed)) > _HOPELESS:
+            self._stop(f"a pass with scouts takes {price:.2f} tokens' time longer")
         if not self._left:
             return True
         self._left -= 1

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Mix(Scouting):
     """Guess with several sources at once, merged into one tree."""
 
-    sources: tuple[Literal["suffix", "scouts", "recycle", "stand"], ...] = ("suffix", "scouts", "recycle", "stand")
+    sources: tuple[Literal["suffix", "scouts", "recycle", "stand"], ...] = ("suffix", "scouts", "stand", "recycle")
     min_match: Annotated[int, Range(1, 64)] = 1  # of "suffix": tokens that must match before what follows is a guess
     max_match: Annotated[int, Range(1, 256)] = 32  # of "suffix": tokens beyond which matches count as equally long
 

@@ -143,7 +143,9 @@ class Mixer:
         window = self._window
         if window is None or mode is not Mode.DRAFT or room < window.reach:
             return None
-        return window.scouts() if not self._config.adaptive or self._credit.due() else None
+        if not self._config.adaptive:
+            return window.scouts()
+        return window.scouts() if self._credit.due(self._pace.surcharge(window.rows), self._pace.speed) else None
 
     # ---- the pass behind ----
 
@@ -157,7 +159,7 @@ class Mixer:
         return 0
 
     def _hear_logits(self, step: Step) -> None:
-        """Harvest n-grams from the scouts' logits and successors from everybody's."""
+        """Harvest n-grams from the scouts' logits, and successors from those of the text's last row."""
         tree = step.rows.tree
         if self._window is not None and self._pool is not None and step.rows.n_rows > tree:
             last: list[int] = step.logits[tree:].argmax(-1).tolist()
@@ -165,17 +167,14 @@ class Mixer:
                 self._pool.put(before, run)
         if not self._successors:
             return
-        from kvcli.drafts.successors import top  # late: it needs numpy
+        from kvcli.drafts.successors import top  # late: it needs torch
 
-        ids, logp = top(step.logits)
-        own: list[int] = step.rows.ids[step.rows.want].tolist()
+        # of the row that ended the path: what the others' rows led to was guessed, and so is known already
+        row = step.path[-1]
+        ids, logp = top(step.logits[row])
+        before = [*self._tail, *step.new[:-1]]
         for source in self._successors:
-            if source.longest == 1:
-                for token, after, how in zip(own, ids, logp, strict=True):
-                    source.tell([token], after, how)
-            else:  # longer keys only where the text went, for their number is limited and each costs time
-                for j, row in enumerate(step.path):
-                    source.tell([*self._tail, *step.new[:j]], ids[row], logp[row])
+            source.tell(before, ids, logp)
 
     def _extend(self, ids: Sequence[int]) -> None:
         for source in self._sources:

@@ -102,6 +102,7 @@ class Clock:
         self._units: dict[int, deque[float]] = {}  # stair -> what passes on it took
         self._timed: dict[int, int] = {}  # stair -> the pass it was last timed in
         self._prior: dict[int, float] = {}  # stair -> units, from a calibration; counts until the stair is timed
+        self._stairs: list[float] = []  # units of 1, 2, ... rows as far as known; empty = to be worked out
 
     @property
     def plain(self) -> float:
@@ -116,12 +117,14 @@ class Clock:
     def expect(self, costs: Mapping[int, float]) -> None:
         """What passes took when the machine was calibrated: rows -> units."""
         self._prior = {_stair(rows): units for rows, units in costs.items() if rows > 1}
+        self._stairs = []
 
     def tick(self) -> None:
         """A pass has gone by. Costs nobody has paid for long are forgotten: they may have been one bad moment."""
         self._now += 1
         for stair in [stair for stair, when in self._timed.items() if self._now - when > _STALE]:
             del self._units[stair], self._timed[stair]
+            self._stairs = []
 
     def agrees(self, seconds: float) -> bool:
         """Is this a plain pass like the ones before?"""
@@ -136,12 +139,17 @@ class Clock:
         stair = _stair(rows)
         self._units.setdefault(stair, deque(maxlen=9)).append(units)
         self._timed[stair] = self._now
+        self._stairs = []
 
     def forget_plain(self) -> None:
         self._plain.clear()
 
     def costs(self, most: int) -> list[float]:
         """Units of a pass with 1, 2, ... `most` rows; between known stairs a straight line."""
+        known = self._stairs = self._stairs or self._climb()
+        return known[:most] + [known[-1] + _SLOPE * i for i in range(1, most - len(known) + 1)]
+
+    def _climb(self) -> list[float]:
         measured, costs, least = [], [1.0], math.inf
         for stair, units in sorted((self._prior | self.measured).items(), reverse=True):
             least = max(1.0, min(least, units))  # fewer rows cannot take longer: that was noise
@@ -149,8 +157,7 @@ class Clock:
         for stair, units in reversed(measured):
             step = (units - costs[-1]) / (stair - len(costs))
             costs += [costs[-1] + step * i for i in range(1, stair - len(costs) + 1)]
-        costs += [costs[-1] + _SLOPE * i for i in range(1, most - len(costs) + 1)]
-        return costs[:most]
+        return costs
 
     def knows(self, rows: int) -> bool:
         """Have passes of this many rows or more been timed lately?"""
@@ -215,6 +222,11 @@ class Pace:
     def speed(self) -> float:
         """Tokens by the time of a plain pass, lately; 0 = not measured."""
         return self._rate(self._recent)
+
+    def surcharge(self, rows: int) -> float:
+        """Plain passes that a pass takes longer with so many rows on top of one and a few guesses: an estimate."""
+        costs = self._clock.costs(rows + 4)
+        return costs[-1] - costs[3]
 
     @property
     def is_paused(self) -> bool:

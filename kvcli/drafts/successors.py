@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
+from itertools import accumulate
 from math import exp, inf, log
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvcli.drafts.odds import Odds
 from kvcli.drafts.tree import Offer
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.pace import Accepted
     from kvcli.sample import Sampler
 
-TOP = 8  # successors kept for a key
+TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilities are shared out
 _KEYS = 1 << 17  # keys at most; the oldest go first
 _MEAN = 8  # tellings after which a mean moves as if it were of so many
 # Rows: how far the guess leads the next one (a first choice) or trails the best (a later one), in nats.
@@ -128,22 +127,20 @@ class Successors:
         s = self.sampler
         if s is None or s.temperature == 0:
             return entry.ids, entry.logp
-        scores = np.array(entry.logp[: s.top_k or TOP]) / s.temperature
+        ids, scores = entry.ids[: s.top_k or TOP], [lp / s.temperature for lp in entry.logp[: s.top_k or TOP]]
         if s.top_p < 1:
-            mass = np.exp(scores - scores[0])
-            mass /= mass.sum()
-            scores = scores[np.cumsum(mass) - mass < s.top_p]
+            mass = [exp(score - scores[0]) for score in scores]
+            ahead = list(accumulate(mass, initial=0.0))
+            scores = [score for score, before in zip(scores, ahead, strict=False) if before < s.top_p * ahead[-1]]
         if s.min_p > 0:
-            scores = scores[scores >= scores[0] + log(s.min_p)]
-        ids = np.array(entry.ids[: len(scores)])
-        scores = scores + gumbel_host(s.seed, at, ids)
-        order = np.argsort(-scores)
-        ranked: tuple[list[int], list[float]] = (ids[order].tolist(), scores[order].tolist())
-        return ranked
+            scores = [score for score in scores if score >= scores[0] + log(s.min_p)]
+        noise = gumbel_host(s.seed, at, ids[: len(scores)])
+        ranked = sorted(((score + g, token) for score, g, token in zip(scores, noise, ids, strict=False)), reverse=True)
+        return [token for _, token in ranked], [score for score, _ in ranked]
 
 
-def top(logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-    """logits [R, V] -> the likeliest tokens of each row, in order, and their log-probabilities [R][TOP]."""
-    best = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
-    logp = best.values.float() - logits.logsumexp(-1, keepdim=True).float()
-    return best.indices.tolist(), logp.tolist()
+def top(logits: Tensor) -> tuple[list[int], list[float]]:
+    """logits [V] -> the likeliest tokens, in order, and their log-probabilities [TOP] among the WIDE likeliest."""
+    best = logits.topk(min(WIDE, logits.shape[-1]))  # a sum over the whole vocabulary would take longer than the rest
+    logp = best.values[:TOP].float() - best.values.float().logsumexp(-1)
+    return best.indices[:TOP].tolist(), logp.tolist()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.pace import Accepted
 
 FAINT = 0.02  # chance of acceptance below which a row is not even considered
+SURE = 0.8  # chance of a token above which no further source is asked about its place
 
 
 class Offer(NamedTuple):  # dozens are made each pass, and making a frozen dataclass takes four times as long
@@ -101,9 +102,12 @@ def _merged(
         ((i, state),) = states
         return [(found.chance, ((i, found),)) for found in sources[i].offers(state, depth, branches)]
     by_token: dict[int, list[tuple[int, Offer]]] = {}
-    for i, state in states:
-        for found in sources[i].offers(state, depth, branches):
+    for i, state in states:  # the cheapest source comes first
+        offers = sources[i].offers(state, depth, branches)
+        for found in offers:
             by_token.setdefault(found.id, []).append((i, found))
+        if offers and offers[0].chance >= SURE:
+            break
     merged = [(max(found.chance for _, found in named), tuple(named)) for named in by_token.values()]
     if len(merged) > branches:
         merged.sort(key=lambda item: -item[0])

@@ -9,7 +9,7 @@ def sent(passes: int, brought: float, cost: float, speed: float = 1.0) -> Credit
     """So many passes, scouts bringing a token every 1 / `brought` passes."""
     credit, owed = Credit(), 0.0
     for _ in range(passes):
-        if credit.due():
+        if credit.due(cost, speed):
             owed += brought
             credit.observe(int(owed), cost, speed)
             owed -= int(owed)
@@ -27,8 +27,8 @@ def test_scouts_that_do_not_pay_rest_longer_and_longer():
 
 
 def test_hopeless_scouts_are_stopped_at_once():
-    credit = sent(128, brought=1.0, cost=2.0)
-    assert credit.rested_passes == 125
+    credit = sent(144, brought=1.0, cost=2.0)
+    assert credit.rested_passes == 128
     assert "2.00 tokens' time longer" in credit.why
 
 
