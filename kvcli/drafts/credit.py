@@ -29,12 +29,17 @@ class Credit:
         self._left = 0  # passes until scouts are tried again
         self._rest = _REST
         self.rested_passes = 0
-        self.why = ""  # in words, while they rest
+        self._why = ""
 
     @property
     def cost(self) -> float | None:
         """Plain passes that a pass with scouts takes longer; None = not measured."""
         return median_low(self._cost) if len(self._cost) > 1 else None
+
+    @property
+    def why(self) -> str:
+        """In words, while they rest."""
+        return self._why if self._left else ""
 
     @property
     def brought(self) -> float | None:
@@ -52,6 +57,8 @@ class Credit:
             return True
         self._left -= 1
         self.rested_passes += 1
+        if not self._left:
+            self._cost.clear()  # measured in another context or a bad moment: it must not forbid the next try
         return False
 
     def observe(self, brought: int, cost: float | None, speed: float) -> None:
@@ -71,4 +78,4 @@ class Credit:
     def _stop(self, why: str) -> None:
         self._left, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
         self._brought.clear()
-        self.why = why
+        self._why = why

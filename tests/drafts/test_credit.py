@@ -27,8 +27,8 @@ def test_scouts_that_do_not_pay_rest_longer_and_longer():
 
 
 def test_hopeless_scouts_are_stopped_at_once():
-    credit = sent(144, brought=1.0, cost=2.0)
-    assert credit.rested_passes == 128
+    credit = sent(143, brought=1.0, cost=2.0)
+    assert credit.rested_passes == 127
     assert "2.00 tokens' time longer" in credit.why
 
 
@@ -39,3 +39,23 @@ def test_where_plain_passes_yield_more_a_pass_is_dearer():
 
 def test_free_scouts_run_whatever_they_bring():
     assert sent(400, brought=0.0, cost=0.0).rested_passes == 0
+
+
+def test_a_dear_moment_does_not_forbid_scouts_for_good():
+    credit = Credit()
+    for _ in range(16 + 2 + 128):  # they wait, two passes take far too long, and they rest
+        if credit.due(cost=0.1, speed=1.0):
+            credit.observe(1, 5.0, 1.0)
+    assert credit.rested_passes == 128
+    for _ in range(300):
+        if credit.due(cost=0.1, speed=1.0):
+            credit.observe(1, 0.1, 1.0)
+    assert credit.rested_passes == 128
+
+
+def test_a_reason_is_given_while_they_rest_and_no_longer():
+    credit = sent(16 + 3 + 20, brought=0.0, cost=0.5, speed=2.0)
+    assert credit.why
+    while not credit.due(0.1, 1.0):
+        pass
+    assert not credit.why
