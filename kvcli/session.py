@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcli.drafts.base import Drafter
 from kvcli.forward import Pass, run
-from kvcli.kv.slots import Readable, Slots, Store
+from kvcli.kv.slots import Lens, Slots, Store
 from kvcli.policies.base import Policy
 from kvcli.rows import Draft, Rows
 from kvcli.sample import Sampler, Seen
@@ -38,7 +38,7 @@ class Session:
         drafter: Drafter,
         sampler: Sampler,
         *,
-        view: Readable | None = None,
+        view: Lens | None = None,
         policy: Policy | None = None,
         accept: Accept = exact,
         chunk: int = 2048,
@@ -63,13 +63,13 @@ class Session:
         draft = self.drafter.propose(self.ids, room)
         assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
         rows, p, logits, path, new = self._try(draft)
-        if not path:  # nothing was decided: one row alone always decides
+        if is_second := not path:  # nothing was decided: one row alone always decides
             rows, p, logits, path, new = self._try(Draft.none())
         path, new = _cut(path, new, stop)
         self._commit(p, path)
         self.ids += new
         self.seen.add(new)
-        step = Step(rows, logits, path, new, time.perf_counter() - began, p)
+        step = Step(rows, logits, path, new, time.perf_counter() - began, p, is_second)
         self.drafter.observe(step)
         if self.committed == self.boundary:
             self.settle()
@@ -139,9 +139,14 @@ class Session:
         return keep
 
     def take(self, other: Session) -> None:
-        """Go on with the text and the past of `other`, which is left empty. Both must store and read alike."""
+        """Go on with the text and the past of `other`, which is left empty. Both must store alike.
+
+        Each keeps its own way to view a past: that is the drafter's.
+        """
         self.kv, other.kv = other.kv, self.kv
-        self.view, other.view = other.view, self.view
+        for session in (self, other):
+            if session.view is not None:
+                session.view = session.view.over(session.kv)
         self._queries, self._is_whole = other._queries, other._is_whole
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))

@@ -24,6 +24,7 @@ class Step:
     new: list[int]  # tokens added to the text
     seconds: float  # wall time from proposing to committing; what drafter and policy make of it comes after
     made: Pass | None = field(default=None, repr=False)  # the pass itself: fresh keys, values and queries
+    is_second: bool = False  # a pass before it decided nothing; `seconds` are those of both
 
     @property
     def n_drafted(self) -> int:
@@ -84,7 +85,7 @@ class Stats:
             self.accepted_tokens += accepted
             self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
             self.histogram[accepted] += 1
-        else:
+        elif not step.is_second:
             self.plain.append(step.seconds)
             del self.plain[:-64]
 

@@ -60,10 +60,8 @@ class Strict:
         self.drafter.start(ids, sampler)
 
     def propose(self, ids: Sequence[int], room: int) -> Draft:
-        if self._alone:
-            self._alone = False
-            return Draft.none()
-        return self.drafter.propose(ids, room)
+        alone, self._alone = self._alone, False
+        return self.drafter.propose(ids, 0 if alone else room)
 
     def observe(self, step: Step) -> None:
         self.drafter.observe(step)

@@ -21,6 +21,7 @@ from kvcli.kv.dense import Dense
 from kvcli.model import LM
 from kvcli.sample import Sampler
 from kvcli.session import Session
+from kvcli.stats import Stats, Step
 from kvcli.strict import Strict
 from tests import families
 from tests.policies import Ragged
@@ -181,6 +182,30 @@ def test_strict_gives_the_same_text_and_decides_ties_alone(sampler: Sampler, mon
     assert doubting.ties > 0
     assert all(step.rows.n_rows == 1 for step in steps)
     assert doubting.report().ties == doubting.ties
+    assert any(step.is_second for step in steps)
+
+
+def test_the_pass_behind_a_tie_is_heard_and_not_taken_for_a_plain_one(monkeypatch) -> None:
+    class Heard(Mixer):
+        passes = 0
+
+        def observe(self, step: Step) -> None:
+            Heard.passes += self._guesses is not None
+            super().observe(step)
+
+    ties = iter(range(10**6))
+    monkeypatch.setattr("kvcli.strict.bound", lambda logits: torch.tensor(1e9 if next(ties) % 3 == 2 else 0.0))
+    monkeypatch.setattr("kvcli.drafts.mixer.Mixer", Heard)
+    guard = Strict(Mix(adaptive=False).drafter())
+    ids, steps = decode(guard, accept=guard, new=100)
+    assert ids == plain(new=100)
+    assert Heard.passes == len(steps)
+    stats = Stats()
+    for step in steps:
+        stats.fold(step)
+    seconds = [step.seconds for step in steps if not step.n_drafted and not step.is_second]
+    assert stats.plain == seconds
+    assert len(seconds) < sum(not step.n_drafted for step in steps)
 
 
 def test_the_text_of_a_seed_has_the_law_of_the_model() -> None:

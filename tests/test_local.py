@@ -229,6 +229,21 @@ def test_a_profile_that_keeps_the_past_alike_goes_on_without_reading_again() -> 
     assert m.generate(prompt(), max_new_tokens=12).ids == first
 
 
+def test_scouts_keep_their_view_when_a_past_is_taken_over() -> None:
+    m = model()
+    m.generate(prompt(), max_new_tokens=4)
+    fafo = m.with_profile(Profile.load("fafo").replace(spec={"adaptive": False, "sinks": 1, "local": 4}))
+    assert fafo.take_past(m)
+    assert m.session.view is None
+    fafo.generate([*prompt(), 5, 6], max_new_tokens=12)
+    shown = fafo.session.view._copy.slots(0).pos[0].tolist()
+    assert shown[:2] == [0, len(prompt()) - 3]
+    back = m.with_profile(Profile.load("exact"))
+    assert back.take_past(fafo)
+    assert back.session.view is None
+    assert fafo.session.view is not None
+
+
 def test_a_profile_that_keeps_the_past_otherwise_reads_again() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)

@@ -25,11 +25,16 @@ class Front:
 
     def __init__(self, store: Store, pick: Pick, every: int, *, n_layers: int, n_kv_heads: int, head_dim: int) -> None:
         self._store, self._pick, self._every = store, pick, every
+        self._shape = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
         device = store.slots(0).k.device
         self._copy = Dense(n_layers, n_kv_heads, head_dim, store.dtype, device, step=self.STEP)
         self._changes = [-1] * n_layers  # of the store, when the layer was copied
         self._seen = [0] * n_layers  # slots of the longest head in the store, copied or left out
         self._chosen = [0] * n_layers  # of them, when the layer was chosen
+
+    def over(self, store: Store) -> Front:
+        """The same choice from another store, with nothing copied yet."""
+        return Front(store, self._pick, self._every, **self._shape)
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""

@@ -92,6 +92,13 @@ class Store(Tier, Protocol):
         """A boundary: forget what `choose` does not keep. Called at boundaries only."""
 
 
+class Lens(Readable, Protocol):
+    """A view: a part of a store, chosen by a policy."""
+
+    def over(self, store: Store) -> Lens:
+        """The same choice from another store, with nothing held yet."""
+
+
 def nbytes(*held: Readable | None) -> dict[str, int]:
     """Bytes allocated, by kind of tier."""
     total: dict[str, int] = {}

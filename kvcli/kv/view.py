@@ -23,6 +23,10 @@ class View:
     def __init__(self, store: Tier, pick: Pick) -> None:
         self._store, self._pick = store, pick
 
+    def over(self, store: Tier) -> View:
+        """The same choice from another store."""
+        return View(store, self._pick)
+
     def usage(self) -> list[Usage]:
         """Nothing of its own."""
         return []
