@@ -113,6 +113,30 @@ def test_quest_reads_the_page_that_the_query_wants():
     assert mask[1].sum() <= 8 + 3
 
 
+def test_a_page_that_a_head_has_lost_is_not_chosen():
+    kv = Dense(1, HEADS, DIM, torch.float32)
+    kv.append(0, rand(HEADS, 64, DIM), rand(HEADS, 64, DIM), torch.arange(64))
+    held = torch.ones(HEADS, 64, dtype=torch.bool)
+    held[0, :8] = False  # its padding must not pass for the first page
+    kv.keep(0, held)
+    mask = Quest(page=8, pages=2, sinks=0, local=1).keep(0, rand(4, 1, DIM), kv.slots(0), torch.zeros(0))
+    assert mask.sum(1).min() >= 16
+
+
+def test_over_another_store_it_shows_that_one():
+    kv, front, view = pair(Window(sinks=2, window=90), every=50)
+    grown(kv, 40)
+    same(front, view, 40)
+    other = Dense(LAYERS, HEADS, DIM, torch.float32)
+    grown(other, 40)
+    moved, reference = front.over(other), view.over(other)
+    same(moved, reference, 40)
+    grown(other, 2, 40)
+    same(moved, reference, 42)
+    kv.crop(0)
+    same(moved, reference, 42)
+
+
 def test_the_bound_of_a_page_is_above_every_score_in_it():
     k, q = rand(HEADS, 64, DIM), rand(4, 5, DIM)
     rows = q.reshape(HEADS, -1, DIM)

@@ -50,7 +50,7 @@ class Quest:
         high = s.k.new_full((n_kv, count, dim), -torch.inf)
         low.scatter_reduce_(1, wide, s.k.masked_fill(empty, torch.inf), "amin")
         high.scatter_reduce_(1, wide, s.k.masked_fill(empty, -torch.inf), "amax")
-        held = torch.zeros(n_kv, count, dtype=torch.bool, device=page.device).scatter_(1, page, True)
+        held = (low <= high).all(-1)  # [K, P]; a page of which a head stores nothing has no bounds
         rows = q.to(s.k.dtype).reshape(n_kv, -1, dim)  # [K, G*w, D]
         low, high = (t.masked_fill(~held.unsqueeze(-1), 0) for t in (low, high))
         # max(q·low, q·high) by channel, summed: positive parts of q meet the maxima, negative ones the minima
