@@ -23,7 +23,8 @@ class Strict:
     """`exact` up to the first near tie. Wraps a drafter too: the pass behind a near tie must carry no guesses.
 
     Near ties then fall as they do without drafting, but for what rounding does to the keys and values of accepted
-    guesses, which moves later logits less than a tie is wide.
+    guesses, which moves later logits less than a tie is wide. Not seen: whether rounding moves a token across the edge
+    of top-k, top-p or min-p.
     """
 
     def __init__(self, drafter: Drafter) -> None:

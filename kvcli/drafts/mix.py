@@ -29,6 +29,15 @@ class Mix(Scouting):
         check(self, {"min_match": (1, 64)})
         check(self, {"max_match": (self.min_match, 256)})
 
+    @property
+    def rows(self) -> int:
+        """Of a pass, at most; scouts only if they are among the sources."""
+        return super().rows if "scouts" in self.sources else 1 + self.max
+
+    def copied(self, n: int) -> int:
+        """How many of n slots a head the view keeps a copy of: none, without scouts."""
+        return super().copied(n) if "scouts" in self.sources else 0
+
     def drafter(self, ends: Collection[int] = ()) -> Mixer:
         """A drafter that knows no text yet."""
         from kvcli.drafts.copies import Copies
