@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": "Talk to a model, or ask it one question with -p.",
     "fit": "Whether a model, a profile and a context fit, before loading.",
     "bench": "Profiles side by side: speed, memory, agreement, quality.",
+    "spec": "Drafting: what it brings here, and settings that bring more.",
     "profiles": "Named settings: list, show, compare, check.",
     "models": "Models on this machine.",
     "config": "Where settings live, and the schemas of the JSON output.",

@@ -15,6 +15,7 @@ from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, 
 from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
 from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
+from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
 from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
 
 DOCUMENTS: Mapping[str, Any] = {
@@ -35,6 +36,8 @@ DOCUMENTS: Mapping[str, Any] = {
     "bench_plan": BenchPlanDocument,
     "quality": QualityDocument,
     "agreement": AgreementDocument,
+    "spec": SpecDocument,
+    "spec_tune": SpecTuneDocument,
 }
 
 

@@ -1,0 +1,126 @@
+"""How drafting fares: one prompt decoded with and without it in turns, and settings of [spec] against each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from kvcli import build
+from kvcli.kv.slots import nbytes
+from kvcli.stats import Stats
+
+if TYPE_CHECKING:
+    from kvcli.drafts.pace import Report
+    from kvcli.local import Model
+    from kvcli.profile import Profile
+    from kvcli.session import Session
+
+Tell = Callable[[int, int, str], None]  # done, of, words
+
+
+@dataclass
+class Turn:
+    """One text decoded once."""
+
+    seconds: float  # from the first token to the last
+    ids: list[int]
+    stats: Stats
+    report: Report | None
+    view_bytes: int
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens a second behind the first pass."""
+        return (self.stats.new - self.stats.recent[0]) / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Rival:
+    """A setting of [spec] and the ratios to plain decoding that it reached: workload -> one for each repetition."""
+
+    name: str
+    spec: Mapping[str, Any]
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    tokens: int = 0
+    passes: int = 0
+
+    @property
+    def all(self) -> list[float]:
+        return [ratio for ratios in self.ratios.values() for ratio in ratios]
+
+    @property
+    def score(self) -> float:
+        """The middle over texts of the middle over repetitions: no text decides alone."""
+        return median(median(ratios) for ratios in self.ratios.values())
+
+
+def read_once(model: Model, prompt: Sequence[int]) -> Session:
+    """A session that has read the prompt and knows no drafter: turns start from copies of it."""
+    session = build.session(model.lm, model.profile.replace(spec={"method": "off"}))
+    session.feed(prompt)
+    return session
+
+
+def decode(model: Model, profile: Profile, past: Session, new: int, clock: Callable[[], float]) -> Turn:
+    """Continue what `past` has read by `new` tokens under the profile; the drafter starts knowing nothing."""
+    session = build.session(model.lm, profile, model.costs)
+    session.take(past.fork())
+    session.feed([])  # the drafter hears of the text
+    stats, first, last = Stats(), 0.0, 0.0
+    for step in session.stream(new):
+        last = clock()
+        first = first or last
+        stats.fold(step)
+        stats.recent = stats.recent[:1]  # of which only the first pass is asked for
+    ids = session.ids[-stats.new :]
+    view = sum(nbytes(session.view).values())
+    return Turn(last - first, ids, stats, session.drafter.report(), view)
+
+
+def in_turns(
+    model: Model, profiles: Sequence[Profile], past: Session, new: int, reps: int, tell: Tell, words: str
+) -> list[list[Turn]]:
+    """[profile][repetition]; a first round counts for nothing."""
+    turns: list[list[Turn]] = [[] for _ in profiles]
+    total = (reps + 1) * len(profiles)
+    for rep in range(reps + 1):
+        for i, profile in enumerate(profiles):
+            tell(rep * len(profiles) + i, total, f"{profile.name} · {words}")
+            turn = decode(model, profile, past, new, time.perf_counter)
+            if rep:
+                turns[i].append(turn)
+    return turns
+
+
+def candidates(profile: Profile) -> list[Rival]:
+    """What is tried: nothing, copies, copies with logits, everything; each with few, more and many rows."""
+    found = [Rival("off", {"method": "off"})]
+    for most in (7, 15, 31):
+        found.append(Rival(f"ngram, {most} rows", {"method": "ngram", "max": most}))
+    for most in (7, 15, 31):
+        logits = {"method": "mix", "sources": ("suffix", "stand", "recycle"), "max": most}
+        found.append(Rival(f"copies and logits, {most} rows", logits))
+    for window in (4, 8):
+        scouts = {"method": "mix", "view": "stream", "window": window}
+        found.append(Rival(f"with scouts, window {window}", scouts))
+    if profile.spec.method not in ("off", "ngram", "mix"):
+        found.append(Rival(profile.name, {"method": profile.spec.method}))
+    return found
+
+
+def tune(model: Model, prompts: Mapping[str, Sequence[int]], new: int, reps: int, tell: Tell) -> list[Rival]:
+    """All candidates on all texts, in turns on each of them; the best first."""
+    rivals = candidates(model.profile)
+    profiles = [model.profile.replace(spec=dict(rival.spec), name=rival.name) for rival in rivals]
+    for workload, prompt in prompts.items():
+        tell(0, 0, f"reading {workload}")
+        turns = in_turns(model, profiles, read_once(model, prompt), new, reps, tell, workload)
+        for rival, mine in zip(rivals, turns, strict=True):
+            pairs = zip(turns[0], mine, strict=True)
+            rival.ratios[workload] = [b.tok_s / a.tok_s if a.tok_s and b.tok_s else 1.0 for a, b in pairs]
+            rival.tokens += sum(turn.stats.new for turn in mine)
+            rival.passes += sum(turn.stats.passes for turn in mine)
+    return sorted(rivals, key=lambda rival: -rival.score)

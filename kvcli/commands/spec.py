@@ -1,0 +1,178 @@
+"""`kvcli spec`: what drafting brings on this machine, why, and which settings bring most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcli.commands import flags as o
+from kvcli.errors import ContextOverflow, ExitStatus, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvcli.commands.setup import Setup
+    from kvcli.local import Model
+    from kvcli.world import World
+
+app = typer.Typer(help="Drafting: what it brings here, and settings that bring more.", add_completion=False)
+
+
+def _option(*names: str, help: str, metavar: str) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
+
+
+Workload = Annotated[
+    str | None,
+    _option("--workload", "-w", metavar="NAME", help="As of kvcli bench; a text file, too. Default summary."),
+]
+Workloads = Annotated[
+    str | None, _option("--workload", "-w", metavar="NAME,..", help="As of kvcli bench. Default summary,chat,code.")
+]
+Ctx = Annotated[str, _option("--ctx", metavar="N", help="Prompt and new tokens. Default 2k.")]
+New = Annotated[int, _option("--new", "-n", metavar="N", help="Tokens that are written. Default 128.")]
+Reps = Annotated[int, _option("--reps", "-r", metavar="N", help="Repetitions that count. Default 3.")]
+Save = Annotated[str | None, _option("--save", metavar="NAME", help="Write the best as a profile of that name.")]
+Output = Annotated[Path | None, _option("--output", "-o", metavar="FILE", help="Write it there instead; - = stdout.")]
+
+
+@app.command()
+def doctor(
+    context: typer.Context,
+    model: o.ModelName = None,
+    workload: Workload = None,
+    ctx: Ctx = "2k",
+    new: New = 128,
+    reps: Reps = 3,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    allow_pickle: o.Pickle = False,
+) -> int:
+    """How drafting under a profile fares on a model here, and why.
+
+    Plain decoding and the profile take turns on one text. Shows what passes
+    of many rows cost, which guesses come true, and what scouts bring.
+    """
+    from kvcli.commands.show import print_json
+    from kvcli.commands.spec_figures import examine
+    from kvcli.render.spec import doctor_lines
+    from kvcli.render.terminal import Terminal
+
+    setup = _setup(context, "doctor")
+    world = setup.world
+    with _model(setup) as (loaded, bar):
+        if loaded.profile.spec.method == "off":
+            raise UsageError(f"profile {loaded.profile.name} drafts nothing", try_=["-P ngram", "-P fafo"])
+        name, prompt = next(iter(_prompts(setup, loaded, workload or "summary", ctx, new).items()))
+        found = examine(world, setup.name, loaded, name, prompt, new, _at_least_one(reps), bar)
+    if world.options.json:
+        print_json(world, found)
+    else:
+        out = Terminal.of(world, "stdout")
+        for line in doctor_lines(found, out.width):
+            out.line((line, ""))
+    return ExitStatus.OK
+
+
+@app.command()
+def tune(
+    context: typer.Context,
+    model: o.ModelName = None,
+    workload: Workloads = None,
+    ctx: Ctx = "2k",
+    new: New = 96,
+    reps: Reps = 3,
+    save: Save = None,
+    output: Output = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    allow_pickle: o.Pickle = False,
+) -> int:
+    """Which settings of [spec] are fastest on this model here; writes them as a profile.
+
+    Each text is read once, then all settings continue it in turns.
+    """
+    from kvcli.bench.drafting import tune as measure
+    from kvcli.commands.show import print_json
+    from kvcli.commands.spec_figures import tuned
+    from kvcli.commands.spec_profile import place, write
+    from kvcli.render.spec import tune_lines
+    from kvcli.render.terminal import Terminal
+
+    setup = _setup(context, "tune")
+    world = setup.world
+    where = place(setup, save, output)  # refused before minutes of measuring, not after
+    with _model(setup) as (loaded, bar):
+        prompts = _prompts(setup, loaded, workload or "summary,chat,code", ctx, new)
+        rivals = measure(loaded, prompts, new, _at_least_one(reps), bar.show)
+        found = tuned(setup.name, loaded, rivals, list(prompts), new, reps, max(map(len, prompts.values())))
+    written = write(setup, where, rivals[0], found)
+    if world.options.json:
+        print_json(world, written)
+    elif where.path != Path("-"):
+        out = Terminal.of(world, "stdout")
+        for line in tune_lines(written, out.width):
+            out.line((line, ""))
+    return ExitStatus.OK
+
+
+def _setup(context: typer.Context, command: str) -> Setup:
+    from kvcli.commands.setup import Setup
+
+    loading = {name: context.params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")}
+    world: World = context.obj
+    return Setup(world, context.params.get("model"), o.profile_flags(loading))
+
+
+def _model(setup: Setup) -> Any:
+    from contextlib import contextmanager
+
+    from kvcli.render.bench_progress import progress
+    from kvcli.render.screen import Screen
+
+    @contextmanager
+    def opened() -> Any:
+        with progress(Screen.of(setup.world)) as bar:
+            bar.show(0, 0, f"loading {setup.name}")
+            with setup.load(_greedy(setup), bar.note) as loaded:
+                yield loaded, bar
+
+    return opened()
+
+
+def _greedy(setup: Setup) -> Any:
+    from kvcli.bench.profile_side import greedy
+
+    return greedy(setup.profile())
+
+
+def _prompts(setup: Setup, model: Model, text: str, ctx: str, new: int) -> Mapping[str, Sequence[int]]:
+    """Each workload's prompt; prompt and new tokens fill the context."""
+    from kvcli.bench.grid import contexts
+    from kvcli.bench.workloads import build_prompt, file_prompt
+    from kvcli.commands.bench_ask import read_workloads
+
+    (size,) = contexts(ctx)[:1]
+    if _at_least_one(new) >= size - 8:
+        raise UsageError(
+            f"-n {new} leaves no room for a prompt in --ctx {ctx}", try_=["a larger --ctx", "a smaller -n"]
+        )
+    if size > model.limit:
+        raise ContextOverflow(f"{size:,} tokens do not fit into the window", try_=[f"--ctx {model.limit}"])
+    names, files = read_workloads(setup, text)
+    return {
+        name: file_prompt(files[name], model.tokenizer, size - new, new)
+        if name in files
+        else build_prompt(name, model.tokenizer, size - new, model.lm.vocab, seed=0)
+        for name in names
+    }
+
+
+def _at_least_one(n: int) -> int:
+    if n < 1:
+        raise UsageError(f"at least one is needed, not {n}", try_=["--new 128", "--reps 3"])
+    return n

@@ -1,0 +1,131 @@
+"""From turns that were decoded to the documents of `kvcli spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from kvcli import __version__
+from kvcli.bench.drafting import in_turns, read_once
+from kvcli.schemas.spec import Kind, Range, ScoutFigures, SpecDocument, SpecTuneDocument, Tried
+
+if TYPE_CHECKING:
+    from kvcli.bench.drafting import Rival
+    from kvcli.drafts.pace import Report
+    from kvcli.local import Model
+    from kvcli.render.bench_progress import Bar
+    from kvcli.schemas.fit import PassTime
+    from kvcli.world import World
+
+CLEAR = 1.02  # a factor below which drafting is not worth a word of praise
+
+
+def examine(
+    world: World, name: str, model: Model, workload: str, prompt: Sequence[int], new: int, reps: int, bar: Bar
+) -> SpecDocument:
+    """Decode the prompt with and without drafting, in turns."""
+    from kvcli.calibrate.quick import quick_costs
+
+    profile = model.profile
+    plain = profile.replace(spec={"method": "off"}, name="plain")
+    passes = quick_costs(model, world.paths.cache, lambda words: bar.show(0, 0, words))
+    bar.show(0, 0, f"reading {workload}")
+    without, with_ = in_turns(model, [plain, profile], read_once(model, prompt), new, reps, bar.show, workload)
+    last, report = with_[-1], with_[-1].report
+    assert report is not None, "a profile that drafts reports on it"
+    ratios = [b.tok_s / a.tok_s if a.tok_s and b.tok_s else 1.0 for a, b in zip(without, with_, strict=True)]
+    stats = last.stats
+    return SpecDocument(
+        kvcli=__version__,
+        model=name,
+        profile=profile.name,
+        method=profile.spec.method,
+        workload=workload,
+        context=len(prompt),
+        new=new,
+        reps=reps,
+        plain_tok_s=spread([turn.tok_s for turn in without]),
+        tok_s=spread([turn.tok_s for turn in with_]),
+        ratio=spread(ratios),
+        predicted=predicted(passes, stats.rows_per_pass, stats.tokens_per_pass, len(prompt)),
+        tokens_per_pass=stats.tokens_per_pass,
+        mean_acceptance_length=stats.mean_acceptance_length,
+        drafted_share=stats.drafted_share,
+        rows_per_pass=stats.rows_per_pass,
+        free_rows=report.free_rows,
+        passes=passes,
+        accepted_by=dict(report.accepted_by),
+        sources={
+            source: [Kind(kind=a.match, made=a.made, share=a.share) for a in kinds if a.made]
+            for source, kinds in report.by_source.items()
+        },
+        scouts=_scouts(report),
+        paused=report.paused,
+        reason=report.reason if report.paused else "",
+        view_bytes=last.view_bytes,
+        same=all(a.ids == b.ids for a, b in zip(without, with_, strict=True)),
+        verdict=verdict(spread(ratios), report),
+    )
+
+
+def spread(values: Sequence[float]) -> Range:
+    return Range(low=min(values), median=median(values), high=max(values))
+
+
+def predicted(passes: Sequence[PassTime], rows: float, tokens: float, context: int) -> float | None:
+    """Speed over plain decoding if a pass took what a pass of so many rows was timed at; None if none was timed."""
+    from kvcli.drafts.pace import Clock
+    from kvcli.fit.speed import units
+
+    if not (known := units(passes, context)):
+        return None
+    clock = Clock()
+    clock.expect(known)
+    return tokens / clock.costs(max(1, round(rows)))[-1]
+
+
+def verdict(ratio: Range, report: Report) -> str:
+    if ratio.low > CLEAR:
+        return f"it pays on this text: {ratio.median:.2f} times the speed of plain decoding"
+    if ratio.high < 1:
+        why = f": {report.reason}" if report.paused else ""
+        return f"it does not pay on this text: {ratio.median:.2f} times the speed of plain decoding{why}"
+    return f"it makes no clear difference on this text: {ratio.low:.2f} to {ratio.high:.2f} times the speed"
+
+
+def tuned(
+    name: str, model: Model, rivals: Sequence[Rival], workloads: list[str], new: int, reps: int, context: int
+) -> SpecTuneDocument:
+    """The document, without the file that may be written."""
+    best = rivals[0]
+    gain = f"{best.score:.2f} times the speed of plain decoding"
+    said = f"fastest: {best.name}, {gain}" if best.name != "off" else "nothing is faster than plain decoding"
+    return SpecTuneDocument(
+        kvcli=__version__,
+        model=name,
+        profile=model.profile.name,
+        workloads=workloads,
+        context=context,
+        new=new,
+        reps=reps,
+        tried=[
+            Tried(
+                name=rival.name,
+                spec={key: list(v) if isinstance(v, tuple) else v for key, v in rival.spec.items()},
+                ratio=spread(rival.all),
+                by_workload={workload: median(ratios) for workload, ratios in rival.ratios.items()},
+                tokens_per_pass=rival.tokens / rival.passes,
+            )
+            for rival in rivals
+        ],
+        best=best.name,
+        file=None,
+        verdict=said,
+    )
+
+
+def _scouts(report: Report) -> ScoutFigures | None:
+    if (s := report.scouts) is None:
+        return None
+    return ScoutFigures(rows=s.rows, brought=s.brought, cost=s.cost, rested_passes=s.rested_passes, why=s.why)

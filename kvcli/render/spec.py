@@ -1,0 +1,105 @@
+"""What `kvcli spec` looks like to people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.render import figures as f
+from kvcli.render.summary import joined
+from kvcli.render.tables import columns
+from kvcli.render.terminal import cells
+from kvcli.render.wrap import fold
+from kvcli.text import neutralise
+
+if TYPE_CHECKING:
+    from kvcli.schemas.spec import Range, SpecDocument, SpecTuneDocument
+
+
+def doctor_lines(found: SpecDocument, width: int) -> list[str]:
+    """Speed, passes, sources, scouts, and the verdict."""
+    name, profile = (neutralise(text, one_line=True) for text in (found.model, found.profile))
+    setting = f"{neutralise(found.workload, one_line=True)}, {f.count(found.context)} + {found.new} tokens"
+    lines = joined([f"{name} · {profile}", setting, f"{found.reps} repetitions in turns"], width)
+    lines += ["", *(part for line in _speeds(found) for part in fold(line, max(20, width - 1))), ""]
+    if found.passes:
+        lines += [*_costs(found, width), ""]
+    lines += _sources(found, width)
+    for text in _words(found):
+        lines += [line.rstrip() for line in fold(text, max(20, width - 1))]
+    return lines
+
+
+def _speeds(found: SpecDocument) -> list[str]:
+    expected = f" → ×{found.predicted:.2f} by what rows cost" if found.predicted else ""
+    return [
+        f"plain     {_range(found.plain_tok_s, 1)} tokens/s",
+        f"drafting  {_range(found.tok_s, 1)} tokens/s   ×{_range(found.ratio, 2)}",
+        f"accept    {found.mean_acceptance_length:.2f} in {f.percent(found.drafted_share)} of passes"
+        f" → {found.tokens_per_pass:.2f} tokens per pass",
+        f"rows      {found.rows_per_pass:.1f} a pass{expected}",
+    ]
+
+
+def _range(r: Range, digits: int) -> str:
+    low, middle, high = (f"{value:,.{digits}f}" for value in (r.low, r.median, r.high))
+    return f"{middle} ({low}–{high})"
+
+
+def _costs(found: SpecDocument, width: int) -> Sequence[str]:
+    """A row for each context: milliseconds of passes by rows."""
+    rows = sorted({p.rows for p in found.passes})
+    times = {(p.context, p.rows): p.seconds for p in found.passes}
+    table = [["ms a pass", *(f"{n} rows" if n > 1 else "1 row" for n in rows)]]
+    for context in sorted({p.context for p in found.passes}):
+        known = (times.get((context, n)) for n in rows)
+        table.append([f"at {f.count(context)}", *("–" if t is None else f"{1000 * t:.1f}" for t in known)])
+    if max(map(cells, columns(table))) < width:
+        return columns(table)
+    return columns([list(row) for row in zip(*table, strict=True)])
+
+
+def _sources(found: SpecDocument, width: int) -> Iterator[str]:
+    """For each source how many of its guesses were accepted, and how often its first choices were right."""
+    for name, kinds in found.sources.items():
+        taken = found.accepted_by.get(name, 0)
+        said = [f"{kind.kind}: {f.percent(kind.share)} of {f.count(kind.made)}" for kind in kinds]
+        text = f"{f.count(taken)} accepted"
+        text += f"; first choices right, by {BY.get(name, 'kind')}: {', '.join(said)}" if said else ""
+        for i, line in enumerate(fold(text, max(20, width - 11))):
+            yield f"{'' if i else name:<10}{line.rstrip()}"
+
+
+BY = {"suffix": "tokens matched", "scouts": "tokens of the key", "stand": "lead in nats", "recycle": "lead in nats"}
+
+
+def _words(found: SpecDocument) -> Iterator[str]:
+    if (s := found.scouts) is not None:
+        cost = "not measured" if s.cost is None else f"{s.cost:.2f} plain passes"
+        brought = "never ran" if s.brought is None else f"brought {s.brought:.2f} tokens a pass"
+        rest = f"; rested in {f.count(s.rested_passes)} passes" if s.rested_passes else ""
+        why = f": {s.why}" if s.why else ""
+        yield f"scouts {brought}; {s.rows} rows, cost {cost}{rest}{why}"
+    if found.view_bytes:
+        yield f"view {f.long_size(found.view_bytes)}"
+    if found.paused:
+        yield f"paused: {found.reason}"
+    if not found.same:
+        yield "the texts differ: in 16 bits a near tie may fall either way; with spec.strict as in plain decoding"
+    yield found.verdict
+
+
+def tune_lines(found: SpecTuneDocument, width: int) -> list[str]:
+    """What was tried, the best first."""
+    head = [neutralise(found.model, one_line=True), f"{f.count(found.context)} + {found.new} tokens"]
+    table = [["settings", "×", "lowest", "highest", *found.workloads, "tokens/pass"]]
+    for one in found.tried:
+        speeds = [f"{value:.2f}" for value in (one.ratio.median, one.ratio.low, one.ratio.high)]
+        texts = [f"{one.by_workload[name]:.2f}" for name in found.workloads]
+        table.append([one.name, *speeds, *texts, f"{one.tokens_per_pass:.2f}"])
+    lines = columns(table)
+    if max(map(cells, lines)) >= width:
+        lines = columns([[row[0], row[1], row[-1]] for row in table])
+    lines = [*joined(head, width), "", *lines, ""]
+    end = found.verdict + (f"; written to {found.file}" if found.file else "; --save NAME writes it as a profile")
+    return [*lines, *(line.rstrip() for line in fold(neutralise(end, one_line=True), max(20, width - 1)))]
