@@ -92,7 +92,7 @@ class ProfileSide:
         """Continue `prompt` greedily; drafting starts knowing nothing, as in the first question of a process."""
         self._check(prompt, new)
         torch.set_num_threads(self.threads)
-        session = build.session(self.model.lm, self.model.profile)
+        session = build.session(self.model.lm, self.model.profile, self.model.costs)
         stats, at = Stats(prompt=len(prompt)), list[float]()
         began = self.clock()
         session.feed(prompt)

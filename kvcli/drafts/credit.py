@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median_low
 
-_WAIT = 16  # passes before the first scouts: by then it is known how fast it goes without them
-_BURST = 24  # passes with scouts before they are judged
+_BURST = 16  # passes with scouts before they are judged
 _FIRST = 3  # of them, after which scouts that no text could pay for are stopped
 _HOPELESS = (
     0.6  # tokens a pass that scouts bring at best: Lookahead accepts 1.64 a pass on Spec-Bench, one of them plain
@@ -22,10 +21,11 @@ _REST, _LONGEST_REST = 128, 4096  # passes; a rest doubles each time scouts fail
 class Credit:
     """Says whether the next pass carries scouts, and hears what they brought and cost."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: int = 16) -> None:
+        """`wait`: passes before the first scouts. By then it is known how fast it goes without them."""
         self._brought: deque[int] = deque(maxlen=_BURST)  # tokens that only scouts had named
         self._cost: deque[float] = deque(maxlen=9)  # plain passes that a pass with scouts takes longer
-        self._wait = _WAIT
+        self._wait = wait
         self._left = 0  # passes until scouts are tried again
         self._rest = _REST
         self.rested_passes = 0

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvcli.sample import Sampler
     from kvcli.stats import Step
 
+_PATIENT, _EAGER = 64, 16  # passes before the first scouts, beside other sources and alone
 _PAPER = 8  # tokens that a guess on paper must get right
 _TAIL = 8  # tokens by which a text is known again, and that keys are made of
 
@@ -43,7 +44,7 @@ class Mixer:
         self._pool: Pool | None = scouting[1] if scouting else None
         self._view = view
         self._pace = Pace(config.kill_below, config.probe_every)
-        self._credit = Credit()
+        self._credit = Credit(_PATIENT if len(self._sources) > 1 else _EAGER)
         self._costs: Costs | None = None
         self._n = 0  # tokens of the text that the sources know
         self._tail: list[int] = []  # the last of them

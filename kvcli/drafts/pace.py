@@ -20,6 +20,7 @@ _STAIRS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 129)
 _WARM_UP = 2  # first passes, whose times count for nothing (allocation, caches, compilation)
 _FIRST_PLAIN = 3  # plain passes measured before any claim
 _WINDOW = 32  # passes with a look-up over which the speed is judged
+_EARLY, _CLEARLY = 16, 0.08  # passes after which drafting that is clearly slower by so much need not go on
 _PAUSE, _LONGEST_PAUSE = 64, 1024  # passes; a pause doubles each time drafting fails again
 _RELAPSE = 128  # passes after a pause within which another failure doubles the next one
 _PAPER_EVERY = 8  # passes between two guesses on paper during a pause
@@ -29,7 +30,7 @@ _ABSURD = 0.6  # units; a pass with guesses that seems cheaper means that the pl
 _STEADY = 1.33  # plain passes further apart than this factor are not of one kind
 _DOUBTS, _LATELY = 2, 128  # so often within so many passes the plain time is measured anew; after that it is noise
 _MARGINAL = 1.2  # multiple of plain speed
-_FEW = 8  # passes with guesses that make a slow window drafting's own fault
+_FEW = 0.25  # share of passes with guesses that makes a slow window drafting's own fault
 _ENOUGH = 4  # guesses on paper in a row that end any pause
 
 
@@ -302,7 +303,8 @@ class Pace:
             self._tick_pause()
         elif self._mode is Mode.DRAFT:
             self._window.append(timed)
-            if len(self._window) == _WINDOW:
+            is_hopeless = len(self._window) == _EARLY and self._rate(self._window) < self.kill_below - _CLEARLY
+            if len(self._window) == _WINDOW or is_hopeless:
                 self._judge()
 
     def _judge(self) -> None:
@@ -310,11 +312,11 @@ class Pace:
         rate = self._rate(self._window)
         if rate >= self.kill_below:
             return
-        guessed = sum(p.guesses > 0 for p in self._window) >= _FEW
+        guessed = sum(p.guesses > 0 for p in self._window) >= _FEW * len(self._window)
         is_relapse = guessed and self._passes - self._resumed < _RELAPSE
         self._pause = min(2 * self._pause, _LONGEST_PAUSE) if is_relapse else _PAUSE
         self._left, self._kept = self._pause, 0
-        self._why = f"drafting ran at {rate:.2f} of plain speed over {_WINDOW} passes"
+        self._why = f"drafting ran at {rate:.2f} of plain speed over {len(self._window)} passes"
         self._window.clear()
 
     def _tick_pause(self) -> None:

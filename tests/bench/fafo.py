@@ -31,6 +31,8 @@ sys.path.insert(0, str(ROOT))
 import kvcli  # noqa: E402
 from kvcli.bench.hf import HfSide  # noqa: E402
 from kvcli.bench.profile_side import ProfileSide  # noqa: E402
+from kvcli.calibrate.quick import quick_times  # noqa: E402
+from kvcli.fit.speed import units  # noqa: E402
 from kvcli.local import Model  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 
@@ -64,7 +66,7 @@ def tasks(names: list[str]) -> list[Task]:
     from kvcli.bench.hf import load_hf
     from kvcli.demo.example import example_report
 
-    demo = kvcli.load("demo", profile=PLAIN)
+    demo = looked_at(kvcli.load("demo", profile=PLAIN))
     demo32 = kvcli.load("demo", profile=PLAIN, set={"load.dtype": "fp32"})
     found = {}
     report = example_report()
@@ -86,10 +88,17 @@ def tasks(names: list[str]) -> list[Task]:
         generator = torch.Generator().manual_seed(3)
         noise = [torch.randint(8, 16384, (512,), generator=generator).tolist() for _ in range(2)]
         raw = build()
-        model = Model(ours_of(build()), demo.tokenizer, demo.profile)
+        model = looked_at(Model(ours_of(build()), demo.tokenizer, demo.profile))
         model32 = Model(ours_of(build().float()), demo.tokenizer, demo32.profile)
         found["random"] = Task("random", model, raw, noise, new=[96] * 2, same32=model32)
     return [found[name] for name in names]
+
+
+def looked_at(model: Model) -> Model:
+    """With what passes take here, as a chat finds out when it first loads a model."""
+    passes = quick_times(model.lm)
+    model.expect(lambda context: units(passes, context))
+    return model
 
 
 def profile_of(model: Model, side: str, temperature: float) -> kvcli.Profile:

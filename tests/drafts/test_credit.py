@@ -7,7 +7,7 @@ from kvcli.drafts.credit import Credit
 
 def sent(passes: int, brought: float, cost: float, speed: float = 1.0) -> Credit:
     """So many passes, scouts bringing a token every 1 / `brought` passes."""
-    credit, owed = Credit(), 0.0
+    credit, owed = Credit(wait=16), 0.0
     for _ in range(passes):
         if credit.due(cost, speed):
             owed += brought
@@ -42,7 +42,7 @@ def test_free_scouts_run_whatever_they_bring():
 
 
 def test_a_dear_moment_does_not_forbid_scouts_for_good():
-    credit = Credit()
+    credit = Credit(wait=16)
     for _ in range(16 + 2 + 128):  # they wait, two passes take far too long, and they rest
         if credit.due(cost=0.1, speed=1.0):
             credit.observe(1, 5.0, 1.0)

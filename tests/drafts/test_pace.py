@@ -148,7 +148,7 @@ def test_a_pause_says_why_and_for_how_long():
     passes(pace, 60, tokens=1, seconds=0.02)
     report = pace.report()
     assert report.paused
-    assert "of plain speed over 32 passes; next try in" in report.reason
+    assert "of plain speed over 16 passes; next try in" in report.reason
     assert report.paused_passes > 0
 
 

@@ -1,0 +1,79 @@
+"""What scouts bring, by look-back, window, n-gram and view: tokens a pass on the demo model, in counts, not in times.
+
+    python tests/bench/scouts.py [--new 96] [--out FILE]
+
+Scouts alone, in every pass (adaptive off, no other source), greedy, on three of the demo model's texts: a summary, a
+copy and the continuation of a report. Counts do not depend on the machine. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from kvcli.bench.profile_side import ProfileSide  # noqa: E402
+from tests.bench.decode import machine  # noqa: E402
+from tests.bench.fafo import tasks  # noqa: E402
+
+BASE: dict[str, Any] = {"method": "lookahead", "adaptive": False, "ngram": 5, "window": 4, "key_max": 4, "view": "all"}
+STREAM = {"view": "stream", "sinks": 16}
+RUNS: dict[str, dict[str, Any]] = {
+    "5-grams, window 4, keys up to 4, everything seen": {},
+    "keys of 1 (Lookahead)": {"key_max": 1},
+    "keys up to 2": {"key_max": 2},
+    "keys up to 3 (FAFO)": {"key_max": 3},
+    "window 1": {"window": 1},
+    "window 2": {"window": 2},
+    "window 8": {"window": 8},
+    "window 16": {"window": 16},
+    "3-grams": {"ngram": 3},
+    "4-grams": {"ngram": 4},
+    "7-grams": {"ngram": 7},
+    "view: 16 + 496 tokens": {**STREAM, "local": 496},
+    "view: 16 + 112 tokens": {**STREAM, "local": 112},
+    "view: 16 + 16 tokens": {**STREAM, "local": 16},
+    "view: 128 tokens, no sinks": {"view": "stream", "sinks": 0, "local": 128},
+    "view: 16 + 48 tokens and 32 pages of 16": {"view": "quest", "sinks": 16, "local": 48, "page": 16, "pages": 32},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    chosen, rows = tasks(["summary", "copy", "free"]), []
+    for name, changes in RUNS.items():
+        row: dict[str, Any] = {"setting": name}
+        for task in chosen:
+            assert task.same32 is not None
+            profile = task.same32.profile.replace(spec=BASE | changes)
+            side = ProfileSide(name, task.same32.with_profile(profile), torch.get_num_threads())
+            stats = [side.run(prompt, args.new).stats for prompt in task.prompts[:3]]
+            row[task.name] = round(sum(s.new for s in stats) / sum(s.passes for s in stats), 3)
+        row["rows"] = round(1 + sum(s.draft_tokens + s.scout_rows for s in stats) / sum(s.passes for s in stats), 1)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    title = "Tokens a pass with scouts alone, fp32"
+    about = machine()
+    result = {
+        "title": title,
+        "machine": f"torch {about['torch']}, commit {about['commit']}",
+        "command": "python tests/bench/scouts.py",
+        "rows": rows,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
