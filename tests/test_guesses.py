@@ -171,6 +171,15 @@ def test_guesses_come_true() -> None:
         assert sum(step.n_accepted for step in steps) > 5, config
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_scouts_stay_behind_when_guesses_are_to_be_timed(alone: bool, monkeypatch) -> None:
+    monkeypatch.setattr("kvcli.drafts.credit.Credit.due", lambda *_: True)
+    monkeypatch.setattr("kvcli.drafts.pace.Pace.wants_alone", lambda *_: alone)
+    ids, steps = decode(Mix(kill_below=0.0).drafter())
+    assert ids == plain()
+    assert any(step.rows.n_rows > step.rows.tree for step in steps) is not alone
+
+
 @pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, PENALTY], ids=["greedy", "sampled", "penalty"])
 def test_strict_gives_the_same_text_and_decides_ties_alone(sampler: Sampler, monkeypatch) -> None:
     guard = Strict(Mix(adaptive=False).drafter())

@@ -82,10 +82,10 @@ class Mixer:
             self._extend(ids[self._n :])
         mode = self._mode = self._pace.mode() if self._config.adaptive else Mode.DRAFT
         self._guesses = self._grow(mode, room)
-        self._scouts = self._send(mode, room)
+        rows = self._rows(self._guesses) if mode is Mode.DRAFT else 0
+        self._scouts = self._send(mode, room, rows)
         if mode is not Mode.DRAFT:
             return Draft.none()
-        rows = self._rows(self._guesses)
         return Draft([g.id for g in self._guesses[:rows]], [g.parent for g in self._guesses[:rows]], self._scouts)
 
     def observe(self, step: Step) -> None:
@@ -140,12 +140,14 @@ class Mixer:
         safe = max(self._sources[i].safe(offer) for i, offer in guesses[0].named)
         return self._pace.rows([g.chance for g in guesses], safe) if self._config.adaptive else min(safe, len(guesses))
 
-    def _send(self, mode: Mode, room: int) -> Scouts | None:
+    def _send(self, mode: Mode, room: int, guesses: int) -> Scouts | None:
         window = self._window
         if window is None or mode is not Mode.DRAFT or room < window.reach:
             return None
         if not self._config.adaptive:
             return window.scouts()
+        if self._pace.wants_alone(guesses):
+            return None
         return window.scouts() if self._credit.due(self._pace.surcharge(window.rows), self._pace.speed) else None
 
     # ---- the pass behind ----

@@ -164,6 +164,11 @@ class Clock:
         """Have passes of this many rows or more been timed lately?"""
         return rows <= max(self.measured, default=1)
 
+    def is_fading(self, rows: int) -> bool:
+        """Is the cost of this many rows unknown, or on its way to being forgotten?"""
+        stair = _stair(rows)
+        return stair > 1 and (len(self._units.get(stair, ())) < 2 or self._now - self._timed[stair] > _STALE // 4)
+
 
 class Pace:
     """Says what each pass is for and how many guesses it verifies, and hears how long it took."""
@@ -228,6 +233,10 @@ class Pace:
         """Plain passes that a pass takes longer with so many rows on top of one and a few guesses: an estimate."""
         costs = self._clock.costs(rows + 4)
         return costs[-1] - costs[3]
+
+    def wants_alone(self, guesses: int) -> bool:
+        """Should these guesses go without scouts, so that it stays known what they cost?"""
+        return self._clock.is_fading(1 + guesses)
 
     @property
     def is_paused(self) -> bool:

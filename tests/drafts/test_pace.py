@@ -143,6 +143,17 @@ def test_a_slow_window_pauses_and_pauses_grow():
     assert modes.count(Mode.DRAFT) < 0.1 * len(modes)
 
 
+def test_what_guesses_cost_stays_known_while_scouts_go_along():
+    pace, alone, chances = Pace(), 0, [0.95**n for n in range(1, 16)]
+    for _ in range(3000):
+        guesses = 15 if pace.mode() is Mode.DRAFT else 0
+        scouts = 16 if guesses and not pace.wants_alone(guesses) else 0
+        alone += guesses > 0 and not scouts
+        pace.observe(guesses, 4 if guesses else 1, 0.01 * (1 + 0.01 * (guesses + scouts)), scouts)
+    assert pace.rows(chances, safe=4) == 15
+    assert 2 < alone < 20
+
+
 def test_a_pause_says_why_and_for_how_long():
     pace = Pace()
     passes(pace, 60, tokens=1, seconds=0.02)
