@@ -28,6 +28,8 @@ class Mix(Scouting):
         super().__post_init__()
         check(self, {"min_match": (1, 64)})
         check(self, {"max_match": (self.min_match, 256)})
+        if not self.sources:
+            raise ValueError('sources = [] must name one at least; method = "off" drafts from none')
 
     @property
     def rows(self) -> int:

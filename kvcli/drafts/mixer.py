@@ -106,7 +106,8 @@ class Mixer:
         self._extend(step.new)
         # what is done here between two passes is time that plain decoding would not take
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
-        surcharge = self._pace.observe(step.n_drafted, len(step.new), step.seconds + spent, scouts)
+        seconds = step.seconds + spent
+        surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, scouts, is_second=step.is_second)
         if scouts and self._config.adaptive:
             self._credit.observe(brought, surcharge, self._pace.speed)
         self._guesses, self._scouts = None, None

@@ -242,9 +242,12 @@ class Pace:
     def is_paused(self) -> bool:
         return self._left > 0
 
-    def observe(self, guesses: int, tokens: int, seconds: float, scouts: int = 0) -> float | None:
+    def observe(
+        self, guesses: int, tokens: int, seconds: float, scouts: int = 0, *, is_second: bool = False
+    ) -> float | None:
         """The pass verified this many guesses, beside so many scouts, and yielded this many tokens.
 
+        `is_second`: the time is that of two passes, the first of which decided nothing: no stall, but drafting's price.
         Returns how many plain passes longer it took for the scouts, if that can be said.
         """
         self._passes += 1
@@ -262,10 +265,10 @@ class Pace:
         if (guesses or scouts) and units < _ABSURD and self._doubt(_FIRST_PLAIN):
             return None  # it was timed while warming up, or the machine has become faster
         # one stall (a boundary, another program) says nothing about drafting
-        usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1) and not scouts
+        usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1)
         if guesses and not scouts:
             self._clock.time(guesses + 1, units)
-        self._note(Timed(guesses, tokens, min(units, (1.5 if is_known else 4) * usual)))
+        self._note(Timed(guesses, tokens, min(units, (1.5 if is_known and not (scouts or is_second) else 4) * usual)))
         return units - usual if scouts else None
 
     def hear_paper(self, came_true: bool) -> None:

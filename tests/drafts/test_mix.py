@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvcli.drafts.mix import Mix
 
 
@@ -14,3 +16,8 @@ def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
     assert without.rows == 8
     assert without.copied(1000) == 0
     assert without.drafter().view is None
+
+
+def test_a_mix_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="one at least"):
+        Mix(sources=())

@@ -154,6 +154,18 @@ def test_what_guesses_cost_stays_known_while_scouts_go_along():
     assert 2 < alone < 20
 
 
+def test_passes_that_had_to_be_repeated_count_in_full():
+    pace, turn = Pace(), 0
+    for _ in range(60):
+        if pace.mode() is not Mode.DRAFT:
+            pace.observe(0, 1, 0.01)
+        elif (turn := turn + 1) % 2:
+            pace.observe(4, 3, 0.012)
+        else:
+            pace.observe(0, 1, 0.03, is_second=True)  # four tokens in the time of 4.2
+    assert "0.95 of plain speed" in pace.report().reason
+
+
 def test_a_pause_says_why_and_for_how_long():
     pace = Pace()
     passes(pace, 60, tokens=1, seconds=0.02)
