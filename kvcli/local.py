@@ -200,8 +200,9 @@ class Model:
         return self._answer(ids, new, stops, strings, _latched(cancel or (lambda: False)), seed)
 
     def kv_table(self) -> list[dict[str, object]]:
-        """Slots and bytes by layer and tier."""
-        return [asdict(use) for use in self.session.kv.usage()]
+        """Slots and bytes by layer and tier, and what scouts read as one more."""
+        view = self.session.view.usage() if self.session.view is not None else []
+        return [asdict(use) for use in [*self.session.kv.usage(), *view]]
 
     def _room(self, prompt: int, new: int) -> int:
         """How many tokens the answer may have; refuses a prompt that leaves too little."""

@@ -238,6 +238,7 @@ def test_scouts_keep_their_view_when_a_past_is_taken_over() -> None:
     fafo.generate([*prompt(), 5, 6], max_new_tokens=12)
     shown = fafo.session.view._copy.slots(0).pos[0].tolist()
     assert shown[:2] == [0, len(prompt()) - 3]
+    assert {row["tier"] for row in fafo.kv_table()} == {"cpu", "view"}
     back = m.with_profile(Profile.load("exact"))
     assert back.take_past(fafo)
     assert back.session.view is None
