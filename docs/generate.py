@@ -214,6 +214,22 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Plain decoding, times transformers' speed",
         ["prompt", "decode_speedup", "read_speedup", "rows8_over_row1", "peak_mib"],
     ),
+    "kvcli.bench.growth/1": (
+        "Milliseconds of a pass, and of each scout in it",
+        [
+            "context",
+            "plain_ms",
+            "guesses_ms",
+            "lookahead_ms",
+            "fafo_ms",
+            "lookahead_ms_per_scout",
+            "fafo_ms_per_scout",
+        ],
+    ),
+    "kvcli.bench.draft_overhead/1": (
+        "Milliseconds of drafting a pass",
+        ["side", "temperature", "ms", "ms_p90", "rows", "tokens_per_pass"],
+    ),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],
@@ -226,6 +242,8 @@ def bench(where: str) -> str:
     result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
     if result.get("schema") == "kvcli.bench/1":
         return _sides(result)
+    if result.get("schema") == "kvcli.bench.fafo/1":
+        result = _turned(result)
     rows = result["rows"]
     title, names = BENCHES.get(result.get("schema", ""), (result.get("title"), list(rows[0])))
     machine = result.get("machine") or ", ".join(f"{k} {v}" for k, v in result["environment"].items())
@@ -238,6 +256,23 @@ def bench(where: str) -> str:
     lines += ["|" + "---|" * len(names)]
     lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
     return "\n".join([*lines, "", "Ranges are the lowest and highest repetition."])
+
+
+def _turned(result: dict[str, Any]) -> dict[str, Any]:
+    """A row for each side, a column for each task at each temperature: the speedup with its range."""
+    names = list(result["rows"][0]["sides"])
+    rows = []
+    for name in names:
+        row: dict[str, Any] = {"side": name}
+        for task in result["rows"]:
+            at = "greedy" if not task["temperature"] else f"at {task['temperature']}"
+            row[f"{task['task']} {at}"] = task["sides"][name]["speedup"]
+        same = [task["sides"][name].get("same_fp32") for task in result["rows"]]
+        row["same fp32"] = None if None in same else all(same)
+        rows.append(row)
+    machine = ", ".join(f"{k} {v}" for k, v in result["environment"].items())
+    command = "python tests/bench/fafo.py"
+    return {"title": "Times the speed of plain decoding", "machine": machine, "command": command, "rows": rows}
 
 
 def _sides(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`kvcli spec`: what drafting brings on the demo model, and a profile of the best settings. Speeds are not looked at."""
+"""`kvcli spec`: what drafting brings on the demo model, and a profile of the best settings. No speed is asserted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_doctor_in_json(machine):
     assert 1 <= found["tokens_per_pass"] <= 16
     assert found["ratio"]["low"] <= found["ratio"]["median"] <= found["ratio"]["high"]
     assert sum(found["accepted_by"].values()) > 0
-    assert found["scouts"]["rows"] == 15
+    assert found["scouts"]["rows"] == 7
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])

@@ -30,6 +30,7 @@ RESULTS = {
     "live-row": "python tests/bench/live_row.py",
     "fit": "python tests/bench/fit.py",
     "fafo": "python tests/bench/fafo.py",
+    "scouts": "python tests/bench/scouts.py",
     "growth": "python tests/bench/growth.py",
     "draft-overhead": "python tests/bench/draft_overhead.py",
 }

@@ -40,7 +40,7 @@ def frame(config: Lookahead, context: int, *, guesses: int, scouts: bool) -> Row
 
 def measure(lm: Any, context: int, reps: int) -> dict[str, Any]:
     kv = filled(lm, context)
-    lookahead, fafo = Lookahead(), Lookahead(view="stream")
+    lookahead, fafo = Lookahead(ngram=5), Lookahead(ngram=5, view="stream")
     view = view_of(lm, kv, fafo.drafter())
     sides = {
         "plain": (frame(lookahead, context, guesses=0, scouts=False), None),
