@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Scouting(Pacing):
     """Keys of every method that sends scouts."""
 
-    # three levels deep, guesses come about in a pass or two; on the demo model longer ones found less (docs/fafo.md)
+    # two levels of scouts come about in a pass or two; on the demo model longer n-grams found less (docs/fafo.md)
     ngram: Annotated[int, Range(3, 16)] = 3  # tokens of an n-gram, the one it follows included
     window: Annotated[int, Range(1, 64)] = 4  # columns: places ahead that are guessed at once
     key_max: Annotated[int, Range(1, 8)] = 4  # tokens by which an n-gram is found, at most
