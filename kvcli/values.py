@@ -139,7 +139,9 @@ def _expected_one(hint: object, around: tuple[object, ...]) -> str:
     if typing.get_origin(base) is Literal:
         return any_of([toml_value(word) for word in typing.get_args(base)])
     if typing.get_origin(base) is tuple:
-        return f"a list of {_NOUNS.get(typing.get_args(base)[0], 'values')}"
+        inner = typing.get_args(base)[0]
+        words = _expected_one(inner, ()) if typing.get_origin(inner) is Literal else _NOUNS.get(inner, "values")
+        return f"a list of {words}"
     return _NOUNS.get(base, "another value")
 
 

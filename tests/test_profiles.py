@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvcli.drafts.mix import Sources
 from kvcli.layers import builtin_files
 from kvcli.profile import load_profile
 from kvcli.schema import Header, Model, Top
-from kvcli.values import comments_of, keys_of
+from kvcli.values import comments_of, expected, keys_of
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = [file.profile for file in builtin_files()]
@@ -53,3 +54,7 @@ def test_the_page_has_the_keys_as_they_are() -> None:
     assert part[1].rstrip() == generate.keys("").rstrip(), "run python docs/generate.py"
     for table in (Header, Top, Model):
         assert [name for name in keys_of(table) if f"`{name}`" not in page and f"{name} =" not in page] == []
+
+
+def test_a_list_of_words_names_the_words() -> None:
+    assert expected(Sources) == 'a list of "suffix", "scouts", "stand" or "recycle"'

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from kvcli.drafts.tree import Source
 
 
+Sources = tuple[Literal["suffix", "scouts", "stand", "recycle"], ...]
+
+
 @dataclass(frozen=True)
 class Mix(Scouting):
     """Guess with several sources at once, merged into one tree."""
 
-    sources: tuple[Literal["suffix", "scouts", "recycle", "stand"], ...] = ("suffix", "scouts", "stand", "recycle")
+    sources: Sources = ("suffix", "scouts", "stand", "recycle")  # who names guesses, the cheapest first
     min_match: Annotated[int, Range(1, 64)] = 1  # of "suffix": tokens that must match before what follows is a guess
     max_match: Annotated[int, Range(1, 256)] = 32  # of "suffix": tokens beyond which matches count as equally long
 
