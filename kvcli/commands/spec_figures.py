@@ -75,14 +75,11 @@ def spread(values: Sequence[float]) -> Range:
 
 def predicted(passes: Sequence[PassTime], rows: float, tokens: float, context: int) -> float | None:
     """Speed over plain decoding if a pass took what a pass of so many rows was timed at; None if none was timed."""
-    from kvcli.drafts.pace import Clock
-    from kvcli.fit.speed import units
+    from kvcli.fit.speed import at, units
 
     if not (known := units(passes, context)):
         return None
-    clock = Clock()
-    clock.expect(known)
-    return tokens / clock.costs(max(1, round(rows)))[-1]
+    return tokens / at([(1, 1.0), *sorted(known.items())], rows)
 
 
 def verdict(ratio: Range, report: Report) -> str:

@@ -48,7 +48,7 @@ def by_rows(passes: Sequence[PassTime]) -> dict[int, list[tuple[int, float]]]:
     return found
 
 
-def at(line: Sequence[tuple[int, float]], context: int) -> float:
+def at(line: Sequence[tuple[int, float]], context: float) -> float:
     """Seconds at a context: straight lines between what was measured, the last one going on; never below the first."""
     if len(line) == 1:
         return line[0][1]
