@@ -23,12 +23,8 @@ Sources = tuple[Literal["suffix", "scouts", "stand", "recycle"], ...]
 class Mix(Scouting):
     """Guess with several sources at once, merged into one tree."""
 
-    sources: Sources = (
-        "suffix",
-        "stand",
-        "recycle",
-        "scouts",
-    )  # who names guesses; scouts last: only what nobody else knew is theirs
+    # scouts last: only what nobody else knew counts as theirs
+    sources: Sources = ("suffix", "stand", "recycle", "scouts")  # who names guesses, in the order they are asked
     min_match: Annotated[int, Range(1, 64)] = 1  # of "suffix": tokens that must match before what follows is a guess
     max_match: Annotated[int, Range(1, 256)] = 32  # of "suffix": tokens beyond which matches count as equally long
 
