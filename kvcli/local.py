@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvcli.conversation import Chat
     from kvcli.drafts.base import Costs
-    from kvcli.drafts.pace import Report
+    from kvcli.drafts.report import Report
     from kvcli.model import LM
     from kvcli.profile import Profile
     from kvcli.source import Source

@@ -15,7 +15,7 @@ from kvcli.verify import exact
 
 if TYPE_CHECKING:
     from kvcli.drafts.base import Costs, Drafter, Glance
-    from kvcli.drafts.pace import Report
+    from kvcli.drafts.report import Report
     from kvcli.stats import Step
 
 

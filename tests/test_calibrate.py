@@ -15,7 +15,7 @@ from kvcli.calibrate.quick import quick_costs, quick_times
 from kvcli.calibrate.run import fingerprint_of, model_fingerprint
 from kvcli.calibrate.store import age_days, file_of, machine_fingerprint, save_calibration
 from kvcli.commands.setup import Setup
-from kvcli.drafts.pace import Clock
+from kvcli.drafts.clock import Clock
 from kvcli.errors import KvcliError
 from kvcli.fit.speed import units
 from kvcli.local import load

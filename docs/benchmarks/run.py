@@ -52,7 +52,8 @@ def measure(name: str) -> bool:
         if subprocess.run(command, cwd=folder, env=env, check=False).returncode or not out.is_file():
             return False
         kept = HERE / f"{name}.json"
-        kept.write_text(out.read_text(encoding="utf-8"), encoding="utf-8")
+        text = out.read_text(encoding="utf-8")
+        kept.write_text(text.replace(f"{ROOT}/", "").replace(f"{folder}/", ""), encoding="utf-8")  # nobody's folders
         return True
 
 

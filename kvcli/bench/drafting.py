@@ -13,7 +13,7 @@ from kvcli.kv.slots import nbytes
 from kvcli.stats import Stats
 
 if TYPE_CHECKING:
-    from kvcli.drafts.pace import Report
+    from kvcli.drafts.report import Report
     from kvcli.local import Model
     from kvcli.profile import Profile
     from kvcli.session import Session

@@ -12,7 +12,7 @@ from kvcli.schemas.spec import Kind, Range, ScoutFigures, SpecDocument, SpecTune
 
 if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival
-    from kvcli.drafts.pace import Report
+    from kvcli.drafts.report import Report
     from kvcli.local import Model
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.fit import PassTime

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from kvcli.drafts.pace import Report
+    from kvcli.drafts.report import Report
     from kvcli.rows import Draft
     from kvcli.sample import Sampler
     from kvcli.stats import Step

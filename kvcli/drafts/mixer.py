@@ -8,7 +8,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from kvcli.drafts.credit import Credit
-from kvcli.drafts.pace import Mode, Pace, Report, ScoutsReport
+from kvcli.drafts.pace import Mode, Pace
+from kvcli.drafts.report import Report, ScoutsReport
 from kvcli.drafts.tree import Guess, Source, decided, grow
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvcli.drafts.pace import Accepted
+from kvcli.drafts.report import Accepted
 
 
 class Odds:

@@ -8,15 +8,14 @@ here changes the speed and never the text.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from statistics import median, median_low
 
-# Kernels take rows in blocks, so pass times are a staircase; counts up to the same one of these are timed together.
-_STAIRS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 129)
+from kvcli.drafts.clock import Clock
+from kvcli.drafts.report import Report
+
 _WARM_UP = 2  # first passes, whose times count for nothing (allocation, caches, compilation)
 _FIRST_PLAIN = 3  # plain passes measured before any claim
 _WINDOW = 32  # passes with a look-up over which the speed is judged
@@ -24,10 +23,7 @@ _EARLY, _CLEARLY = 16, 0.08  # passes after which drafting that is clearly slowe
 _PAUSE, _LONGEST_PAUSE = 64, 1024  # passes; a pause doubles each time drafting fails again
 _RELAPSE = 128  # passes after a pause within which another failure doubles the next one
 _PAPER_EVERY = 8  # passes between two guesses on paper during a pause
-_SLOPE = 0.03  # units per row, the guess for row counts that were never timed
-_STALE = 1024  # passes after which the cost of a row count is forgotten
 _ABSURD = 0.6  # units; a pass with guesses that seems cheaper means that the plain time is wrong
-_STEADY = 1.33  # plain passes further apart than this factor are not of one kind
 _DOUBTS, _LATELY = 2, 128  # so often within so many passes the plain time is measured anew; after that it is noise
 _MARGINAL = 1.2  # multiple of plain speed
 _FEW = 0.25  # share of passes with guesses that makes a slow window drafting's own fault
@@ -43,131 +39,12 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """How first choices that continue a match of some length have fared, verified or only compared with what came."""
-
-    match: str  # tokens, a range
-    made: int  # guesses
-    share: float  # of them right
-
-
-@dataclass(frozen=True, slots=True)
-class ScoutsReport:
-    """What scouts brought and cost."""
-
-    rows: int  # in a pass that carries them
-    brought: float | None  # tokens a pass that only they had named, lately
-    cost: float | None  # plain passes that a pass with them takes longer, None = not measured
-    rested_passes: int
-    why: str  # in words, while they rest
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What `/spec` shows. Seconds, passes, and speed as a multiple of plain decoding."""
-
-    paused: bool
-    reason: str  # why drafting pauses, in words
-    paused_passes: int
-    plain_pass: float  # median seconds of a pass with one row, 0 = not measured
-    gain: float | None  # speed over plain decoding in the last passes, None = not measured
-    row_cost: dict[int, float]  # rows in a pass, up to so many -> its time in plain passes; measured ones only
-    by_source: Mapping[str, tuple[Accepted, ...]] = field(default_factory=dict)
-    scouts: ScoutsReport | None = None  # None = the drafter sends none
-    accepted_by: Mapping[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
-    ties: int = 0  # near ties that a pass of one row decided, in strict mode
-
-    @property
-    def free_rows(self) -> int | None:
-        """Rows of a pass that takes at most a tenth longer than one of a single row; None = not measured."""
-        if not self.row_cost:
-            return None
-        return max((rows for rows, units in self.row_cost.items() if units <= 1.1), default=1)
-
-
-@dataclass(frozen=True, slots=True)
 class Timed:
     """One pass on the books."""
 
     guesses: int
     tokens: int
     units: float
-
-
-class Clock:
-    """How long passes take, by rows. Medians, for a shared machine is noisy."""
-
-    def __init__(self) -> None:
-        self._now = 0  # passes
-        self._plain: deque[float] = deque(maxlen=5)  # seconds
-        self._units: dict[int, deque[float]] = {}  # stair -> what passes on it took
-        self._timed: dict[int, int] = {}  # stair -> the pass it was last timed in
-        self._prior: dict[int, float] = {}  # stair -> units, from a calibration; counts until the stair is timed
-        self._stairs: list[float] = []  # units of 1, 2, ... rows as far as known; empty = to be worked out
-
-    @property
-    def plain(self) -> float:
-        """Seconds of a pass with one row, 0 = not measured."""
-        return median(self._plain) if self._plain else 0.0
-
-    @property
-    def measured(self) -> dict[int, float]:
-        """Stair -> units. It takes two passes, of which the faster counts: a first one includes its preparation."""
-        return {stair: median_low(units) for stair, units in sorted(self._units.items()) if len(units) > 1}
-
-    def expect(self, costs: Mapping[int, float]) -> None:
-        """What passes took when the machine was calibrated: rows -> units."""
-        self._prior = {_stair(rows): units for rows, units in costs.items() if rows > 1}
-        self._stairs = []
-
-    def tick(self) -> None:
-        """A pass has gone by. Costs nobody has paid for long are forgotten: they may have been one bad moment."""
-        self._now += 1
-        for stair in [stair for stair, when in self._timed.items() if self._now - when > _STALE]:
-            del self._units[stair], self._timed[stair]
-            self._stairs = []
-
-    def agrees(self, seconds: float) -> bool:
-        """Is this a plain pass like the ones before?"""
-        return not self.plain or 1 / _STEADY < seconds / self.plain < _STEADY
-
-    def time_plain(self, seconds: float) -> None:
-        """A plain pass took this long."""
-        self._plain.append(seconds)
-
-    def time(self, rows: int, units: float) -> None:
-        """A pass of `rows` rows, more than one, took as long as `units` plain passes."""
-        stair = _stair(rows)
-        self._units.setdefault(stair, deque(maxlen=9)).append(units)
-        self._timed[stair] = self._now
-        self._stairs = []
-
-    def forget_plain(self) -> None:
-        self._plain.clear()
-
-    def costs(self, most: int) -> list[float]:
-        """Units of a pass with 1, 2, ... `most` rows; between known stairs a straight line."""
-        known = self._stairs = self._stairs or self._climb()
-        return known[:most] + [known[-1] + _SLOPE * i for i in range(1, most - len(known) + 1)]
-
-    def _climb(self) -> list[float]:
-        measured, costs, least = [], [1.0], math.inf
-        for stair, units in sorted((self._prior | self.measured).items(), reverse=True):
-            least = max(1.0, min(least, units))  # fewer rows cannot take longer: that was noise
-            measured.append((stair, least))
-        for stair, units in reversed(measured):
-            step = (units - costs[-1]) / (stair - len(costs))
-            costs += [costs[-1] + step * i for i in range(1, stair - len(costs) + 1)]
-        return costs
-
-    def knows(self, rows: int) -> bool:
-        """Have passes of this many rows or more been timed lately?"""
-        return rows <= max(self.measured, default=1)
-
-    def is_fading(self, rows: int) -> bool:
-        """Is the cost of this many rows unknown, or on its way to being forgotten?"""
-        stair = _stair(rows)
-        return stair > 1 and (len(self._units.get(stair, ())) < 2 or self._now - self._timed[stair] > _STALE // 4)
 
 
 class Pace:
@@ -340,7 +217,3 @@ class Pace:
     def _resume(self) -> None:
         self._left = 0
         self._resumed = self._passes
-
-
-def _stair(rows: int) -> int:
-    return next((stair for stair in _STAIRS if rows <= stair), rows)

@@ -13,7 +13,7 @@ from kvcli.drafts.odds import Odds
 from kvcli.drafts.tree import Offer
 
 if TYPE_CHECKING:
-    from kvcli.drafts.pace import Accepted
+    from kvcli.drafts.report import Accepted
 
 _KEYS = 1 << 16  # keys at most; the oldest go first
 # Rows: keys of 1, 2, 3, 4 tokens and more. Columns: the first choice, a later one.

@@ -21,7 +21,7 @@ from kvcli.kernels.gumbel.host import gumbel_host
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.drafts.pace import Accepted
+    from kvcli.drafts.report import Accepted
     from kvcli.sample import Sampler
 
 TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilities are shared out

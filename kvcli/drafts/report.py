@@ -1,0 +1,49 @@
+"""How drafting fares, for people: what a drafter reports and `/spec` and `kvcli spec doctor` show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """How first choices that continue a match of some length have fared, verified or only compared with what came."""
+
+    match: str  # tokens, a range
+    made: int  # guesses
+    share: float  # of them right
+
+
+@dataclass(frozen=True, slots=True)
+class ScoutsReport:
+    """What scouts brought and cost."""
+
+    rows: int  # in a pass that carries them
+    brought: float | None  # tokens a pass that only they had named, lately
+    cost: float | None  # plain passes that a pass with them takes longer, None = not measured
+    rested_passes: int
+    why: str  # in words, while they rest
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `/spec` shows. Seconds, passes, and speed as a multiple of plain decoding."""
+
+    paused: bool
+    reason: str  # why drafting pauses, in words
+    paused_passes: int
+    plain_pass: float  # median seconds of a pass with one row, 0 = not measured
+    gain: float | None  # speed over plain decoding in the last passes, None = not measured
+    row_cost: dict[int, float]  # rows in a pass, up to so many -> its time in plain passes; measured ones only
+    by_source: Mapping[str, tuple[Accepted, ...]] = field(default_factory=dict)
+    scouts: ScoutsReport | None = None  # None = the drafter sends none
+    accepted_by: Mapping[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
+    ties: int = 0  # near ties that a pass of one row decided, in strict mode
+
+    @property
+    def free_rows(self) -> int | None:
+        """Rows of a pass that takes at most a tenth longer than one of a single row; None = not measured."""
+        if not self.row_cost:
+            return None
+        return max((rows for rows, units in self.row_cost.items() if units <= 1.1), default=1)
