@@ -67,6 +67,8 @@ class Pass:
         `most` is how many rows may be accepted before the next boundary: a draft never crosses one.
         """
         assert len(path) <= most, "a draft crossed a boundary"
+        if not path:
+            return
         pos = self.rows.pos[path[0] : path[-1] + 1] if _is_run(path) else self.rows.pos[path]
         for layer, (k, v) in enumerate(self.fresh):
             if _is_run(path):

@@ -17,22 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli import build
 from kvcli.api import Cancel, End, Events, Finish, Live, ModelInfo, Prompt, Read, Text, Turn
-from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow
+from kvcli.errors import BadConfig, BadInput, ContextOverflow
 from kvcli.kv.slots import nbytes
 from kvcli.memory import peak_bytes
 from kvcli.schema import ORDER
 from kvcli.stats import Stats
 from kvcli.text import Detokenizer, StopStrings
+from kvcli.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.conversation import Chat
     from kvcli.drafts.base import Costs
-    from kvcli.drafts.report import Report
     from kvcli.model import LM
     from kvcli.profile import Profile
-    from kvcli.source import Source
 
 
 MEASURE_EVERY = 0.1  # seconds
@@ -71,28 +70,8 @@ def load(
         trust_remote_code=wants.trust_remote_code,
         verify=wants.verify,
     )
-    tokenizer = _tokenizer(found, wants.trust_remote_code)
+    tokenizer = load_tokenizer(found, wants.trust_remote_code)
     return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began)
-
-
-def _tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            found.path, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        said = [line for line in str(error).splitlines() if line.strip() and not line.rstrip().endswith(":")]
-        said = said or [type(error).__name__]
-        raise BadModel(
-            f"{found.id} has no tokenizer that can be read",
-            code="bad_tokenizer",
-            lines=[said[0]],
-            try_=["put tokenizer.json and tokenizer_config.json beside config.json"],
-        ) from error
-    tokenizer.model_max_length = 1 << 40  # the window is checked here, with numbers; no second warning
-    return tokenizer
 
 
 class Model:
@@ -269,7 +248,8 @@ class Model:
         shown = 0  # tokens of the answer that went out with a piece
         for step in self.session.stream(new, stops, cancel):
             stats.fold(step)
-            stats.first_token = stats.first_token or stats.read + step.seconds
+            if step.new:
+                stats.first_token = stats.first_token or stats.read + stats.decode
             self._measure(stats)
             piece = ""
             for i in step.new:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
@@ -281,7 +261,7 @@ class Model:
                 said.append(piece)
                 yield Text(piece, tuple(answer[shown:]))
                 shown = len(answer)
-            if answer[-1] in stops or strings.is_hit:
+            if strings.is_hit or (step.new and step.new[-1] in stops):
                 finish = "stop"
                 break
         if finish == "length" and len(answer) < new:
@@ -294,7 +274,7 @@ class Model:
         if self.foretell is not None:
             stats.estimate, stats.available = self.foretell(self.profile, stats.context)
         if (report := self.session.drafter.report()) is not None and before is not None:
-            _tell(stats, before, report)
+            stats.hear(before, report)
         yield End(Turn("".join(said), tuple(answer), finish, stats))
 
     def _measure(self, stats: Stats, at_once: bool = False) -> None:
@@ -307,16 +287,6 @@ class Model:
         slot = 2 * 2 * self.lm.n_layers * self.lm.n_kv_heads * self.lm.head_dim
         stats.kv_fp16 = slot * self.session.committed
         stats.peak = peak_bytes(self.lm.device)
-
-
-def _tell(stats: Stats, before: Report, after: Report) -> None:
-    """What drafting did in one turn, from its reports before and after."""
-    stats.paused_passes = after.paused_passes - before.paused_passes
-    stats.paused_why = after.reason if after.paused else ""
-    stats.sources = {name: n - before.accepted_by.get(name, 0) for name, n in after.accepted_by.items()}
-    stats.scouts_why = after.scouts.why if after.scouts else ""
-    stats.free_rows = after.free_rows
-    stats.ties = after.ties - before.ties
 
 
 def _latched(cancel: Cancel) -> Cancel:

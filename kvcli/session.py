@@ -15,7 +15,7 @@ from kvcli.drafts.base import Drafter
 from kvcli.forward import Pass, run
 from kvcli.kv.slots import Lens, Slots, Store
 from kvcli.policies.base import Policy
-from kvcli.rows import Draft, Rows
+from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
 from kvcli.stats import Step
 from kvcli.verify import Accept, exact
@@ -56,20 +56,22 @@ class Session:
         self._is_whole = True  # nothing was ever evicted, so the past may be rewound
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Step:
-        """One pass: guess, run, accept, commit. New tokens end at one of `stop`, and are at most `most`."""
+        """One pass: guess, run, accept, commit. New tokens end at one of `stop`, and are at most `most`; there may be
+        none, if the verifier wants to see another pass first.
+        """
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
         began = time.perf_counter()
         room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
         draft = self.drafter.propose(self.ids, room)
         assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
-        rows, p, logits, path, new = self._try(draft)
-        if is_second := not path:  # nothing was decided: one row alone always decides
-            rows, p, logits, path, new = self._try(Draft.none())
-        path, new = _cut(path, new, stop)
+        rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft, self.lm.device)
+        p = self._pass(rows)
+        logits = run(self.lm, p, rows.want)
+        path, new = _cut(*self.accept(rows, logits, self.sampler, self.seen), stop)
         self._commit(p, path)
         self.ids += new
         self.seen.add(new)
-        step = Step(rows, logits, path, new, time.perf_counter() - began, p, is_second)
+        step = Step(rows, logits, path, new, time.perf_counter() - began, p)
         self.drafter.observe(step)
         if self.committed == self.boundary:
             self.settle()
@@ -106,7 +108,7 @@ class Session:
             step = self.step(stop, left)
             left -= len(step.new)
             yield step
-            if step.new[-1] in stop:
+            if step.new and step.new[-1] in stop:
                 return
 
     def settle(self) -> None:
@@ -160,13 +162,6 @@ class Session:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
         return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
-
-    def _try(self, draft: Draft) -> tuple[Rows, Pass, Tensor, list[int], list[int]]:
-        """One pass, up to what it would accept."""
-        rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft, self.lm.device)
-        p = self._pass(rows)
-        logits = run(self.lm, p, rows.want)
-        return rows, p, logits, *self.accept(rows, logits, self.sampler, self.seen)
 
     def _pass(self, rows: Rows) -> Pass:
         return Pass(rows, self.kv, self.view, recent=self.policy.recent if self.policy else 0)

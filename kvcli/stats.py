@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.drafts.report import Report
     from kvcli.forward import Pass
     from kvcli.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it."""
+    """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it.
+
+    Both are empty after a pass with guesses that decided nothing; the next one then carries none.
+    """
 
     rows: Rows
     logits: Tensor  # [N, V], tree rows first, then the scouts whose logits were wanted
@@ -24,7 +28,6 @@ class Step:
     new: list[int]  # tokens added to the text
     seconds: float  # wall time from proposing to committing; what drafter and policy make of it comes after
     made: Pass | None = field(default=None, repr=False)  # the pass itself: fresh keys, values and queries
-    is_second: bool = False  # a pass before it decided nothing; `seconds` are those of both
 
     @property
     def n_drafted(self) -> int:
@@ -34,7 +37,7 @@ class Step:
     @property
     def n_accepted(self) -> int:
         """Guessed rows that the model agreed with."""
-        return len(self.path) - 1
+        return max(0, len(self.path) - 1)
 
 
 @dataclass(slots=True)
@@ -85,9 +88,18 @@ class Stats:
             self.accepted_tokens += accepted
             self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
             self.histogram[accepted] += 1
-        elif not step.is_second:
+        else:
             self.plain.append(step.seconds)
             del self.plain[:-64]
+
+    def hear(self, before: Report, after: Report) -> None:
+        """What drafting did in this turn, from its reports before and after."""
+        self.paused_passes = after.paused_passes - before.paused_passes
+        self.paused_why = after.reason if after.paused else ""
+        self.sources = {name: n - before.accepted_by.get(name, 0) for name, n in after.accepted_by.items()}
+        self.scouts_why = after.scouts.why if after.scouts else ""
+        self.free_rows = after.free_rows
+        self.ties = after.ties - before.ties
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Strict:
-    """`exact` up to the first near tie. Wraps a drafter too: the pass behind a near tie must carry no guesses.
+    """`exact` up to the first near tie. Wraps a drafter too: the pass behind that must carry no guesses.
 
     Near ties then fall as they do without drafting, but for what rounding does to the keys and values of accepted
     guesses, which moves later logits less than a tie is wide. Not seen: whether rounding moves a token across the edge
@@ -33,7 +33,7 @@ class Strict:
         self._alone = False  # the next pass carries no guesses
 
     def __call__(self, rows: Rows, logits: Tensor, sampler: Sampler, seen: Seen) -> tuple[list[int], list[int]]:
-        """The path may be empty: then nothing was decided, and the pass must be repeated with one row."""
+        """The path is empty if the first row is a near tie already."""
         path, new = exact(rows, logits, sampler, seen)
         if rows.n_rows == 1:
             return path, new
@@ -45,7 +45,7 @@ class Strict:
             at = slice(row, row + 1)
             if bool(sampler.margin(logits[at], rows.pos[at], mask) <= bound(logits[at])):
                 self.ties += 1
-                self._alone = i > 0
+                self._alone = True
                 return path[:i], new[:i]
         return path, new
 

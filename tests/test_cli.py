@@ -185,6 +185,11 @@ def test_usage_errors_as_json(machine):
         (["--set", "sample.temperature=-1"], 9, "--set"),
         (["--device", "toaster"], 9, "--device"),
         (["--exact", "--quant", "int8"], 9, "load.quant = int8 (--quant) can change the text"),
+        (
+            ["--exact", "-P", "ngram", "--set", "spec.strict=false"],
+            9,
+            "spec.strict = false (--set) can change the text",
+        ),
     ],
 )
 def test_settings_that_are_wrong_exit_9_with_their_place(machine, args, status, words):

@@ -20,7 +20,7 @@ FLOORS = [
         "errors kernels",
         # words and files, no tensors
         "config demo documents files headers layers problems profile profile_file refusals resolve schema settings "
-        "source text toml_places values",
+        "source text tokenizer toml_places values",
         "api kv machine memory rows sample stats strict ties verify",
         "forward model policies seam weights",
         "drafts prune",
@@ -33,7 +33,7 @@ FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 
 # Heavy packages, and the only places that may import them, late or not. The demo trains with both.
 ONLY = {
-    "transformers": {"bench", "demo", "forward", "local", "model", "source", "text", "weights"},
+    "transformers": {"bench", "demo", "forward", "local", "model", "source", "text", "tokenizer", "weights"},
     "torch": {"demo", "kernels"}
     | FLOORS[2]
     | FLOORS[3]

@@ -34,22 +34,21 @@ def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[
     except (OSError, ValueError):  # not there, or damaged: it is remade
         pass
     tell("timing a few passes")
-    passes = quick_times(model.lm)
-    if passes:
-        info = model.info
-        times = ModelTimes(
-            id=info.id,
-            fingerprint=fingerprint_of(model),
-            dtype=info.dtype,
-            quant=info.quant,
-            device=info.device,
-            passes=passes,
-        )
-        try:
-            private_folder(file.parent)
-            write_private(file, times.model_dump_json(by_alias=True) + "\n")
-        except OSError:
-            pass  # measured again the next time, which costs a second
+    passes = quick_times(model.lm)  # none of a model that is too slow: that is kept too, not tried at each start
+    info = model.info
+    times = ModelTimes(
+        id=info.id,
+        fingerprint=fingerprint_of(model),
+        dtype=info.dtype,
+        quant=info.quant,
+        device=info.device,
+        passes=passes,
+    )
+    try:
+        private_folder(file.parent)
+        write_private(file, times.model_dump_json(by_alias=True) + "\n")
+    except OSError:
+        pass  # measured again the next time, which costs a second
     return passes
 
 

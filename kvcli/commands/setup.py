@@ -12,6 +12,7 @@ from kvcli.config import load_config
 from kvcli.errors import BadConfig
 from kvcli.layers import Sources
 from kvcli.profile import Profile, load_profile
+from kvcli.toml_places import toml_value
 
 if TYPE_CHECKING:
     from kvcli.drafts.base import Costs
@@ -141,15 +142,23 @@ class Setup:
 
 def refuse_inexact(profile: Profile) -> None:
     """--exact: no key may change the text."""
-    wrong = [key for key, value in EXACT.items() if profile.values[key] != value]
+    values, wants = profile.values, dict[str, object](EXACT)
+    if profile.spec.method != "off" and profile.origins["spec.strict"] != "default":
+        wants["spec.strict"] = True  # near ties fall as in plain decoding; whoever forbids that cannot have both
+    wrong = [key for key, value in wants.items() if values[key] != value]
     if wrong:
         raise BadConfig(
             f"--exact cannot be kept with profile {profile.name}",
             code="not_exact",
-            lines=[f"{key} = {profile.values[key]} ({profile.origins[key]}) can change the text" for key in wrong],
-            detail={key: profile.values[key] for key in wrong},
-            try_=["-P exact", *(f"--set {key}={EXACT[key]}" for key in wrong)],
+            lines=[f"{key} = {_typed(values[key])} ({profile.origins[key]}) can change the text" for key in wrong],
+            detail={key: values[key] for key in wrong},
+            try_=["-P exact", *(f"--set {key}={_typed(wants[key])}" for key in wrong)],
         )
+
+
+def _typed(value: object) -> str:
+    """As `--set` takes it, without quotes."""
+    return value if isinstance(value, str) else toml_value(value)
 
 
 def refuse_beyond(profile: Profile, most: int, model: str) -> None:

@@ -67,6 +67,10 @@ class Off:
         """How many of n slots a head a view keeps a copy of: what memory is planned with."""
         return 0
 
+    def tables(self, n: int) -> int:
+        """Bytes of host memory, at most, of what a drafter remembers of n tokens: what memory is planned with."""
+        return 0
+
     def drafter(self, ends: Collection[int] = ()) -> Off:
         """The drafter of these settings, as every method's dataclass makes its own. `ends`: tokens that end a text."""
         return self

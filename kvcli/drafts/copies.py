@@ -33,6 +33,9 @@ _START = (
 _NAMES = ("1", "2-3", "4-7", "8-15", "16-31", "32+")
 
 
+TOKEN_BYTES = 24  # of the index, a token: the text, its places, and their sorting
+
+
 class Copies:
     """Owns the index of the text and the record of its guesses."""
 

@@ -54,6 +54,12 @@ class Scouting(Pacing):
         pages = self.page * self.pages if self.view == "quest" else 0
         return 0 if self.view == "all" else min(n, self.sinks + self.local + pages + self.refresh)
 
+    def tables(self, n: int) -> int:
+        """Bytes of the pool, at most, after n tokens."""
+        from kvcli.drafts.pool import KEY_BYTES, KEYS
+
+        return KEY_BYTES * min(KEYS, n * self.window * self.key_max)
+
     def scouting(self, ends: Collection[int]) -> tuple[Window, Pool]:
         """The window and the pool it fills."""
         from kvcli.drafts.pool import Pool

@@ -44,6 +44,15 @@ class Mix(Scouting):
         """How many of n slots a head the view keeps a copy of: none, without scouts."""
         return super().copied(n) if "scouts" in self.sources else 0
 
+    def tables(self, n: int) -> int:
+        """Bytes of what its sources remember of n tokens, at most."""
+        from kvcli.drafts.copies import TOKEN_BYTES
+        from kvcli.drafts.successors import KEY_BYTES, KEYS
+
+        each = {"suffix": TOKEN_BYTES * n, "scouts": super().tables(n)}
+        each |= {"recycle": KEY_BYTES * min(KEYS, n), "stand": KEY_BYTES * min(KEYS, 3 * n)}
+        return sum(each[name] for name in set(self.sources))
+
     def drafter(self, ends: Collection[int] = ()) -> Mixer:
         """A drafter that knows no text yet."""
         from kvcli.drafts.copies import Copies

@@ -108,7 +108,7 @@ class Mixer:
         # what is done here between two passes is time that plain decoding would not take
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
         seconds = step.seconds + spent
-        surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, scouts, is_second=step.is_second)
+        surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, scouts)
         if scouts and self._config.adaptive:
             self._credit.observe(brought, surcharge, self._pace.speed)
         self._guesses, self._scouts = None, None
@@ -170,7 +170,7 @@ class Mixer:
             last: list[int] = step.logits[tree:].argmax(-1).tolist()
             for before, run in self._window.harvest(self._tail, last):
                 self._pool.put(before, run)
-        if not self._successors:
+        if not self._successors or not step.path:
             return
         from kvcli.drafts.successors import top  # late: it needs torch
 

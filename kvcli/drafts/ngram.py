@@ -27,6 +27,12 @@ class Ngram(Pacing):
         check(self, {"min_match": (1, 64)})
         check(self, {"max_match": (self.min_match, 256)})
 
+    def tables(self, n: int) -> int:
+        """Bytes of the index of n tokens."""
+        from kvcli.drafts.copies import TOKEN_BYTES
+
+        return TOKEN_BYTES * n
+
     def drafter(self, ends: Collection[int] = ()) -> Mixer:
         """A drafter that knows no text yet."""
         from kvcli.drafts.copies import Copies  # late: reading a profile must import neither torch nor numpy

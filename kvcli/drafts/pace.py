@@ -119,12 +119,9 @@ class Pace:
     def is_paused(self) -> bool:
         return self._left > 0
 
-    def observe(
-        self, guesses: int, tokens: int, seconds: float, scouts: int = 0, *, is_second: bool = False
-    ) -> float | None:
+    def observe(self, guesses: int, tokens: int, seconds: float, scouts: int = 0) -> float | None:
         """The pass verified this many guesses, beside so many scouts, and yielded this many tokens.
 
-        `is_second`: the time is that of two passes, the first of which decided nothing: no stall, but drafting's price.
         Returns how many plain passes longer it took for the scouts, if that can be said.
         """
         self._passes += 1
@@ -145,7 +142,7 @@ class Pace:
         usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1)
         if guesses and not scouts:
             self._clock.time(guesses + 1, units)
-        self._note(Timed(guesses, tokens, min(units, (1.5 if is_known and not (scouts or is_second) else 4) * usual)))
+        self._note(Timed(guesses, tokens, min(units, (1.5 if is_known and not scouts else 4) * usual)))
         return units - usual if scouts else None
 
     def hear_paper(self, came_true: bool) -> None:

@@ -15,7 +15,8 @@ from kvcli.drafts.tree import Offer
 if TYPE_CHECKING:
     from kvcli.drafts.report import Accepted
 
-_KEYS = 1 << 16  # keys at most; the oldest go first
+KEYS = 1 << 14  # at most; the oldest go first
+KEY_BYTES = 520  # of a key and its runs, as Python holds them; measured with tracemalloc
 # Rows: keys of 1, 2, 3, 4 tokens and more. Columns: the first choice, a later one.
 _START = ((0.3, 0.1), (0.45, 0.15), (0.6, 0.2), (0.7, 0.25))
 _NAMES = ("1", "2", "3", "4+")
@@ -48,7 +49,7 @@ class Pool:
             if len(runs) > self.per_key:
                 del runs[next(iter(runs))]
             self._runs[key] = runs
-        while len(self._runs) > _KEYS:
+        while len(self._runs) > KEYS:
             del self._runs[next(iter(self._runs))]
 
     def start(self, ids: Sequence[int]) -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvcli.sample import Sampler
 
 TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilities are shared out
-_KEYS = 1 << 17  # keys at most; the oldest go first
+KEYS = 1 << 14  # at most; the oldest go first
+KEY_BYTES = 830  # of a key and its successors, as Python holds them; measured with tracemalloc
 _MEAN = 8  # tellings after which a mean moves as if it were of so many
 # Rows: how far the guess leads the next one (a first choice) or trails the best (a later one), in nats.
 _GAPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -116,7 +117,7 @@ class Successors:
             else:
                 entry.blend(ids, logp)
             self._entries[key] = entry
-        while len(self._entries) > _KEYS:
+        while len(self._entries) > KEYS:
             del self._entries[next(iter(self._entries))]
 
     def record(self) -> tuple[Accepted, ...]:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 POSITION = 4  # bytes of a slot's position
-INDEX = 24  # bytes a token in the table of an ngram drafter: its text, its places, and their sorting
 KEPT_FREE = GIB  # at most; less where there is little, because an estimate is good to a tenth
 UNSURE = 0.1
 
@@ -31,7 +30,7 @@ class Run:
     rows: int  # rows of a decoding pass, at most
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
     between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
-    is_indexed: bool  # the drafter keeps a table of the text
+    tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
     base: int  # of a process that loaded a model, without the model
     check: bool = True  # compare with the stock model after loading
@@ -114,7 +113,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         base=base,
         weights=weights.memory,
         kv=kv,
-        draft=view + (INDEX * context if run.is_indexed and on_cpu else 0),
+        draft=view + (run.tables(context) if on_cpu else 0),
         working=working,
         loading=base + whole + mapped + check,
         mapped=mapped,

@@ -124,7 +124,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         rows=profile.spec.rows,
         slots=profile.policy.slots,
         between=profile.policy.every,
-        is_indexed=profile.spec.method != "off",
+        tables=profile.spec.tables,
         copied=profile.spec.copied,
         base=facts.base,
         check=load.verify,

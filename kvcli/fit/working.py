@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 WIDE = 4  # bytes of a float32, in which parts are merged and scores are summed
 CHECK = 16  # rows that are compared with the stock model after loading
-# Bytes the process holds for each byte of live tensors: malloc keeps freed blocks. Over 29 runs on two models it took
-# 1.1 to 2.3 (docs/fit.md); torch's CUDA allocator, whose peak counts live tensors, takes none.
+# Bytes the process holds for each byte of live tensors: malloc keeps freed blocks (tests/bench/fit.py measures how well
+# this holds). The peak of torch's CUDA allocator counts live tensors, and takes none.
 ALLOCATOR = {"cpu": 1.6}
 
 

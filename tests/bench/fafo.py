@@ -125,7 +125,9 @@ def measure(task: Task, temperature: float, reps: int) -> dict[str, Any]:
     texts: dict[str, list[tuple[int, ...]]] = {}
     folded: dict[str, list[Any]] = {}
     for rep in range(reps + 1):  # the first warms up
-        for name, side in sides.items():
+        order = list(sides)[rep % len(sides) :] + list(sides)[: rep % len(sides)]  # who comes after whom changes
+        for name in order:
+            side = sides[name]
             done = [side.run(prompt, n) for prompt, n in zip(task.prompts, new, strict=True)]
             if rep:
                 spent = sum(s.at[-1] - s.at[0] for s in done)

@@ -41,7 +41,7 @@ def test_shared_beginnings_cost_one_row():
 
 
 def test_keys_are_limited(monkeypatch):
-    monkeypatch.setattr("kvcli.drafts.pool._KEYS", 3)
+    monkeypatch.setattr("kvcli.drafts.pool.KEYS", 3)
     pool = Pool(1, 8, 8)
     for token in range(9):
         pool.put([token], [0])

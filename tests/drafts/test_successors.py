@@ -80,7 +80,7 @@ def test_what_is_guessed_first_is_what_the_sampler_draws(settings: dict[str, flo
 
 
 def test_keys_are_limited(monkeypatch):
-    monkeypatch.setattr("kvcli.drafts.successors._KEYS", 3)
+    monkeypatch.setattr("kvcli.drafts.successors.KEYS", 3)
     source = Successors("recycle", 1, 1)
     for token in range(9):
         source.tell([token], [0], [0.0])
