@@ -29,7 +29,7 @@ RESULTS = {
     "ngram": "python tests/bench/ngram.py --reps 9",
     "live-row": "python tests/bench/live_row.py",
     "fit": "python tests/bench/fit.py",
-    "fafo": "python tests/bench/fafo.py",
+    "fafo": "python tests/bench/fafo.py --reps 4",
     "scouts": "python tests/bench/scouts.py",
     "growth": "python tests/bench/growth.py",
     "draft-overhead": "python tests/bench/draft_overhead.py",
