@@ -82,6 +82,7 @@ class Model:
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.costs: Costs | None = None  # what passes take here; None = nobody measured it
         self.session = build.session(lm, profile)
+        self.time_passes: Callable[[Model], Costs | None] | None = None  # finds out what passes take; set by who may
         # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
         self._answering: object = None  # the stream whose answer the session holds
@@ -103,6 +104,11 @@ class Model:
         if costs is not None:
             self.session.drafter.expect(costs)
 
+    def prepare(self) -> None:
+        """Find out what passes take here, if the profile drafts and nobody has found out yet."""
+        if self.costs is None and self.profile.spec.method != "off" and self.time_passes is not None:
+            self.expect(self.time_passes(self))
+
     @property
     def limit(self) -> int:
         """The window in use, tokens: the profile's, at most the model's."""
@@ -119,8 +125,9 @@ class Model:
                 try_=["leave and start again with --profile or --set"],
             )
         changed = Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds)
-        changed.info, changed.foretell = self.info, self.foretell
+        changed.info, changed.foretell, changed.time_passes = self.info, self.foretell, self.time_passes
         changed.expect(self.costs)
+        changed.prepare()
         return changed
 
     def take_past(self, other: Model) -> bool:

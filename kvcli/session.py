@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +76,7 @@ class Session:
         self.drafter.observe(step)
         if self.committed == self.boundary:
             self.settle()
-        return step
+        return replace(step, seconds=time.perf_counter() - began)
 
     def read(self, ids: Sequence[int]) -> Iterator[int]:
         """Take in `ids`: the same pass with a causal chain, every row accepted. Yields tokens committed, per chunk."""

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class Step:
     """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it.
 
-    Both are empty after a pass with guesses that decided nothing; the next one then carries none.
+    Both are empty after a pass that decided nothing, in strict mode; the next one then has a single row.
     """
 
     rows: Rows
     logits: Tensor  # [N, V], tree rows first, then the scouts whose logits were wanted
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the text
-    seconds: float  # wall time from proposing to committing; what drafter and policy make of it comes after
+    seconds: float  # wall time from proposing to committing; of a step that is over, to its end
     made: Pass | None = field(default=None, repr=False)  # the pass itself: fresh keys, values and queries
 
     @property
@@ -52,7 +52,8 @@ class Stats:
     first_token: float = 0.0
     decode: float = 0.0
     passes: int = 0
-    drafted_passes: int = 0
+    drafted_passes: int = 0  # that decided something
+    undecided_passes: int = 0  # that met a near tie at once, in strict mode
     draft_tokens: int = 0
     accepted_tokens: int = 0
     paused_passes: int = 0
@@ -81,14 +82,17 @@ class Stats:
         self.scout_rows += step.rows.n_rows - step.rows.tree
         self.recent.append(len(step.new))
         del self.recent[:-64]
-        if step.n_drafted:
+        if not step.path:
+            self.undecided_passes += 1
+            self.draft_tokens += step.n_drafted
+        elif step.n_drafted:
             accepted = step.n_accepted
             self.drafted_passes += 1
             self.draft_tokens += step.n_drafted
             self.accepted_tokens += accepted
             self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
             self.histogram[accepted] += 1
-        else:
+        elif step.rows.n_rows == 1:
             self.plain.append(step.seconds)
             del self.plain[:-64]
 
@@ -166,6 +170,7 @@ class Stats:
             "rows_per_pass": self.rows_per_pass,
             "free_rows": self.free_rows,
             "near_ties": self.ties,
+            "undecided_passes": self.undecided_passes,
             "histogram": list(self.histogram),
             "per_position": self.per_position,
         }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Strict:
-    """`exact` up to the first near tie. Wraps a drafter too: the pass behind that must carry no guesses.
+    """`exact` up to the first near tie. Wraps a drafter too: the pass behind that must have one row.
 
     Near ties then fall as they do without drafting, but for what rounding does to the keys and values of accepted
     guesses, which moves later logits less than a tie is wide. Not seen: whether rounding moves a token across the edge
@@ -30,7 +30,8 @@ class Strict:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.ties = 0  # near ties so far
-        self._alone = False  # the next pass carries no guesses
+        self._alone = False  # the next pass has one row
+        self._decides = False  # the pass under way has one row, because of a near tie
 
     def __call__(self, rows: Rows, logits: Tensor, sampler: Sampler, seen: Seen) -> tuple[list[int], list[int]]:
         """The path is empty if the first row is a near tie already."""
@@ -44,7 +45,6 @@ class Strict:
                 mask[new[:i]] = True
             at = slice(row, row + 1)
             if bool(sampler.margin(logits[at], rows.pos[at], mask) <= bound(logits[at])):
-                self.ties += 1
                 self._alone = True
                 return path[:i], new[:i]
         return path, new
@@ -57,14 +57,15 @@ class Strict:
         self.drafter.expect(costs)
 
     def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
-        self._alone = False
+        self._alone = self._decides = False
         self.drafter.start(ids, sampler)
 
     def propose(self, ids: Sequence[int], room: int) -> Draft:
-        alone, self._alone = self._alone, False
-        return self.drafter.propose(ids, 0 if alone else room)
+        self._decides, self._alone = self._alone, False
+        return self.drafter.propose(ids, 0 if self._decides else room)
 
     def observe(self, step: Step) -> None:
+        self.ties += self._decides
         self.drafter.observe(step)
 
     def report(self) -> Report | None:

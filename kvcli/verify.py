@@ -15,7 +15,7 @@ from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
 
 # rows, logits [tree, V], sampler, tokens so far -> accepted rows (row 0 first), new ids; both of one length, which may
-# be 0 if the pass carried guesses: then nothing was decided, and the next pass must carry none
+# be 0 if the pass had more than one row: then nothing was decided, and the next pass must have one
 Accept = Callable[[Rows, Tensor, Sampler, Seen], tuple[list[int], list[int]]]
 
 

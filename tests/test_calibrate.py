@@ -184,7 +184,8 @@ def test_a_drafter_starts_from_what_was_calibrated_until_it_has_timed_it_itself(
     assert (costs[0], costs[1], costs[15]) == (1.0, 1.5, 5.0)
     assert costs == sorted(costs)
     assert costs[-1] > flat[-1]
-    assert not clock.knows(2)  # a prior is no measurement: risky drafts still wait for one
+    assert not clock.knows(2)  # a prior is no measurement
+    assert clock.reach == 2  # so passes grow a stair at a time, each timed before the next
     for _ in range(3):
         clock.time(2, 1.1)
     assert clock.costs(2)[1] == 1.1
@@ -200,7 +201,8 @@ def test_a_chat_starts_from_the_calibration_of_its_model_and_says_if_that_is_dam
     assert Setup(world, "demo").load(profile, told.append).costs(512) == {4: 1.5}
     assert told == []
     file.write_text("{")
-    costs = Setup(world, "demo").load(profile, told.append).costs(512)
+    again = Setup(world, "demo")
+    costs = again.load(profile, told.append).costs(512)
     assert set(costs) == {2, 4, 8, 16, 32}  # a short look instead
     assert "damaged" in told[0]
 

@@ -19,6 +19,7 @@ from kvcli.drafts.mix import Mix
 from kvcli.drafts.mixer import Mixer
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
+from kvcli.rows import Draft
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from kvcli.stats import Stats, Step
@@ -108,16 +109,24 @@ def test_a_view_that_shows_nothing() -> None:
 @pytest.mark.parametrize("sampler", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_an_end_inside_a_guess(sampler: Sampler) -> None:
     """Every token of the answer in turn is what ends it."""
+    inside = 0
     for token in dict.fromkeys(plain(sampler)[len(prompt()) :]):
         stop = frozenset({token})
         for config in (Mix(adaptive=False, view="stream", sinks=1, local=8), Lookahead(adaptive=False)):
-            assert decode(config.drafter(stop), sampler, stop=stop)[0] == plain(sampler, NEW, stop)
+            ids, steps = decode(config.drafter(stop), sampler, stop=stop)
+            assert ids == plain(sampler, NEW, stop)
+            inside += steps[-1].n_accepted > 0
+    assert inside or sampler.temperature  # a guessed token did end a text
 
 
 def test_a_cap_inside_a_guess() -> None:
+    capped = 0
     for new in range(1, 20):
-        assert decode(Mix(adaptive=False).drafter(), new=new)[0] == plain(new=new)
-        assert len(plain(new=new)) == len(prompt()) + new
+        ids, steps = decode(Mix(adaptive=False).drafter(), new=new)
+        assert ids == plain(new=new)
+        assert len(ids) == len(prompt()) + new
+        capped += steps[-1].n_accepted > 0
+    assert capped
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 16])
@@ -160,6 +169,24 @@ def test_what_a_row_must_not_see_is_poisoned() -> None:
     assert session.ids == plain()
 
 
+class Chance:
+    """Guesses of the same shape as another drafter's, and other tokens."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def propose(self, ids: Any, room: int) -> Draft:
+        draft = self.drafter.propose(ids, room)
+        return Draft([(5 * token + 3) % 97 for token in draft.ids], draft.parent, draft.scouts)
+
+
+def accepted(steps: list[Step]) -> int:
+    return sum(step.n_accepted for step in steps)
+
+
 def test_guesses_come_true() -> None:
     """Or none of the above says anything."""
     for config in (
@@ -168,8 +195,8 @@ def test_guesses_come_true() -> None:
         Mix(adaptive=False),
     ):
         _, steps = decode(config.drafter(), new=200)
-        accepted, drafted = (sum(getattr(s, f"n_{kind}") for s in steps) for kind in ("accepted", "drafted"))
-        assert accepted > 0.04 * drafted > 4, (config, accepted, drafted)
+        _, chance = decode(Chance(config.drafter()), new=200)
+        assert accepted(steps) > 5 + 2 * accepted(chance), config
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -260,15 +287,22 @@ def test_the_text_of_a_seed_has_the_law_of_the_model() -> None:
         }
 
     want = law(start, 3)
+    runs, seen, accepted = 1500, dict.fromkeys(want, 0), 0
     base = session(Mix(adaptive=False, window=2, ngram=3).drafter(), 0)
-    base.feed(start)
-    runs, seen = 1500, dict.fromkeys(want, 0)
+    for seed in range(runs, runs + 30):  # the drafter hears what may follow, or it has nothing to guess
+        base.resume(start)
+        base.sampler = Sampler(temperature=1.0, top_k=3, seed=seed)
+        base.feed(start[len(base.ids) :])
+        list(base.stream(3))
+    base.resume(start)
+    base.feed(start[len(base.ids) :])
     for seed in range(runs):
         one = base.fork()
         one.sampler = Sampler(temperature=1.0, top_k=3, seed=seed)
         one.drafter.start(one.ids, one.sampler)
-        list(one.stream(3))
+        accepted += sum(step.n_accepted for step in one.stream(3))
         seen[tuple(one.ids[len(start) :])] += 1
+    assert accepted > runs // 10  # or it was plain decoding that was tested
     large = {text: p for text, p in want.items() if p * runs >= 5}
     expected = [*(p * runs for p in large.values()), (1 - sum(large.values())) * runs]
     observed = [*(seen[text] for text in large), runs - sum(seen[text] for text in large)]

@@ -51,9 +51,20 @@ def test_tune_writes_a_profile_that_can_be_used(machine, tmp_path):
     assert found["file"] == str(file)
     assert found["tried"][0]["name"] == found["best"]
     assert {"off", "ngram, 7 rows", "with scouts, window 4"} <= {one["name"] for one in found["tried"]}
-    assert sorted((one["by_workload"]["copy"] for one in found["tried"]), reverse=True)[0] >= 1
+    ratios = [one["ratio"]["median"] for one in found["tried"]]
+    assert ratios == sorted(ratios, reverse=True)
+    assert len({one["tokens_per_pass"] for one in found["tried"]}) > 1
     checked = machine("profiles", "check", str(file))
     assert (checked.exit, checked.err) == (0, "")
+
+
+def test_tune_keeps_what_the_command_line_set(machine, tmp_path):
+    file = tmp_path / "mine.toml"
+    sets = ("--set", "spec.branches=5", "--set", "context.reserve=7", "-P", "ngram")
+    assert machine("spec", "tune", "demo", "-w", "copy", *SHORT, *sets, "-o", str(file)).exit == 0
+    text = file.read_text()
+    assert "reserve = 7" in text
+    assert ("branches = 5" in text) is ('method = "ngram"' in text)
 
 
 def test_tune_saves_under_a_name(machine):
@@ -78,8 +89,9 @@ def test_tune_to_stdout_is_the_profile_alone(machine):
         (("doctor", "demo", "-w", "nonsense", *SHORT), 2, "no workload"),
         (("doctor", "demo", "--ctx", "99k"), 6, "do not fit"),
         (("doctor", "demo", "--ctx", "64", "-n", "60"), 2, "no room"),
-        (("doctor", "demo", "--ctx", "256", "-n", "0"), 2, "at least one"),
-        (("doctor", "demo", "--ctx", "256", "-n", "16", "-r", "0"), 2, "at least one"),
+        (("doctor", "demo", "--ctx", "256", "-n", "1"), 2, "at least 2"),
+        (("doctor", "demo", "--ctx", "256", "-n", "16", "-r", "0"), 2, "at least 1"),
+        (("tune", "demo", *SHORT, "-o", "/dev/null/x.toml"), 3, "no folder"),
         (("tune", "demo", *SHORT, "--save", "no good"), 2, "not a profile name"),
         (("tune", "no/such/folder", *SHORT), 4, "no/such/folder"),
     ],
@@ -96,3 +108,9 @@ def test_a_profile_that_was_tuned_extends_the_one_it_was_tuned_under(machine, tm
     machine("spec", "tune", "demo", "-P", "ngram", "-w", "copy", *SHORT, "-o", str(file))
     assert 'extends = "ngram"' in file.read_text()
     assert Profile.load("ngram").exactness == "exact"
+
+
+def test_a_profile_and_json_do_not_share_stdout(machine):
+    done = machine("spec", "tune", "demo", *SHORT, "-o", "-", "--json")
+    assert done.exit == 2
+    assert "would go to stdout" in json.loads(done.out)["message"]

@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 4, 8, 16, 32)
 TURNS = 3  # of which the first counts for nothing
 BUDGET = 1.0  # seconds
+RETRY = 24 * 3600  # seconds after which a look that saw nothing is taken again
 
 
 def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[PassTime]:
     """Pass times of this model here: as kept, or measured and kept. A cache that cannot be used is no obstacle."""
     file = file_of(cache, machine_fingerprint(model.info.device), f"{fingerprint_of(model)}-quick")
     try:
-        return ModelTimes.model_validate_json(file.read_bytes()).passes
+        kept = ModelTimes.model_validate_json(file.read_bytes()).passes
+        if kept or time.time() - file.stat().st_mtime < RETRY:
+            return kept
     except (OSError, ValueError):  # not there, or damaged: it is remade
         pass
     tell("timing a few passes")
-    passes = quick_times(model.lm)  # none of a model that is too slow: that is kept too, not tried at each start
+    passes = quick_times(model.lm)  # none of a model that is too slow: not to be tried at each start
     info = model.info
     times = ModelTimes(
         id=info.id,
@@ -68,5 +71,6 @@ def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[
         found += [
             PassTime(rows=rows, context=context, seconds=min(took), low=min(took), high=max(took))
             for rows, took in times.items()
+            if len(took) == TURNS - 1  # a pass timed once may have been a stall
         ]
     return found

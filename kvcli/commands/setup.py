@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.base import Costs
     from kvcli.local import Model
     from kvcli.schema import Model as Entry
+    from kvcli.schemas.fit import PassTime
     from kvcli.world import World
 
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and the flag that says so
@@ -117,27 +119,31 @@ class Setup:
             where, commit = str(found.path), found.revision
         model = load(where, profile, offline=offline, tell=tell)
         info = model.info = replace(model.info, id=self.name, revision=commit or model.info.revision)
-        model.expect(self._costs(model, tell or (lambda _: None)))
+        model.time_passes = partial(self.costs, tell=tell or log.info)
+        model.prepare()
         self.most = info.limit
         refuse_beyond(profile, self.most, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
         return model
 
-    def _costs(self, model: Model, tell: Callable[[str], None]) -> Costs | None:
-        """What passes take here: as `kvcli bench --calibrate` measured it for this model, or a short look at it."""
-        if model.profile.spec.method == "off":
-            return None
+    def costs(self, model: Model, tell: Callable[[str], None] = log.info) -> Costs | None:
+        """What passes take here, for a drafter to start from; None = nobody could measure it."""
+        from kvcli.fit.speed import units
+
+        passes = self.pass_times(model, tell)
+        return (lambda context: units(passes, context)) if passes else None
+
+    def pass_times(self, model: Model, tell: Callable[[str], None] = log.info) -> list[PassTime]:
+        """As `kvcli bench --calibrate` measured them for this model, or from a short look at it."""
         from kvcli.calibrate import load_calibration
         from kvcli.calibrate.quick import quick_costs
         from kvcli.calibrate.run import fingerprint_of
         from kvcli.calibrate.store import machine_fingerprint
-        from kvcli.fit.speed import units
 
         machine = machine_fingerprint(model.info.device)
         known = load_calibration(self.world.paths.cache, machine, fingerprint_of(model), tell)
         passes = known.model.passes if known is not None and known.model is not None else []
-        passes = passes or quick_costs(model, self.world.paths.cache, log.info)
-        return (lambda context: units(passes, context)) if passes else None
+        return passes or quick_costs(model, self.world.paths.cache, log.info)
 
 
 def refuse_inexact(profile: Profile) -> None:

@@ -67,7 +67,9 @@ def doctor(
         if loaded.profile.spec.method == "off":
             raise UsageError(f"profile {loaded.profile.name} drafts nothing", try_=["-P ngram", "-P fafo"])
         name, prompt = next(iter(_prompts(setup, loaded, workload or "summary", ctx, new).items()))
-        found = examine(world, setup.name, loaded, name, prompt, new, _at_least_one(reps), bar)
+        found = examine(
+            setup.name, loaded, setup.pass_times(loaded), name, prompt, new, _at_least(1, reps, "--reps 3"), bar
+        )
     if world.options.json:
         print_json(world, found)
     else:
@@ -105,10 +107,12 @@ def tune(
 
     setup = _setup(context, "tune")
     world = setup.world
+    if world.options.json and output == Path("-"):
+        raise UsageError("both the profile and the JSON would go to stdout", try_=["-o FILE --json", "-o -"])
     where = place(setup, save, output)  # refused before minutes of measuring, not after
     with _model(setup) as (loaded, bar):
         prompts = _prompts(setup, loaded, workload or "summary,chat,code", ctx, new)
-        rivals = measure(loaded, prompts, new, _at_least_one(reps), bar.show)
+        rivals = measure(loaded, prompts, new, _at_least(1, reps, "--reps 3"), bar.show)
         found = tuned(setup.name, loaded, rivals, list(prompts), new, reps, max(map(len, prompts.values())))
     written = write(setup, where, rivals[0], found)
     if world.options.json:
@@ -157,7 +161,7 @@ def _prompts(setup: Setup, model: Model, text: str, ctx: str, new: int) -> Mappi
     from kvcli.commands.bench_ask import read_workloads
 
     (size,) = contexts(ctx)[:1]
-    if _at_least_one(new) >= size - 8:
+    if _at_least(2, new, "--new 128") >= size - 8:
         raise UsageError(
             f"-n {new} leaves no room for a prompt in --ctx {ctx}", try_=["a larger --ctx", "a smaller -n"]
         )
@@ -172,7 +176,8 @@ def _prompts(setup: Setup, model: Model, text: str, ctx: str, new: int) -> Mappi
     }
 
 
-def _at_least_one(n: int) -> int:
-    if n < 1:
-        raise UsageError(f"at least one is needed, not {n}", try_=["--new 128", "--reps 3"])
+def _at_least(least: int, n: int, instead: str) -> int:
+    """Of new tokens two are needed, as the first one's time is that of reading."""
+    if n < least:
+        raise UsageError(f"at least {least} needed, not {n}", try_=[instead])
     return n

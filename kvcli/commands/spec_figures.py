@@ -8,28 +8,31 @@ from typing import TYPE_CHECKING
 
 from kvcli import __version__
 from kvcli.bench.drafting import in_turns, read_once
-from kvcli.schemas.spec import Kind, Range, ScoutFigures, SpecDocument, SpecTuneDocument, Tried
+from kvcli.schemas.spec import Difference, Kind, Range, ScoutFigures, SpecDocument, SpecTuneDocument, Tried
 
 if TYPE_CHECKING:
-    from kvcli.bench.drafting import Rival
+    from kvcli.bench.drafting import Rival, Turn
     from kvcli.drafts.report import Report
     from kvcli.local import Model
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.fit import PassTime
-    from kvcli.world import World
 
 CLEAR = 1.02  # a factor below which drafting is not worth a word of praise
 
 
 def examine(
-    world: World, name: str, model: Model, workload: str, prompt: Sequence[int], new: int, reps: int, bar: Bar
+    name: str,
+    model: Model,
+    passes: list[PassTime],
+    workload: str,
+    prompt: Sequence[int],
+    new: int,
+    reps: int,
+    bar: Bar,
 ) -> SpecDocument:
-    """Decode the prompt with and without drafting, in turns."""
-    from kvcli.calibrate.quick import quick_costs
-
+    """Decode the prompt with and without drafting, in turns. `passes`: what the drafter was told of their times."""
     profile = model.profile
     plain = profile.replace(spec={"method": "off"}, name="plain")
-    passes = quick_costs(model, world.paths.cache, lambda words: bar.show(0, 0, words))
     bar.show(0, 0, f"reading {workload}")
     without, with_ = in_turns(model, [plain, profile], read_once(model, prompt), new, reps, bar.show, workload)
     last, report = with_[-1], with_[-1].report
@@ -65,8 +68,22 @@ def examine(
         reason=report.reason if report.paused else "",
         view_bytes=last.view_bytes,
         same=all(a.ids == b.ids for a, b in zip(without, with_, strict=True)),
+        difference=_difference(model.with_profile(plain), prompt, without, with_),
         verdict=verdict(spread(ratios), report),
     )
+
+
+def _difference(
+    plain: Model, prompt: Sequence[int], without: Sequence[Turn], with_: Sequence[Turn]
+) -> Difference | None:
+    """Where the texts part first, and whether rounding explains it."""
+    from kvcli.bench.same import first_difference, tie_at
+
+    for a, b in zip(without, with_, strict=True):
+        if (at := first_difference(a.ids, b.ids)) is not None:
+            tie = tie_at(plain, [*prompt, *a.ids[:at]], a.ids[at], b.ids[at])
+            return Difference(token=at + 1, near_tie=tie.is_near, margin=tie.margin, bound=tie.bound)
+    return None
 
 
 def spread(values: Sequence[float]) -> Range:
@@ -97,7 +114,8 @@ def tuned(
     """The document, without the file that may be written."""
     best = rivals[0]
     gain = f"{best.score:.2f} times the speed of plain decoding"
-    said = f"fastest: {best.name}, {gain}" if best.name != "off" else "nothing is faster than plain decoding"
+    pays = best.name != "off" and best.score > CLEAR
+    said = f"fastest: {best.name}, {gain}" if pays else "nothing is clearly faster than plain decoding"
     return SpecTuneDocument(
         kvcli=__version__,
         model=name,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from os import W_OK, access
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from kvcli.toml_places import toml_value
 if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival
     from kvcli.commands.setup import Setup
+    from kvcli.profile import Profile
     from kvcli.schemas.spec import SpecTuneDocument
 
 
@@ -37,22 +39,33 @@ def place(setup: Setup, save: str | None, output: Path | None) -> Place:
     path = output if output is not None else world.paths.config / "profiles" / f"{name}.toml" if save else None
     if path is not None and path != Path("-") and (world.cwd / path).exists():
         raise BadInput(f"{where.shown(path)} exists already", try_=["another -o", "--save NAME"])
+    folder = None if path is None or path == Path("-") else (world.cwd / path).parent
+    while folder is not None and not folder.exists():
+        folder = folder.parent
+    if folder is not None and not (folder.is_dir() and access(folder, W_OK)):
+        raise BadInput(f"{where.shown(folder)} is no folder that can be written to", try_=["another -o", "--save NAME"])
     return Place(name, path if path is None or path == Path("-") else world.cwd / path)
 
 
-def profile_text(name: str, base: str, best: Rival, found: SpecTuneDocument) -> str:
-    """A profile that extends the one it was tuned under."""
+def profile_text(base: Profile, best: Rival, found: SpecTuneDocument) -> str:
+    """A profile that extends the one it was tuned under, with what the command line and the environment had set."""
     about = f"tuned for {found.model}: {best.score:.2f} times plain decoding"
     lines = [
         f"# Written by kvcli spec tune: {best.name}, measured on {', '.join(found.workloads)} with "
         f"{found.context:,} tokens.",
         "schema = 1",
-        f"extends = {toml_value(base)}",
+        f"extends = {toml_value(found.profile)}",
         f"description = {toml_value(about)}",
-        "",
-        "[spec]",
-        *(f"{key} = {toml_value(list(v) if isinstance(v, tuple) else v)}" for key, v in best.spec.items()),
     ]
+    tables = {"spec": dict(best.spec)}
+    for dotted, origin in base.origins.items():
+        table, _, key = dotted.partition(".")
+        is_kept = table not in ("spec", "sample") or (table == "spec" and base.spec.method == best.spec["method"])
+        if origin.startswith(("--", "env ")) and key and is_kept:
+            tables.setdefault(table, {}).setdefault(key, base.values[dotted])
+    for table, values in tables.items():
+        lines += ["", f"[{table}]"]
+        lines += [f"{key} = {toml_value(list(v) if isinstance(v, tuple) else v)}" for key, v in values.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -60,11 +73,10 @@ def write(setup: Setup, where: Place, best: Rival, found: SpecTuneDocument) -> S
     """Write the profile if that was asked for; the document says where."""
     if where.path is None:
         return found
-    text = profile_text(where.name, found.profile, best, found)
+    text = profile_text(setup.profile(), best, found)
     if where.path == Path("-"):
         setup.world.stdout.write(text)
         return found
-    shown = replace(sources(setup.world)).shown(where.path)
-    where.path.parent.mkdir(parents=True, exist_ok=True)
+    shown = sources(setup.world).shown(where.path)
     write_new(where.path, text, shown)
     return found.model_copy(update={"file": str(where.path)})

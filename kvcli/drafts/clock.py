@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statistics import median, median_low
 
 # Kernels take rows in blocks, so pass times are a staircase; counts up to the same one of these are timed together.
-_STAIRS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 129)
+_STAIRS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 257)
 _SLOPE = 0.03  # units per row, the guess for row counts that were never timed
 _STALE = 1024  # passes after which the cost of a row count is forgotten
 _STEADY = 1.33  # plain passes further apart than this factor are not of one kind
@@ -79,6 +79,11 @@ class Clock:
             step = (units - costs[-1]) / (stair - len(costs))
             costs += [costs[-1] + step * i for i in range(1, stair - len(costs) + 1)]
         return costs
+
+    @property
+    def reach(self) -> int:
+        """Rows that a pass may have for its cost to be known soon: one stair beyond what was timed lately."""
+        return _stair(max(self.measured, default=1) + 1)
 
     def knows(self, rows: int) -> bool:
         """Have passes of this many rows or more been timed lately?"""

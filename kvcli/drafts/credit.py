@@ -12,9 +12,8 @@ from statistics import median_low
 
 _BURST = 16  # passes with scouts before they are judged
 _FIRST = 3  # of them, after which scouts that no text could pay for are stopped
-_HOPELESS = (
-    0.6  # tokens a pass that scouts bring at best: Lookahead accepts 1.64 a pass on Spec-Bench, one of them plain
-)
+# tokens a pass that scouts bring at best: Lookahead accepts 1.64 a pass on Spec-Bench, one of them plain
+_HOPELESS = 0.6
 _REST, _LONGEST_REST = 128, 4096  # passes; a rest doubles each time scouts fail again
 
 

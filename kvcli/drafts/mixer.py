@@ -136,11 +136,11 @@ class Mixer:
         return chain
 
     def _rows(self, guesses: Sequence[Guess]) -> int:
-        """How many of the guesses to verify: as many as are safe, more or fewer once the clock says so."""
-        if not guesses:
-            return 0
+        """How many of the guesses to verify: as many as are safe, more or fewer once the clock says so; or all."""
+        if not guesses or not self._config.adaptive:
+            return len(guesses)
         safe = max(self._sources[i].safe(offer) for i, offer in guesses[0].named)
-        return self._pace.rows([g.chance for g in guesses], safe) if self._config.adaptive else min(safe, len(guesses))
+        return self._pace.rows([g.chance for g in guesses], safe)
 
     def _send(self, mode: Mode, room: int, guesses: int) -> Scouts | None:
         window = self._window

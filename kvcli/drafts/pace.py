@@ -89,12 +89,15 @@ class Pace:
         return self._mode
 
     def rows(self, chances: Sequence[float], safe: int) -> int:
-        """How many of the guesses to verify; `chances` of acceptance, falling; past `safe` only at a measured cost."""
+        """How many of the guesses to verify; `chances` of acceptance, falling.
+
+        Past `safe` a stair at a time, each of which must have been timed before the next one is tried.
+        """
         costs = self._clock.costs(len(chances) + 1)
         rate = max(self._rate(self._window), 1.0)
         best, most, tokens = 0, 1 - rate, 1.0
         for n, chance in enumerate(chances, start=1):
-            if n > safe and not self._clock.knows(n + 1):
+            if n > safe and n + 1 > self._clock.reach:
                 break
             tokens += chance
             if tokens - rate * costs[n] > most:

@@ -14,9 +14,9 @@ class Pacing:
     """Keys of every method that drafts as much as pays."""
 
     # with 15 guesses a pass has 16 rows, a whole block for most kernels
-    max: Annotated[int, Range(1, 128)] = 15  # rows verified beside the pending one, at most
+    max: Annotated[int, Range(1, 256)] = 15  # rows verified beside the pending one, at most
     branches: Annotated[int, Range(1, 16)] = 3  # different tokens tried at one place, at most
-    adaptive: bool = True  # draft as much as the measured pass times justify; false = always, by match length
+    adaptive: bool = True  # draft as much as the measured pass times justify; false = always, as much as there is
     strict: bool = False  # decide near ties in passes of one row, as plain decoding does; for 16-bit models
     kill_below: Annotated[float, Range(0, 1)] = 0.98  # pause when slower than this multiple of plain decoding
     probe_every: Annotated[int, Range(8, 4096)] = 64  # passes between two plain passes timed as the yardstick
@@ -31,7 +31,7 @@ class Pacing:
         return 0
 
     def __post_init__(self) -> None:
-        check(self, {"max": (1, 128), "branches": (1, 16), "probe_every": (8, 4096)})
+        check(self, {"max": (1, 256), "branches": (1, 16), "probe_every": (8, 4096)})
         for key in ("adaptive", "strict"):
             if not isinstance(value := getattr(self, key), bool):
                 raise ValueError(f"{key} = {value!r} must be true or false")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,4 +47,5 @@ class Report:
         """Rows of a pass that takes at most a tenth longer than one of a single row; None = not measured."""
         if not self.row_cost:
             return None
-        return max((rows for rows, units in self.row_cost.items() if units <= 1.1), default=1)
+        free = takewhile(lambda cost: cost[1] <= 1.1, sorted(self.row_cost.items()))
+        return max((rows for rows, _ in free), default=1)

@@ -3,8 +3,7 @@
 Lookahead Decoding (Fu et al., arXiv 2402.02057). `levels` x `width` tokens; level l of column i stands l + i places
 behind the pending token, which is the corner (0, 0) and no scout. A scout sees the top level up to its column, and its
 own column above it. The last level's predictions complete one n-gram a column and become the new last level; the rest
-moves up. The window advances one place a pass, however many tokens were accepted: moving it by what was accepted found
-less (`docs/drafting.md`).
+moves up. The window advances one place a pass, however many tokens were accepted.
 """
 
 from __future__ import annotations

@@ -84,8 +84,10 @@ def _words(found: SpecDocument) -> Iterator[str]:
         yield f"view {f.long_size(found.view_bytes)}"
     if found.paused:
         yield f"paused: {found.reason}"
-    if not found.same:
-        yield "the texts differ: in 16 bits a near tie may fall either way; with spec.strict as in plain decoding"
+    if (d := found.difference) is not None:
+        about = f"logits {d.margin:.3g} apart, rounding reaches {d.bound:.3g}"
+        kind = "a near tie, which may fall either way" if d.near_tie else "no near tie: please report it"
+        yield f"the texts differ first at new token {f.count(d.token)}, {kind} ({about})"
     yield found.verdict
 
 

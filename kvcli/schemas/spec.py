@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from kvcli.schemas.base import Bytes, Count, Json, Share
 from kvcli.schemas.fit import PassTime
-
-Rate = Annotated[float, Field(gt=0)]
 
 
 class Range(Json):
@@ -34,6 +32,15 @@ class ScoutFigures(Json):
     cost: float | None = Field(description="plain passes that a pass with them takes longer")
     rested_passes: Count
     why: str = Field(description="they rest; empty while they do not")
+
+
+class Difference(Json):
+    """Where the texts with and without drafting part first."""
+
+    token: Count = Field(description="of the new ones, from 1")
+    near_tie: bool = Field(description="whether rounding explains it")
+    margin: float = Field(description="logits between the best token and the worse of the two")
+    bound: float = Field(description="how far rounding reaches")
 
 
 class SpecDocument(Json):
@@ -65,6 +72,7 @@ class SpecDocument(Json):
     reason: str = Field(description="drafting pauses; empty while it does not")
     view_bytes: Bytes = Field(description="of keys and values that scouts read a copy of")
     same: bool = Field(description="whether both wrote the same tokens; in 16 bits near ties may fall either way")
+    difference: Difference | None = Field(description="null: none, or one text begins with the other")
     verdict: str
 
 

@@ -55,6 +55,7 @@ class Spec(Json):
     rows_per_pass: float | None = Field(description="the pending token, guesses and scouts")
     free_rows: Count | None = Field(description="rows of a pass that takes at most a tenth longer than one of one row")
     near_ties: Count = Field(description="decided by a pass of one row, in strict mode")
+    undecided_passes: Count = Field(description="that met a near tie at once: no drafted passes, no tokens")
     histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i guesses")
     per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
 

@@ -23,7 +23,7 @@ def test_scouts_that_pay_never_rest():
 def test_scouts_that_do_not_pay_rest_longer_and_longer():
     credit = sent(3000, brought=0.1, cost=0.4)
     assert credit.rested_passes > 2800
-    assert "brought 0.08 tokens a pass and cost 0.40" in credit.why or "cost 0.40" in credit.why
+    assert "tokens a pass and cost 0.40" in credit.why
 
 
 def test_hopeless_scouts_are_stopped_at_once():

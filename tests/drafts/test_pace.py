@@ -154,6 +154,17 @@ def test_what_guesses_cost_stays_known_while_scouts_go_along():
     assert 2 < alone < 20
 
 
+def test_cheap_rows_are_found_a_stair_at_a_time():
+    pace, sent, chances = Pace(), [0], [0.95**n for n in range(1, 32)]
+    pace.expect({16: 1.05, 32: 1.1})
+    for _ in range(200):
+        guesses = pace.rows(chances, safe=4) if pace.mode() is Mode.DRAFT else 0
+        assert guesses <= 4 or guesses <= 2 * max(sent)
+        sent.append(guesses)
+        pace.observe(guesses, 1 + guesses // 2, 0.01 * (1 + 0.003 * guesses))
+    assert max(sent) == 31
+
+
 def test_passes_that_decided_nothing_count_in_full():
     pace, turn = Pace(), 0
     for _ in range(60):

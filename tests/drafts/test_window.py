@@ -66,7 +66,10 @@ def test_a_model_that_counts_is_guessed_ahead(width: int):
     runs: list[list[int]] = []
     for _ in range(12):
         scouts = window.scouts()
-        last = [scouts.ids[i] + 1 for i in scouts.wanted] if width else []
-        runs = [run for _, run in window.harvest(text[-4:], last)]
+        last = [scouts.ids[i] + 1 for i in scouts.wanted]
+        runs = list(window.harvest(text[-4:], last))
         text.append(text[-1] + 1)
-    assert runs[0] == list(range(runs[0][0], runs[0][0] + 4))
+    before, run = runs[0]  # of the first column, which continues the text as it was before this pass
+    assert before == text[-5:-1]
+    assert len(run) == 4
+    assert run == [run[0] + i for i in range(4)]
