@@ -265,14 +265,29 @@ def _turned(result: dict[str, Any]) -> dict[str, Any]:
     for name in names:
         row: dict[str, Any] = {"side": name}
         for task in result["rows"]:
-            at = "greedy" if not task["temperature"] else f"at {task['temperature']}"
-            row[f"{task['task']} {at}"] = task["sides"][name]["speedup"]
+            row[_task(task)] = task["sides"][name]["speedup"]
         same = [task["sides"][name].get("same_fp32") for task in result["rows"]]
         row["same fp32"] = None if None in same else all(same)
         rows.append(row)
     machine = ", ".join(f"{k} {v}" for k, v in result["environment"].items())
     command = "python tests/bench/fafo.py"
     return {"title": "Times the speed of plain decoding", "machine": machine, "command": command, "rows": rows}
+
+
+def _task(row: dict[str, Any]) -> str:
+    return f"{row['task']} greedy" if not row["temperature"] else f"{row['task']} at {row['temperature']}"
+
+
+def flops(where: str) -> str:
+    """Rows a token of each side of the FAFO benchmark: products with the weights, in multiples of plain decoding's."""
+    result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
+    tasks = [(_task(row), row["sides"]) for row in result["rows"]]
+    names = [name for name, side in tasks[0][1].items() if "rows_per_pass" in side]
+    lines = ["| rows a token | " + " | ".join(task for task, _ in tasks) + " |", "|" + "---|" * (len(tasks) + 1)]
+    for name in names:
+        each = [f"{sides[name]['rows_per_pass'] / sides[name]['tokens_per_pass']:.2f}" for _, sides in tasks]
+        lines.append(f"| {name} | " + " | ".join(each) + " |")
+    return "\n".join(lines)
 
 
 def _sides(result: dict[str, Any]) -> str:
@@ -333,6 +348,7 @@ def example(where: str) -> str:
 
 
 KINDS: dict[str, Callable[[str], str]] = {
+    "flops": flops,
     "run": run,
     "commands": commands,
     "slash": slash,

@@ -32,6 +32,7 @@ RESULTS = {
     "fafo": "python tests/bench/fafo.py --reps 4",
     "scouts": "python tests/bench/scouts.py",
     "growth": "python tests/bench/growth.py",
+    "row-cost": "python tests/bench/row_cost.py",
     "draft-overhead": "python tests/bench/draft_overhead.py",
 }
 

@@ -48,13 +48,19 @@ def measure(lm: Any, context: int, reps: int) -> dict[str, Any]:
         "lookahead": (frame(lookahead, context, guesses=GUESSES, scouts=True), None),
         "fafo": (frame(fafo, context, guesses=GUESSES, scouts=True), view),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    assert view is not None
+    seconds: dict[str, list[float]] = {name: [] for name in (*sides, "fafo_choosing")}
     for rep in range(reps + 2):
         for name, (rows, reads) in sides.items():
             began = time.perf_counter()
             run(lm, Pass(rows, kv, reads), rows.want)
             if rep > 1:
                 seconds[name].append(time.perf_counter() - began)
+        rows, fresh = sides["fafo"][0], view.over(kv)  # chosen anew, as every `refresh` tokens
+        began = time.perf_counter()
+        run(lm, Pass(rows, kv, fresh), rows.want)
+        if rep > 1:
+            seconds["fafo_choosing"].append(time.perf_counter() - began)
     scouts = sides["fafo"][0].n_rows - sides["fafo"][0].tree
     each = {
         name: spread([1000 * (a - b) / scouts for a, b in zip(seconds[name], seconds["guesses"], strict=True)])
@@ -63,6 +69,9 @@ def measure(lm: Any, context: int, reps: int) -> dict[str, Any]:
     return {
         "context": context,
         **{f"{name}_ms": round(1000 * median(times), 2) for name, times in seconds.items()},
+        "choosing_ms_per_token": spread(
+            [1000 * (a - b) / fafo.refresh for a, b in zip(seconds["fafo_choosing"], seconds["fafo"], strict=True)]
+        ),
         "lookahead_ms_per_scout": each["lookahead"],
         "fafo_ms_per_scout": each["fafo"],
     }
