@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime
 from functools import partial
 
@@ -226,6 +227,18 @@ def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path):
     file.write_text("{")
     assert quick_costs(demo, tmp_path, told.append)
     assert told == ["timing a few passes"]
+
+
+def test_a_short_look_that_saw_nothing_is_not_taken_at_each_start(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 0.0)
+    told: list[str] = []
+    assert quick_costs(demo, tmp_path, told.append) == []
+    assert quick_costs(demo, tmp_path, told.append) == []
+    assert told == ["timing a few passes"]
+    (file,) = (tmp_path / "calibration").iterdir()
+    os.utime(file, (0, 0))  # long ago
+    assert quick_costs(demo, tmp_path, told.append) == []
+    assert len(told) == 2
 
 
 def test_a_short_look_ends_when_it_takes_too_long(demo):

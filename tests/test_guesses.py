@@ -17,9 +17,10 @@ from kvcli.drafts.base import Off
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.mix import Mix
 from kvcli.drafts.mixer import Mixer
+from kvcli.forward import Pass, run
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
-from kvcli.rows import Draft
+from kvcli.rows import Draft, Rows, Scouts
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from kvcli.stats import Stats, Step
@@ -152,21 +153,49 @@ def test_garbage_in_the_pool_changes_the_speed_only() -> None:
     assert len(with_truth) < len(with_garbage)
 
 
-def test_what_a_row_must_not_see_is_poisoned() -> None:
+@pytest.mark.parametrize(
+    "shown", [{"view": "stream", "sinks": 2, "local": 9}, {"view": "quest", "page": 3, "pages": 2}]
+)
+@pytest.mark.parametrize("policy", [None, Ragged()], ids=["whole", "ragged"])
+def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any) -> None:
     """Huge keys and values in all spare room of the store and of the view, before each step: FAFO's released code,
     which lets rows attend ten empty slots, would not survive it."""
     model = lm()
     kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
-    drafter = Lookahead(adaptive=False, view="stream", sinks=2, local=9, refresh=4).drafter()
-    session = Session(model, kv, drafter, GREEDY, view=view(model, kv, drafter), chunk=13)
+    drafter = Lookahead(adaptive=False, refresh=4, **shown).drafter()
+    kept: dict[str, Any] = {"policy": policy, "every": 16 if policy else None}
+    session = Session(model, kv, drafter, GREEDY, view=view(model, kv, drafter), chunk=13, **kept)
     session.feed(prompt())
-    while len(session.ids) < len(plain()):
+    want, poisoned = decode(Off(), **kept)[0], 0
+    while len(session.ids) < len(want):
         with torch.inference_mode():
             for slab in [*kv._slabs, *session.view._copy._slabs]:
                 slab.k[:, slab.length :] = 1e6
                 slab.v[:, slab.length :] = 1e6
-        session.step(most=len(plain()) - len(session.ids))
-    assert session.ids == plain()
+                empty = (slab.pos[:, : slab.length] < 0).expand(slab.k.shape[0], -1)  # of shorter heads
+                slab.k[:, : slab.length][empty] = 1e6
+                slab.v[:, : slab.length][empty] = 1e6
+                poisoned += int(empty.sum())
+        session.step(most=len(want) - len(session.ids))
+    assert session.ids == want
+    assert bool(poisoned) is bool(policy)
+
+
+def test_tree_rows_see_neither_scouts_nor_other_branches() -> None:
+    model = lm()
+    kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    session = Session(model, kv, Off(), GREEDY, chunk=13)
+    session.feed(prompt())
+    sees = torch.ones(3, 3, dtype=torch.bool).tril()
+
+    def logits(left: int, right: int, scouts: list[int]) -> torch.Tensor:
+        draft = Draft([left, 8, right, 9], [-1, 0, -1, 2], Scouts(scouts, [1, 2, 3], sees, []))
+        rows = Rows.build(session.ids[-1], session.committed, draft)
+        return run(model, Pass(rows, kv), rows.want)
+
+    one, other = logits(5, 6, [1, 2, 3]), logits(5, 7, [50, 60, 70])
+    torch.testing.assert_close(one[[0, 1, 2]], other[[0, 1, 2]], rtol=0, atol=1e-12)
+    assert (one[[3, 4]] - other[[3, 4]]).abs().max() > 1e-6
 
 
 class Chance:
