@@ -15,7 +15,7 @@ from kvcli.calibrate.passes import contexts, filled, once
 from kvcli.calibrate.run import fingerprint_of
 from kvcli.calibrate.store import file_of, machine_fingerprint
 from kvcli.files import private_folder, write_private
-from kvcli.schemas.fit import ModelTimes, PassTime
+from kvcli.schemas.fit import PassTime, QuickTimes
 
 if TYPE_CHECKING:
     from kvcli.local import Model
@@ -31,7 +31,7 @@ def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[
     """Pass times of this model here: as kept, or measured and kept. A cache that cannot be used is no obstacle."""
     file = file_of(cache, machine_fingerprint(model.info.device), f"{fingerprint_of(model)}-quick")
     try:
-        kept = ModelTimes.model_validate_json(file.read_bytes()).passes
+        kept = QuickTimes.model_validate_json(file.read_bytes()).passes
         if kept or time.time() - file.stat().st_mtime < RETRY:
             return kept
     except (OSError, ValueError):  # not there, or damaged: it is remade
@@ -39,7 +39,7 @@ def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[
     tell("timing a few passes")
     passes = quick_times(model.lm)  # none of a model that is too slow: not to be tried at each start
     info = model.info
-    times = ModelTimes(
+    times = QuickTimes(
         id=info.id,
         fingerprint=fingerprint_of(model),
         dtype=info.dtype,

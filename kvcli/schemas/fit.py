@@ -106,7 +106,13 @@ class ModelTimes(Json):
     dtype: str
     quant: str
     device: str
-    passes: list[PassTime] = Field(description="none of a model that was too slow for a short look")
+    passes: Annotated[list[PassTime], Field(min_length=1)]
+
+
+class QuickTimes(ModelTimes):
+    """Pass times from a short look at one model: none of one that was too slow for it."""
+
+    passes: list[PassTime]
 
 
 class CalibrationDocument(Json):
