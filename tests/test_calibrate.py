@@ -192,7 +192,8 @@ def test_a_drafter_starts_from_what_was_calibrated_until_it_has_timed_it_itself(
     assert clock.costs(2)[1] == 1.1
 
 
-def test_a_chat_starts_from_the_calibration_of_its_model_and_says_if_that_is_damaged(demo, tmp_path):
+def test_a_chat_starts_from_the_calibration_of_its_model_and_says_if_that_is_damaged(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 600.0)  # however busy the machine is
     world, told = Machine(tmp_path).world(), []
     times = [PassTime(rows=r, context=512, seconds=s, low=s, high=s) for r, s in ((1, 1.0), (4, 1.5))]
     about = {"id": "demo", "fingerprint": fingerprint_of(demo), "dtype": "bfloat16", "quant": "none", "device": "cpu"}
@@ -217,7 +218,8 @@ def test_costs_are_those_of_the_context():
     assert units(times[1:2], 512) == {}
 
 
-def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path):
+def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 600.0)  # however busy the machine is
     first = quick_costs(demo, tmp_path, lambda _: None)
     assert [p.rows for p in first if p.context == 512] == [1, 2, 4, 8, 16, 32]
     told: list[str] = []
