@@ -98,12 +98,26 @@ def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:
 
 def front(lm: LM, kv: Store, policy: Policy, every: int) -> Front:
     """What `policy` keeps of `kv`, as a short dense copy chosen anew every `every` tokens."""
-    import torch
-
     from kvcli.kv.front import Front
+    from kvcli.policies.base import Moment
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
-        return policy.keep(layer, q, s, torch.zeros(int(s.pos.max()) + 1, dtype=torch.int8))
+        now, sight = s.pos.amax().long() + 1, lm.sights[layer]  # the rows stand behind all that is stored
+        nothing = s.pos < s.pos  # is protected, and no token is of a kind
+        at = Moment(
+            layer,
+            lm.n_layers,
+            "answering",
+            int(now),
+            q,
+            now.expand(q.shape[1]),
+            s.pos[0, :0],
+            nothing,
+            sight.scale,
+            sight.softcap,
+            sight.window,
+        )
+        return policy.keep(s, at)
 
     return Front(kv, pick, every, n_layers=lm.n_layers, n_kv_heads=lm.n_kv_heads, head_dim=lm.head_dim)
 

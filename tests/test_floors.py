@@ -21,7 +21,7 @@ FLOORS = [
         # words and files, no tensors
         "config demo documents files headers layers problems profile profile_file refusals resolve schema settings "
         "source text tokenizer toml_places values",
-        "api kv machine memory rows sample stats strict ties verify",
+        "api heard kinds kv machine memory rows sample stats strict ties verify",
         "forward model policies seam weights",
         "drafts prune",
         "build conversation kvcli local schemas session transcript world",

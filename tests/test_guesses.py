@@ -19,6 +19,7 @@ from kvcli.drafts.mix import Mix
 from kvcli.drafts.mixer import Mixer
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
+from kvcli.policies.base import Plain
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from kvcli.stats import Stats, Step
@@ -90,10 +91,8 @@ def test_every_size_of_window(window: int, ngram: int) -> None:
 
 
 def test_a_view_that_shows_nothing() -> None:
-    class Blind:
-        recent = 0
-
-        def keep(self, layer, q, s, kinds):
+    class Blind(Plain):
+        def keep(self, s, at):
             return torch.zeros_like(s.pos, dtype=torch.bool)
 
     model = lm()
