@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -198,11 +199,24 @@ class Session:
             self._is_whole = self._is_whole and bool((mask | (slots.pos < 0)).all())
             return mask
 
+        if phase == "read":
+            self._reread(policy, moment)
         if policy.looks:
             for layer in range(self.lm.n_layers):
                 slots = self.kv.slots(layer)
                 policy.look(slots, moment(layer, slots))
         self.kv.settle(choose)
+
+    def _reread(self, policy: Policy, moment: Callable[[int, Slots], Moment]) -> None:
+        """Pieces of the text once more, behind all of it; nothing of these passes is stored."""
+        for start, end in policy.rereads(self.committed):
+            rows = Rows.chain(self.ids[start:end], self.committed, self.lm.device)
+            p = Pass(rows, self.kv, hear=list(range(rows.n_rows)))
+            run(self.lm, p, rows.ids[:0])
+            for layer, (q, (k, v)) in enumerate(zip(p.queries, p.fresh, strict=True)):
+                slots = self.kv.slots(layer)
+                fresh = Slots(k, v, rows.pos.expand(k.shape[0], -1))
+                policy.reread(slots, fresh, replace(moment(layer, slots), q=q, q_pos=rows.pos))
 
     def _commit(self, p: Pass, path: list[int]) -> None:
         p.commit(path, self.boundary - self.committed)

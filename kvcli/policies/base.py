@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.kv.slots import Slots
+    from kvcli.model import LM
 
 # a prompt is being read in chunks; it has been read; the answer is being written
 Phase = Literal["reading", "read", "answering"]
@@ -69,8 +70,20 @@ class Policy(Protocol):
     def probes(self, n: int) -> Sequence[int]:
         """Positions of a prompt of n tokens whose queries it wants to see once that is read."""
 
+    def meet(self, lm: LM) -> None:
+        """The model whose texts it will judge, before the first of them; raises BadModel for one that it cannot."""
+
     def start(self) -> None:
         """Forget what was learned of a text: another one begins."""
+
+    def rereads(self, n: int) -> Sequence[tuple[int, int]]:
+        """Pieces (start, end) of a text of n tokens to run once more behind it when a prompt has been read.
+
+        Nothing of that is stored; `reread` hears of each piece before `look` and `keep`.
+        """
+
+    def reread(self, s: Slots, fresh: Slots, at: Moment) -> None:
+        """One layer of a piece run once more: what is stored, the piece's own keys and values, and its queries."""
 
     def look(self, s: Slots, at: Moment) -> None:
         """A first sight of each layer in turn, before `keep` is asked of any; only if `looks`."""
@@ -89,7 +102,16 @@ class Plain:
     def probes(self, n: int) -> Sequence[int]:
         return ()
 
+    def meet(self, lm: LM) -> None:
+        return
+
     def start(self) -> None:
+        return
+
+    def rereads(self, n: int) -> Sequence[tuple[int, int]]:
+        return ()
+
+    def reread(self, s: Slots, fresh: Slots, at: Moment) -> None:
         return
 
     def look(self, s: Slots, at: Moment) -> None:
