@@ -28,6 +28,15 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "none": "kvcli.policies.base:Everything",
         "window": "kvcli.policies.window:Window",
         "random": "kvcli.policies.random:Random",
+        "snap": "kvcli.policies.topk:Snap",
+        "expected": "kvcli.policies.topk:Expected",
+        "keydiff": "kvcli.policies.topk:KeyDiff",
+        "knorm": "kvcli.policies.topk:KNorm",
+        "lag": "kvcli.policies.topk:Lag",
+        "tova": "kvcli.policies.topk:Tova",
+        "h2o": "kvcli.policies.topk:H2O",
+        "frequent": "kvcli.policies.topk:H2O",
+        "kvzip": "kvcli.policies.kvzip:KVzip",
     },
     "spec": {
         "off": "kvcli.drafts.base:Off",
@@ -75,13 +84,15 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None) -> Session:
     accept: Accept = exact
     if profile.spec.strict:
         drafter = accept = Strict(drafter)
+    if (policy := profile.policy.policy()) is not None:
+        policy.meet(lm)
     return Session(
         lm,
         kv,
         drafter,
         sampler(lm, profile),
         view=view(lm, kv, drafter),
-        policy=profile.policy.policy(),
+        policy=policy,
         accept=accept,
         chunk=profile.prefill.chunk,
         every=profile.policy.every,
