@@ -33,6 +33,7 @@ class Copy:
 SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
     "policy": {"none": "kvcli.policies.base:Everything"},
+    "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
 }
 
