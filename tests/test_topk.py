@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,14 @@ def test_compressing_each_chunk_bounds_memory_while_reading(name: str, share: di
         assert {len(head) for head in heads(s)} == {most}
 
 
+@pytest.mark.parametrize("alloc", ["ada", "pyramid", "headmap", "global"])
+def test_each_chunk_is_compressed_to_the_share_of_what_was_read(alloc: str, headmap: str) -> None:
+    more = {"headmap": headmap} if alloc == "headmap" else {}
+    s = session("snap", chunk=50, per_chunk=True, keep=0.3, alloc=alloc, **more)
+    for read in s.read(families.prompt(401)):
+        assert sum(len(head) for head in heads(s)) == L * K * round(0.3 * read)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("alloc", ["ada", "global", "pyramid"])
 def test_sliding_layers_are_left_whole(name: str, alloc: str) -> None:
@@ -237,15 +246,20 @@ DRAFTERS: dict[str, Any] = {
     "fafo": lambda truth: Lookahead(adaptive=False, view="stream", sinks=2, local=5, refresh=3).drafter(),
     "right": lambda truth: drafters.Right(truth, 97, -1),
     "bush": lambda truth: drafters.Bush(truth, 97, -1),
-    "wrong": lambda truth: drafters.Wrong(truth, 97, -1),
 }
-ROWS = [(name, alloc) for name in NAMES for alloc in ("uniform", "ada", "global")]
+ROWS = [*((name, "ada") for name in NAMES), ("snap", "uniform"), ("snap", "pyramid"), ("h2o", "global")]
 EXACT = {True: LM.of(families.build("llama", torch.float64)), False: LM.of(families.build("gpt_oss", torch.float64))}
 
 
-def spoken(lm: LM, name: str, drafter: Drafter, **more: Any) -> list[int]:
+@cache
+def plainly(name: str, alloc: str, full: bool) -> list[int]:
+    return spoken(name, alloc, full, Off())
+
+
+def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
     """Two turns of a chat."""
-    policy = _settings(name, **more)
+    lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "every": 7}
+    policy = _settings(name, keep=0.4, alloc=alloc, **new)
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
     own = policy.policy()
     own.meet(lm)
@@ -271,10 +285,8 @@ def spoken(lm: LM, name: str, drafter: Drafter, **more: Any) -> list[int]:
 @pytest.mark.parametrize("full", EXACT)
 @pytest.mark.parametrize(("name", "alloc"), ROWS)
 def test_any_drafter_gives_the_text_of_plain_decoding(name: str, alloc: str, full: bool, drafter: str) -> None:
-    lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "every": 7}
-    more: dict[str, Any] = {"keep": 0.4, "alloc": alloc, **new}
-    want = spoken(lm, name, Off(), **more)
-    assert spoken(lm, name, DRAFTERS[drafter](want), **more) == want
+    want = plainly(name, alloc, full)
+    assert spoken(name, alloc, full, DRAFTERS[drafter](want)) == want
 
 
 @pytest.mark.parametrize("name", NAMES)
