@@ -1,8 +1,8 @@
 """One candidate for each head within a common budget: a multiple-choice knapsack, by the best gain for its cost.
 
-Each head's candidates are thinned to the upper hull of value over cost, so that its upgrades get worse one by one; the
-upgrades of all heads are then bought in the order of value per token until one does not fit. Stopping there, instead of
-buying smaller ones behind it, makes choices under a larger budget contain those under a smaller one.
+Each head's candidates are thinned to the upper hull of value over cost, so that its upgrades get worse one by one, and
+the upgrades of all heads are bought in the order of value per token until one does not fit: up to there no other choice
+is better. What is left buys the best of the upgrades that still fit, on the hull or not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,25 @@ def solve(value: Sequence[Sequence[float]], cost: Sequence[Sequence[float]], bud
             break
         left -= up.tokens
         chosen[up.head] = hulls[up.head][up.step]
-    return chosen
+    return _fill(value, cost, chosen, left)
+
+
+def _fill(
+    value: Sequence[Sequence[float]], cost: Sequence[Sequence[float]], chosen: list[int], left: float
+) -> list[int]:
+    """The same with the best upgrades that the rest of the budget buys."""
+    while True:
+        fits = [
+            ((value[head][i] - value[head][now]) / (cost[head][i] - cost[head][now]), -head, i)
+            for head, now in enumerate(chosen)
+            for i in range(len(value[head]))
+            if value[head][i] > value[head][now] and 0 < cost[head][i] - cost[head][now] <= left
+        ]
+        if not fits:
+            return chosen
+        _, head, i = max(fits)
+        left -= cost[-head][i] - cost[-head][chosen[-head]]
+        chosen[-head] = i
 
 
 def _hull(value: Sequence[float], cost: Sequence[float]) -> list[int]:
