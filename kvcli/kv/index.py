@@ -45,4 +45,4 @@ def bend(score: Tensor, sight: Sight) -> Tensor:
 
 def by_page(score: Tensor, page: int) -> Tensor:
     """Log of the mass of each page from the scores of its slots: [K, R, P * page] -> [K, R, P]."""
-    return score if page == 1 else score.unflatten(-1, (-1, page)).logsumexp(-1)
+    return score if page == 1 else score.view(*score.shape[:-1], -1, page).logsumexp(-1)

@@ -1,7 +1,7 @@
-"""Recall: rows read the pages of a store that they want, and the rest stays where it is. Approximate by choice.
+"""Recall: rows read the pages of a tier that they want, and the rest stays where it is. Approximate by choice.
 
 Quest (arXiv 2406.10774), ArkVale and YAKV read this way. Always read: sinks, the newest tokens, what was stored since
-the last boundary, and whatever stands in front of this store on a ladder.
+the last boundary, and whatever stands above this tier on a ladder.
 
 The choice of a row depends on its own query and on what was stored at the last boundary, and on nothing else: neither
 on the rows beside it nor on which of its ancestors are stored already. So the text is that of plain decoding over the
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ from kvcli.kernels.merge import Part
 from kvcli.kv.index import Index
 from kvcli.kv.recall_pages import Budget, Pages, padded
 from kvcli.kv.recall_source import Source, Whole
-from kvcli.kv.slots import Choose, Sight, Slots, Store, Usage, visible
+from kvcli.kv.slots import Sight, Slots, Usage, visible
+
+if TYPE_CHECKING:
+    from kvcli.kv.ladder import Floor
 
 ROWS = 64  # rows that choose at a time: their scores of all pages exist at once
 
@@ -38,14 +42,14 @@ class Tally:
 
 
 class Recall:
-    """A store whose rows read a part of it. Prompts are read in full: rows at positions announced by `reserve`.
+    """A tier whose rows read a part of it; those of a prompt that `expect` announced read everything.
 
     Layers with a sliding window, and those not listed, read everything.
     """
 
     def __init__(
         self,
-        store: Store,
+        tier: Floor,
         index: Index,
         budget: Budget,
         layers: Collection[int],
@@ -56,39 +60,28 @@ class Recall:
     ) -> None:
         """`epsilon`: a row whose missed softmax mass, of what is stored, may be more reads everything instead.
 
-        `source`: a cheaper way to some slots of the store than all of them. `prefetch`: while a layer is read, tell it
+        `source`: a cheaper way to some slots of the tier than all of them. `prefetch`: while a layer is read, tell it
         what the next one will probably want.
         """
         assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
-        self._store, self._index, self._epsilon = store, index, epsilon
-        self._source = source or Whole(store)
+        self._tier, self._index, self._epsilon = tier, index, epsilon
+        self._source = source or Whole(tier)
         self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
         self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
         self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
         self._next = dict(pairwise(self._pages)) if prefetch else {}
-        self._changes = store.changes
         self._announced = 0  # positions below are of a prompt
         self.tally = Tally()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The store's."""
-        return self._store.dtype
-
-    @property
-    def changes(self) -> int:
-        """The store's."""
-        return self._store.changes
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, and what since."""
         pages = self._pages.get(layer)
         if pages is None or pages.reads_all or sight.window is not None or int(pos[0]) < self._announced:
-            return self._store.attend(layer, q, sight, pos)
-        old = [self._recall(layer, pages, rows, sight) for rows in q.split(ROWS, 1)]
+            return self._tier.attend(layer, q, sight, pos)
+        old = [self._recall(layer, pages, q[:, a : a + ROWS], sight) for a in range(0, q.shape[1], ROWS)]
         parts = [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
         if self._late[layer]:
-            s = _near(self._source.gather(layer, pages.since(self._late[layer])), q)
+            s = _near(self._tier.newest(layer, self._late[layer]), q)
             parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None)))
         return parts
 
@@ -98,72 +91,79 @@ class Recall:
         chosen = self._chosen.get(layer)
         return None if chosen is None else self._pages[layer].slots_of(padded(chosen))
 
+    def expect(self, n: int) -> None:
+        """A text of n tokens is about to be read: its rows, all but the last, read everything."""
+        self._announced = n - 1
+
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store accepted rows, which all rows read until the next boundary."""
-        self._store.append(layer, k, v, pos)
+        self._tier.append(layer, k, v, pos)
         if layer in self._late:
             self._late[layer] += pos.shape[0]
 
+    def take(self, layer: int, slots: Slots) -> None:
+        """Store slots that another tier let go, behind those that are there, and summarize them: a boundary."""
+        self._tier.take(layer, slots)
+        self._learn([layer])
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head."""
+        return self._tier.n_slots(layer)
+
     def slots(self, layer: int) -> Slots:
-        """What the store holds."""
-        return self._store.slots(layer)
+        """What the tier holds."""
+        return self._tier.slots(layer)
+
+    def newest(self, layer: int, n: int) -> Slots:
+        """The n slots that each head stored last."""
+        return self._tier.newest(layer, n)
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots; their pages are summarized anew."""
-        fell = self._store.keep(layer, mask)
+        """Forget slots; what is left is summarized anew."""
+        fell = self._tier.keep(layer, mask)
+        if fell.n_slots and layer in self._pages:
+            self._pages[layer].clear()
         self._learn([layer])
         return fell
 
-    def settle(self, choose: Choose | None) -> None:
-        """A boundary: what is stored now is what rows choose from."""
-        self._store.settle(choose)
-        self._learn(self._pages)
-
     def crop(self, n: int) -> None:
         """Forget positions from n on."""
-        self._store.crop(n)
+        self._tier.crop(n)
         self._announced = min(self._announced, n)
         for pages in self._pages.values():
             pages.crop(n)
-        self._changes = self._store.changes
         self._learn(self._pages)
 
-    def reserve(self, n: int) -> None:
-        """A text of n tokens is about to be stored; all but its last are read in full."""
-        self._announced = n - 1
-        self._store.reserve(n)
-
     def usage(self) -> list[Usage]:
-        """The store's, and the index as a tier of its own."""
+        """The tier's, and the index as a tier of its own."""
         index = [
             Usage(layer, "index", p.last.shape[1] * self._index.page, _nbytes(p.tensors))
             for layer, p in self._pages.items()
         ]
-        return [*self._store.usage(), *index]
+        return [*self._tier.usage(), *index]
 
     def _learn(self, layers: Collection[int]) -> None:
-        is_stale = self._store.changes != self._changes
-        self._changes = self._store.changes
+        """A boundary of these layers."""
         for layer in layers:
             if layer in self._pages:
-                if is_stale:
-                    self._pages[layer].clear()
                 self._pages[layer].settle(layer, self._source)
                 self._late[layer] = 0
                 self._chosen.pop(layer, None)
 
     def _recall(self, layer: int, pages: Pages, q: Tensor, sight: Sight) -> Part:
         """q [H, N, D] -> attention over the chosen pages, or over everything where a certificate was refused."""
-        n_kv = pages.whole.shape[0]
-        rows = q.unflatten(0, (n_kv, -1))  # [K, G, N, D]
+        n_kv, (h, n, d) = pages.whole.shape[0], q.shape
+        rows = q.reshape(n_kv, h // n_kv, n, d)
         score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, sight)
-        score = score.unflatten(1, rows.shape[1:3]).masked_fill(~pages.held[:, None, None], -torch.inf)  # [K, G, N, P]
+        score = score.view(*rows.shape[:3], -1).masked_fill(~pages.held[:, None, None], -torch.inf)  # [K, G, N, P]
         chosen = _choose(score, pages)  # [K, N, P]
         self._count(layer, chosen)
         part = self._read(layer, pages, q, chosen, sight)
         if self._epsilon is not None:
             missed = score.masked_fill(chosen.unsqueeze(1), -torch.inf).logsumexp(-1)  # [K, G, N]
-            self._certify(layer, pages, rows, missed, part, sight)
+            out, lse = part.out.view(rows.shape), part.lse.view(rows.shape[:3])
+            refused = _refused(missed, lse, self._epsilon)
+            self._stream(layer, pages, rows, refused, Part(out, lse), sight)
         return part
 
     def _read(self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: Sight) -> Part:
@@ -178,20 +178,16 @@ class Recall:
         mask = torch.nn.functional.pad(mine, (0, behind.shape[1]), value=True) & (s.pos >= 0).unsqueeze(1)
         return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
 
-    def _certify(self, layer: int, pages: Pages, rows: Tensor, missed: Tensor, part: Part, sight: Sight) -> None:
-        """Rewrite in `part` what may have missed too much: rows [K, G, N, D], bounds on the log of it [K, G, N]."""
-        out, lse = (t.unflatten(0, rows.shape[:2]) for t in (part.out, part.lse))
-        share = torch.sigmoid(missed - lse)
-        # NaN, from keys that are not finite, is refused; a row that missed nothing is not
-        refused = (~(share <= self._epsilon) & (missed != -torch.inf)).any(1)  # [K, N]
+    def _stream(self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: Part, sight: Sight) -> None:
+        """Rewrite `part` [K, G, N, ..] where rows [K, G, N, D] are `refused` [K, N]: there they read everything."""
         self.tally.streamed += int(refused.sum())
         for j in refused.any(1).nonzero().flatten().tolist():
-            s = _near(self._source.head(layer, j, int(pages.ends[j])), part.out)
+            s = _near(self._source.head(layer, j, int(pages.ends[j])), rows)
             mine = refused[j]
             q = rows[j][:, mine]
             mask = visible(s.pos, s.pos.new_zeros(q.shape[1]), None)
             full = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
-            out[j][:, mine], lse[j][:, mine] = full.out, full.lse
+            part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 
     def _count(self, layer: int, chosen: Tensor) -> None:
         """Note what a pass chose [K, N, P], and have the next layer's likely choice fetched."""
@@ -214,6 +210,14 @@ def _choose(score: Tensor, pages: Pages) -> Tensor:
     best = share.masked_fill(~pages.open.unsqueeze(1), -torch.inf).topk(pages.most, -1).indices
     chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(2, best, True)
     return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
+
+
+def _refused(missed: Tensor, lse: Tensor, epsilon: float) -> Tensor:
+    """[K, N]: the rows that may have missed more than epsilon in some query head. `missed`: bounds on the log of the
+    mass that was not read, `lse`: of what was, [K, G, N]."""
+    share = torch.sigmoid(missed - lse)
+    # NaN, from keys that are not finite, is refused; a row that missed nothing is not
+    return (~(share <= epsilon) & (missed != -torch.inf)).any(1)
 
 
 def _near(s: Slots, like: Tensor) -> Slots:

@@ -95,10 +95,6 @@ class Pages:
         start = self.whole * self.index.page
         return _run(start, self.ends - start)
 
-    def since(self, late: int) -> Tensor:
-        """[K, late] indices of the slots stored since the boundary."""
-        return self.ends.unsqueeze(1) + torch.arange(late, device=self.ends.device)
-
     def slots_of(self, pages: Tensor) -> Tensor:
         """[K, U] pages, -1 = none -> [K, U * page] indices of their slots, -1 = none."""
         page = self.index.page
@@ -110,6 +106,7 @@ class Pages:
         most = int(whole.max())
         gone = torch.arange(most, device=whole.device) >= whole.unsqueeze(1)
         self.first, self.last = (t[:, :most].masked_fill(gone, -1) for t in (self.first, self.last))
+        self.always, self.open = (t[:, :most].clone() for t in (self.always, self.open))  # until the next boundary
         self.kept = tuple(t[:, :most].clone() for t in self.kept)
         self.whole = whole
         if not most:
@@ -126,8 +123,9 @@ class Pages:
 
     def _write(self, layer: int, source: Source, fresh: Tensor) -> None:
         k, pos = source.keys(layer, self.slots_of(fresh))
-        k, pos = (t.to(self.ends.device).unflatten(1, (-1, self.index.page)) for t in (k, pos))
-        k = _filled(k, pos)
+        shape, device = (*fresh.shape, self.index.page), self.ends.device
+        pos = pos.to(device).view(shape)
+        k = _filled(k.to(device).view(*shape, -1), pos)
         if not self.kept:
             self.shared = self.index.learn(k.flatten(1, 2))
             self._learned = k.shape[1] * k.shape[2]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from kvcli.schema import Exactness, Range
 
 if TYPE_CHECKING:
     from kvcli.kv.index import Index
-    from kvcli.kv.recall_pages import Budget
+    from kvcli.kv.ladder import Floor
     from kvcli.kv.recall_source import Source
     from kvcli.kv.slots import Sight, Store
 
+PER_PAGE = 10  # bytes of a page: its first and last position, and whether rows may choose it
+
 
 class Chosen(Protocol):
-    """What a method of the table is."""
+    """What a method of the table is. `sights` are those of the layers, `source` a cheap way to a few slots."""
 
     @property
     def promise(self) -> Exactness:
@@ -27,7 +29,10 @@ class Chosen(Protocol):
         """Tokens between two boundaries while answering; None = it needs none."""
 
     def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
-        """The store, read through these settings; `sights` of each layer, `source` a cheap way to a few slots."""
+        """A whole store, read through these settings."""
+
+    def below(self, tier: Floor, sights: Sequence[Sight], source: Source | None = None) -> Floor:
+        """A lower rung of a ladder, read through these settings."""
 
     def per_slot(self, head_dim: int, number: int) -> float:
         """Bytes of index beside each slot of a KV head whose numbers take so many bytes: for the plan of memory."""
@@ -48,6 +53,9 @@ class Everything:
     def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
         return store
 
+    def below(self, tier: Floor, sights: Sequence[Sight], source: Source | None = None) -> Floor:
+        return tier
+
     def per_slot(self, head_dim: int, number: int) -> float:
         return 0.0
 
@@ -62,21 +70,37 @@ class _Part:
     recent: Annotated[int, Range(0)] = 64  # newest tokens, always read; so are those since the last boundary
     dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read everything: their attention is spread widely
     every: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
-    prefetch: bool = True  # have slow tiers fetch a layer ahead what the last pass read
+    prefetch: bool = True  # have tiers that fetch do so a layer ahead, for what the last pass read
 
-    def _over(
-        self, store: Store, sights: Sequence[Sight], source: Source | None, index: Index, epsilon: float | None = None
-    ) -> Store:
+    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
+        from kvcli.kv.recall_store import RecallStore
+
+        return RecallStore(store, **self._how(sights, source))
+
+    def below(self, tier: Floor, sights: Sequence[Sight], source: Source | None = None) -> Floor:
         from kvcli.kv.recall import Recall
 
-        layers = [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight.window is None]
-        fetches = self.prefetch and source is not None
-        return Recall(store, index, self._budget(), layers, epsilon=epsilon, source=source, prefetch=fetches)
+        return Recall(tier, **self._how(sights, source))
 
-    def _budget(self) -> Budget:
+    def index(self) -> Index:
+        """How pages are known."""
+        raise NotImplementedError
+
+    def allowance(self) -> float | None:
+        """Softmax mass that a row may miss; None = nobody counts."""
+        return None
+
+    def _how(self, sights: Sequence[Sight], source: Source | None) -> dict[str, Any]:
         from kvcli.kv.recall_pages import Budget
 
-        return Budget(self.fraction, self.floor, self.sinks, self.recent)
+        return {
+            "index": self.index(),
+            "budget": Budget(self.fraction, self.floor, self.sinks, self.recent),
+            "layers": [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight.window is None],
+            "epsilon": self.allowance(),
+            "source": source,
+            "prefetch": self.prefetch and source is not None,
+        }
 
 
 @dataclass(frozen=True)
@@ -89,13 +113,13 @@ class MinMax(_Part):
     def promise(self) -> Exactness:
         return "approx"
 
-    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
+    def index(self) -> Index:
         from kvcli.kv import index_minmax
 
-        return self._over(store, sights, source, index_minmax.MinMax(self.page))
+        return index_minmax.MinMax(self.page)
 
     def per_slot(self, head_dim: int, number: int) -> float:
-        return 2 * head_dim * number / self.page
+        return (2 * head_dim * number + PER_PAGE) / self.page
 
 
 @dataclass(frozen=True)
@@ -108,13 +132,13 @@ class Sketch(_Part):
     def promise(self) -> Exactness:
         return "approx"
 
-    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
+    def index(self) -> Index:
         from kvcli.kv import index_sketch
 
-        return self._over(store, sights, source, index_sketch.Sketch(self.page))
+        return index_sketch.Sketch(self.page)
 
     def per_slot(self, head_dim: int, number: int) -> float:
-        return -(-head_dim // 4) + 2
+        return -(-head_dim // 4) + 2 + PER_PAGE / self.page
 
 
 @dataclass(frozen=True)
@@ -128,10 +152,13 @@ class Certified(_Part):
     def promise(self) -> Exactness:
         return "certified"
 
-    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
+    def index(self) -> Index:
         from kvcli.kv import index_certified
 
-        return self._over(store, sights, source, index_certified.Certified(self.page), self.epsilon)
+        return index_certified.Certified(self.page)
+
+    def allowance(self) -> float | None:
+        return self.epsilon
 
     def per_slot(self, head_dim: int, number: int) -> float:
-        return head_dim + 4
+        return head_dim + 4 + PER_PAGE / self.page
