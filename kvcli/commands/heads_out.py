@@ -78,7 +78,7 @@ class Outlet:
 
     def _write(self, held: Sequence[tuple[str, str | bytes]]) -> None:
         """Each file in one step, open to its owner only; what was there before is named."""
-        new, old = [], []
+        new, old = list[str](), list[str]()
         try:
             private_folder(self.folder)
             for name, text in held:
@@ -93,7 +93,7 @@ class Outlet:
             self.world.stderr.write(f"{'; '.join(filter(None, said))} in {_short(self.folder, self.world.cwd)}/\n")
 
     def _print(self, document: HeadsDocument) -> None:
-        from kvcli.render.heads import heads_lines, plain_rows
+        from kvcli.render.heads import Look, heads_lines, plain_rows
 
         if self.world.options.json:
             print_json(self.world, document)
@@ -103,7 +103,7 @@ class Outlet:
             out.write("".join("\t".join(row) + "\n" for row in plain_rows(document, self.show)))
             return
         is_true = out.colour and self.world.environ.get("COLORTERM", "") in TRUECOLOR
-        look = "truecolor" if is_true else "shade" if out.unicode else "digit"
+        look: Look = "truecolor" if is_true else "shade" if out.unicode else "digit"
         where = _short(self.folder, self.world.cwd) if "json" in self.forms else None
         for spans in heads_lines(document, self.show, self.top, out.width, look, where):
             out.line(*spans)

@@ -95,7 +95,7 @@ def profile_heads(
         if value < least:
             raise UsageError(f"{flag} {value}: at least {least}", try_=[f"{flag} {least}"])
     profile = setup.profile()
-    chosen = {"criterion": criterion, "recovery": recovery, "keep": keep}
+    chosen: dict[str, object] = {"criterion": criterion, "recovery": recovery, "keep": keep}
     ask = _ask(setup, profile, chosen, probe, context_, layers, prompt or [], texts, seed, stability)
     outlet = _outlet(setup, ask, show, top, compare, out, emit)
     return _run(setup, profile, ask, outlet)

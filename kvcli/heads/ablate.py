@@ -76,8 +76,11 @@ def restricted(session: Session, sample: Sample, blind: Tensor, reach: Reach) ->
 def right(said: Tensor, sample: Sample) -> int:
     """Answers of which every token is the first choice in `said` [n, V]."""
     wanted = torch.tensor([token for _, token in sample.scored()], device=said.device)
-    hits = (said.argmax(-1) == wanted).split([len(one.value) for one in sample.asked])
-    return sum(bool(hit.all()) for hit in hits)
+    hits, n, start = (said.argmax(-1) == wanted).tolist(), 0, 0
+    for one in sample.asked:
+        n += all(hits[start : start + len(one.value)])
+        start += len(one.value)
+    return n
 
 
 def _kl(truth: Tensor, said: Tensor) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.heads.attention import Gaze, gaze
 from kvcli.heads.listen import listening
-from kvcli.policies.recovery import Recovery, recover
+from kvcli.policies.recovery import Criterion, Recovery, recover
 
 if TYPE_CHECKING:
     from kvcli.kv.slots import Slots
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvcli.policies.fastgen import FastGen
     from kvcli.session import Session
 
-CRITERIA: tuple[Literal["cvar10", "mean", "p05"], ...] = ("cvar10", "mean", "p05")
+CRITERIA: tuple[Criterion, ...] = ("cvar10", "mean", "p05")
 BINS = 4096  # of the token strip
 LAST = 32  # newest rows that a stability run hears
 AGAIN = 4  # times that it asks again
@@ -32,7 +32,7 @@ Tell = Callable[[int], None]  # tokens read or written
 class Judged:
     """What each candidate would keep of one layer's attention."""
 
-    mass: Mapping[str, Tensor]  # criterion -> [C, K]
+    mass: Mapping[Criterion, Tensor]  # [C, K] each
     groups: Tensor  # [C, H] mean over rows, before a group is taken together
     cost: Tensor  # [C, K] tokens
 
@@ -126,7 +126,7 @@ def _binned(pos: Tensor, kept: Tensor, width: int, n: int) -> Tensor:
 
 
 def stacked(layers: Mapping[int, Judged], n_layers: int) -> Judged:
-    """All layers as one: mass and cost [C, L, K], groups [C, L, H]. A layer that was not judged keeps all for 0 tokens."""
+    """All layers as one: mass and cost [C, L, K], groups [C, L, H]. Layers not judged keep all, for 0 tokens."""
     like = next(iter(layers.values()))
     c, k = like.cost.shape
     mass = {name: torch.ones(c, n_layers, k) for name in CRITERIA}

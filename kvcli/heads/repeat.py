@@ -28,7 +28,7 @@ LONGEST = 512  # tokens said twice
 def repeat(model: Model, length: int, seed: int) -> Tensor:
     """[L, H] mean weight of each query head on the token behind the earlier copy; `length` tokens are read."""
     half = max(2, min(LONGEST, length // 2 - 1))
-    ids, start = _twice(model, half, seed)
+    ids, start = twice(model, half, seed)
     rows = sorted({start + half + i * (half - 1) // ROWS for i in range(ROWS)})
     found = torch.zeros(model.lm.n_layers, model.lm.n_heads)
 
@@ -49,7 +49,7 @@ def repeat(model: Model, length: int, seed: int) -> Tensor:
     return found
 
 
-def _twice(model: Model, half: int, seed: int) -> tuple[list[int], int]:
+def twice(model: Model, half: int, seed: int) -> tuple[list[int], int]:
     """Random ids, the same again, one more so that all of them are stored; and how many stand in front."""
     rng, special = Random(f"repeat {seed}"), special_ids(model.tokenizer)
     bos = model.tokenizer.bos_token_id

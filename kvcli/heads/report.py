@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor
 
 from kvcli import __version__
+from kvcli.heads import tables
 from kvcli.heads.ask import Ask
-from kvcli.heads.attention import SHARES, Gaze
 from kvcli.heads.choose import choose
 from kvcli.heads.headmap import full_heads
 from kvcli.heads.memory import kv_bytes
-from kvcli.heads.needle import OFFSETS
-from kvcli.heads.prompt import Judged, Reading, scalar, stacked
-from kvcli.heads.run import Findings, by_kv_head, prompt_hash
+from kvcli.heads.prompt import Judged, Reading, stacked
+from kvcli.heads.run import Findings, prompt_hash
 from kvcli.policies.recovery import punctuation
 from kvcli.quality.fingerprint import fingerprint
 from kvcli.schemas.heads import (
@@ -29,14 +27,12 @@ from kvcli.schemas.heads import (
     HeadsPrompt,
     HeadsStability,
     HeadsSuggest,
-    HeadsTop,
 )
 from kvcli.text import decode
 
 if TYPE_CHECKING:
     from kvcli.local import Model
 
-DIGITS = 6  # of a figure in a document
 ONE_PROMPT = (
     "a head map from one prompt: heads that this prompt leaves idle look dispensable; --probe ablate ranks heads by "
     "what is lost without them"
@@ -85,14 +81,14 @@ def document(model: Model, ask: Ask, found: Findings) -> HeadsDocument:
         seed=ask.seed,
         probes=list(ask.probes),
         ranked_by=found.ranked_by,
-        heads=_rounded(_map(found)),
-        scalars={name: _rounded(table) for name, table in _scalars(found, shape).items()},
-        query={name: _rounded(table) for name, table in _query(found, judged).items()},
-        offsets=_offsets(found, shape),
+        heads=tables.rounded(tables.head_map(found)),
+        scalars={name: tables.rounded(table) for name, table in tables.scalars(found, shape).items()},
+        query={name: tables.rounded(table) for name, table in tables.query(found, judged).items()},
+        offsets=tables.offsets(found, shape),
         policy=_policy(ask, judged, chosen, seen) if judged and chosen is not None else None,
-        distances=_by_head(found.reading, shape, lambda g: [round(x, DIGITS) for x in g.distances]),
-        kinds=_kinds(found.reading, shape),
-        top=_top(model, found.reading, shape),
+        distances=tables.by_head(found.reading, shape, lambda g: [round(x, tables.DIGITS) for x in g.distances]),
+        kinds=tables.kinds(found.reading, shape),
+        top=tables.top(model, found.reading, shape),
         prompt=_prompt(ask, found.reading),
         kv=[kv_bytes(model, n, judged, chosen, suggest, ask) for n in (ask.context, *ask.others)],
         suggest=suggest,
@@ -120,100 +116,6 @@ def strip(model: Model, reading: Reading | None) -> Strip | None:
     )
 
 
-# ---- tables ----
-
-
-def _map(found: Findings) -> Tensor:
-    """The head map; a layer that was not looked at keeps everything."""
-    heads = found.heads.clone()
-    for layer in set(range(heads.shape[0])) - set(found.layers):
-        heads[layer] = 1.0
-    return heads
-
-
-def _scalars(found: Findings, shape: tuple[int, int]) -> dict[str, Tensor]:
-    tables: dict[str, Tensor] = {"retrieval": _map(found)}
-    if found.fetched is not None and found.fetched.kl is not None:
-        tables["ablate"] = found.fetched.kl
-    if found.fetched is not None and found.fetched.read is not None:
-        tables["needle"] = by_kv_head(found.fetched.read.amax(-1), shape)
-    if found.induction is not None:
-        tables["repeat"] = by_kv_head(found.induction, shape)
-    if (reading := found.reading) is not None:
-        tables |= {name: scalar(reading, shape, of) for name, of in _FIGURES.items()}
-        for i, share in enumerate(SHARES):
-            tables[f"n{100 * share:.0f}"] = scalar(reading, shape, lambda g, i=i: g.needed[i])  # type: ignore[misc]
-    return tables
-
-
-_FIGURES = {
-    "sink": lambda g: g.sink,
-    "local": lambda g: g.local,
-    "far": lambda g: g.far,
-    "worst": lambda g: g.worst,
-    "entropy": lambda g: g.entropy,
-}
-
-
-def _query(found: Findings, judged: Judged | None) -> dict[str, Tensor]:
-    tables = {}
-    if found.fetched is not None and found.fetched.read is not None:
-        tables["needle"] = found.fetched.read.amax(-1)
-    if found.induction is not None:
-        tables["repeat"] = found.induction
-    if judged is not None:
-        tables["recovered"] = judged.groups[0]  # by the cheapest candidate: dissent within a group shows there
-    return tables
-
-
-def _offsets(found: Findings, shape: tuple[int, int]) -> list[list[int]] | None:
-    """The offset of the best query head of each KV head."""
-    if found.fetched is None or found.fetched.read is None:
-        return None
-    of_group = found.fetched.read.view(*shape, -1, len(OFFSETS)).amax(2)
-    best: list[list[int]] = of_group.argmax(-1).tolist()
-    return [[OFFSETS[i] for i in row] for row in best]
-
-
-def _by_head(reading: Reading | None, shape: tuple[int, int], of: object) -> list[list[list[float]]] | None:
-    assert callable(of)
-    if reading is None:
-        return None
-    return [
-        [list(of(reading.gazes[layer, head])) if (layer, head) in reading.gazes else [] for head in range(shape[1])]
-        for layer in range(shape[0])
-    ]
-
-
-def _kinds(reading: Reading | None, shape: tuple[int, int]) -> dict[str, list[list[float]]] | None:
-    if reading is None or not reading.gazes:
-        return None
-    names = next(iter(reading.gazes.values())).kinds
-    return {name: _rounded(scalar(reading, shape, lambda g, name=name: g.kinds[name])) for name in names}  # type: ignore[misc]
-
-
-def _top(model: Model, reading: Reading | None, shape: tuple[int, int]) -> list[list[list[HeadsTop]]] | None:
-    if reading is None:
-        return None
-    ids = reading.ids
-
-    def of(gaze: Gaze) -> list[HeadsTop]:
-        return [
-            HeadsTop(position=at, text=decode(model.tokenizer, [ids[at]]), mass=round(min(1.0, mass), DIGITS))
-            for at, mass in gaze.top
-            if at >= 0
-        ]
-
-    empty: list[HeadsTop] = []
-    return [
-        [of(reading.gazes[layer, head]) if (layer, head) in reading.gazes else empty for head in range(shape[1])]
-        for layer in range(shape[0])
-    ]
-
-
-# ---- parts ----
-
-
 def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor) -> HeadsPolicy:
     settings = ask.settings
     n = float(judged.cost[-1].max())
@@ -229,8 +131,8 @@ def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor) -> HeadsPoli
         keep=settings.keep if by_budget else None,
         candidates=list(settings.candidates),
         chosen=chosen.masked_fill(~seen.unsqueeze(1), -1).tolist(),
-        mass={name: [_rounded(table) for table in judged.mass[name]] for name in judged.mass},
-        cost=[_rounded(table) for table in judged.cost],
+        mass={name: [tables.rounded(table) for table in judged.mass[name]] for name in judged.mass},
+        cost=[tables.rounded(table) for table in judged.cost],
         guard=settings.guarded,
         local=max(settings.guarded, round(settings.local_ratio * n)),
         sinks=settings.sinks,
@@ -302,8 +204,3 @@ def _notes(model: Model, found: Findings) -> list[str]:
 def _hash_of_vocabulary(model: Model) -> str:
     vocabulary = sorted(model.tokenizer.get_vocab().items())
     return sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
-
-
-def _rounded(table: Tensor) -> list[list[float]]:
-    rows: Sequence[Sequence[float]] = table.double().tolist()
-    return [[round(value, DIGITS) for value in row] for row in rows]

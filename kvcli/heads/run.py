@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvcli.schemas.heads import Probe
 
 Tell = Callable[[int, int, str], None]  # done, of how many, what is under way
+LEAST = 64  # tokens
 QUESTION = "Summarise the main findings."
 
 
@@ -94,6 +95,8 @@ def _check(model: Model, ask: Ask, found: Findings) -> None:
             lines=[f"the limit is {model.limit:,} tokens"],
             try_=[f"--context {model.limit}"],
         )
+    if ask.context < LEAST:
+        raise UsageError(f"--context {ask.context}: {LEAST} tokens are the least to look at", try_=["--context 2k"])
     if all(model.lm.windows[layer] is not None for layer in found.layers):
         raise BadModel(
             "these layers see a sliding window only: there is nothing far that a head could look at",

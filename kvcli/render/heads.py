@@ -39,8 +39,13 @@ def heads_lines(
             yield [(line, "" if i else "dim")]
     for note in document.notes:
         yield from _folded(f"note: {note}", width, "dim")
-    for line in fold(_next(document, folder), max(20, width - 1)):
-        yield [(line.rstrip(), "green")]
+    word, command = _next(document, folder)
+    if cells(word + command) + 4 < width:
+        yield [(f"{word}:  ", ""), (command, "green")]
+        return
+    yield [(f"{word}:", "")]
+    for line in fold(command, max(20, width - 3)):
+        yield [(f"  {line.rstrip()}", "green")]
 
 
 def plain_rows(document: HeadsDocument, show: str) -> list[list[str]]:
@@ -88,7 +93,7 @@ def _grid(document: HeadsDocument, show: str, width: int, look: Look) -> Iterato
 
 def _legend(document: HeadsDocument, show: str, width: int, look: Look) -> Iterator[list[Span]]:
     if show == "policy" and document.policy is not None:
-        used = {i for layer in document.policy.chosen for i in layer}
+        used = {i for layer in document.probed for i in document.policy.chosen[layer]}
         names = enumerate(document.policy.candidates)
         said = [f"{c.letters(document)[i]} {name}" for i, name in names if i in used]
         said += ["W window only"] if -1 in used else []
@@ -111,10 +116,11 @@ def _narrowed(table: list[list[str]], width: int) -> list[str]:
     return columns([row[:n] for row in table])
 
 
-def _next(document: HeadsDocument, folder: str | None) -> str:
+def _next(document: HeadsDocument, folder: str | None) -> tuple[str, str]:
+    """What to type, and what for."""
     model = neutralise(document.model, one_line=True)
     if document.ranked_by == "prompt":
-        return f"rank heads:  kvcli profile-heads {model} --probe ablate"
+        return "rank heads", f"kvcli profile-heads {model} --probe ablate"
     if folder is None:
-        return "use it:  --emit json writes the map for policy.headmap"
-    return f"use it:  kvcli chat {model} -P fastgen --set policy.headmap={folder}/profile.json"
+        return "keep the map", f"kvcli profile-heads {model} --probe {document.ranked_by} --emit json"
+    return "use it", f"kvcli chat {model} -P fastgen --set policy.headmap={folder}/profile.json"

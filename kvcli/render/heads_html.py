@@ -101,8 +101,8 @@ def _views(document: HeadsDocument, strip: Strip | None) -> list[Markup]:
         section("One head", tag("div", id="one")),
     ]
     if document.policy is not None:
-        views.insert(1, section("Policies by layer", tag("div", id="shares", class_="scroll")))
-        views.insert(2, section("Recovery and cost", tag("div", id="frontier")))
+        views.insert(1, section("Recovery and cost", tag("div", id="frontier")))
+        views.insert(2, section("Policies by layer", tag("div", id="shares", class_="scroll")))
     if strip is not None:
         views.append(section("Tokens", tag("div", id="strip")))
     if document.compare is not None:

@@ -260,7 +260,7 @@
       lines.append(svg("polyline", { points: line.map(([x, y]) => `${px(x)},${py(y)}`).join(" "), class: `path ${name}`, "vector-effect": "non-scaling-stroke" }));
     const frame = el("div", { style: { position: "relative", height: `${H}px`, margin: "8px 0 30px" } }, lines);
     for (let i = 0; i <= 4; i++) {
-      const tick = { position: "absolute", font: "12px system-ui", color: "var(--soft)" };
+      const tick = { position: "absolute", font: "12px system-ui", color: "var(--soft)", whiteSpace: "nowrap" };
       frame.append(el("span", { style: { ...tick, right: "calc(100% + 8px)", top: `${25 * i}%`, transform: "translateY(-50%)" } }, (1 - (i / 4) * (1 - low)).toFixed(2)));
       frame.append(el("span", { style: { ...tick, left: `${25 * i}%`, top: "calc(100% + 6px)", transform: "translateX(-50%)" } }, `${25 * i} %`));
     }

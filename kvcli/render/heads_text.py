@@ -51,7 +51,7 @@ def facts(document: HeadsDocument) -> Iterator[str]:
     if (stability := document.stability) is not None and stability.tokens:
         said = ", ".join(f"{n} after {f.count(t)}" for n, t in zip(stability.changed, stability.tokens, strict=True))
         yield f"another policy while writing: {said} tokens; mass moved by {max(stability.drift):.3f} at most"
-    if (other := document.compare) is not None:
+    if document.compare is not None:
         yield _compared(document)
 
 
