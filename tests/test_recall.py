@@ -25,11 +25,13 @@ from kvcli.kv.index import Index, bend
 from kvcli.kv.index_certified import Certified
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
+from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget, Pages
 from kvcli.kv.recall_source import Whole
 from kvcli.kv.recall_store import RecallStore
-from kvcli.kv.slots import Sight, Slots, nbytes
+from kvcli.kv.slots import Sight, Slots, Store, nbytes
+from kvcli.model import LM
 from kvcli.profile import Profile, load_profile
 from kvcli.session import Session
 from tests import families, test_exact
@@ -511,14 +513,25 @@ def test_the_plan_of_memory_counts_the_index(method: str) -> None:
 # ---- whole texts ----
 
 
+def past(model: LM, index: Index, budget: Budget, epsilon: float | None, on_ladder: bool) -> Store:
+    """All but the first layer recall: over the whole past, or over the lower rung of a ladder."""
+    shape = (model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    layers = range(1, model.n_layers)
+    if not on_ladder:
+        return RecallStore(Dense(*shape), index, budget, layers, epsilon=epsilon)
+    below = Recall(Dense(*shape), index, budget, layers, epsilon=epsilon)
+    return Ladder(Dense(*shape), [Rung(below)], holds=9, sinks=1)
+
+
 @cache
-def text(name: str, dtype: str, sampler: str, uneven: bool, drafter: str) -> tuple[list[int], Recall]:
+def text(
+    name: str, dtype: str, sampler: str, uneven: bool, drafter: str, on_ladder: bool = False
+) -> tuple[list[int], Store]:
     model = test_exact.lm("dense", dtype)
-    store = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
     epsilon = 0.3 if name == "certified" else None
-    kv = RecallStore(store, INDEXES[name], replace(SMALL, floor=4), range(1, model.n_layers), epsilon=epsilon)
+    kv = past(model, INDEXES[name], replace(SMALL, floor=4), epsilon, on_ladder)
     make: Callable[[list[int]], Drafter] = test_exact.DRAFTERS.get(drafter, lambda _: Off())
-    tool = make(text(name, dtype, sampler, uneven, "off")[0] if drafter != "off" else [])
+    tool = make(text(name, dtype, sampler, uneven, "off", on_ladder)[0] if drafter != "off" else [])
     policy = Ragged() if uneven else None
     session = Session(
         model, kv, tool, test_exact.SAMPLERS[sampler], view=view(model, kv, tool), policy=policy, every=11, chunk=13
@@ -544,9 +557,18 @@ def test_any_drafter_gives_the_text_of_plain_decoding_with_unequal_heads(name: s
     assert text(name, "fp64", "greedy", True, drafter)[0] == want
 
 
+@pytest.mark.parametrize("drafter", test_exact.DRAFTERS)
+@pytest.mark.parametrize("name", INDEXES)
+def test_any_drafter_gives_the_text_of_plain_decoding_below_another_rung(name: str, drafter: str) -> None:
+    want, _ = text(name, "fp64", "greedy", False, "off", on_ladder=True)
+    assert text(name, "fp64", "greedy", False, drafter, on_ladder=True)[0] == want
+    assert want != test_exact.plain("dense", "all", "greedy", "fp64")
+
+
 @pytest.mark.parametrize("name", INDEXES)
 def test_the_table_reads_a_part_and_changes_the_text(name: str) -> None:
     ids, kv = text(name, "fp64", "greedy", False, "off")
+    assert isinstance(kv, Recall)
     assert kv.tally.pages > 0
     if name == "certified":
         assert 0 < kv.tally.streamed < kv.tally.asked
@@ -558,7 +580,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(name: str) -> None:
     model, stores = test_exact.lm("dense", "fp64"), []
     for with_recall in (False, True):
         kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
-        past = RecallStore(kv, INDEXES[name], SMALL, range(model.n_layers)) if with_recall else kv
-        Session(model, past, Off(), test_exact.SAMPLERS["greedy"], chunk=13).feed(families.prompt(90))
+        read = RecallStore(kv, INDEXES[name], SMALL, range(model.n_layers)) if with_recall else kv
+        Session(model, read, Off(), test_exact.SAMPLERS["greedy"], chunk=13).feed(families.prompt(90))
         stores.append(kv.slots(2))
     torch.testing.assert_close(stores[0].k, stores[1].k)

@@ -175,7 +175,10 @@ class Recall:
         n_rows = q.shape[1]
         mine = chosen.gather(2, union.clamp(min=0).unsqueeze(1).expand(-1, n_rows, -1))  # [K, N, U]
         mine = mine.repeat_interleave(self._index.page, 2)
-        mask = torch.nn.functional.pad(mine, (0, behind.shape[1]), value=True) & (s.pos >= 0).unsqueeze(1)
+        mine = torch.nn.functional.pad(mine, (0, behind.shape[1]), value=True)
+        mask: Tensor | None = mine & (s.pos >= 0).unsqueeze(1)
+        if n_rows == 1 and self._epsilon is None and bool(mask.all()):
+            mask = None  # faster; not below a certificate, as the kernel then may round scores to 16 bits
         return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
 
     def _stream(self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: Part, sight: Sight) -> None:
