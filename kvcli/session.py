@@ -220,8 +220,8 @@ class Session:
 
     def _commit(self, p: Pass, path: list[int]) -> None:
         p.commit(path, self.boundary - self.committed)
-        self.committed += len(path)
         self.heard.take(p, path)
+        self.committed += len(path)  # last: what fails before it has not happened
 
     def _next_boundary(self) -> float:
         return math.inf if self.every is None else (self.committed // self.every + 1) * self.every

@@ -47,7 +47,7 @@ EVERY = 6
 
 @cache
 def lm() -> LM:
-    return LM.of(families.build("llama", torch.float64))
+    return LM.of(families.build("llama", torch.float64, num_hidden_layers=2))
 
 
 def session(store: str, drafter: Any = None) -> Session:
@@ -62,7 +62,7 @@ def session(store: str, drafter: Any = None) -> Session:
 def truth(store: str) -> tuple[int, ...]:
     s = session(store)
     s.feed(prompt())
-    list(s.stream(24))
+    list(s.stream(40))
     return tuple(s.ids)
 
 
@@ -90,13 +90,13 @@ def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: st
     want = list(truth(store))
     before = session(store, None if drafter == "off" else DRAFTERS[drafter](want))
     before.feed(prompt())
-    while before.boundary - before.committed > 2:  # a step whose end, with a guess or two, is a boundary
-        before.step()
-    before.step(most=1)
+    while before.boundary - before.committed > (2 if drafter == "right" else 1):
+        before.step(most=1)
+    # the next step ends at a boundary, with a guess where those are right
     total = allocations(before.fork(), Session.step)
     assert total > 100
     settled = 0
-    for n in range(total):
+    for n in range(0, total, 1 if drafter == "right" else 7):
         s = before.fork()
         with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
             s.step()
@@ -118,7 +118,7 @@ def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store:
 
     total = allocations(session(store), read)
     want = list(truth(store))
-    for n in range(0, total, 3):
+    for n in range(0, total, 11):
         s = session(store)
         with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
             read(s)
@@ -131,7 +131,7 @@ def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store:
         list(s.stream(3))
         check(s)
         if s.policy is None:  # chunks begin elsewhere now; a policy that judges at their ends may keep others
-            assert s.ids == want[: len(s.ids)] or store in ("three",)
+            assert s.ids == want[: len(s.ids)] or store == "three"
 
 
 # steps of a profile

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -43,6 +43,7 @@ class Plan:
         """The store; raises BadConfig or Shortage where what is asked for cannot be."""
         if self.device.type == "cpu":
             self._refuse_host()
+        self._check_steps()
         if not is_ladder(self.kv, self.memory):
             return self._dense(self.device)
         top, below = self._dense(self.device, STEP), list[Rung]()
@@ -65,6 +66,14 @@ class Plan:
                 lines=["the model runs on the CPU, where tiers are precisions: older tokens in fewer bits"],
                 try_=["--set memory.host=0GiB", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
             )
+
+    def _check_steps(self) -> None:
+        """Steps that pack must suit the model: better said now than when memory has run out."""
+        for step in self.memory.ladder:
+            key, _, value = step.partition("=")
+            if key in ("kv.k_bits", "kv.v_bits"):
+                bits: dict[str, Any] = {key.removeprefix("kv."): int(value)}
+                replace(self, kv=replace(self.kv, **bits), n_layers=1)._packed(self.device)
 
     @property
     def is_packed(self) -> bool:
