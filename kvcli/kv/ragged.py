@@ -71,22 +71,26 @@ class Ragged:
     @property
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
-        return [self.k, self.v, self.pos, self._ends, self._back]
+        return [self.k, self.v, self.pos, self._ends, self._order, self._back]
 
     def attend(self, q: Tensor, sight: Sight, rows: Tensor, rotary: Rotary | None) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
         if not self.length:
             return []
-        of_head = q.view(len(self._lengths), -1, *q.shape[1:])  # [K, G, N, D]
-        parts: list[Part] = []
+        as_they_lie = self._moved(q, self._order)
+        group, first, parts = q.shape[0] // len(self._lengths), 0, list[Part]()
         for heads in self._runs:
+            mine = as_they_lie[first * group : (first + len(heads)) * group]  # [n * G, N, D]
+            first += len(heads)
             if sight.window is None:
-                parts.append(self._whole(of_head[heads].flatten(0, 1), heads, sight, rotary))
+                parts.append(self._whole(mine, heads, sight, rotary))
             else:
-                parts += [self._near(of_head[head], head, sight, rows, rotary) for head in heads]
+                each = (mine[i * group : (i + 1) * group] for i in range(len(heads)))
+                parts += [self._near(of, head, sight, rows, rotary) for of, head in zip(each, heads, strict=True)]
+        if len(parts) == 1:
+            return parts
         out, lse = torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts])
-        out, lse = (t.view(len(self._lengths), -1, *t.shape[1:])[self._back].flatten(0, 1) for t in (out, lse))
-        return [Part(out, lse)]
+        return [Part(self._moved(out, self._back), self._moved(lse, self._back))]
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """k, v [K, M, D] at positions pos [M], M > 0; every head takes all of them."""
@@ -158,6 +162,12 @@ class Ragged:
             k = rotate(k, pos, rotary)
         return attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)
 
+    def _moved(self, t: Tensor, order: Tensor) -> Tensor:
+        """t [H, ...] with KV heads, each with its group, in this order."""
+        if self._in_order:
+            return t
+        return t.view(len(self._lengths), -1, *t.shape[1:])[order].flatten(0, 1)
+
     def _put(self, at: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         self.k.index_copy_(0, at, k.to(self.k.dtype))
         self.v.index_copy_(0, at, v.to(self.v.dtype))
@@ -178,8 +188,10 @@ class Ragged:
                     new[to : to + n] = old[of : of + n]
         starts = torch.tensor(extents.start, device=pos.device)
         ends = starts + torch.tensor(self._lengths, device=pos.device)
-        back = torch.tensor(extents.order, device=pos.device).argsort()  # heads in their own order again
-        self.k, self.v, self.pos, self._ends, self._back = k, v, pos, ends, back  # together: memory may have run out
+        order = torch.tensor(extents.order, device=pos.device)
+        back = order.argsort()  # heads in their own order again
+        self.k, self.v, self.pos, self._ends = k, v, pos, ends  # together: memory may have run out between them
+        self._order, self._back, self._in_order = order, back, extents.order == sorted(extents.order)
         self._extents, self._runs = extents, extents.runs()
 
 
