@@ -13,13 +13,17 @@ CARRY = 0.9  # of the sum of all scores, carried by the heads that are kept full
 FULL = 0.5  # the number from which on
 
 
-def headmap(score: Tensor, carry: float = CARRY) -> Tensor:
-    """score [L, K], not negative -> [L, K] in 0..1; all 0 where no head has any score."""
+def headmap(score: Tensor, carry: float = CARRY, least: int = 0) -> Tensor:
+    """score [L, K], not negative -> [L, K] in 0..1; all 0 where no head has any score.
+
+    At least `least` heads get 0.5 or more, if so many have a score.
+    """
     ranked = score.flatten().double().sort(descending=True).values
     total = float(ranked.sum())
     if total <= 0:
         return torch.zeros_like(score, dtype=torch.float64)
     needed = int((ranked.cumsum(0) < carry * total * (1 - 1e-9)).sum()) + 1
+    needed = max(needed, min(least, int((ranked > 0).sum())))
     threshold = float(ranked[needed - 1])
     value = score.double()
     return value / (value + threshold)

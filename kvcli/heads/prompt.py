@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 CRITERIA: tuple[Criterion, ...] = ("cvar10", "mean", "p05")
 BINS = 4096  # of the token strip
+GAZED = 1 << 21  # rows times tokens that are sorted for each query head
+FEWEST = 16  # rows
 LAST = 32  # newest rows that a stability run hears
+LEAST = 4  # rows below which nothing is said
 AGAIN = 4  # times that it asks again
 
 Tell = Callable[[int], None]  # tokens read or written
@@ -92,17 +95,26 @@ def read_prompt(
 
 def _first(found: Reading, s: Slots, at: Moment) -> None:
     settings = found.settings
+    few = _thinned(at, s.n_slots)
     for head in range(s.k.shape[0]):
-        found.gazes[at.layer, head] = gaze(s, at, head, settings.sinks, max(1, settings.guard))
+        found.gazes[at.layer, head] = gaze(s, few, head, settings.sinks, max(1, settings.guard))
     judged = recover(at.q, at.q_pos, s, at.kinds, settings, at.scale, at.softcap, at.window, n_prompt=at.n_prompt)
     found.frequent[at.layer] = _binned(s.pos, judged.frequent, found.width, len(found.ids))
     found.layers[at.layer] = Judged.of(judged, settings.gqa)
     found.kinds, found.rows = at.kinds, at.q_pos.shape[0]
 
 
+def _thinned(at: Moment, n: int) -> Moment:
+    """The moment with fewer rows where rows are long: sorting all of them takes minutes a layer and shows no more."""
+    m = at.q_pos.shape[0]
+    rows = min(m, max(FEWEST, GAZED // n))
+    keep = torch.arange(rows, device=at.q_pos.device) * m // rows
+    return replace(at, q=at.q[:, keep], q_pos=at.q_pos[keep])
+
+
 def _later(found: Reading, s: Slots, at: Moment) -> None:
     new = at.q_pos >= at.n_prompt
-    if not bool(new.any()):
+    if int(new.sum()) < LEAST:  # the prompt's end lies just before a boundary
         return
     at = replace(at, q=at.q[:, new], q_pos=at.q_pos[new])
     settings = found.settings

@@ -56,10 +56,8 @@ def document(model: Model, ask: Ask, found: Findings) -> HeadsDocument:
     lm = model.lm
     shape = (lm.n_layers, lm.n_kv_heads)
     judged = stacked(found.reading.layers, lm.n_layers) if found.reading else None
-    forced = torch.zeros(shape, dtype=torch.bool)
-    if found.ranked_by != "prompt":  # a prompt alone is no veto against its own choice
-        for layer, head in full_heads(found.heads):
-            forced[layer, head] = True
+    # a prompt alone is no veto against its own choice
+    forced = found.full if found.ranked_by != "prompt" else torch.zeros(shape, dtype=torch.bool)
     chosen = choose(judged.mass[ask.settings.measure], judged.cost, ask.settings, forced) if judged else None
     seen = torch.tensor([w is None for w in lm.windows]) & torch.isin(
         torch.arange(lm.n_layers), torch.tensor(found.layers)

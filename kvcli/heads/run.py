@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[int, int, str], None]  # done, of how many, what is under way
 LEAST = 64  # tokens
+ROUNDS = 3  # in which the set of suggested heads may grow
 QUESTION = "Summarise the main findings."
 
 
@@ -50,6 +51,14 @@ class Findings:
     seconds: dict[str, float] = field(default_factory=dict)
     done: int = 0
     total: int = 0
+
+    @property
+    def full(self) -> Tensor:
+        """[L, K] bool: the heads that the map names."""
+        table = torch.zeros_like(self.heads, dtype=torch.bool)
+        for layer, head in full_heads(self.heads):
+            table[layer, head] = True
+        return table
 
 
 def probe(model: Model, ask: Ask, tell: Tell = lambda done, total, label: None) -> Findings:
@@ -109,7 +118,7 @@ def _steps(model: Model, ask: Ask, found: Findings, ids: Sequence[int], texts: i
     """Units of progress: a pass over a text, or a short pass behind one."""
     heads = len(full_sight(model, found.layers, found.reach)) if "ablate" in ask.probes else 0
     chunks = -(-len(ids) // model.profile.prefill.chunk) + 4 * ask.stability if ids else 0
-    return chunks + texts * (1 + heads) + (2 * texts if heads else 0)
+    return chunks + texts * (1 + heads) + (2 * texts if heads else 0)  # more if the check takes rounds
 
 
 def _timed(found: Findings, name: str, work: Callable[[], None]) -> None:
@@ -156,19 +165,26 @@ def _fetch(model: Model, ask: Ask, found: Findings, texts: Sequence[Sample], tel
 
 
 def _confirm(model: Model, found: Findings, texts: Sequence[Sample], tell: Tell) -> None:
-    """Do the suggested heads do? With the others in blinkers, and the other way round."""
+    """Do the suggested heads do? With the others in blinkers, and the other way round.
+
+    Heads that stand in for each other seem dispensable one by one, so the set is doubled while answers are missing.
+    """
+    assert found.fetched is not None
 
     def passed(passes: int) -> None:
-        found.done += passes
+        found.done = min(found.total, found.done + passes)
         tell(found.done, found.total, "check · the suggested heads")
 
-    full = torch.zeros_like(found.heads, dtype=torch.bool)
-    for layer, head in full_heads(found.heads):
-        full[layer, head] = True
-    probed = torch.zeros_like(full)
+    probed = torch.zeros_like(found.heads, dtype=torch.bool)
     probed[list(found.layers)] = True
-    found.kept_full = check(model, texts, ~full & probed, found.reach, passed)
-    found.taken = check(model, texts, full, found.reach, passed)
+    for i in range(ROUNDS):
+        if i:
+            found.heads = headmap(found.score, least=2 * int(full.sum()))
+        full = found.full
+        found.kept_full = check(model, texts, ~full & probed, found.reach, passed)
+        if found.kept_full.right >= found.fetched.right or 4 * int(full.sum()) > int(probed.sum()):
+            break
+    found.taken = check(model, texts, found.full, found.reach, passed)
 
 
 def _score(model: Model, found: Findings) -> Tensor:

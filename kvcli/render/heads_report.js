@@ -95,7 +95,19 @@
       left -= up.tokens;
       chosen[up.l][up.k] = up.c;
     }
+    for (let best = null; (best = filler(chosen, left)); left -= best.tokens) chosen[best.l][best.k] = best.c;
     return chosen;
+  }
+  function filler(chosen, left) {  // the best of the upgrades that what is left still buys
+    let best = null;
+    for (const [l, k] of seen) {
+      const now = chosen[l][k];
+      for (let c = last; c >= 0; c--) {
+        const tokens = cost(l, k, c) - cost(l, k, now), gain = mass(l, k, c) - mass(l, k, now);
+        if (gain > 0 && tokens > 0 && tokens <= left && (!best || gain / tokens > best.rate)) best = { l, k, c, tokens, rate: gain / tokens };
+      }
+    }
+    return best;
   }
   function byLevel(level) {
     const chosen = P.chosen.map((row) => row.map(() => -1));
@@ -114,7 +126,7 @@
 
   // ---- the map ----
 
-  const size1 = Math.max(15, Math.min(34, Math.floor(980 / L)));
+  const size1 = Math.max(15, Math.min(34, Math.floor(960 / L)));
   const most = (name) =>
     D.shares.includes(name) ? 1 : Math.max(...D.scalars[name].flat().map(Math.abs)) || 1;
   const probed = new Set(D.probed);

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, BadModel
 from kvcli.heads.ask import Ask
 from kvcli.heads.choose import choose
 from kvcli.heads.compare import spearman
@@ -18,10 +18,13 @@ from kvcli.heads.headmap import CARRY, FULL, full_heads, headmap
 from kvcli.heads.listen import whole
 from kvcli.heads.report import document, strip
 from kvcli.heads.run import probe
-from kvcli.local import load
+from kvcli.local import Model, load
+from kvcli.model import LM
 from kvcli.policies.fastgen import FastGen
+from kvcli.profile import Profile
 from kvcli.session import Session
 from kvcli.token_kinds import kinds_by_id
+from tests.families import build
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,13 @@ def test_heads_from_a_half_on_carry_most_and_no_fewer_would(seed):
     assert torch.equal(heads.flatten().argsort(), score.flatten().argsort())  # in the same order
     assert bool(((heads >= 0) & (heads <= 1)).all())
     assert [float(heads[at]) for at in full] == sorted((float(heads[at]) for at in full), reverse=True)
+
+
+def test_more_heads_on_request():
+    score = torch.tensor([[8.0, 0.1], [0.2, 0.0]])
+    assert full_heads(headmap(score)) == [(0, 0)]
+    assert full_heads(headmap(score, least=2)) == [(0, 0), (1, 0)]
+    assert full_heads(headmap(score, least=9)) == [(0, 0), (1, 0), (0, 1)]  # nothing speaks for the last
 
 
 def test_without_any_score_no_head_is_full():
@@ -194,9 +204,37 @@ def test_stability_asks_again_while_writing(model):
     ask = Ask(probes=("prompt",), context=300, settings=FastGen(guard=32), stability=8)
     made = document(model, ask, probe(model, ask))
     assert made.stability.every == 8
-    assert len(made.stability.tokens) == 4
+    assert 3 <= len(made.stability.tokens) <= 4
     assert all(0 <= n <= 12 for n in made.stability.changed)
     assert any(made.stability.drift)
+
+
+def other(name):
+    """A tiny random model that sees through windows, with the demo's words."""
+    profile = Profile.load("exact")
+    words = load("demo", "exact", {"load.verify": False}).tokenizer
+    return Model(LM.of(build(name, vocab_size=1888, max_position_embeddings=2048)), words, profile)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_sliding_layers_are_left_whole(name):
+    model = other(name)
+    ask = Ask(probes=("prompt", "ablate", "needle", "repeat"), context=300, settings=FastGen(guard=32), texts=1)
+    made = document(model, ask, probe(model, ask))
+    assert made.windows == [11, None, 11]
+    assert [made.policy.chosen[layer] for layer in (0, 2)] == [[-1, -1]] * 2
+    assert all(c >= 0 for c in made.policy.chosen[1])
+    assert {layer for layer, _ in made.suggest.full} <= {1}
+    token = 2 * model.lm.head_dim * 4
+    assert made.kv[0].whole == (4 * 11 + 2 * 300) * token
+    assert any("sliding" in note for note in made.notes)
+    assert any("says little" in note for note in made.notes)  # random weights answer nothing
+
+
+def test_a_model_of_windows_only_is_refused():
+    ask = Ask(probes=("prompt",), context=300, settings=FastGen())
+    with pytest.raises(BadModel, match="sliding window"):
+        probe(other("mistral"), ask)
 
 
 def test_half_is_where_profiles_draw_the_line():
