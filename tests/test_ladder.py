@@ -20,6 +20,7 @@ from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host, Staging
 from kvcli.kv.ladder import Ladder, Rung, oldest
+from kvcli.kv.packed import Packed
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Store, nbytes
 from kvcli.model import LM
@@ -59,6 +60,17 @@ LADDERS: dict[str, Callable[[Shape, torch.dtype], Ladder]] = {
     "on_disk": on_disk,
 }
 EXACT = ("two_dense", "on_disk")  # those that round nothing
+
+
+def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, torch.dtype], Ladder]:
+    def make(shape: Shape, dtype: torch.dtype) -> Ladder:
+        low = Packed(*shape, dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
+        return Ladder(Dense(*shape, dtype), [Rung(low)], holds=6, group=4, sinks=2)
+
+    return make
+
+
+PACKED = {"packed_8": packed(8, 8), "packed_4_2": packed(4, 2, "hadamard"), "packed_16_4": packed(16, 4)}
 POLICIES = {"all": None, "keepall": KeepAll(), "ragged": Ragged()}
 
 
@@ -344,7 +356,7 @@ def lm(model: str, dtype: str) -> LM:
 
 def decode(name: str, model: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> list[int]:
     found = lm(model, dtype)
-    kv = LADDERS[name]((found.n_layers, found.n_kv_heads, found.head_dim), found.dtype)
+    kv = (LADDERS | PACKED)[name]((found.n_layers, found.n_kv_heads, found.head_dim), found.dtype)
     keep = POLICIES[policy]
     session = Session(
         found, kv, drafter, SAMPLERS[sampler], view=view(found, kv, drafter), policy=keep, every=8, chunk=13
@@ -364,7 +376,7 @@ def plain(name: str, model: str, policy: str, sampler: str, dtype: str) -> list[
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("name", LADDERS | PACKED)
 def test_any_drafter_gives_the_text_of_plain_decoding(
     name: str, policy: str, drafter: str, sampler: str, dtype: str
 ) -> None:

@@ -225,7 +225,27 @@ def test_without_a_step_the_error_says_what_fits_and_hands_back_the_answer(
 
 def check_model(m: Model) -> None:
     for layer in range(m.lm.n_layers):
-        assert m.session.kv.slots(layer).pos[0].tolist() == list(range(m.session.committed))
+        pos = m.session.kv.slots(layer).pos[0]
+        assert sorted(pos[pos >= 0].tolist()) == list(range(m.session.committed))
+
+
+@pytest.mark.parametrize("at", [3, 40])
+def test_a_step_that_packs_shrinks_what_is_stored_and_the_answer_goes_on(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small: dict[str, Any] = {"residual": 16, "group": 16}
+    want = model(kv=small).generate(text(), max_new_tokens=20)
+    m = model(memory={"ladder": ["kv.k_bits=8", "kv.v_bits=2"]}, kv=small)
+    failing(m, monkeypatch, at)
+    turn = m.generate(text(), max_new_tokens=20)
+    assert len(turn.ids) == 20
+    assert turn.ids[: at // 3 - 1] == want.ids[: at // 3 - 1]  # what was said before stays
+    assert "kv.k_bits=8" in turn.stats.shortages[0]
+    assert turn.stats.kv["packed"] > 0
+    assert (m.profile.kv.k_bits, m.profile.kv.v_bits) == (8, 16)
+    check_model(m)
+    again = m.generate(text(), max_new_tokens=20)
+    assert len(again.ids) == 20
 
 
 def test_a_shorter_window_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
