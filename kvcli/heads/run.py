@@ -85,6 +85,7 @@ def probe(model: Model, ask: Ask, tell: Tell = lambda done, total, label: None) 
     found.heads = headmap(found.score)
     if texts and "ablate" in ask.probes:
         _timed(found, "check", lambda: _confirm(model, found, texts, tell))
+    found.done = found.total
     tell(found.total, found.total, "")
     return found
 
@@ -177,13 +178,13 @@ def _confirm(model: Model, found: Findings, texts: Sequence[Sample], tell: Tell)
 
     probed = torch.zeros_like(found.heads, dtype=torch.bool)
     probed[list(found.layers)] = True
-    for i in range(ROUNDS):
-        if i:
-            found.heads = headmap(found.score, least=2 * int(full.sum()))
+    for left in reversed(range(ROUNDS)):
         full = found.full
         found.kept_full = check(model, texts, ~full & probed, found.reach, passed)
-        if found.kept_full.right >= found.fetched.right or 4 * int(full.sum()) > int(probed.sum()):
+        is_enough = found.kept_full.right >= found.fetched.right
+        if is_enough or not left or 4 * int(full.sum()) > int(probed.sum()):
             break
+        found.heads = headmap(found.score, least=2 * int(full.sum()))
     found.taken = check(model, texts, found.full, found.reach, passed)
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from kvcli.errors import BadInput, BadModel
+from kvcli.heads import run as heads_run
+from kvcli.heads.ablate import Loss
 from kvcli.heads.ask import Ask
 from kvcli.heads.choose import choose
 from kvcli.heads.compare import spearman
@@ -125,6 +127,23 @@ def test_a_run_on_the_demo_names_the_heads_that_retrieve(run):
     assert made.check.without <= 2
     assert made.ranked_by == "ablate"
     assert [[made.policy.candidates[c] for c in row] for row in made.policy.chosen][2] == ["full", "full"]
+
+
+@pytest.mark.parametrize(("enough", "named", "checks"), [(2, 2, 2), (3, 4, 3), (5, 4, 3)])
+def test_the_map_grows_while_answers_are_missing(model, monkeypatch, enough, named, checks):
+    """Up to half of the heads; here more would be 8 of 12."""
+    asked = []
+
+    def check(model, texts, blind, reach, tell):
+        asked.append(int((~blind).sum()))
+        return Loss(0.0, 4 if asked[-1] >= enough else 0, 4)
+
+    monkeypatch.setattr(heads_run, "check", check)
+    ask = Ask(probes=("ablate",), context=300, settings=FastGen(), texts=1)
+    found = probe(model, ask)
+    assert len(full_heads(found.heads)) == named
+    assert len(asked) == checks  # the last one restricts the named heads themselves
+    assert found.done == found.total
 
 
 def test_memory_grows_as_its_sets_do(run):
