@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcli import build
+from kvcli.bench.profile_side import plain
 from kvcli.build import view
 from kvcli.drafts.base import Drafter, Off
 from kvcli.errors import KvcliError
@@ -510,6 +511,10 @@ def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.per_slot(D, 4), rel=0.01)
 
 
+def test_the_yardstick_of_a_benchmark_recalls_nothing() -> None:
+    assert plain(profile(method="sketch")).recall.method == "none"
+
+
 # ---- whole texts ----
 
 
@@ -573,6 +578,38 @@ def test_the_table_reads_a_part_and_changes_the_text(name: str) -> None:
     if name == "certified":
         assert 0 < kv.tally.streamed < kv.tally.asked
     assert ids != test_exact.plain("dense", "all", "greedy", "fp64")
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_a_fork_goes_on_alike(name: str) -> None:
+    model = test_exact.lm("dense", "fp64")
+    kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
+    session = Session(model, kv, Off(), test_exact.SAMPLERS["greedy"], every=7)
+    session.feed(families.prompt(60))
+    list(session.stream(10))
+    other = session.fork()
+    for each in (session, other):
+        list(each.stream(20))
+    assert other.ids == session.ids
+    assert other.kv.slots(1).k.data_ptr() != session.kv.slots(1).k.data_ptr()
+
+
+@pytest.mark.parametrize("name", BOUNDS)  # what a sketch learned depends on where the first boundaries were
+def test_an_undone_turn_leaves_no_trace(name: str) -> None:
+    model = test_exact.lm("dense", "fp64")
+    first, second = families.prompt(60), families.prompt(90, seed=1)
+    texts = []
+    for with_undo in (False, True):
+        kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
+        session = Session(model, kv, Off(), test_exact.SAMPLERS["greedy"], every=7, chunk=1000)
+        if with_undo:
+            session.feed(first)
+            list(session.stream(10))
+            assert session.resume(second) >= 59
+        session.feed(second[len(session.ids) :])
+        list(session.stream(20))
+        texts.append(session.ids)
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", INDEXES)

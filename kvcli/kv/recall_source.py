@@ -30,7 +30,8 @@ class Source(Protocol):
 
 
 class Whole:
-    """Any tier, by the slots that it shows."""
+    """Any tier, by the slots that it shows. Cheap where they lie in one piece; where heads differ, or slots are packed,
+    showing them copies the layer, in every pass."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
