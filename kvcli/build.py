@@ -28,6 +28,22 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "none": "kvcli.policies.base:Everything",
         "window": "kvcli.policies.window:Window",
         "random": "kvcli.policies.random:Random",
+        "fastgen": "kvcli.policies.fastgen:FastGen",
+        "snap": "kvcli.policies.topk:Snap",
+        "expected": "kvcli.policies.topk:Expected",
+        "keydiff": "kvcli.policies.topk:KeyDiff",
+        "knorm": "kvcli.policies.topk:KNorm",
+        "lag": "kvcli.policies.topk:Lag",
+        "tova": "kvcli.policies.topk:Tova",
+        "h2o": "kvcli.policies.topk:H2O",
+        "frequent": "kvcli.policies.topk:H2O",
+        "kvzip": "kvcli.policies.kvzip:KVzip",
+    },
+    "recall": {
+        "none": "kvcli.kv.recall_settings:Everything",
+        "minmax": "kvcli.kv.recall_settings:MinMax",
+        "sketch": "kvcli.kv.recall_settings:Sketch",
+        "certified": "kvcli.kv.recall_settings:Certified",
     },
     "spec": {
         "off": "kvcli.drafts.base:Off",
@@ -39,6 +55,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
 
 
 VIEWS = {"stream": "kvcli.policies.window:Window", "quest": "kvcli.policies.quest:Quest"}  # what scouts read
+PROMISES = ("exact", "certified", "approx")  # of `exactness`, the strictest first
 KV_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # kv.dtype -> torch's name
 
 
@@ -49,42 +66,111 @@ def clashes(profile: Profile) -> list[Clash]:
     found = []
     if profile.exactness == "exact" and profile.kv.dtype not in ("auto", profile.load.dtype):
         found.append(Clash("exactness", "kv.dtype", '"exact" cannot be kept', "which may round keys and values"))
+    found += memory_clashes(profile)
     if profile.exactness != "approx" and profile.policy.policy() is not None:
         because = "which forgets part of the text"
         found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
+    found += recall_clashes(profile)
     return found
 
 
-def session(lm: LM, profile: Profile, costs: Costs | None = None) -> Session:
-    """An empty session of `lm` as the profile wants it.
+def recall_clashes(profile: Profile) -> list[Clash]:
+    """Of `[recall]`: what it promises, and what it can read a part of."""
+    from kvcli.profile import Clash
 
-    `costs`: what passes take on this machine, for the drafter to start from; never changes the text.
+    found, method = [], profile.recall.method
+    if PROMISES.index(profile.exactness) < PROMISES.index(profile.recall.promise):
+        because = "which reads a part of what is stored"
+        found.append(Clash("exactness", "recall.method", f'"{profile.exactness}" cannot be kept', because))
+    if method != "none":
+        plain = {"kv": type(profile.kv)(), "memory": type(profile.memory)()}
+        rungs = ["kv.k_bits", "kv.v_bits", "memory.device", "memory.host", "memory.disk"]
+        for table, _, key in (dotted.partition(".") for dotted in rungs):
+            if getattr(getattr(profile, table), key) != getattr(plain[table], key):
+                cannot = f'"{method}" reads a part of one dense tier only'
+                found.append(Clash("recall.method", f"{table}.{key}", cannot, "which makes several tiers"))
+    return found
+
+
+def memory_clashes(profile: Profile) -> list[Clash]:
+    """Of `[kv]` and `[memory]`: packing rounds, and so do the steps that pack; a step must be one that can be taken."""
+    from kvcli.profile import Clash
+
+    found = []
+    rounds, memory = "which rounds keys and values", profile.memory
+    bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
+    if profile.exactness == "exact":
+        cannot = '"exact" cannot be kept'
+        found += [Clash("exactness", key, cannot, rounds) for key, n in bits.items() if n < 16]
+        if any(step.startswith(tuple(bits)) for step in memory.ladder):
+            found.append(Clash("exactness", "memory.ladder", cannot, rounds))
+    for step in memory.ladder:
+        key, _, value = step.partition("=")
+        if profile.recall.method != "none" and key.startswith(("kv.", "memory.")):
+            found.append(Clash("recall.method", "memory.ladder", f'"{step}" cannot be taken', "and several tiers"))
+        if key in bits and int(value) >= bits[key]:
+            found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f"which is {bits[key]} already"))
+    if memory.ladder and memory.on_shortage == "fail":
+        found.append(Clash("memory.ladder", "memory.on_shortage", "no step is ever taken", 'which is "fail"'))
+    return found
+
+
+def store(lm: LM, profile: Profile, held: int = 0) -> Store:
+    """An empty store as `[kv]` and `[memory]` want it; raises BadConfig or Shortage where that cannot be.
+
+    `held`: bytes that a store takes which this one is to replace.
     """
     import torch
 
-    from kvcli.kv.dense import Dense
+    from kvcli.kv.tiers import Plan
+
+    dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
+    shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim)
+    plain = Plan(*shape, dtype, lm.device, profile.kv, profile.memory, profile.prefill.chunk, held).store()
+    over: Store = profile.recall.over(plain, lm.sights)
+    return over
+
+
+def every(profile: Profile) -> int | None:
+    """Tokens between two boundaries: the policy's, else recall's or a ladder's; None = the past never changes."""
+    from kvcli.kv.tiers import EVERY, is_ladder
+
+    wanted: int | None = profile.policy.every or profile.recall.every
+    return EVERY if wanted is None and is_ladder(profile.kv, profile.memory) else wanted
+
+
+def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None) -> Session:
+    """An empty session of `lm` as the profile wants it.
+
+    `costs`: what passes take on this machine, for the drafter to start from; never changes the text. `kinds`: the kind
+    of each id (kvcli.token_kinds), for policies; None = all are text.
+    """
+    import torch
+
     from kvcli.session import Session
     from kvcli.strict import Strict
     from kvcli.verify import exact
 
-    dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, dtype, lm.device)
+    kv = store(lm, profile)
     drafter: Drafter = profile.spec.drafter(lm.stop_ids)
     if costs:
         drafter.expect(costs)
     accept: Accept = exact
     if profile.spec.strict:
         drafter = accept = Strict(drafter)
+    if (policy := profile.policy.policy()) is not None:
+        policy.meet(lm)
     return Session(
         lm,
         kv,
         drafter,
         sampler(lm, profile),
         view=view(lm, kv, drafter),
-        policy=profile.policy.policy(),
+        policy=policy,
         accept=accept,
         chunk=profile.prefill.chunk,
-        every=profile.policy.every,
+        every=every(profile),
+        kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
     )
 
 
@@ -98,12 +184,26 @@ def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:
 
 def front(lm: LM, kv: Store, policy: Policy, every: int) -> Front:
     """What `policy` keeps of `kv`, as a short dense copy chosen anew every `every` tokens."""
-    import torch
-
     from kvcli.kv.front import Front
+    from kvcli.policies.base import Moment
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
-        return policy.keep(layer, q, s, torch.zeros(int(s.pos.max()) + 1, dtype=torch.int8))
+        now, sight = s.pos.amax().long() + 1, lm.sights[layer]  # the rows stand behind all that is stored
+        nothing = s.pos < s.pos  # is protected, and no token is of a kind
+        at = Moment(
+            layer,
+            lm.n_layers,
+            "answering",
+            int(now),
+            q,
+            now.expand(q.shape[1]),
+            s.pos[0, :0],
+            nothing,
+            sight.scale,
+            sight.softcap,
+            sight.window,
+        )
+        return policy.keep(s, at)
 
     return Front(kv, pick, every, n_layers=lm.n_layers, n_kv_heads=lm.n_kv_heads, head_dim=lm.head_dim)
 

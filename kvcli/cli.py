@@ -28,6 +28,7 @@ COMMANDS = {
     "fit": "Whether a model, a profile and a context fit, before loading.",
     "bench": "Profiles side by side: speed, memory, agreement, quality.",
     "spec": "Drafting: what it brings here, and settings that bring more.",
+    "profile-heads": "What each attention head does, and which need the whole past.",
     "profiles": "Named settings: list, show, compare, check.",
     "models": "Models on this machine.",
     "config": "Where settings live, and the schemas of the JSON output.",
@@ -43,6 +44,7 @@ HABITS = {
     "estimate": "fit",
     "benchmark": "bench",
     "perf": "bench",
+    "heads": "profile-heads",
 }
 
 SHORT_HELP = """\
@@ -60,7 +62,7 @@ class Lazy(TyperCommand):
     """Stands in the tree for a command that is not imported yet."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        app = import_module(f"kvcli.commands.{self.name}").app
+        app = import_module(f"kvcli.commands.{str(self.name).replace('-', '_')}").app
         command = take_common(typer.main.get_command(app))
         command.name = self.name
         return command.make_context(info_name, args, parent=parent, **extra)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcli.api import Cancel, End, Event, Events, Finish, ModelInfo, Prompt, Text, Turn
 from kvcli.documents import Document
-from kvcli.errors import BadInput
-from kvcli.text import decode, encode, render_text, resume_ids, special_ids
+from kvcli.errors import BadInput, DoesNotFit
+from kvcli.text import Messages, decode, encode, render_text, resume_ids, special_ids
 from kvcli.transcript import Message, export_chat, load_chat, save_chat
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Speaker(Protocol):
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
         seed: int | None = None,
+        messages: Messages = (),
     ) -> Events: ...
 
 
@@ -87,15 +88,22 @@ class Chat:
     ) -> Generator[Event]:
         """Ask, and get the answer in events, `End` last.
 
-        If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C or by closing the
-        iterator, what was said so far is kept and marked "interrupted"; if nothing was said, it is as before.
+        If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C, a lack of memory or by
+        closing the iterator, what was said so far is kept and marked "interrupted"; without any, it is as before.
         """
         if not text.strip():
             raise BadInput("the question is empty", code="empty_prompt")
         question = Message("user", text, tuple(self.pending))
-        prompt, ids = self._prompt([*self.messages, question])
+        asked = self._contents([*self.messages, question])
+        prompt, ids = self._prompt(asked)
         events = self.model.stream(
-            ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, stop=stop, cancel=cancel, seed=seed
+            ids,
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            stop=stop,
+            cancel=cancel,
+            seed=seed,
+            messages=asked,
         )
         said: list[str] = []
         ended = False
@@ -108,7 +116,7 @@ class Chat:
                     self._keep(question, event.turn.text, event.turn.finish)
                     self._heard = heard(self.model.tokenizer, prompt, ids, event.turn)
                 yield event
-        except (KeyboardInterrupt, GeneratorExit):
+        except (KeyboardInterrupt, GeneratorExit, DoesNotFit):
             if not ended:
                 self._keep(question, "".join(said), "interrupted")
             raise
@@ -190,7 +198,7 @@ class Chat:
         rows += [(f"file {d.name}, next question", d.tokens(tokenizer)) for d in self.pending]
         if self.messages:
             pending = sum(d.tokens(tokenizer) for d in self.pending)
-            whole = len(self._prompt(self.messages)[1])
+            whole = len(self._prompt(self._contents(self.messages))[1])
             rows.append(("template", whole - (sum(n for _, n in rows) - pending)))
         return rows
 
@@ -217,9 +225,11 @@ class Chat:
         self.messages += [question, Message("assistant", answer, finish=finish)]
         self.pending = [d for d in self.pending if not any(d is used for used in question.documents)]
 
-    def _prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def _contents(self, messages: Sequence[Message]) -> list[dict[str, str]]:
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
-        contents += [{"role": m.role, "content": m.content} for m in messages]
+        return contents + [{"role": m.role, "content": m.content} for m in messages]
+
+    def _prompt(self, contents: Messages) -> tuple[str, list[int]]:
         text, has_template = render_text(self.model.tokenizer, contents, note=self._note)
         return text, resume_ids(self.model.tokenizer, text, self._heard, special=not has_template)
 

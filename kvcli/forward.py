@@ -27,13 +27,13 @@ class _Enough(Exception):
 class Pass:
     """One trip of rows through the model; what it made stays here until its rows are accepted."""
 
-    def __init__(self, rows: Rows, past: Store, view: Readable | None = None, *, recent: int = 0) -> None:
+    def __init__(self, rows: Rows, past: Store, view: Readable | None = None, hear: list[int] | None = None) -> None:
         self.rows = rows
         self.past = past  # what tree rows read
         self.view = view  # what scout rows read; None = past
-        self.recent = recent  # accepted queries to hold on to, for policies
+        self.hear = hear  # rows whose queries to hold on to, for policies; None = none
         self.fresh: list[tuple[Tensor, Tensor]] = []  # per layer k, v [K, N, D], never in the store
-        self.queries: list[Tensor] = []  # per layer q [H, tree, D]; empty unless `recent`
+        self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
         self.last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
         self._banded: dict[int, Tensor | None] = {}
 
@@ -47,8 +47,8 @@ class Pass:
         assert layer == len(self.fresh), "layers run in order, once"
         self.fresh.append((k, v))
         tree, pos = self.rows.tree, self.rows.pos
-        if self.recent:
-            self.queries.append(q[:, :tree])
+        if self.hear is not None:
+            self.queries.append(q[:, self.hear])  # a copy: a slice would keep all rows alive
         if layer == self.last:
             raise _Enough
         parts = self.past.attend(layer, q[:, :tree], sight, pos[:tree])
@@ -124,11 +124,15 @@ def attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    sight = Sight(scale, softcap or 0.0, sliding_window)
+    sight = sight_of(query, scaling, softcap, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = kvcli_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
     return out.transpose(0, 1).unsqueeze(0).to(query.dtype).contiguous(), None
+
+
+def sight_of(query: Tensor, scaling: float | None, softcap: float | None, window: int | None) -> Sight:
+    """How a layer looks at slots, from what it hands to its attention function; query [.., D]."""
+    return Sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
 
 
 def no_mask(*_: Any, **__: Any) -> None:

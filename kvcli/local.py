@@ -15,14 +15,16 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from kvcli import build
+from kvcli import build, steady
 from kvcli.api import Cancel, End, Events, Finish, Live, ModelInfo, Prompt, Read, Text, Turn
 from kvcli.errors import BadConfig, BadInput, ContextOverflow
+from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import nbytes
 from kvcli.memory import peak_bytes
 from kvcli.schema import ORDER
 from kvcli.stats import Stats
-from kvcli.text import Detokenizer, StopStrings
+from kvcli.text import Detokenizer, Messages, StopStrings
+from kvcli.token_kinds import chat_spans, kinds_by_id
 from kvcli.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
 
     from kvcli.conversation import Chat
     from kvcli.drafts.base import Costs
+    from kvcli.kinds import Span
     from kvcli.model import LM
     from kvcli.profile import Profile
+    from kvcli.session import Session
 
 
 MEASURE_EVERY = 0.1  # seconds
@@ -77,12 +81,22 @@ def load(
 class Model:
     """A loaded model under a profile. A context manager; closing frees the past and the weights."""
 
-    def __init__(self, lm: LM, tokenizer: PreTrainedTokenizerBase, profile: Profile, *, load_seconds: float = 0.0):
+    def __init__(
+        self,
+        lm: LM,
+        tokenizer: PreTrainedTokenizerBase,
+        profile: Profile,
+        *,
+        load_seconds: float = 0.0,
+        kinds: bytes | None = None,
+    ) -> None:
+        """`kinds`: kvcli.token_kinds.kinds_by_id of the tokenizer, where somebody has it; else made when needed."""
         self.lm, self.tokenizer, self.profile = lm, tokenizer, profile
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.costs: Costs | None = None  # what passes take here; None = nobody measured it
-        self.session = build.session(lm, profile)
         self.time_passes: Callable[[Model], Costs | None] | None = None  # finds out what passes take; set by who may
+        self._kinds = kinds
+        self.session = self.open()
         # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
         self._answering: object = None  # the stream whose answer the session holds
@@ -96,7 +110,13 @@ class Model:
 
     def close(self) -> None:
         """Free the keys and values; the weights go with the last model that shares them."""
-        self.session = build.session(self.lm, self.profile, self.costs)
+        self.session = self.open()
+
+    def open(self) -> Session:
+        """A session under this profile, with nothing read yet."""
+        if self._kinds is None and self.profile.policy.policy() is not None:
+            self._kinds = kinds_by_id(self.tokenizer, self.lm.vocab)
+        return build.session(self.lm, self.profile, self.costs, self._kinds)
 
     def expect(self, costs: Costs | None) -> None:
         """What passes were measured to take here. With nothing read yet."""
@@ -124,7 +144,7 @@ class Model:
                 lines=_changes(asdict(self.profile.load), asdict(profile.load)),
                 try_=["leave and start again with --profile or --set"],
             )
-        changed = Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds)
+        changed = Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds, kinds=self._kinds)
         changed.info, changed.foretell, changed.time_passes = self.info, self.foretell, self.time_passes
         changed.expect(self.costs)
         changed.prepare()
@@ -171,19 +191,24 @@ class Model:
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
         seed: int | None = None,
+        messages: Messages = (),
     ) -> Events:
         """One answer in events: Live and Read first, then Text as it comes, End last. `seed` replaces the profile's.
 
+        `messages`: what the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
         What the store already holds of the prompt is not read again. Raises ContextOverflow before reading anything.
         """
         ids = self.encode(prompt)
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
         if outside := [i for i in ids if not 0 <= i < self.lm.vocab]:
             raise BadInput(f"token {outside[0]} is none of the model's {self.lm.vocab:,}", code="no_such_token")
         new = self._room(len(ids), self.profile.sample.max_new_tokens if max_new_tokens is None else max_new_tokens)
         stops = () if ignore_eos else self.lm.stop_ids
         strings = StopStrings([stop] if isinstance(stop, str) else stop)
         seed = self.profile.sample.seed if seed is None else seed
-        return self._answer(ids, new, stops, strings, _latched(cancel or (lambda: False)), seed)
+        spans = chat_spans(self.tokenizer, messages, ids) if messages and self.session.policy is not None else []
+        return self._answer(ids, spans, new, stops, strings, _latched(cancel or (lambda: False)), seed)
 
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier, and what scouts read as one more."""
@@ -216,20 +241,28 @@ class Model:
         return [*ways, "attach a shorter document", "/drop or /undo in a chat"]
 
     def _answer(
-        self, ids: list[int], new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel, seed: int
+        self,
+        ids: list[int],
+        spans: list[Span],
+        new: int,
+        stops: Collection[int],
+        strings: StopStrings,
+        cancel: Cancel,
+        seed: int,
     ) -> Events:
         session = self.session
         self._answering = me = object()
         try:
             session.sampler = replace(session.sampler, seed=seed)
             cached = session.resume(ids)
+            session.spans = spans
             stats = Stats(prompt=len(ids), cached=cached, limit=self.limit, load=self.info.load_seconds)
             reading, writing = self._read(ids, stats, cancel), self._write(new, stops, strings, cancel, stats)
             for event in chain([Live(stats)], reading, writing):
                 yield event
                 if self._answering is not me and not isinstance(event, End):
                     raise BadInput("another answer began before this one ended", code="interleaved")
-        except GeneratorExit:
+        except (GeneratorExit, Shortage):  # the session survives a lack of memory
             raise
         except BaseException:
             if self._answering is me:
@@ -237,8 +270,8 @@ class Model:
             raise
 
     def _read(self, ids: list[int], stats: Stats, cancel: Cancel) -> Events:
-        session, began = self.session, time.perf_counter()
-        for done in session.read(ids[len(session.ids) :]):
+        began = time.perf_counter()
+        for done in steady.read(self, ids, stats):
             stats.read = time.perf_counter() - began
             self._measure(stats)
             yield Read(done, stats.prompt, stats.cached, stats.read)
@@ -249,17 +282,16 @@ class Model:
         yield Read(stats.prompt, stats.prompt, stats.cached, stats.read)
 
     def _write(self, new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel, stats: Stats) -> Events:
-        words, said, answer = Detokenizer(self.tokenizer), [], list[int]()
+        words, said, answer = Detokenizer(self.tokenizer), list[str](), list[int]()
         before = self.session.drafter.report()
         finish: Finish = "length"
         shown = 0  # tokens of the answer that went out with a piece
-        for step in self.session.stream(new, stops, cancel):
-            stats.fold(step)
-            if step.new:
+        for added in steady.answer(self, new, stops, cancel, stats, said):
+            if added:
                 stats.first_token = stats.first_token or stats.read + stats.decode
             self._measure(stats)
             piece = ""
-            for i in step.new:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
+            for i in added:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
                 answer.append(i)
                 piece += strings.push(words.push([i] if i not in stops else []))
                 if strings.is_hit:
@@ -268,10 +300,10 @@ class Model:
                 said.append(piece)
                 yield Text(piece, tuple(answer[shown:]))
                 shown = len(answer)
-            if strings.is_hit or (step.new and step.new[-1] in stops):
+            if strings.is_hit or (added and added[-1] in stops):
                 finish = "stop"
                 break
-        if finish == "length" and len(answer) < new:
+        if finish == "length" and len(answer) < min(new, self.limit - stats.prompt):
             finish = "interrupted"
         rest = strings.push(words.finish()) + strings.finish()
         if rest:

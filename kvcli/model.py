@@ -37,7 +37,8 @@ class LM:
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.windows = shape.windows  # per layer: a row at position p sees positions > p - window; None = all
+        self.sights = shape.sights  # per layer
+        self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
         self.limit = info.limit  # tokens
         self.stop_ids = _stop_ids(model)
         self.generation = _generation(model)  # the model's own sampling settings, only those it states

@@ -19,7 +19,7 @@ from kvcli.config import Config, chosen_profile, read_config
 from kvcli.layers import Sources, from_arguments, from_environ, from_flags, from_sets
 from kvcli.problems import Problem, bad_config
 from kvcli.resolve import Registries, Resolved, extended_names, lineage, resolve
-from kvcli.schema import METHODS, ORDER, Context, Exactness, Kv, Load, Prefill, Sample
+from kvcli.schema import METHODS, ORDER, Context, Exactness, Kv, Load, Memory, Prefill, Sample
 from kvcli.settings import DEFAULT, InFile, Setting, Settings, merge
 
 __all__ = ["Clash", "Clashes", "Method", "Outcome", "Profile", "Rules", "Sources", "load_profile", "resolve_profile"]
@@ -87,7 +87,9 @@ class Profile:
     load_table: Load  # `profile.load`; `Profile.load` is the function that reads one
     prefill: Prefill
     kv: Kv
+    memory: Memory
     policy: Method
+    recall: Method
     spec: Method
     sample: Sample
     context: Context

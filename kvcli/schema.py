@@ -50,6 +50,20 @@ class Later:
 
 
 DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
+_SIZE = r"\d+(\.\d+)? ?[KMGT]iB"
+SIZE = Form(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
+AUTO_SIZE = Form(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
+STEPS = Form(  # settings that can change under a text that is being written
+    r"kv\.[kv]_bits=[842]|kv\.residual=\d+|prefill\.chunk=(\d+|-\d\d?%)|context\.limit=(\d+|-\d\d?%)"
+    rf"|memory\.(host|disk)={_SIZE}",
+    'a list of steps such as "kv.v_bits=2", "kv.residual=64", "prefill.chunk=-50%", '
+    '"context.limit=-25%" or "memory.disk=8GiB"',
+)
+
+
+def size_of(text: str) -> int:
+    """A size such as 6GiB in bytes."""
+    return int(float(text[:-3]) * 1024 ** ("KMGT".index(text[-3]) + 1))
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,24 @@ class Kv:
     """How keys and values are kept."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # numbers they are stored in; auto = the model's
+    k_bits: Literal[16, 8, 4, 2] = 16  # bits of a number in older keys; 16 = as dtype says
+    v_bits: Literal[16, 8, 4, 2] = 16  # bits of a number in older values; 16 = as dtype says
+    group: Annotated[int, Range(1)] = 64  # numbers that share a scale, and tokens that are packed at once
+    residual: Annotated[int, Range(0)] = 128  # newest tokens kept as dtype says, where older ones are packed
+    sinks: Annotated[int, Range(0)] = 4  # first tokens, never packed nor moved off the device
+    rotate: Literal["none", "hadamard"] = "none"  # keys and values turned before packing, which spreads outliers
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where keys and values lie, and what happens when there is no more room. Host and disk are read where they are."""
+
+    device: Annotated[str, AUTO_SIZE] = "auto"  # bytes on the device that computes; auto = what is free
+    host: Annotated[str, SIZE] = "0GiB"  # bytes of host memory for the oldest tokens of a GPU; 0GiB = none
+    disk: Annotated[str, SIZE] = "0GiB"  # bytes of a private temporary file for what is older still; 0GiB = none
+    disk_writes: Annotated[str, SIZE] = "256GiB"  # bytes written to that file at most, as disks wear
+    on_shortage: Literal["degrade", "fail"] = "degrade"  # take the steps of `ladder` in turn, or end with an error
+    ladder: Annotated[tuple[str, ...], STEPS] = ()  # steps taken in this order when memory runs out, each once
 
 
 @dataclass(frozen=True)
@@ -129,7 +161,18 @@ class Header:
     exactness: Exactness = "exact"  # what may change the text, drafting aside: nothing, bounded error, anything
 
 
-TABLES: Mapping[str, type] = {"load": Load, "prefill": Prefill, "kv": Kv, "sample": Sample, "context": Context}
+TABLES: Mapping[str, type] = {
+    "load": Load,
+    "prefill": Prefill,
+    "kv": Kv,
+    "memory": Memory,
+    "sample": Sample,
+    "context": Context,
+}
 # tables filled by a method of their own: the key that names it, and the method that is meant when nobody names one
-METHODS: Mapping[str, tuple[str, str]] = {"policy": ("name", "none"), "spec": ("method", "off")}
-ORDER = ("load", "prefill", "kv", "policy", "spec", "sample", "context")  # as shown and documented
+METHODS: Mapping[str, tuple[str, str]] = {
+    "policy": ("name", "none"),
+    "recall": ("method", "none"),
+    "spec": ("method", "off"),
+}
+ORDER = ("load", "prefill", "kv", "memory", "policy", "recall", "spec", "sample", "context")  # as shown and documented

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.errors import BadModel
-from kvcli.forward import Pass, run
+from kvcli.forward import Pass, run, sight_of
 from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Sight
 from kvcli.rows import Rows
 
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
@@ -27,7 +28,7 @@ class Layer:
     module: nn.Module
     index: int
     heads: tuple[int, int, int, int]  # H, K, key size, value size
-    window: int | None
+    sight: Sight
     mask: int | None  # which of the model's masks it was handed; None = none, -1 = one changed on the way
     extras: tuple[str, ...]  # what it asks of attention that nobody here serves
 
@@ -50,9 +51,10 @@ class Probe:
         if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             extras.append("is_causal=False")
         heads = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-        index, window = int(getattr(module, "layer_idx", -1)), asked.get("sliding_window")
+        index = int(getattr(module, "layer_idx", -1))
+        sight = sight_of(query, asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window"))
         which = None if attention_mask is None else self._which(attention_mask)
-        self.layers.append(Layer(module, index, heads, window, which, tuple(extras)))
+        self.layers.append(Layer(module, index, heads, sight, which, tuple(extras)))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *_: Any, mask_function: MaskRule, device: torch.device | str = "cpu", **__: Any) -> Tensor:
@@ -72,7 +74,7 @@ class Shape:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    windows: tuple[int | None, ...]
+    sights: tuple[Sight, ...]
     attentions: tuple[nn.Module, ...]
 
 
@@ -100,7 +102,7 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     if len(heads) > 1:
         _refuse(kind, "its layers differ in their heads", [f"(heads, KV heads, key size, value size): {heads}"])
     h, k, d, _ = heads[0]
-    return Shape(h, k, d, tuple(at.window for at in layers), tuple(at.module for at in layers))
+    return Shape(h, k, d, tuple(at.sight for at in layers), tuple(at.module for at in layers))
 
 
 def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
@@ -111,8 +113,8 @@ def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
         _refuse(kind, f"layer {at.index} asks its attention for {', '.join(at.extras)}", ["which kvcli does not serve"])
     if at.mask == -1:
         _refuse(kind, f"layer {at.index} makes a mask of its own", ["kvcli serves full and sliding-window attention"])
-    if at.mask is not None and not _is_causal(probe.masks[at.mask], at.window, limit):
-        what = "causal" if at.window is None else f"a sliding window of {at.window}"
+    if at.mask is not None and not _is_causal(probe.masks[at.mask], at.sight.window, limit):
+        what = "causal" if at.sight.window is None else f"a sliding window of {at.sight.window}"
         _refuse(kind, f"the mask of layer {at.index} is not {what}", ["as in chunked or bidirectional attention"])
 
 

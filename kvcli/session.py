@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kvcli.drafts.base import Drafter
 from kvcli.forward import Pass, run
+from kvcli.heard import Heard
+from kvcli.kinds import Span, kinds_of
 from kvcli.kv.slots import Lens, Slots, Store
-from kvcli.policies.base import Policy
+from kvcli.policies.base import Moment, Phase, Policy
 from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
 from kvcli.stats import Step
@@ -44,8 +45,12 @@ class Session:
         accept: Accept = exact,
         chunk: int = 2048,
         every: int | None = None,
+        kinds: Tensor | None = None,
     ) -> None:
-        """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never)."""
+        """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
+
+        `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.kinds).
+        """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
         self.view, self.policy, self.accept = view, policy, accept
         self.chunk, self.every = chunk, every
@@ -53,7 +58,9 @@ class Session:
         self.committed = 0
         self.boundary = self._next_boundary()
         self.seen = Seen(lm.vocab, lm.device)
-        self._queries: list[Tensor] = []  # per layer [H, w, D]: the latest accepted ones, for the policy
+        self.kinds, self.spans = kinds, list[Span]()  # by id; by position
+        self.heard = Heard(policy.recent, policy.probes) if policy else Heard(0, lambda n: ())
+        self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # nothing was ever evicted, so the past may be rewound
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Step:
@@ -66,7 +73,7 @@ class Session:
         draft = self.drafter.propose(self.ids, room)
         assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft, self.lm.device)
-        p = self._pass(rows)
+        p = Pass(rows, self.kv, self.view, self.heard.of_tree(rows.tree))
         logits = run(self.lm, p, rows.want)
         path, new = _cut(*self.accept(rows, logits, self.sampler, self.seen), stop)
         self._commit(p, path)
@@ -84,14 +91,16 @@ class Session:
         self.seen.add(ids)
         if self.policy is None:  # with one, memory is what it leaves, not what is read
             self.kv.reserve(len(self.ids))
-        while self.committed < len(self.ids) - 1:
-            end = min(self.committed + self.chunk, len(self.ids) - 1)
+        whole = len(self.ids) - 1
+        self.heard.begin(whole)
+        while self.committed < whole:
+            end = min(self.committed + self.chunk, whole)
             rows = Rows.chain(self.ids[self.committed : end], self.committed, self.lm.device)
-            p = self._pass(rows)
+            p = Pass(rows, self.kv, self.view, self.heard.of_chunk(self.committed, rows.n_rows))
             run(self.lm, p, rows.ids[:0])
             self.boundary = end  # a chunk's end is a boundary
             self._commit(p, list(range(rows.n_rows)))
-            self.settle()
+            self.settle("read" if end == whole else "reading")
             yield self.committed
         self.drafter.start(self.ids, self.sampler)
 
@@ -112,17 +121,12 @@ class Session:
             if step.new and step.new[-1] in stop:
                 return
 
-    def settle(self) -> None:
+    def settle(self, phase: Phase = "answering") -> None:
         """A boundary: the past may change now, and only now."""
+        if phase != "answering":
+            self._n_prompt = self.committed
         if self.policy is not None:
-            policy, kinds = self.policy, torch.zeros(self.committed, dtype=torch.int8)
-
-            def choose(layer: int, slots: Slots) -> Tensor:
-                mask = policy.keep(layer, self._queries[layer] if self._queries else slots.k[:, :0], slots, kinds)
-                self._is_whole = self._is_whole and bool((mask | (slots.pos < 0)).all())
-                return mask
-
-            self.kv.settle(choose)
+            self._evict(self.policy, phase)
         else:
             self.kv.settle(None)
         self.boundary = self._next_boundary()
@@ -130,12 +134,15 @@ class Session:
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
-        if keep < self.committed and (not self._is_whole or self._queries):  # what was evicted, or heard, stays so
+        if keep < self.committed and (not self._is_whole or self.heard):  # what was evicted, or heard, stays so
             keep = 0
         self.kv.crop(keep)
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
-            self._is_whole, self._queries = True, []
+            self._is_whole = True
+            self.heard.clear()
+            if self.policy is not None:
+                self.policy.start()
         self.seen.clear()
         self.seen.add(self.ids)
         self.boundary = self._next_boundary()
@@ -150,7 +157,9 @@ class Session:
         for session in (self, other):
             if session.view is not None:
                 session.view = session.view.over(session.kv)
-        self._queries, self._is_whole = other._queries, other._is_whole
+        self.heard, other.heard = other.heard, self.heard
+        self.policy, other.policy = other.policy, self.policy  # what it learned is about the past
+        self._is_whole, self._n_prompt = other._is_whole, other._n_prompt
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
         other.rewind(0)
@@ -164,16 +173,55 @@ class Session:
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
         return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
 
-    def _pass(self, rows: Rows) -> Pass:
-        return Pass(rows, self.kv, self.view, recent=self.policy.recent if self.policy else 0)
+    def _evict(self, policy: Policy, phase: Phase) -> None:
+        kinds = kinds_of(self.ids[: self.committed], self.kinds, self.spans)
+
+        def moment(layer: int, slots: Slots) -> Moment:
+            sight, protected = self.lm.sights[layer], policy.guard.covers(slots, kinds)
+            q, pos = self.heard.of(layer, slots.k)
+            return Moment(
+                layer,
+                self.lm.n_layers,
+                phase,
+                self._n_prompt,
+                q,
+                pos,
+                kinds,
+                protected,
+                sight.scale,
+                sight.softcap,
+                sight.window,
+            )
+
+        def choose(layer: int, slots: Slots) -> Tensor:
+            at = moment(layer, slots)
+            mask = policy.keep(slots, at) | at.protected
+            self._is_whole = self._is_whole and bool((mask | (slots.pos < 0)).all())
+            return mask
+
+        if phase == "read":
+            self._reread(policy, moment)
+        if policy.looks:
+            for layer in range(self.lm.n_layers):
+                slots = self.kv.slots(layer)
+                policy.look(slots, moment(layer, slots))
+        self.kv.settle(choose)
+
+    def _reread(self, policy: Policy, moment: Callable[[int, Slots], Moment]) -> None:
+        """Pieces of the text once more, behind all of it; nothing of these passes is stored."""
+        for start, end in policy.rereads(self.committed):
+            rows = Rows.chain(self.ids[start:end], self.committed, self.lm.device)
+            p = Pass(rows, self.kv, hear=list(range(rows.n_rows)))
+            run(self.lm, p, rows.ids[:0])
+            for layer, (q, (k, v)) in enumerate(zip(p.queries, p.fresh, strict=True)):
+                slots = self.kv.slots(layer)
+                fresh = Slots(k, v, rows.pos.expand(k.shape[0], -1))
+                policy.reread(slots, fresh, replace(moment(layer, slots), q=q, q_pos=rows.pos))
 
     def _commit(self, p: Pass, path: list[int]) -> None:
         p.commit(path, self.boundary - self.committed)
-        self.committed += len(path)
-        if p.recent:
-            fresh = [q[:, path[-p.recent :]] for q in p.queries]
-            old = self._queries or [q[:, :0] for q in fresh]
-            self._queries = [torch.cat((a, b), 1)[:, -p.recent :] for a, b in zip(old, fresh, strict=True)]
+        self.heard.take(p, path)
+        self.committed += len(path)  # last: what fails before it has not happened
 
     def _next_boundary(self) -> float:
         return math.inf if self.every is None else (self.committed // self.every + 1) * self.every

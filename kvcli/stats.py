@@ -72,6 +72,7 @@ class Stats:
     available: int = 0  # memory there was for the run when it began; 0 = not looked at
     context: int = 0
     limit: int = 0
+    shortages: list[str] = field(default_factory=list)  # what was done when memory ran out, in words
     plain: list[float] = field(default_factory=list)  # seconds of the last passes that carried no draft
 
     def fold(self, step: Step) -> None:

@@ -104,6 +104,8 @@ def _allows(marker: object, value: object) -> bool:
     if isinstance(marker, Range):
         return isinstance(value, int | float) and marker.allows(value)
     if isinstance(marker, Form):
+        if isinstance(value, tuple):
+            return all(_allows(marker, item) for item in value)
         return isinstance(value, str) and re.fullmatch(marker.pattern, value) is not None
     return True
 

@@ -78,6 +78,7 @@ class FakeModel:
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
         seed: int | None = None,
+        messages: Sequence[object] = (),
     ) -> Iterator[Event]:
         self.seeds.append(seed)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcli.kv.slots import Slots
+from kvcli.policies.base import Moment, Plain
 
 
 @dataclass(frozen=True)
-class KeepAll:
-    recent: int = 0
-
-    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
+class KeepAll(Plain):
+    def keep(self, s: Slots, at: Moment) -> Tensor:
         return s.pos >= 0
 
 
 @dataclass(frozen=True)
-class Recent:
+class Recent(Plain):
     sinks: int = 2
     last: int = 13
-    recent: int = 0
 
-    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
+    def keep(self, s: Slots, at: Moment) -> Tensor:
         newest = s.pos.amax(dim=1, keepdim=True)
         return (s.pos >= 0) & ((s.pos < self.sinks) | (s.pos > newest - self.last))
 
 
 @dataclass(frozen=True)
-class Ragged:
+class Ragged(Plain):
     """Head j keeps the 9 + 4 j slots that the latest queries like most, and the last 5: unequal heads."""
 
     recent: int = 6
 
-    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
-        assert q.shape[1] == min(self.recent, q.shape[1])
-        n_kv = s.k.shape[0]
+    def keep(self, s: Slots, at: Moment) -> Tensor:
+        n_kv, q = s.k.shape[0], at.q
+        assert q.shape[1] == at.q_pos.shape[0] <= self.recent
         rows = q.reshape(n_kv, -1, q.shape[2]).to(s.k.dtype)  # [K, G*w, D]
         score = (rows @ s.k.transpose(1, 2)).amax(1).masked_fill(s.pos < 0, -torch.inf)  # [K, S]
         newest = s.pos.amax(dim=1, keepdim=True)
@@ -46,3 +45,21 @@ class Ragged:
             best = score[j].topk(min(9 + 4 * j, score.shape[1])).indices
             mask[j, best] = True
         return mask & (s.pos >= 0)
+
+
+def moment(s: Slots, q: Tensor | None = None, layer: int = 0, **more: Any) -> Moment:
+    """A boundary of one layer with these slots, at which the queries q [H, w, D] were the latest."""
+    q = s.k[:, :0] if q is None else q
+    n = int(s.pos.max()) + 1 if s.n_slots else 0
+    found: dict[str, Any] = {
+        "layer": layer,
+        "n_layers": 1,
+        "phase": "answering",
+        "n_prompt": n,
+        "q": q,
+        "q_pos": torch.arange(n - q.shape[1], n),
+        "kinds": torch.zeros(n, dtype=torch.int8),
+        "protected": torch.zeros_like(s.pos, dtype=torch.bool),
+        "scale": s.k.shape[2] ** -0.5,
+    }
+    return Moment(**found | more)

@@ -12,6 +12,7 @@ from kvcli.kv.slots import Sight
 from kvcli.kv.view import View
 from kvcli.policies.quest import Quest
 from kvcli.policies.window import Window
+from tests.policies import moment
 
 LAYERS, HEADS, DIM = 2, 2, 8
 RANDOM = torch.Generator().manual_seed(0)
@@ -27,7 +28,7 @@ def grown(kv: Dense, n: int, start: int = 0) -> None:
 
 
 def pick(policy):
-    return lambda layer, q, s: policy.keep(layer, q, s, torch.zeros(0, dtype=torch.int8))
+    return lambda layer, q, s: policy.keep(s, moment(s, q, layer))
 
 
 def pair(policy, every: int) -> tuple[Dense, Front, View]:
@@ -108,7 +109,7 @@ def test_quest_reads_the_page_that_the_query_wants():
     q = rand(4, 1, DIM)
     k[0, 21] = 3 * q[0, 0]  # head 0 of two; queries 0 and 1 are its group
     kv.append(0, k, rand(HEADS, 64, DIM), torch.arange(64))
-    mask = Quest(page=8, pages=1, sinks=1, local=2).keep(0, q, kv.slots(0), torch.zeros(0))
+    mask = Quest(page=8, pages=1, sinks=1, local=2).keep(kv.slots(0), moment(kv.slots(0), q))
     assert mask[0].nonzero().flatten().tolist() == [0, *range(16, 24), 62, 63]
     assert mask[1].sum() <= 8 + 3
 
@@ -119,7 +120,8 @@ def test_a_page_that_a_head_has_lost_is_not_chosen():
     held = torch.ones(HEADS, 64, dtype=torch.bool)
     held[0, :8] = False  # its padding must not pass for the first page
     kv.keep(0, held)
-    mask = Quest(page=8, pages=2, sinks=0, local=1).keep(0, rand(4, 1, DIM), kv.slots(0), torch.zeros(0))
+    s = kv.slots(0)
+    mask = Quest(page=8, pages=2, sinks=0, local=1).keep(s, moment(s, rand(4, 1, DIM)))
     assert mask.sum(1).min() >= 16
 
 

@@ -20,6 +20,7 @@ from kvcli.drafts.mixer import Mixer
 from kvcli.forward import Pass, run
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
+from kvcli.policies.base import Plain
 from kvcli.rows import Draft, Rows, Scouts
 from kvcli.sample import Sampler
 from kvcli.session import Session
@@ -92,10 +93,8 @@ def test_every_size_of_window(window: int, ngram: int) -> None:
 
 
 def test_a_view_that_shows_nothing() -> None:
-    class Blind:
-        recent = 0
-
-        def keep(self, layer, q, s, kinds):
+    class Blind(Plain):
+        def keep(self, s, at):
             return torch.zeros_like(s.pos, dtype=torch.bool)
 
     model = lm()

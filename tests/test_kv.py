@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import Sight, Slots, compact, nbytes
+from kvcli.kv.slots import Sight, Slots, compact, last, nbytes
 from kvcli.kv.view import View
 
 K, G, D, L = 3, 2, 8, 2
@@ -89,15 +89,32 @@ def test_unequal_heads_read_their_own_slots_and_take_more() -> None:
         torch.testing.assert_close(after.k[j, len(held) - 2 : len(held)], k[j])
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_bytes_are_what_the_tensors_hold_and_evicting_gives_them_back(ragged: bool) -> None:
+def allocated(kv: Dense) -> int:
+    """Bytes of every tensor that the store holds on to, found by looking, each storage once."""
+    held: dict[int, int] = {}
+    for slab in kv._slabs:
+        names = slab.__slots__ if hasattr(slab, "__slots__") else vars(slab)
+        for t in (getattr(slab, name) for name in names):
+            if isinstance(t, Tensor):
+                held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return sum(held.values())
+
+
+def test_bytes_are_what_the_tensors_hold_and_evicting_gives_them_back() -> None:
     kv = filled(37, torch.float32)
-    full = nbytes(kv)["cpu"]
-    assert full == L * Dense.STEP * (2 * K * D * 4 + 4)
-    kv.settle(lambda layer, s: uneven(s) if ragged else s.pos < 10)
-    held = nbytes(kv)["cpu"]
-    longest = 37 if ragged else 10
-    assert held == L * (longest * (2 * K * D * 4 + 4 * (K if ragged else 1)) + (8 * K if ragged else 0))
+    assert nbytes(kv)["cpu"] == allocated(kv) == L * Dense.STEP * (2 * K * D * 4 + 4)
+    kv.settle(lambda layer, s: s.pos < 10)
+    assert nbytes(kv)["cpu"] == allocated(kv) == L * 10 * (2 * K * D * 4 + 4)
+
+
+def test_unequal_heads_take_the_bytes_of_their_own_slots() -> None:
+    kv, slot = filled(3000, torch.float32), 2 * D * 4 + 4
+    kv.settle(lambda layer, s: uneven(s))
+    held = 3000 + 1500 + 1000
+    assert nbytes(kv)["cpu"] == allocated(kv)
+    assert held < allocated(kv) / (L * slot) < 1.05 * held
+    kv.settle(lambda layer, s: s.pos % 30 == 0)  # heads agree again, and share their positions again
+    assert nbytes(kv)["cpu"] == allocated(kv) == L * 100 * (2 * K * D * 4 + 4)
 
 
 def test_keeping_all_is_a_no_op() -> None:
@@ -152,7 +169,6 @@ def test_a_store_emptied_after_an_eviction_is_as_good_as_new(ragged: bool) -> No
             1, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), torch.tensor([at])
         )
     assert kv._slabs[1].ordered, "windows of slots out of order are read under a mask, all slots of them"
-    assert kv._slabs[1].lengths is None
 
 
 def test_running_out_of_memory_while_growing_leaves_the_store_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +189,72 @@ def test_running_out_of_memory_while_growing_leaves_the_store_as_it_was(monkeypa
     for layer in range(L):
         kv.append(layer, ones, ones, torch.tensor([37]))
     assert kv.slots(1).n_slots == 38
+
+
+@pytest.mark.parametrize("verb", ["append", "take", "reserve"])
+def test_running_out_of_memory_leaves_unequal_heads_as_they_were(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, ones = filled(37), torch.ones(K, 20, D, dtype=torch.float64)
+    kv.keep(1, uneven(kv.slots(1)))
+    want, before, new_zeros, calls = read(kv, *rows(5, 37)), kv.slots(1).pos, Tensor.new_zeros, iter(range(99))
+    pos = torch.arange(37, 57)
+
+    def scarce(t: Tensor, *args: object) -> Tensor:
+        if next(calls) == 1:
+            raise MemoryError("full")
+        return new_zeros(t, *args)
+
+    def grow() -> None:
+        if verb == "append":
+            kv.append(1, ones, ones, pos)
+        elif verb == "take":
+            kv.take(1, Slots(ones, ones, pos.expand(K, -1)))
+        else:
+            kv.reserve(1000)
+
+    monkeypatch.setattr(Tensor, "new_zeros", scarce)
+    with pytest.raises(MemoryError):
+        grow()
+    monkeypatch.undo()
+    torch.testing.assert_close(read(kv, *rows(5, 37)), want)
+    assert torch.equal(kv.slots(1).pos, before)
+    grow()
+    assert kv.n_slots(1) == (37 if verb == "reserve" else 57)
+
+
+def test_what_another_tier_let_go_is_taken_in() -> None:
+    kv, other = filled(37), filled(50, seed=1)
+    whole = other.slots(1)
+    changes = kv.changes
+    kv.take(1, Slots(whole.k[:, 37:], whole.v[:, 37:], whole.pos[:, 37:]))
+    assert kv.changes > changes
+    assert kv.slots(1).pos.tolist() == [list(range(50))] * K
+    assert kv.usage()[1].nbytes == Dense.STEP * (2 * K * D * 8 + 4), "heads that agree share their positions"
+    fell = other.keep(0, uneven(other.slots(0)))
+    kv.crop(0)
+    kv.take(0, fell)
+    kv.take(0, Slots(fell.k[:, :0], fell.v[:, :0], fell.pos[:, :0]))
+    for j, pos in enumerate(kv.slots(0).pos):
+        assert pos[pos >= 0].tolist() == [p for p in range(50) if p % (j + 1)]
+    torch.testing.assert_close(kv.slots(0).k[2, :33], fell.k[2, :33])
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_newest_slots_are_those_stored_last(ragged: bool) -> None:
+    kv = filled(37)
+    if ragged:
+        kv.keep(1, uneven(kv.slots(1)))
+    kv.append(
+        1, torch.ones(K, 2, D, dtype=torch.float64), torch.ones(K, 2, D, dtype=torch.float64), torch.tensor([37, 38])
+    )
+    newest = kv.newest(1, 3)
+    for j, pos in enumerate(newest.pos):
+        kept = [p for p in range(37) if not ragged or p % (j + 1) == 0]
+        assert pos.tolist() == [kept[-1], 37, 38]
+        assert bool((newest.k[j, 1:] == 1).all())
+    assert last(kv.slots(1), 3).pos.tolist() == newest.pos.tolist()
+    everything = kv.newest(1, 1000)
+    assert torch.equal(everything.pos, kv.slots(1).pos)
+    assert kv.n_slots(1) == 39
 
 
 def test_a_view_reads_what_is_picked_and_leaves_the_store_alone() -> None:

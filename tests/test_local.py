@@ -10,7 +10,7 @@ import torch
 
 import kvcli
 from kvcli.api import End, Live, Read, Text
-from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, ExitStatus
+from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus
 from kvcli.kv.slots import nbytes
 from kvcli.layers import builtin_files
 from kvcli.local import Model
@@ -201,7 +201,7 @@ def test_a_turn_that_breaks_leaves_a_past_that_is_right(monkeypatch: pytest.Monk
         append(*args)
 
     monkeypatch.setattr(m.session.kv, "append", breaking)
-    with pytest.raises(MemoryError):
+    with pytest.raises(DoesNotFit):
         m.generate([*prompt(), *want], max_new_tokens=5)
     monkeypatch.undo()
     assert m.generate(prompt(), max_new_tokens=12).ids == want

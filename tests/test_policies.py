@@ -15,6 +15,7 @@ from kvcli.policies.window import Window
 from kvcli.profile import Profile, load_profile
 from kvcli.session import Session
 from tests import families
+from tests.policies import moment
 
 torch.set_num_threads(1)
 TINY = LM.of(families.build("llama"))
@@ -25,7 +26,7 @@ def slots(n: int, n_kv: int = 3) -> Slots:
 
 
 def kept(policy: Window | Random, s: Slots, layer: int = 0) -> list[list[int]]:
-    mask = policy.keep(layer, s.k[:, :0], s, torch.zeros(s.n_slots))
+    mask = policy.keep(s, moment(s, layer=layer))
     return [pos[m].tolist() for pos, m in zip(s.pos, mask, strict=True)]
 
 

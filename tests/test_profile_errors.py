@@ -33,6 +33,7 @@ class Copy:
 SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
     "policy": {"none": "kvcli.policies.base:Everything"},
+    "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
 }
 
@@ -48,6 +49,9 @@ def failing(folder: Path, config: str | bytes = b"", **given: Any) -> BadConfig:
     return caught.value
 
 
+KV_KEYS = "keys of kv: dtype, k_bits, v_bits, group, residual, sinks, rotate"
+NAMES = "tables: load, prefill, kv, memory, policy, recall, spec, sample, context"
+
 # Each: what stands in config.toml, and the three lines expected for it.
 IN_FILE = {
     "unknown key": (
@@ -55,11 +59,11 @@ IN_FILE = {
         ["~/config.toml:3:1: profiles.mine.spec.mx: unknown key", "    3 | mx = 3", '      | ^ did you mean "max"?'],
     ),
     "unknown key, nothing near": (
-        "[profiles.mine.kv]\nresidual = 3",
+        "[profiles.mine.kv]\nwheel = 3",
         [
-            "~/config.toml:2:1: profiles.mine.kv.residual: unknown key",
-            "    2 | residual = 3",
-            "      | ^ keys of kv: dtype",
+            "~/config.toml:2:1: profiles.mine.kv.wheel: unknown key",
+            "    2 | wheel = 3",
+            f"      | ^ {KV_KEYS}",
         ],
     ),
     "unknown table": (
@@ -320,7 +324,7 @@ TYPED = {
     "--set of an unknown key": (
         {"sets": ["kv.dtyp=fp16"]},
         "--set",
-        ["--set: kv.dtyp: unknown key", "      | kv.dtyp=fp16", '      | ^ did you mean "kv.dtype"? keys of kv: dtype'],
+        ["--set: kv.dtyp: unknown key", "      | kv.dtyp=fp16", f'      | ^ did you mean "kv.dtype"? {KV_KEYS}'],
     ),
     "--set of a key without its table": (
         {"sets": ["chunk=5"]},
@@ -328,7 +332,7 @@ TYPED = {
         [
             "--set: chunk: unknown key",
             "      | chunk=5",
-            "      | ^ did you mean prefill.chunk? tables: load, prefill, kv, policy, spec, sample, context",
+            f"      | ^ did you mean prefill.chunk? {NAMES}",
         ],
     ),
     "--set of a wrong type": (
@@ -351,7 +355,7 @@ TYPED = {
         [
             "--set: extends: unknown key",
             "      | extends=ngram",
-            '      | ^ did you mean "exactness"? tables: load, prefill, kv, policy, spec, sample, context',
+            f'      | ^ did you mean "exactness"? {NAMES}',
         ],
     ),
     "environment of a wrong type": (
@@ -369,7 +373,7 @@ TYPED = {
         [
             "env KVCLI_KV__DTYP: kv.dtyp: unknown key",
             "      | KVCLI_KV__DTYP=fp16",
-            '      | ^ did you mean "kv.dtype"? keys of kv: dtype',
+            f'      | ^ did you mean "kv.dtype"? {KV_KEYS}',
         ],
     ),
     "flag": (

@@ -44,6 +44,7 @@ class Guess:
 
 REGISTRIES = {
     "policy": {"none": "kvcli.policies.base:Everything"},
+    "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {
         "off": f"{__name__}:Off",
         "copy": f"{__name__}:Copy",

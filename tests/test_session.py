@@ -136,7 +136,7 @@ def test_a_policy_hears_no_queries_of_a_text_that_was_rewound() -> None:
     s.feed(text[len(s.ids) :])
     fresh = session(policy=Ragged(recent=12), every=20)
     fresh.feed(text)
-    for ours, theirs in zip(s._queries, fresh._queries, strict=True):
+    for ours, theirs in zip(s.heard._q, fresh.heard._q, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 

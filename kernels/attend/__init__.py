@@ -8,6 +8,8 @@ lse [H, N]; a row that sees nothing has lse = -inf and out = 0. Strides of k and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kvcli.kernels import dispatch
@@ -22,13 +24,17 @@ def attend(
     *,
     softcap: float = 0.0,
     mask: Tensor | None = None,
-    length: int | None = None,
+    length: int | Sequence[int] | None = None,
 ) -> Part:
     """Rows over slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; S may be 0.
 
-    `length` says that only the first so many slots count: the rest is spare room, which must hold finite numbers.
-    Handing over a whole slab this way spares kernels that want their input in one piece a copy. Not with a mask.
+    `length` says that only the first so many slots count, in all KV heads or in each: the rest is spare room, which
+    must hold finite numbers. Handing over a whole slab this way spares kernels that want their input in one piece a
+    copy, and a mask where heads differ. Not with a mask.
     """
     assert mask is None or length is None, "a mask says itself which slots count"
-    n = k.shape[1] if length is None else length
-    return Part(*dispatch.choose("attend", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, softcap, mask, n))
+    if length is None:
+        length = k.shape[1]
+    elif not isinstance(length, int) and len(set(length)) == 1:
+        length = length[0]
+    return Part(*dispatch.choose("attend", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, softcap, mask, length))

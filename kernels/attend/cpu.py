@@ -3,15 +3,18 @@
 Measured on one thread, 4 KV heads of 64 with 4 query heads each (docs/lab-log.md): at 16k slots the products take half
 the time of the flash kernel for 1 row and two thirds for 8, because that kernel multiplies in small pieces; at 512 it
 wins by its single call. The products want the slab in one piece (a batched product copies anything else), and in 16-bit
-they round scores as transformers' eager attention does.
+they round scores as transformers' eager attention does. KV heads of different lengths share the products, which ignore
+each head's spare room; many rows read each head by itself, as a mask of rows and slots would be larger than the slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend.reference import fold
+from kvcli.kernels.attend.reference import fold, within
 
 FEW = 64  # rows with their group; beyond, the flash kernel's blocks pay
 MANY = 1024  # slots; fewer are over before the products' ten calls are made
@@ -19,19 +22,37 @@ LOG2E = 1.4426950408889634
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None, length: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float,
+    mask: Tensor | None,
+    length: int | Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     h, n, _ = q.shape
-    if length == 0:
+    ends = [length] if isinstance(length, int) else length
+    longest, is_few = max(ends), h // k.shape[0] * n <= FEW
+    if longest == 0:
         wide = torch.promote_types(q.dtype, torch.float32)
         return q.new_zeros(h, n, v.shape[2]), torch.full((h, n), -torch.inf, dtype=wide, device=q.device)
     is_whole = k.is_contiguous() and v.is_contiguous()
-    if is_whole and mask is None and h // k.shape[0] * n <= FEW and length >= MANY:
-        return _products(q, k, v, scale, length)
-    return flash(q, k[:, :length], v[:, :length], scale, mask)
+    if is_whole and mask is None and is_few and longest >= MANY and min(ends) > 0:
+        return _products(q, k, v, scale, ends)
+    if len(ends) > 1:
+        if not is_few:
+            return _head_by_head(q, k, v, scale, ends)
+        mask = within(ends, n, q.device)
+    return flash(q, k[:, :longest], v[:, :longest], scale, mask)
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> tuple[Tensor, Tensor]:
+def _head_by_head(q: Tensor, k: Tensor, v: Tensor, scale: float, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
+    rows = q.unflatten(0, (k.shape[0], -1))  # [K, G, N, D]
+    found = [attend(rows[j], k[j : j + 1], v[j : j + 1], scale, 0.0, None, end) for j, end in enumerate(ends)]
+    return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
     h, n, d = q.shape
     kv = k.shape[0]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -41,7 +62,8 @@ def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> tup
         score = torch.bmm(rows * scale, k.transpose(1, 2)).to(wide).mul_(LOG2E)
     else:
         score = torch.bmm(rows, k.transpose(1, 2)).to(wide).mul_(scale * LOG2E)  # [K, G*N, cap]
-    score[:, :, length:] = -torch.inf
+    for j, end in enumerate(ends):  # one for all, or one per KV head
+        (score if len(ends) == 1 else score[j])[..., end:] = -torch.inf
     top = score.amax(-1, keepdim=True)
     score = score.sub_(top).exp2_()
     mass = score.sum(-1, keepdim=True)

@@ -6,6 +6,8 @@ go in blocks, so that scores stay in cache; blocks meet again by their log-sum-e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,17 @@ BLOCK = 4096  # slots; scores of 8 rows x 32 heads in float32 are then 4 MiB
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, mask: Tensor | None, length: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float,
+    mask: Tensor | None,
+    length: int | Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     h, n, d = q.shape
+    if not isinstance(length, int):
+        mask, length = within(length, n, q.device), max(length)
     kv, s = k.shape[0], length
     exact = torch.promote_types(q.dtype, torch.float32)
     rows = q.reshape(kv, (h // kv) * n, d).to(exact) * scale  # [K, G*N, D]
@@ -40,6 +50,12 @@ def attend(
     out = acc / mass.clamp_min(torch.finfo(exact).tiny).unsqueeze(-1)
     lse = mass.log() + top.masked_fill(top == -torch.inf, 0.0)
     return out.view(h, n, -1), lse.view(h, n)
+
+
+def within(lengths: Sequence[int], n: int, device: torch.device) -> Tensor:
+    """The mask [K, N, S] of n rows where KV head j holds the first lengths[j] of S slots."""
+    ends = torch.tensor(lengths, device=device).view(-1, 1, 1)
+    return (torch.arange(max(lengths), device=device) < ends).expand(-1, n, -1)
 
 
 def fold(mask: Tensor, kv: int, group: int) -> Tensor:

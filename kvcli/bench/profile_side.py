@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcli import build
 from kvcli.bench.side import Sample
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.kv.slots import nbytes
@@ -29,7 +28,8 @@ def greedy(profile: Profile) -> Profile:
 
 def plain(profile: Profile) -> Profile:
     """How the same weights write by themselves: everything read, everything kept, nothing guessed."""
-    tables = {"kv": {"dtype": "auto"}, "policy": {"name": "none"}, "spec": {"method": "off"}, "sample": dict(GREEDY)}
+    tables = {"kv": {"dtype": "auto"}, "policy": {"name": "none"}, "recall": {"method": "none"}}
+    tables |= {"spec": {"method": "off"}, "sample": dict(GREEDY)}
     return profile.replace(exactness="exact", **tables)
 
 
@@ -92,7 +92,7 @@ class ProfileSide:
         """Continue `prompt` greedily; drafting starts knowing nothing, as in the first question of a process."""
         self._check(prompt, new)
         torch.set_num_threads(self.threads)
-        session = build.session(self.model.lm, self.model.profile, self.model.costs)
+        session = self.model.open()
         stats, at = Stats(prompt=len(prompt)), list[float]()
         began = self.clock()
         session.feed(prompt)

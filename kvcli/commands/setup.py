@@ -26,7 +26,15 @@ Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and the flag tha
 SYSTEM_CONFIG = Path("/etc/xdg/kvcli/config.toml")
 
 # What --exact insists on: with these, the text is the one the model writes by itself.
-EXACT = {"exactness": "exact", "load.quant": "none", "load.dtype": "auto", "kv.dtype": "auto", "policy.name": "none"}
+EXACT = {
+    "exactness": "exact",
+    "load.quant": "none",
+    "load.dtype": "auto",
+    "kv.dtype": "auto",
+    "kv.k_bits": 16,
+    "kv.v_bits": 16,
+    "policy.name": "none",
+}
 
 log = logging.getLogger("kvcli.setup")
 

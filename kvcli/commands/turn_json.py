@@ -74,7 +74,10 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         spec=spec_figures(stats, run.method),
         memory=memory_figures(stats, info.device),
         overflow=None,
-        events=[{"kind": "note", "text": note} for note in (*info.notes, *run.notes)],
+        events=[
+            *({"kind": "note", "text": note} for note in (*info.notes, *run.notes)),
+            *({"kind": "shortage", "text": words} for words in stats.shortages),
+        ],
     )
 
 

@@ -1,40 +1,64 @@
-"""The dense tier: keys and values as the model made them, on any device, in one slab per layer."""
+"""The dense tier: keys and values in full precision, on any device, one slab per layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import Choose, Sight, Slots, Usage, compact, empty_like, visible
+from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kv.ragged import Ragged
+from kvcli.kv.slab import Slab, agree
+from kvcli.kv.slots import Choose, Sight, Slots, Usage, compact, empty_like
 
 
-@dataclass(slots=True)
-class _Slab:
-    """One layer's storage. While all heads hold the same slots, one row of positions serves them all."""
+class Held(Protocol):
+    """How one layer lies in memory."""
 
-    k: Tensor  # [K, cap, D]
-    v: Tensor  # [K, cap, D]
-    pos: Tensor  # [1, cap] int32, or [K, cap] once heads differ; -1 = empty
-    length: int = 0  # slots of the longest head
-    lengths: Tensor | None = None  # [K] slots of each head; None = all `length`
-    newest: int = -1  # the last position appended
-    ordered: bool = True  # positions rise with the slot index in every head
+    @property
+    def length(self) -> int:
+        """Slots of the longest head."""
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
-        return [t for t in (self.k, self.v, self.pos, self.lengths) if t is not None]
+
+    def attend(self, q: Tensor, sight: Sight, rows: Tensor, rotary: Rotary | None) -> list[Part]:
+        """Rows over what is held, its keys rotated first if they lie un-rotated."""
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store the same rows in all heads."""
+
+    def take(self, slots: Slots) -> bool:
+        """Store slots of which heads bring different ones; False, and nothing done, if this form cannot."""
+
+    def slots(self) -> Slots:
+        """What is held, padded."""
+
+    def newest(self, n: int) -> Slots:
+        """The n slots that each head stored last."""
+
+    def crop(self, n: int) -> bool:
+        """Forget positions n and later in place; False, and nothing done, if this form cannot."""
+
+    def reserve(self, n: int) -> None:
+        """Room for n slots a head."""
 
 
 class Dense:
     """Keys and values in full precision.
 
-    Grows in small steps, one layer at a time: the spare room is read along with the slots (finite, hidden by their
-    place), so there is little of it. Refuses nothing: any device, any float type.
+    While all heads of a layer hold the same slots they share one row of positions; once they differ, each head takes
+    the room of its own. Grows in small steps, one layer at a time: the spare room is read along with the slots (finite,
+    hidden by their place), so there is little of it. Refuses nothing: any device, any float type.
+
+    With `rope`, one Rotary per layer (None = that layer turns no keys), keys are stored as they were before rotary
+    embedding and rotated whenever they are read, which costs several times what attending to them does. Whoever hands in
+    or asks for slots sees rotated ones all the same. In 16 bits a key is rounded once more, so what is read differs in
+    the last digits from the key that a pass saw fresh: a store for moving keys, not one for exact texts.
     """
 
     STEP = 256  # slots; copying 16k slots every 256 tokens costs 0.3 % of decoding them
@@ -48,146 +72,118 @@ class Dense:
         device: torch.device | str = "cpu",
         *,
         step: int = STEP,
+        rope: Sequence[Rotary | None] | None = None,
     ) -> None:
         """`step`: slots by which a layer grows."""
         self.dtype = dtype
         self.changes = 0
         self._step = step
         self._name = "cpu" if torch.device(device).type == "cpu" else torch.device(device).type
-        self._slabs = [
-            _Slab(
+        self._rope = list(rope) if rope is not None else [None] * n_layers
+        self._slabs: list[Held] = [
+            Slab(
                 k=torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device),
                 v=torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device),
                 pos=torch.empty(1, 0, dtype=torch.int32, device=device),
+                step=step,
             )
             for _ in range(n_layers)
         ]
+        assert len(self._rope) == n_layers, "one rotary embedding per layer"
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
-        s = self._slabs[layer]
-        if s.length == 0:
-            return []
-        start, mask = 0, None
-        if s.lengths is not None or not s.ordered:
-            mask = visible(s.pos[:, : s.length], pos, sight.window)
-        elif sight.window is not None:
-            start, mask = _recent(s, pos, sight.window)
-        if start == 0 and mask is None:  # the slab in one piece: its spare room holds finite numbers
-            return [attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, length=s.length)]
-        if mask is not None and mask.shape[0] == 1:
-            mask = mask[0]
-        k, v = s.k[:, start : s.length], s.v[:, start : s.length]
-        return [attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)]
+        return self._slabs[layer].attend(q, sight, pos, self._rope[layer])
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store k, v [K, M, D] at positions pos [M]; every head takes all of them."""
-        s = self._slabs[layer]
-        m = pos.shape[0]
-        if not m:
-            return
-        self._grow(s, s.length + m)
-        s.ordered &= int(pos[0]) > s.newest
-        s.newest = int(pos[-1])
-        if s.lengths is None:
-            s.k[:, s.length : s.length + m] = k
-            s.v[:, s.length : s.length + m] = v
-            s.pos[:, s.length : s.length + m] = pos
-        else:
-            at = s.lengths.unsqueeze(1) + torch.arange(m, device=pos.device)  # [K, M]
-            wide = at.unsqueeze(-1).expand(-1, -1, k.shape[2])
-            s.k.scatter_(1, wide, k.to(s.k.dtype))
-            s.v.scatter_(1, wide, v.to(s.v.dtype))
-            s.pos.scatter_(1, at, pos.to(s.pos.dtype).expand(at.shape[0], -1))
-            s.lengths += m
-        s.length += m
+        if pos.shape[0]:
+            self._slabs[layer].append(self._lying(layer, k, pos), v, pos)
 
-    def slots(self, layer: int) -> Slots:
-        """What this layer holds, as views of the slab."""
-        s = self._slabs[layer]
-        pos = s.pos[:, : s.length].expand(s.k.shape[0], -1)
-        return Slots(s.k[:, : s.length], s.v[:, : s.length], pos)
+    def take(self, layer: int, slots: Slots) -> None:
+        """Store slots that another tier let go."""
+        if not bool((slots.pos >= 0).any()):
+            return
+        raw, held = Slots(self._lying(layer, slots.k, slots.pos), slots.v, slots.pos), self._slabs[layer]
+        if not held.take(raw):
+            held = Ragged(held.slots(), self._step)
+            held.take(raw)
+            self._slabs[layer] = held
+        self.changes += 1
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head."""
+        return self._slabs[layer].length
+
+    def slots(self, layer: int, *, rotated: bool = True) -> Slots:
+        """What this layer holds: views of the slab, or a copy if heads differ or keys had to be rotated.
+
+        Not `rotated`: keys as they lie, before rotary embedding where the tier was given one.
+        """
+        held = self._slabs[layer].slots()
+        return self._turned(layer, held) if rotated else held
+
+    def newest(self, layer: int, n: int) -> Slots:
+        """The n slots that each head stored last."""
+        return self._turned(layer, self._slabs[layer].newest(n))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False and give their memory back; returns what fell out."""
-        before = self.slots(layer)
-        mask = mask & (before.pos >= 0)
-        count = (before.pos >= 0).sum(1)
-        left = mask.sum(1)
-        if torch.equal(left, count):
+        before = self._slabs[layer].slots()
+        if not self._loses(before, mask):
             return empty_like(before)
         fell = compact(before, ~mask)
-        self.put(layer, compact(before, mask))
-        return fell
+        self._hold(layer, compact(before, mask))
+        return self._turned(layer, fell)
 
     def put(self, layer: int, slots: Slots) -> None:
         """Hold these slots instead; their tensors become the tier's own."""
-        s = self._slabs[layer]
-        same = bool((slots.pos == slots.pos[:1]).all())
-        s.k, s.v = slots.k.contiguous(), slots.v.contiguous()
-        s.pos = slots.pos[:1].to(torch.int32, copy=True) if same else slots.pos.to(torch.int32)
-        s.length = slots.n_slots
-        s.lengths = None if same else (slots.pos >= 0).sum(1)
-        pos = s.pos[0, : s.length]
-        s.newest = int(slots.pos.max()) if s.length else -1
-        s.ordered = same and bool((pos[1:] > pos[:-1]).all())
-        self.changes += 1
+        self._hold(layer, Slots(self._lying(layer, slots.k, slots.pos), slots.v, slots.pos))
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later, keeping the memory for what follows: an undo, not an eviction."""
         self.changes += 1
-        for layer, s in enumerate(self._slabs):
-            if s.lengths is None and s.ordered:
-                was, s.length = s.length, int((s.pos[0, : s.length] < n).sum())
-                s.v[:, s.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
-                s.newest = int(s.pos[0, s.length - 1]) if s.length else -1
-            else:
-                self.keep(layer, self.slots(layer).pos < n)
+        for layer, held in enumerate(self._slabs):
+            if not held.crop(n):
+                before = held.slots()
+                self._forget(layer, before, before.pos < n)
 
     def reserve(self, n: int) -> None:
         """Room for n slots a head in all layers, so that reading that many moves nothing."""
-        for s in self._slabs:
-            self._grow(s, n)
+        for held in self._slabs:
+            held.reserve(n)
 
     def settle(self, choose: Choose | None) -> None:
         """Evict, layer by layer, what `choose` does not keep."""
         if choose is not None:
-            for layer in range(len(self._slabs)):
-                self.keep(layer, choose(layer, self.slots(layer)))
+            for layer, held in enumerate(self._slabs):
+                before = held.slots()
+                self._forget(layer, before, choose(layer, self._turned(layer, before)))
 
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer, spare room included."""
         return [
-            Usage(layer, self._name, s.length, sum(t.untyped_storage().nbytes() for t in s.tensors))
-            for layer, s in enumerate(self._slabs)
+            Usage(layer, self._name, held.length, sum(t.untyped_storage().nbytes() for t in held.tensors))
+            for layer, held in enumerate(self._slabs)
         ]
 
-    def _grow(self, s: _Slab, need: int) -> None:
-        if need > s.k.shape[1]:
-            _resize(s, -(-need // self._step) * self._step)
+    def _forget(self, layer: int, before: Slots, mask: Tensor) -> None:
+        if self._loses(before, mask):
+            self._hold(layer, compact(before, mask))
 
+    def _loses(self, before: Slots, mask: Tensor) -> bool:
+        return bool(((before.pos >= 0) & ~mask).any())
 
-def _resize(s: _Slab, cap: int) -> None:
-    def wider(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-        new = t.new_zeros(shape)  # spare room and empty slots are read under a mask, and a masked NaN is still a NaN
-        new[:, : s.length] = t[:, : s.length]
-        return new
+    def _hold(self, layer: int, raw: Slots) -> None:
+        """In the form that fits; `raw` has keys as they are to lie."""
+        self._slabs[layer] = Slab.of(raw, self._step) if agree(raw) else Ragged(raw, self._step)
+        self.changes += 1
 
-    k = wider(s.k, (s.k.shape[0], cap, s.k.shape[2]))
-    v = wider(s.v, (s.v.shape[0], cap, s.v.shape[2]))
-    pos = s.pos.new_full((s.pos.shape[0], cap), -1)
-    pos[:, : s.length] = s.pos[:, : s.length]
-    s.k, s.v, s.pos = k, v, pos  # together: memory may have run out between them
+    def _turned(self, layer: int, raw: Slots) -> Slots:
+        rotary = self._rope[layer]
+        return raw if rotary is None else Slots(rotate(raw.k, raw.pos, rotary), raw.v, raw.pos)
 
-
-def _recent(s: _Slab, pos: Tensor, window: int) -> tuple[int, Tensor | None]:
-    """Where the window of a sliding layer starts in slots kept in order, and the mask of its ragged edge, if any.
-
-    Reading only the window is what makes sliding layers cheap at long context.
-    """
-    first = int(pos.min()) - window + 1  # the earliest row's window opens here
-    stored = s.pos[0, : s.length]
-    start = int(torch.searchsorted(stored, first))
-    if int(pos.max()) - window + 1 <= max(first, int(stored[start]) if start < s.length else first):
-        return start, None
-    return start, stored[start:].view(1, 1, -1) > (pos - window).view(1, -1, 1)
+    def _lying(self, layer: int, k: Tensor, pos: Tensor) -> Tensor:
+        """k [K, S, D] at positions pos [S] or [K, S], as it lies in memory."""
+        rotary = self._rope[layer]
+        return k if rotary is None else unrotate(k, pos, rotary).to(self.dtype)

@@ -38,14 +38,14 @@ class Front:
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""
-        slots = self._store.slots(layer)
-        if not slots.n_slots:
+        n = self._store.n_slots(layer)
+        if not n:
             return []
         is_stale = self._store.changes != self._changes[layer]
-        if is_stale or slots.n_slots - self._chosen[layer] >= self._every:
-            self._choose(layer, q, slots)
-        elif slots.n_slots > self._seen[layer]:
-            self._join(layer, slots)
+        if is_stale or n - self._chosen[layer] >= self._every:
+            self._choose(layer, q, self._store.slots(layer))
+        elif n > self._seen[layer]:
+            self._join(layer, self._store.newest(layer, n - self._seen[layer]))
         return self._copy.attend(layer, q, sight, pos)
 
     def usage(self) -> list[Usage]:
@@ -58,12 +58,7 @@ class Front:
         self._changes[layer] = self._store.changes
         self._seen[layer] = self._chosen[layer] = slots.n_slots
 
-    def _join(self, layer: int, slots: Slots) -> None:
-        """Append what was committed since; every head stores all of it, at the end of its own slots."""
-        fresh = slots.n_slots - self._seen[layer]
-        if bool((slots.pos[:, -1] < 0).any()):  # shorter heads end earlier
-            tail = compact(slots, slots.pos > slots.pos.amax(dim=1, keepdim=True) - fresh)
-        else:
-            tail = Slots(slots.k[:, -fresh:], slots.v[:, -fresh:], slots.pos[:, -fresh:])
-        self._copy.append(layer, tail.k, tail.v, tail.pos[0])
-        self._seen[layer] = slots.n_slots
+    def _join(self, layer: int, fresh: Slots) -> None:
+        """Append what was committed since: every head stores the same, at the end of its own slots."""
+        self._copy.append(layer, fresh.k, fresh.v, fresh.pos[0])
+        self._seen[layer] += fresh.n_slots

@@ -64,8 +64,21 @@ class Tier(Readable, Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store accepted rows: k, v [K, M, D], pos [M]."""
 
+    def take(self, layer: int, slots: Slots) -> None:
+        """Store slots that another tier let go, after rotary embedding; heads may bring different numbers."""
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head."""
+
     def slots(self, layer: int) -> Slots:
-        """What is stored; the tensors are the tier's own and must not be written to."""
+        """What is stored; the tensors must not be written to.
+
+        They are the tier's own where it has them in this form, else a copy of one layer (heads of unequal length are
+        padded to the longest): ask at boundaries, not in every pass.
+        """
+
+    def newest(self, layer: int, n: int) -> Slots:
+        """The n slots that each head stored last, in the order of storing: what joined since somebody looked."""
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False; returns what fell out. Heads may keep different numbers."""
@@ -111,6 +124,15 @@ def nbytes(*held: Readable | None) -> dict[str, int]:
 def empty_like(s: Slots) -> Slots:
     """No slots, in the types of `s`."""
     return Slots(s.k[:, :0], s.v[:, :0], s.pos[:, :0])
+
+
+def last(s: Slots, n: int) -> Slots:
+    """`newest` from `slots` that lie in the order of storing: the n that each head stored last."""
+    first = max(0, s.n_slots - n)
+    if bool((s.pos[:, first:] < 0).any()):  # shorter heads end earlier
+        held = s.pos >= 0
+        return compact(s, held.sum(1, keepdim=True) - held.cumsum(1) < n)
+    return Slots(s.k[:, first:], s.v[:, first:], s.pos[:, first:])
 
 
 def compact(s: Slots, mask: Tensor) -> Slots:

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.kv.slots import Slots
+    from kvcli.model import LM
+
+# a prompt is being read in chunks; it has been read; the answer is being written
+Phase = Literal["reading", "read", "answering"]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What no policy takes away: the engine keeps it whatever the policy says."""
+
+    sinks: int = 0  # first tokens
+    recent: int = 0  # newest tokens
+    kinds: frozenset[int] = frozenset()  # kinds of tokens (kvcli.kinds), such as those of the system prompt
+
+    def covers(self, s: Slots, kinds: Tensor) -> Tensor:
+        """[K, S] bool: the slots that stay. `kinds` [T] by position."""
+        newest = s.pos.amax(dim=1, keepdim=True) if s.n_slots else s.pos
+        mask = (s.pos < self.sinks) | (s.pos > newest - self.recent)
+        if self.kinds and kinds.shape[0]:
+            of = kinds.to(s.pos.device)[s.pos.clamp(min=0).long()]
+            for kind in self.kinds:
+                mask |= of == kind
+        return mask & (s.pos >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A boundary, as one layer sees it."""
+
+    layer: int
+    n_layers: int
+    phase: Phase
+    n_prompt: int  # tokens stored when the last prompt had been read; while one is being read, so far
+    q: Tensor  # [H, w, D] the queries that the policy asked for, after rotary embedding; w may be 0
+    q_pos: Tensor  # [w] their positions, rising; a query sees slots up to its own position
+    kinds: Tensor  # [T] int8, token kinds by position
+    protected: Tensor  # [K, S] bool: slots that stay whatever the policy says
+    scale: float  # of scores, before the softmax
+    softcap: float = 0.0  # > 0: scores are bent by softcap * tanh(score / softcap)
+    window: int | None = None  # tokens that this layer sees at all; None = all
 
 
 class Policy(Protocol):
@@ -18,8 +59,63 @@ class Policy(Protocol):
     def recent(self) -> int:
         """How many of the latest accepted queries it wants to see; 0 = none."""
 
-    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
-        """q [H, w, D] the latest queries, kinds [T] token classes by position -> bool [K, S], ragged heads allowed."""
+    @property
+    def guard(self) -> Guard:
+        """What stays whatever it says."""
+
+    @property
+    def looks(self) -> bool:
+        """Must it see all layers before it judges one?"""
+
+    def probes(self, n: int) -> Sequence[int]:
+        """Positions of a prompt of n tokens whose queries it wants to see once that is read."""
+
+    def meet(self, lm: LM) -> None:
+        """The model whose texts it will judge, before the first of them; raises BadModel for one that it cannot."""
+
+    def start(self) -> None:
+        """Forget what was learned of a text: another one begins."""
+
+    def rereads(self, n: int) -> Sequence[tuple[int, int]]:
+        """Pieces (start, end) of a text of n tokens to run once more behind it when a prompt has been read.
+
+        Nothing of that is stored; `reread` hears of each piece before `look` and `keep`.
+        """
+
+    def reread(self, s: Slots, fresh: Slots, at: Moment) -> None:
+        """One layer of a piece run once more: what is stored, the piece's own keys and values, and its queries."""
+
+    def look(self, s: Slots, at: Moment) -> None:
+        """A first sight of each layer in turn, before `keep` is asked of any; only if `looks`."""
+
+    def keep(self, s: Slots, at: Moment) -> Tensor:
+        """Slots to keep -> bool [K, S]; heads may keep different numbers."""
+
+
+class Plain:
+    """A policy that hears no queries, remembers nothing and judges each layer by itself: what most start from."""
+
+    recent = 0
+    guard = Guard()
+    looks = False
+
+    def probes(self, n: int) -> Sequence[int]:
+        return ()
+
+    def meet(self, lm: LM) -> None:
+        return
+
+    def start(self) -> None:
+        return
+
+    def rereads(self, n: int) -> Sequence[tuple[int, int]]:
+        return ()
+
+    def reread(self, s: Slots, fresh: Slots, at: Moment) -> None:
+        return
+
+    def look(self, s: Slots, at: Moment) -> None:
+        return
 
 
 class Chosen(Protocol):
@@ -30,10 +126,10 @@ class Chosen(Protocol):
         """Tokens between two boundaries while decoding; None = the past never changes."""
 
     def policy(self) -> Policy | None:
-        """The policy of these settings; None = everything stays."""
+        """The policy of these settings, new and knowing no text; None = everything stays."""
 
     def slots(self, n: int) -> int:
-        """How many of n slots a head keeps at a boundary: what memory is planned with."""
+        """How many of n slots a head keeps at a boundary, averaged over heads: what memory is planned with."""
 
 
 @dataclass(frozen=True)

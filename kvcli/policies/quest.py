@@ -10,16 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from kvcli.policies.base import Plain
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.kv.slots import Slots
+    from kvcli.policies.base import Moment
 
 
 @dataclass(frozen=True)
-class Quest:
+class Quest(Plain):
     """Keep sinks, the newest tokens, and the pages with the highest bound on a score."""
 
     page: Annotated[int, Range(1)] = 16  # tokens
@@ -27,14 +29,11 @@ class Quest:
     sinks: Annotated[int, Range(0)] = 16  # first tokens
     local: Annotated[int, Range(1)] = 64  # newest tokens
 
-    @property
-    def recent(self) -> int:
-        return 0
-
-    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
-        """q [H, w, D] -> bool [K, S]."""
+    def keep(self, s: Slots, at: Moment) -> Tensor:
+        """By the queries of the moment, which as a view's are those of the pass under way."""
         import torch
 
+        q = at.q
         n_kv, n_slots, dim = s.k.shape
         if not n_slots:
             return s.pos >= 0

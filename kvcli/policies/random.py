@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from kvcli.policies.base import Plain
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.kv.slots import Slots
-    from kvcli.policies.base import Policy
+    from kvcli.policies.base import Moment, Policy
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Plain):
     """Keep tokens drawn by lot in each head, beside the first and the newest: a control, not a method."""
 
     budget: Annotated[int, Range(1)] = 1024  # tokens kept a head, with the sinks and the window
@@ -28,10 +29,6 @@ class Random:
         if self.budget < self.sinks + self.window:
             raise ValueError(f"budget = {self.budget} is less than sinks + window = {self.sinks + self.window}")
 
-    @property
-    def recent(self) -> int:
-        return 0
-
     def policy(self) -> Policy:
         """These settings are the policy."""
         return self
@@ -40,7 +37,7 @@ class Random:
         """Of n tokens, the budget."""
         return min(n, self.budget)
 
-    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
+    def keep(self, s: Slots, at: Moment) -> Tensor:
         """The lot of a token is fixed by its position, so what fell out early would not have stayed later either."""
         import torch
 
@@ -48,7 +45,7 @@ class Random:
 
         n_kv, n = s.pos.shape
         newest = s.pos.amax(dim=1, keepdim=True)
-        head = layer * n_kv + torch.arange(n_kv, device=s.pos.device).repeat_interleave(n)
+        head = at.layer * n_kv + torch.arange(n_kv, device=s.pos.device).repeat_interleave(n)
         lot = gumbel(self.seed, s.pos.flatten().long(), head.unsqueeze(1)).view(n_kv, n)
         lot = lot.masked_fill((s.pos < self.sinks) | (s.pos > newest - self.window), torch.inf)
         best = lot.masked_fill(s.pos < 0, -torch.inf).topk(min(self.budget, n), dim=1).indices

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcli.policies.base import Moment, Plain
 from kvcli.quality.partial import Answer
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.sample import Context, Question, Task
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Hold:
+class Hold(Plain):
     """Evicts nothing for a while, and goes on hearing the queries of the policy it stands in for."""
 
     recent: int
 
-    def keep(self, layer: int, q: Tensor, s: Slots, kinds: Tensor) -> Tensor:
+    def keep(self, s: Slots, at: Moment) -> Tensor:
         return s.pos >= 0
 
 

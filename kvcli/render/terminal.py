@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from kvcli.world import Stream, World
 
-Span = tuple[str, str]  # text and style; a style is one of STYLES
+Span = tuple[str, str]  # text and style; a style is one of STYLES, or colours such as "#000000 on #ffcc00"
 STYLES = {"": "", "dim": "2", "bold": "1", "red": "1;31", "yellow": "33", "green": "32", "cyan": "36"}
 
 # One character for one, so that a layout keeps its width.
@@ -33,6 +33,19 @@ def cells_of(char: str) -> int:
 def cells(text: str) -> int:
     """Columns of a text, never less than a terminal uses: too few would tear a line, too many only break it early."""
     return len(text) if text.isascii() else sum(map(cells_of, text))
+
+
+def codes(style: str) -> str:
+    """The numbers of an escape sequence. Who asks for colours of its own knows that the terminal has them."""
+    if style in STYLES:
+        return STYLES[style]
+    found, target = [], 38
+    for word in style.split():
+        if word == "on":
+            target = 48
+        else:
+            found.append(";".join([f"{target};2", *(str(int(word[i : i + 2], 16)) for i in (1, 3, 5))]))
+    return ";".join(found)
 
 
 @dataclass(slots=True)
@@ -73,7 +86,7 @@ class Terminal:
         spans = [(text if self.unicode else text.translate(ASCII), style) for text, style in spans if text]
         if not self.colour:
             return "".join(text for text, _ in spans)
-        return "".join(f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style else text for text, style in spans)
+        return "".join(f"\x1b[{codes(style)}m{text}\x1b[0m" if style else text for text, style in spans)
 
     def line(self, *spans: Span) -> None:
         """One line of our own, above what is being redrawn."""

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchPlanDocument
 from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
+from kvcli.schemas.heads import HeadsDocument
 from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
 from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
@@ -38,6 +39,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "agreement": AgreementDocument,
     "spec": SpecDocument,
     "spec_tune": SpecTuneDocument,
+    "heads": HeadsDocument,
 }
 
 

@@ -90,7 +90,9 @@ class TurnDocument(Json):
     spec: Spec
     memory: Memory
     overflow: dict[str, Any] | None
-    events: list[dict[str, Any]] = Field(description="what happened on the way; kind is note for now")
+    events: list[dict[str, Any]] = Field(
+        description="what happened on the way; kind is note, or shortage: memory ran out and a step was taken"
+    )
 
 
 class ErrorDocument(Json):

@@ -146,6 +146,23 @@ def test_a_slab_with_spare_room_reads_as_its_slots(name: str, n: int, length: in
     torch.testing.assert_close(lse.double(), mass, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("n", [1, 5, 131])
+@pytest.mark.parametrize("lengths", [(7, 20, 1), (0, 20, 3), (1031, 1040, 1025), (1, 1040, 0), (1040, 1040, 2)])
+def test_heads_of_different_lengths_read_their_own_slots(
+    name: str, lengths: tuple[int, ...], n: int, dtype: torch.dtype
+) -> None:
+    q, k, v = inputs(3, 2, n, max(lengths), 16, dtype)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).view(-1, 1, 1)
+    for slab in (k, v):
+        slab.mul_(torch.where(mask[:, 0].unsqueeze(-1), 1.0, 50.0).to(dtype))  # spare room: finite, must not count
+    out, lse = of("attend", name)(q, k, v, 0.3, 0.0, None, lengths)
+    want, mass = softmax_attention(q, k, v, 0.3, 0.0, mask.expand(-1, n, -1))
+    torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.double(), mass, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_scores_beyond_half_precision_stay_finite(name: str) -> None:
     """Unscaled products of large keys pass 65,504, the largest number of float16; scaled ones do not."""
@@ -160,7 +177,8 @@ def test_scores_beyond_half_precision_stay_finite(name: str) -> None:
 
 def test_dispatch_says_what_it_chose_and_why() -> None:
     chosen = dispatch.explain("cpu", torch.bfloat16)
-    assert [(op, what) for op, what, _ in chosen] == [("attend", "cpu"), ("attend_fresh", "cpu")]
+    assert [(op, what) for op, what, _ in chosen[:2]] == [("attend", "cpu"), ("attend_fresh", "cpu")]
+    assert [op for op, _, _ in chosen[2:]] == ["attend_packed"]  # which asks the CPU
     assert all(why for *_, why in chosen)
     assert {what for _, what, _ in dispatch.explain("cuda", torch.bfloat16)} == {"reference"}
     assert attend.dispatch is attend_fresh.dispatch

@@ -1,0 +1,81 @@
+"""Rounding of keys and values in plain PyTorch: the specification.
+
+A group of numbers between `low` and `high` becomes codes 0 .. 2^bits - 1 with zero = low and scale = (high - low) /
+(2^bits - 1); at 8 bits one scale per slot maps -127..127 to its largest magnitude, and there is no zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LARGEST = 65504.0  # of float16
+TINIEST = 2.0**-24  # of float16; a group whose numbers are all the same still has a scale
+
+
+def round_scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [S, D] -> codes int8 [S, D] and scale [S]."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = (x.abs().amax(1) / 127).clamp(TINIEST, LARGEST).to(torch.float16)
+    return (x / scale.to(x.dtype).unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def round_range(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups along `dim` of x -> codes uint8 like x, scale and zero with that dimension 1."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    levels = (1 << bits) - 1
+    zero = x.amin(dim, keepdim=True).clamp(-LARGEST, LARGEST).to(torch.float16)
+    # against the zero as stored, so that the top of the range is met whatever its rounding did
+    scale = ((x.amax(dim, keepdim=True) - zero.to(x.dtype)) / levels).clamp(TINIEST, LARGEST).to(torch.float16)
+    codes = ((x - zero.to(x.dtype)) / scale.to(x.dtype)).round_().clamp_(0, levels)
+    return codes.to(torch.uint8), scale, zero
+
+
+def squeeze(codes: Tensor, bits: int) -> Tensor:
+    """codes [.., m] uint8 -> [.., m * bits / 8]: neighbours in one byte, the first in the lowest bits."""
+    shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (codes.unflatten(-1, (-1, 8 // bits)) << shift).sum(-1, dtype=torch.uint8)
+
+
+def spread(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `squeeze`."""
+    shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return ((codes.unsqueeze(-1) >> shift) & (1 << bits) - 1).flatten(-2)
+
+
+def keys_of(bits: int, codes: Tensor, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The keys [S, D] that codes stand for."""
+    if scale is None:
+        return codes.to(dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    if zero is None:
+        return (codes.to(exact) * scale.to(exact).unsqueeze(1)).to(dtype)
+    q = spread(codes, bits).to(exact)  # [S, D]
+    q = q.view(scale.shape[0], q.shape[0] // max(1, scale.shape[0]), q.shape[1])  # [S / g, g, D]
+    return (zero.to(exact).unsqueeze(1) + q * scale.to(exact).unsqueeze(1)).flatten(0, 1).to(dtype)
+
+
+def values_of(bits: int, codes: Tensor, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values [S, D] that codes stand for."""
+    if scale is None:
+        return codes.to(dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    if zero is None:
+        return (codes.T.contiguous().to(exact) * scale.to(exact).unsqueeze(1)).to(dtype)
+    q = spread(codes, bits).to(exact)
+    q = q.view(*scale.shape, q.shape[1] // scale.shape[1])  # [S, D / c, c]
+    return (zero.to(exact).unsqueeze(2) + q * scale.to(exact).unsqueeze(2)).flatten(1).to(dtype)
+
+
+def width_of(channels: int, group: int) -> int:
+    """Channels of a value that share a scale: as many as divide them, at most `group`."""
+    return next(c for c in range(min(channels, group), 0, -1) if channels % c == 0)
+
+
+def hadamard(n: int, like: Tensor) -> Tensor:
+    """[n, n], symmetric and orthogonal, its own inverse; n a power of two."""
+    assert n & (n - 1) == 0, "Sylvester's matrices have a power of two rows"
+    h = like.new_ones(1, 1, dtype=torch.promote_types(like.dtype, torch.float32))
+    while h.shape[0] < n:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    return h * n**-0.5

@@ -1,0 +1,148 @@
+"""Attention of a few rows over all slots, a bounded piece at a time, and what can be said of it.
+
+A row of n weights is all that ever exists at once at any context length; how many rows go together follows from
+MOST_BYTES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvcli.kinds import END, NEWLINE, PUNCT, SPECIAL
+from kvcli.kv.slots import Slots
+from kvcli.policies.base import Moment
+
+MOST_BYTES = 64 << 20  # of one piece of weights
+COPIES = 8  # of such a piece that live at the same time: scores, weights, sorted ones, distances, bins
+SHARES = (0.5, 0.9, 0.95, 0.99)  # of the mass, for which tokens are counted
+FAR = 24  # bins of the distance histogram: 0, 1, 2-3, 4-7, ... tokens
+TOP = 12  # tokens named for each head
+
+
+class Bends(Protocol):
+    """What a layer does to scores: a sight, or a moment."""
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def softcap(self) -> float: ...
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some rows of one KV head."""
+
+    rows: slice  # of the queries heard
+    q_pos: Tensor  # [R]
+    pos: Tensor  # [S] positions of the slots; -1 = empty
+    p: Tensor  # [G, R, S] float32, rows sum to 1
+
+
+def pieces(s: Slots, at: Moment, head: int, most: int = MOST_BYTES) -> Iterator[Piece]:
+    """What the queries of a moment look at, for the query heads of one KV head."""
+    group = at.q.shape[0] // s.k.shape[0]
+    q = at.q[head * group : (head + 1) * group].float()  # [G, w, D]
+    k, pos = s.k[head].float(), s.pos[head].long()
+    step = max(1, most // max(1, COPIES * 4 * group * pos.shape[0]))
+    for a in range(0, q.shape[1], step):
+        rows = slice(a, min(a + step, q.shape[1]))
+        q_pos = at.q_pos[rows].to(pos.device)
+        score = bent(torch.matmul(q[:, rows], k.T), at)
+        shown = (pos >= 0) & (pos <= q_pos.unsqueeze(1))  # [R, S]
+        if at.window is not None:
+            shown &= pos > q_pos.unsqueeze(1) - at.window
+        yield Piece(rows, q_pos, pos, score.masked_fill_(~shown, -torch.inf).softmax(-1))
+
+
+@dataclass(slots=True)
+class Gaze:
+    """Where one KV head looks: means over its query heads and rows."""
+
+    entropy: float = 0.0  # nats
+    needed: list[float] = field(default_factory=lambda: [0.0] * len(SHARES))  # tokens that hold each of SHARES
+    sink: float = 0.0  # mass on the first tokens
+    local: float = 0.0  # on the newest tokens before the row, the row's own included
+    far: float = 0.0  # on all others
+    worst: float = 0.0  # `far` of the tenth of rows where it is largest
+    kinds: dict[str, float] = field(default_factory=dict)  # mass by kind of token
+    distances: list[float] = field(default_factory=list)  # mass by log2 of the distance
+    top: list[tuple[int, float]] = field(default_factory=list)  # (position, mass) of the tokens looked at most
+    by_query_head: list[float] = field(default_factory=list)  # `far` of each query head of the group
+
+
+NAMES = {"special": (SPECIAL,), "punct": (PUNCT, END), "newline": (NEWLINE,)}
+
+
+def gaze(s: Slots, at: Moment, head: int, sinks: int, recent: int, most: int = MOST_BYTES) -> Gaze:
+    """One head's. `sinks` first tokens and `recent` newest ones are told apart from the rest."""
+    found, far = Gaze(distances=[0.0] * FAR), list[Tensor]()
+    kinds = at.kinds.to(s.pos.device)[s.pos[head].clamp(min=0).long()]  # [S]
+    column = torch.zeros(s.pos.shape[1], device=s.pos.device)
+    n = 0
+    for piece in pieces(s, at, head, most):
+        p = piece.p
+        rows = p.shape[0] * p.shape[1]
+        n += rows
+        found.entropy += float(-torch.special.xlogy(p, p).sum())
+        running = p.sort(-1, descending=True).values.cumsum_(-1)
+        for i, share in enumerate(SHARES):
+            found.needed[i] += float((running < share).sum()) + rows
+        beyond = piece.q_pos.unsqueeze(1) - piece.pos  # [R, S] distance, negative where nothing is seen
+        first = piece.pos < sinks
+        near = (beyond < recent) & ~first
+        found.sink += float(p[..., first].sum())
+        found.local += float((p * near).sum())
+        far.append((p * ~(near | first)).sum(-1))  # [G, R]
+        for name, these in NAMES.items():
+            of_kind = sum(kinds == kind for kind in these) > 0
+            found.kinds[name] = found.kinds.get(name, 0.0) + float(p[..., of_kind & ~first].sum())
+        by_slot = p.sum(0)  # [R, S]
+        column += by_slot.sum(0)
+        bins = torch.log2(beyond.clamp(min=0).float() + 0.5).floor_().add_(1).clamp_(0, FAR - 1).long()
+        hist = torch.zeros(FAR, device=p.device).index_add_(0, bins.flatten(), by_slot.flatten())
+        found.distances = [a + b for a, b in zip(found.distances, hist.tolist(), strict=True)]
+    _divide(found, n)
+    mass = torch.cat(far, 1)  # [G, w]
+    found.far, found.by_query_head = float(mass.mean()), mass.mean(1).tolist()
+    tenth = max(1, round(mass.shape[1] / 10))
+    found.worst = float(mass.mean(0).topk(tenth).values.mean())
+    best = (column / n).topk(min(TOP, column.shape[0]))
+    found.top = list(zip(s.pos[head][best.indices].tolist(), best.values.tolist(), strict=True))
+    return found
+
+
+def _divide(found: Gaze, n: int) -> None:
+    found.entropy /= n
+    found.sink /= n
+    found.local /= n
+    found.needed = [value / n for value in found.needed]
+    found.kinds = {name: value / n for name, value in found.kinds.items()}
+    found.distances = [value / n for value in found.distances]
+    while len(found.distances) > 1 and not found.distances[-1]:
+        found.distances.pop()
+
+
+def normaliser(s: Slots, at: Moment, head: int, most: int = MOST_BYTES) -> Tensor:
+    """[G, w] log-sum-exp of each row's scores."""
+    group = at.q.shape[0] // s.k.shape[0]
+    q = at.q[head * group : (head + 1) * group].float()
+    k, pos = s.k[head].float(), s.pos[head].long()
+    step = max(1, most // max(1, COPIES * 4 * group * pos.shape[0]))
+    found = []
+    for a in range(0, q.shape[1], step):
+        score = bent(torch.matmul(q[:, a : a + step], k.T), at)
+        shown = (pos >= 0) & (pos <= at.q_pos[a : a + step].to(pos.device).unsqueeze(1))
+        found.append(score.masked_fill_(~shown, -torch.inf).logsumexp(-1))
+    return torch.cat(found, 1)
+
+
+def bent(score: Tensor, at: Bends) -> Tensor:
+    """Products of queries and keys as the layer's softmax sees them."""
+    score = score * at.scale
+    return at.softcap * torch.tanh(score / at.softcap) if at.softcap > 0 else score

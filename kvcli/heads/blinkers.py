@@ -1,0 +1,68 @@
+"""A store as heads with blinkers see it: the first tokens and the newest ones, nothing between.
+
+What eviction would do to these heads once the text is read, without evicting anything: the store stays whole and serves
+one pass after another, each with other heads in blinkers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.merge import Part
+from kvcli.kv.slots import Sight, Slots, Store, compact
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far a head in blinkers still sees."""
+
+    sinks: int = 4  # first tokens
+    recent: int = 64  # newest tokens, of those stored
+
+    def covers(self, pos: Tensor, rows: Tensor) -> Tensor:
+        """Which slots at positions [K, S] rows at positions [N] see: [K, N, S] bool."""
+        near = pos.unsqueeze(1) > (rows - self.recent).view(1, -1, 1)
+        return (near | (pos < self.sinks).unsqueeze(1)) & (pos >= 0).unsqueeze(1)
+
+
+class Blinkers:
+    """Reads `store`; heads whose `blind` [L, K] is True see only what `reach` covers. For passes never committed."""
+
+    def __init__(self, store: Store, blind: Tensor, reach: Reach) -> None:
+        self.dtype = store.dtype
+        self._store, self._blind, self._reach = store, blind, reach
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> the store's parts without these heads, and one of theirs."""
+        parts = self._store.attend(layer, q, sight, pos)
+        blind = self._blind[layer]  # [K]
+        if not parts or not bool(blind.any()):
+            return parts
+        rows = blind.repeat_interleave(q.shape[0] // blind.shape[0])  # [H]
+        left = [_without(part, rows) for part in parts]
+        s = self._store.slots(layer)
+        few = self._near(Slots(s.k[blind], s.v[blind], s.pos[blind]), pos)
+        if not few.n_slots:
+            return left
+        shown = self._reach.covers(few.pos, pos)
+        if sight.window is not None:
+            shown &= few.pos.unsqueeze(1) > (pos - sight.window).view(1, -1, 1)
+        seen = attend(q[rows], few.k, few.v, sight.scale, softcap=sight.softcap, mask=shown)
+        out = torch.zeros_like(left[0].out)
+        lse = torch.full_like(left[0].lse, -torch.inf)
+        out[rows], lse[rows] = seen.out.to(out.dtype), seen.lse.to(lse.dtype)
+        return [*left, Part(out, lse)]
+
+    def _near(self, s: Slots, pos: Tensor) -> Slots:
+        """The slots that any of the rows sees."""
+        first = int(pos.min()) - self._reach.recent
+        return compact(s, (s.pos < self._reach.sinks) | (s.pos > first))
+
+
+def _without(part: Part, rows: Tensor) -> Part:
+    """The part as if these query heads [H] had seen nothing."""
+    return Part(part.out.masked_fill(rows.view(-1, 1, 1), 0.0), part.lse.masked_fill(rows.view(-1, 1), -torch.inf))

@@ -1,0 +1,74 @@
+"""Two runs side by side: what changed head by head, and whether the ranks agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.errors import BadInput
+from kvcli.heads.files import PROFILE, read_map
+from kvcli.schemas.heads import HeadsCompare
+
+if TYPE_CHECKING:
+    from kvcli.schemas.heads import HeadsDocument
+
+
+def compare(document: HeadsDocument, path: Path, shown: str, scalar: str) -> HeadsCompare:
+    """`document` against the run in `path`: one of ours, or another tool's head map. Raises BadInput."""
+    theirs, policies = _tables(path, shown)
+    name = scalar if scalar in theirs and scalar in document.scalars else "retrieval"
+    mine, other = document.scalars[name], theirs[name]
+    if [len(row) for row in other] != [len(row) for row in mine]:
+        raise BadInput(
+            f"{shown} is not of a model like this one",
+            code="bad_headmap",
+            lines=[f"it has {len(other)} layers of {len(other[0])} KV heads, this one {len(mine)} of {len(mine[0])}"],
+        )
+    difference = [[round(a - b, 6) for a, b in zip(x, y, strict=True)] for x, y in zip(mine, other, strict=True)]
+    flat = [value for row in mine for value in row], [value for row in other for value in row]
+    changed = None
+    if document.policy is not None and policies is not None:
+        now = [[document.policy.candidates[c] if c >= 0 else "" for c in row] for row in document.policy.chosen]
+        changed = sum(a != b for x, y in zip(now, policies, strict=True) for a, b in zip(x, y, strict=True))
+    return HeadsCompare(name=shown, scalar=name, spearman=spearman(*flat), changed=changed, difference=difference)
+
+
+def _tables(path: Path, shown: str) -> tuple[dict[str, list[list[float]]], list[list[str]] | None]:
+    """Scalars by name, and the policy of each head where the run chose some."""
+    tables = {"retrieval": read_map(path, shown)}
+    file = path / PROFILE if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        return tables, None
+    held = json.loads(file.read_text(encoding="utf-8"))
+    tables = {**held.get("scalars", {}), **tables}
+    policy = held.get("policy")
+    if not policy:
+        return tables, None
+    names = policy["candidates"]
+    return tables, [[names[c] if c >= 0 else "" for c in row] for row in policy["chosen"]]
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Rank correlation, ties sharing their mean rank; None where either is the same everywhere."""
+    x, y = _ranks(a), _ranks(b)
+    n = len(x)
+    mean = (n - 1) / 2
+    over = sum((p - mean) * (q - mean) for p, q in zip(x, y, strict=True))
+    under = (sum((p - mean) ** 2 for p in x) * sum((q - mean) ** 2 for q in y)) ** 0.5
+    return max(-1.0, min(1.0, over / under)) if under > 0 else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    ranks = [0.0] * len(values)
+    i = 0
+    while i < len(order):
+        j = i
+        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
+            j += 1
+        for k in range(i, j + 1):
+            ranks[order[k]] = (i + j) / 2
+        i = j + 1
+    return ranks

@@ -1,0 +1,56 @@
+"""Bytes of keys and values at a context: whole, under the policies chosen, and under the head map."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.schemas.heads import HeadsKv, HeadsSuggest
+
+if TYPE_CHECKING:
+    from kvcli.heads.ask import Ask
+    from kvcli.heads.prompt import Judged
+    from kvcli.local import Model
+
+
+def kv_bytes(
+    model: Model, context: int, judged: Judged | None, chosen: Tensor | None, suggest: HeadsSuggest, ask: Ask
+) -> HeadsKv:
+    """What `context` tokens take. Policies grow as their sets do: shares of the text in proportion, the guard not."""
+    lm = model.lm
+    token = 2 * lm.head_dim * model.session.kv.dtype.itemsize  # of one head
+    whole = torch.tensor([[float(_seen(context, w))] * lm.n_kv_heads for w in lm.windows])
+    least = torch.minimum(whole, torch.tensor(float(suggest.sinks + suggest.window)))
+    mapped = least.clone()
+    for layer, head in suggest.full:
+        mapped[layer, head] = whole[layer, head]
+    sees_all = {layer for layer, w in enumerate(lm.windows) if w is None}
+    for layer in set(range(lm.n_layers)) - set(suggested_layers(ask, lm.n_layers)) | set(range(lm.n_layers)) - sees_all:
+        mapped[layer] = whole[layer]
+    policy = None
+    if judged is not None and chosen is not None:
+        kept = _grown(judged, chosen, context, ask.settings.guarded)
+        for layer in range(lm.n_layers):
+            if float(judged.cost[-1, layer].max()) <= 0:  # not judged
+                kept[layer] = whole[layer]
+        policy = int(torch.minimum(kept, whole).sum()) * token
+    return HeadsKv(context=context, whole=int(whole.sum()) * token, policy=policy, headmap=int(mapped.sum()) * token)
+
+
+def suggested_layers(ask: Ask, n_layers: int) -> tuple[int, ...]:
+    """Layers that were looked at; the others stay whole."""
+    return ask.layers or tuple(range(n_layers))
+
+
+def _seen(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)
+
+
+def _grown(judged: Judged, chosen: Tensor, context: int, guard: int) -> Tensor:
+    """[L, K] tokens at `context`."""
+    cost = judged.cost.gather(0, chosen.unsqueeze(0))[0]
+    n = max(1.0, float(judged.cost[-1].max()))
+    beyond = (cost - guard).clamp(min=0) * context / n
+    return torch.where(chosen == judged.cost.shape[0] - 1, float(context), cost.clamp(max=guard) + beyond)

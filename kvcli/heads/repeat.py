@@ -1,0 +1,59 @@
+"""Induction: whether a head looks at what came behind the same token before, on random tokens said twice.
+
+The score of a row is its weight on that one token: a product of two vectors over the row's normaliser, so no map of
+rows and tokens is made (after Olsson et al., arXiv 2209.11895).
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.heads.attention import bent, normaliser
+from kvcli.heads.listen import listening
+from kvcli.text import special_ids
+
+if TYPE_CHECKING:
+    from kvcli.kv.slots import Slots
+    from kvcli.local import Model
+    from kvcli.policies.base import Moment
+
+ROWS = 64  # of the second half that are heard
+LONGEST = 512  # tokens said twice
+
+
+def repeat(model: Model, length: int, seed: int) -> Tensor:
+    """[L, H] mean weight of each query head on the token behind the earlier copy; `length` tokens are read."""
+    half = max(2, min(LONGEST, length // 2 - 1))
+    ids, start = twice(model, half, seed)
+    rows = sorted({start + half + i * (half - 1) // ROWS for i in range(ROWS)})
+    found = torch.zeros(model.lm.n_layers, model.lm.n_heads)
+
+    def hear(s: Slots, at: Moment) -> None:
+        target = at.q_pos - half + 1
+        for head in range(s.k.shape[0]):
+            group = at.q.shape[0] // s.k.shape[0]
+            where = slice(head * group, (head + 1) * group)
+            k = s.k[head].float()[torch.searchsorted(s.pos[head].long(), target.to(s.pos.device))]  # [w, D]
+            score = bent((at.q[where].float() * k).sum(-1), at)
+            weight = torch.exp(score - normaliser(s, at, head))
+            if at.window is not None and at.window < half:
+                weight = torch.zeros_like(weight)
+            found[at.layer, where] = weight.mean(1).cpu()
+
+    session = listening(model, lambda n: rows, hear)
+    session.feed(ids)
+    return found
+
+
+def twice(model: Model, half: int, seed: int) -> tuple[list[int], int]:
+    """Random ids, the same again, one more so that all of them are stored; and how many stand in front."""
+    rng, special = Random(f"repeat {seed}"), special_ids(model.tokenizer)
+    bos = model.tokenizer.bos_token_id
+    plain = [i for i in range(min(model.lm.vocab, len(model.tokenizer))) if i not in special]
+    once = [rng.choice(plain) for _ in range(half)]
+    front = [] if bos is None else [bos]
+    return [*front, *once, *once, once[0]], len(front)

@@ -1,0 +1,204 @@
+"""Findings as a document, and what only a page shows: the tokens of the prompt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli import __version__
+from kvcli.heads import tables
+from kvcli.heads.ask import Ask
+from kvcli.heads.choose import choose
+from kvcli.heads.headmap import full_heads
+from kvcli.heads.memory import kv_bytes
+from kvcli.heads.prompt import Judged, Reading, stacked
+from kvcli.heads.run import Findings, prompt_hash
+from kvcli.policies.recovery import punctuation
+from kvcli.quality.fingerprint import fingerprint
+from kvcli.schemas.heads import (
+    HeadsCheck,
+    HeadsDocument,
+    HeadsPolicy,
+    HeadsPrompt,
+    HeadsStability,
+    HeadsSuggest,
+)
+from kvcli.text import decode
+
+if TYPE_CHECKING:
+    from kvcli.local import Model
+
+ONE_PROMPT = (
+    "a head map from one prompt: heads that this prompt leaves idle look dispensable; --probe ablate ranks heads by "
+    "what is lost without them"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """The prompt as a page shows it: in bins of a few tokens where it is long."""
+
+    texts: list[str]  # [B]
+    kinds: list[int]  # [B] of the first token of each (kvcli.kinds)
+    punct: list[int]  # the kinds that policies take for punctuation here
+    width: int  # tokens of a bin
+    tokens: int
+    frequent: dict[int, list[bytes]]  # layer -> [K] one byte for each bin: 255 = all of its tokens are frequent
+
+
+def document(model: Model, ask: Ask, found: Findings) -> HeadsDocument:
+    """All figures."""
+    lm = model.lm
+    shape = (lm.n_layers, lm.n_kv_heads)
+    judged = stacked(found.reading.layers, lm.n_layers) if found.reading else None
+    # a prompt alone is no veto against its own choice
+    forced = found.full if found.ranked_by != "prompt" else torch.zeros(shape, dtype=torch.bool)
+    chosen = choose(judged.mass[ask.settings.measure], judged.cost, ask.settings, forced) if judged else None
+    seen = torch.tensor([w is None for w in lm.windows]) & torch.isin(
+        torch.arange(lm.n_layers), torch.tensor(found.layers)
+    )
+    suggest = _suggest(found)
+    return HeadsDocument(
+        kvcli=__version__,
+        model=model.info.id,
+        profile=model.profile.name,
+        fingerprint=fingerprint(model),
+        tokenizer=_hash_of_vocabulary(model),
+        layers=lm.n_layers,
+        kv_heads=lm.n_kv_heads,
+        query_heads=lm.n_heads,
+        probed=list(found.layers),
+        windows=list(lm.windows),
+        ctx=ask.context,
+        samples=ask.texts if found.fetched else 0,
+        seed=ask.seed,
+        probes=list(ask.probes),
+        ranked_by=found.ranked_by,
+        heads=tables.rounded(tables.head_map(found)),
+        scalars={name: tables.rounded(table) for name, table in tables.scalars(found, shape).items()},
+        query={name: tables.rounded(table) for name, table in tables.query(found, judged).items()},
+        offsets=tables.offsets(found, shape),
+        policy=_policy(ask, judged, chosen, seen) if judged and chosen is not None else None,
+        distances=tables.by_head(found.reading, shape, lambda g: [round(x, tables.DIGITS) for x in g.distances]),
+        kinds=tables.kinds(found.reading, shape),
+        top=tables.top(model, found.reading, shape),
+        prompt=_prompt(ask, found.reading),
+        kv=[kv_bytes(model, n, judged, chosen, suggest, ask) for n in (ask.context, *ask.others)],
+        suggest=suggest,
+        check=_check(found),
+        stability=_stability(ask, found.reading, chosen, judged, forced),
+        compare=None,
+        seconds={name: round(value, 3) for name, value in found.seconds.items()},
+        notes=_notes(model, found),
+    )
+
+
+def strip(model: Model, reading: Reading | None) -> Strip | None:
+    """The tokens of the prompt, and which of them each head finds frequent."""
+    if reading is None:
+        return None
+    width, n = reading.width, len(reading.ids)
+    kinds = reading.kinds.tolist()
+    return Strip(
+        texts=[decode(model.tokenizer, reading.ids[a : a + width]) for a in range(0, n, width)],
+        kinds=[kinds[a] if a < len(kinds) else 0 for a in range(0, n, width)],
+        punct=list(punctuation(reading.kinds, reading.settings.punct_cap)),
+        width=width,
+        tokens=n,
+        frequent={layer: [bytes(row.tolist()) for row in table] for layer, table in reading.frequent.items()},
+    )
+
+
+def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor) -> HeadsPolicy:
+    settings = ask.settings
+    n = float(judged.cost[-1].max())
+    by_budget = settings.keep > 0
+
+    def of(table: Tensor) -> Tensor:
+        """[heads that see all] the figure of the candidate chosen."""
+        return table.gather(0, chosen.unsqueeze(0))[0][seen]
+
+    return HeadsPolicy(
+        criterion=settings.measure,
+        recovery=None if by_budget else settings.recovery,
+        keep=settings.keep if by_budget else None,
+        candidates=list(settings.candidates),
+        chosen=chosen.masked_fill(~seen.unsqueeze(1), -1).tolist(),
+        mass={name: [tables.rounded(table) for table in judged.mass[name]] for name in judged.mass},
+        cost=[tables.rounded(table) for table in judged.cost],
+        guard=settings.guarded,
+        local=max(settings.guarded, round(settings.local_ratio * n)),
+        sinks=settings.sinks,
+        kept=float(of(judged.cost).mean() / n),
+        recovered=min(1.0, float(of(judged.mass["mean"]).mean())),
+        worst=min(1.0, float(of(judged.mass["cvar10"]).mean())),
+    )
+
+
+def _prompt(ask: Ask, reading: Reading | None) -> HeadsPrompt | None:
+    if reading is None:
+        return None
+    name = ", ".join(d.name for d in ask.documents) or "built-in report"
+    return HeadsPrompt(name=name, sha256=prompt_hash(reading.ids), tokens=len(reading.ids), rows=reading.rows)
+
+
+def _suggest(found: Findings) -> HeadsSuggest:
+    full = [(layer, head) for layer, head in full_heads(found.heads) if layer in found.layers]
+    total = float(found.score.sum())
+    carried = sum(float(found.score[layer, head]) for layer, head in full) / total if total > 0 else 0.0
+    return HeadsSuggest(full=full, carried=min(1.0, carried), sinks=found.reach.sinks, window=found.reach.recent)
+
+
+def _check(found: Findings) -> HeadsCheck | None:
+    if found.kept_full is None or found.taken is None or found.fetched is None:
+        return None
+    return HeadsCheck(
+        of=found.kept_full.of,
+        whole=found.fetched.right,
+        restricted=found.kept_full.right,
+        without=found.taken.right,
+        kl=found.kept_full.kl,
+    )
+
+
+def _stability(
+    ask: Ask, reading: Reading | None, chosen: Tensor | None, judged: Judged | None, forced: Tensor
+) -> HeadsStability | None:
+    """Choices made anew while an answer was written, against those at the end of the prompt."""
+    if reading is None or chosen is None or judged is None or not reading.later:
+        return None
+    changed, drift = [], []
+    heads = torch.isin(torch.arange(chosen.shape[0]), torch.tensor(sorted(reading.layers)))
+    for _, layers in reading.later:
+        now = stacked(layers, chosen.shape[0])
+        anew = choose(now.mass[ask.settings.measure], now.cost, ask.settings, forced)
+        changed.append(int((anew != chosen)[heads].sum()))
+        then = judged.mass["mean"].gather(0, chosen.unsqueeze(0))[0]
+        moved = (now.mass["mean"].gather(0, chosen.unsqueeze(0))[0] - then).abs()[heads]
+        drift.append(min(1.0, float(moved.mean())))
+    return HeadsStability(every=ask.stability, tokens=[n for n, _ in reading.later], changed=changed, drift=drift)
+
+
+def _notes(model: Model, found: Findings) -> list[str]:
+    said = []
+    if found.ranked_by == "prompt":
+        said.append(ONE_PROMPT)
+    if found.ranked_by in ("needle", "repeat"):
+        said.append(f"the head map says where heads look in the {found.ranked_by} probe, not what is lost without them")
+    sliding = [layer for layer in found.layers if model.lm.windows[layer] is not None]
+    if sliding:
+        said.append(f"{len(sliding)} layers see a sliding window only; they are left whole")
+    if found.fetched is not None and found.fetched.right < found.fetched.of / 2:
+        right, of = found.fetched.right, found.fetched.of
+        said.append(f"the model answers {right} of {of} questions about hidden facts right: the ranking says little")
+    return said
+
+
+def _hash_of_vocabulary(model: Model) -> str:
+    vocabulary = sorted(model.tokenizer.get_vocab().items())
+    return sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]

@@ -1,0 +1,72 @@
+"""Hidden facts asked for: which heads read them, what their loss costs, and which heads are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.heads.ablate import Loss, ablate, answers, open_past, restricted, right
+from kvcli.heads.blinkers import Reach
+from kvcli.heads.needle import OFFSETS, needle
+from kvcli.heads.sample import Sample
+
+if TYPE_CHECKING:
+    from kvcli.local import Model
+
+Tell = Callable[[int], None]  # passes done
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What the samples showed."""
+
+    kl: Tensor | None  # [L, K] nats a token, mean over samples; None: not ablated
+    read: Tensor | None  # [L, H, O] weight around the needle; None: not asked for
+    right: int  # answers that are right with nothing restricted
+    of: int
+
+
+def fetch(
+    model: Model, texts: Sequence[Sample], layers: Collection[int], probes: Collection[str], reach: Reach, tell: Tell
+) -> Fetched:
+    """Ablate each head of `layers` in turn, and see where the answers' rows look, as `probes` ask for."""
+    lm = model.lm
+    heads = full_sight(model, layers, reach)
+    found = Fetched(None, None, 0, 0)
+    kl = torch.zeros(lm.n_layers, lm.n_kv_heads, dtype=torch.float64)
+    read = torch.zeros(lm.n_layers, lm.n_heads, len(OFFSETS), dtype=torch.float64)
+    for sample in texts:
+        session = open_past(model, sample)
+        tell(1)
+        found.right += right(answers(session, sample), sample)
+        found.of += len(sample.asked)
+        if "needle" in probes:
+            read += needle(session, sample).cpu()
+        if "ablate" in probes:
+            losses = ablate(session, sample, heads, reach, tell)
+            for (layer, head), loss in zip(heads, losses.tolist(), strict=True):
+                kl[layer, head] += loss
+    if "ablate" in probes:
+        found.kl = kl / len(texts)
+    if "needle" in probes:
+        found.read = read / len(texts)
+    return found
+
+
+def full_sight(model: Model, layers: Collection[int], reach: Reach) -> list[tuple[int, int]]:
+    """Heads of `layers` that blinkers can take anything from: a sliding layer that sees no farther is left out."""
+    seen = [w is None or w > reach.recent for w in model.lm.windows]
+    return [(layer, head) for layer in sorted(layers) if seen[layer] for head in range(model.lm.n_kv_heads)]
+
+
+def check(model: Model, texts: Sequence[Sample], blind: Tensor, reach: Reach, tell: Tell) -> Loss:
+    """The answers with blinkers on all heads in `blind` [L, K]."""
+    losses = []
+    for sample in texts:
+        losses.append(restricted(open_past(model, sample), sample, blind, reach))
+        tell(1)
+    return Loss(sum(x.kl for x in losses) / len(losses), sum(x.right for x in losses), sum(x.of for x in losses))

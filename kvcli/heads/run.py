@@ -1,0 +1,219 @@
+"""The probes one after another, and what they say together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.bench.workloads import build_prompt, cut
+from kvcli.documents import with_documents
+from kvcli.errors import BadModel, ContextOverflow, UsageError
+from kvcli.heads.ablate import Loss
+from kvcli.heads.ask import BEST, Ask
+from kvcli.heads.blinkers import Reach
+from kvcli.heads.headmap import full_heads, headmap
+from kvcli.heads.prompt import Reading, read_prompt
+from kvcli.heads.repeat import repeat
+from kvcli.heads.retrieval import Fetched, check, fetch, full_sight
+from kvcli.heads.sample import Sample, samples
+from kvcli.token_kinds import kinds_by_id
+
+if TYPE_CHECKING:
+    from kvcli.local import Model
+    from kvcli.schemas.heads import Probe
+
+Tell = Callable[[int, int, str], None]  # done, of how many, what is under way
+LEAST = 64  # tokens
+ROUNDS = 3  # in which the set of suggested heads may grow
+QUESTION = "Summarise the main findings."
+
+
+@dataclass(slots=True)
+class Findings:
+    """What all probes found. Tables are [L, K] by KV head, [L, H] by query head."""
+
+    layers: tuple[int, ...]
+    reach: Reach
+    reading: Reading | None = None
+    fetched: Fetched | None = None
+    induction: Tensor | None = None  # [L, H]
+    ranked_by: Probe = "prompt"
+    score: Tensor = field(default_factory=lambda: torch.zeros(0))  # [L, K] of the probe that ranks
+    heads: Tensor = field(default_factory=lambda: torch.zeros(0))  # [L, K] the head map
+    kept_full: Loss | None = None  # all but the suggested heads restricted
+    taken: Loss | None = None  # only the suggested heads restricted
+    seconds: dict[str, float] = field(default_factory=dict)
+    done: int = 0
+    total: int = 0
+
+    @property
+    def full(self) -> Tensor:
+        """[L, K] bool: the heads that the map names."""
+        table = torch.zeros_like(self.heads, dtype=torch.bool)
+        for layer, head in full_heads(self.heads):
+            table[layer, head] = True
+        return table
+
+
+def probe(model: Model, ask: Ask, tell: Tell = lambda done, total, label: None) -> Findings:
+    """Run the probes asked for. `tell` may raise to stop: nothing is left half done.
+
+    Raises ContextOverflow, BadInput or UsageError before anything is read, and BadModel for a model without heads that
+    see the whole text.
+    """
+    found = Findings(_layers(model, ask), Reach(ask.settings.sinks, ask.recent))
+    _check(model, ask, found)
+    ids = prompt_ids(model, ask) if "prompt" in ask.probes else []
+    fetching = {"ablate", "needle"} & set(ask.probes)
+    texts = samples(model, ask.texts, ask.sample, ask.seed, ask.haystack) if fetching else []
+    found.total = _steps(model, ask, found, ids, len(texts))
+    if ids:
+        _timed(found, "prompt", lambda: _prompt(model, ask, found, ids, tell))
+    if "repeat" in ask.probes:
+        tell(found.done, found.total, "repeat · random tokens twice")
+        _timed(found, "repeat", lambda: _repeat(model, ask, found))
+    if texts:
+        _timed(found, "retrieval", lambda: _fetch(model, ask, found, texts, tell))
+    found.ranked_by = next(name for name in BEST if name in ask.probes)
+    found.score = _score(model, found)
+    found.heads = headmap(found.score)
+    if texts and "ablate" in ask.probes:
+        _timed(found, "check", lambda: _confirm(model, found, texts, tell))
+    found.done = found.total
+    tell(found.total, found.total, "")
+    return found
+
+
+def _layers(model: Model, ask: Ask) -> tuple[int, ...]:
+    n = model.lm.n_layers
+    wrong = [layer for layer in ask.layers if layer >= n]
+    if wrong:
+        raise UsageError(f"there is no layer {wrong[0]}: the model has {n}", try_=[f"--layers 0-{n - 1}"])
+    return ask.layers or tuple(range(n))
+
+
+def _check(model: Model, ask: Ask, found: Findings) -> None:
+    if ask.context > model.limit:
+        raise ContextOverflow(
+            f"{ask.context:,} tokens do not fit into the window",
+            lines=[f"the limit is {model.limit:,} tokens"],
+            try_=[f"--context {model.limit}"],
+        )
+    if ask.context < LEAST:
+        raise UsageError(f"--context {ask.context}: {LEAST} tokens are the least to look at", try_=["--context 2k"])
+    if all(model.lm.windows[layer] is not None for layer in found.layers):
+        raise BadModel(
+            "these layers see a sliding window only: there is nothing far that a head could look at",
+            code="no_full_attention",
+            try_=["--layers with one that sees all"] if None in model.lm.windows else [],
+        )
+
+
+def _steps(model: Model, ask: Ask, found: Findings, ids: Sequence[int], texts: int) -> int:
+    """Units of progress: a pass over a text, or a short pass behind one."""
+    heads = len(full_sight(model, found.layers, found.reach)) if "ablate" in ask.probes else 0
+    chunks = -(-len(ids) // model.profile.prefill.chunk) + 4 * ask.stability if ids else 0
+    return chunks + texts * (1 + heads) + (2 * texts if heads else 0)  # more if the check takes rounds
+
+
+def _timed(found: Findings, name: str, work: Callable[[], None]) -> None:
+    began = time.perf_counter()
+    work()
+    found.seconds[name] = time.perf_counter() - began
+
+
+def prompt_ids(model: Model, ask: Ask) -> list[int]:
+    """The documents with a question behind them, cut to the context; a field report where there are none."""
+    if not ask.documents:
+        return build_prompt("summary", model.tokenizer, ask.context, model.lm.vocab, ask.seed)
+    text = with_documents("", ask.documents).strip()
+    return cut(model.tokenizer, text, lambda part: [{"role": "user", "content": f"{part}\n\n{QUESTION}"}], ask.context)
+
+
+def _prompt(model: Model, ask: Ask, found: Findings, ids: list[int], tell: Tell) -> None:
+    read = 0
+
+    def heard(tokens: int) -> None:
+        nonlocal read
+        found.done += 1 if read < len(ids) - 1 else tokens
+        read = max(read, tokens)
+        tell(found.done, found.total, f"prompt · {len(ids):,} tokens")
+
+    tell(found.done, found.total, f"prompt · {len(ids):,} tokens")
+    kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
+    found.reading = read_prompt(model, ids, ask.settings, kinds, found.layers, heard, ask.stability)
+
+
+def _repeat(model: Model, ask: Ask, found: Findings) -> None:
+    found.induction = repeat(model, ask.sample, ask.seed)
+
+
+def _fetch(model: Model, ask: Ask, found: Findings, texts: Sequence[Sample], tell: Tell) -> None:
+    label = " and ".join(name for name in ("ablate", "needle") if name in ask.probes)
+
+    def passed(passes: int) -> None:
+        found.done += passes
+        tell(found.done, found.total, f"{label} · {len(texts)} texts of {ask.sample:,} tokens")
+
+    passed(0)
+    found.fetched = fetch(model, texts, found.layers, ask.probes, found.reach, passed)
+
+
+def _confirm(model: Model, found: Findings, texts: Sequence[Sample], tell: Tell) -> None:
+    """Do the suggested heads do? With the others in blinkers, and the other way round.
+
+    Heads that stand in for each other seem dispensable one by one, so the set is doubled while answers are missing.
+    """
+    assert found.fetched is not None
+
+    def passed(passes: int) -> None:
+        found.done = min(found.total, found.done + passes)
+        tell(found.done, found.total, "check · the suggested heads")
+
+    probed = torch.zeros_like(found.heads, dtype=torch.bool)
+    probed[list(found.layers)] = True
+    for left in reversed(range(ROUNDS)):
+        full = found.full
+        found.kept_full = check(model, texts, ~full & probed, found.reach, passed)
+        is_enough = found.kept_full.right >= found.fetched.right
+        if is_enough or not left or 4 * int(full.sum()) > int(probed.sum()):
+            break
+        found.heads = headmap(found.score, least=2 * int(full.sum()))
+    found.taken = check(model, texts, found.full, found.reach, passed)
+
+
+def _score(model: Model, found: Findings) -> Tensor:
+    """[L, K] of the probe that ranks."""
+    shape = (model.lm.n_layers, model.lm.n_kv_heads)
+    if found.ranked_by == "ablate":
+        assert found.fetched is not None
+        assert found.fetched.kl is not None
+        return found.fetched.kl
+    if found.ranked_by == "needle":
+        assert found.fetched is not None
+        assert found.fetched.read is not None
+        return by_kv_head(found.fetched.read.amax(-1), shape)
+    if found.ranked_by == "repeat":
+        assert found.induction is not None
+        return by_kv_head(found.induction, shape)
+    assert found.reading is not None
+    table = torch.zeros(*shape, dtype=torch.float64)
+    for (layer, head), one in found.reading.gazes.items():
+        table[layer, head] = one.worst
+    return table
+
+
+def by_kv_head(table: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[L, H] -> [L, K]: the best of the query heads that share a KV head."""
+    return table.double().view(*shape, -1).amax(-1)
+
+
+def prompt_hash(ids: Sequence[int]) -> str:
+    """Of the token ids."""
+    return sha256(repr(list(ids)).encode()).hexdigest()

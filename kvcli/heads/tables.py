@@ -1,0 +1,120 @@
+"""Findings as tables of a document: [layers][KV heads], or [layers][query heads]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvcli.heads.attention import SHARES, Gaze
+from kvcli.heads.needle import OFFSETS
+from kvcli.heads.prompt import Judged, Reading, scalar
+from kvcli.heads.run import Findings, by_kv_head
+from kvcli.schemas.heads import HeadsTop
+from kvcli.text import decode
+
+if TYPE_CHECKING:
+    from kvcli.local import Model
+
+DIGITS = 6  # of a figure in a document
+
+
+def head_map(found: Findings) -> Tensor:
+    """The head map; a layer that was not looked at keeps everything."""
+    heads = found.heads.clone()
+    for layer in set(range(heads.shape[0])) - set(found.layers):
+        heads[layer] = 1.0
+    return heads
+
+
+def scalars(found: Findings, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """What a map can be coloured by."""
+    tables: dict[str, Tensor] = {"retrieval": head_map(found)}
+    if found.fetched is not None and found.fetched.kl is not None:
+        tables["ablate"] = found.fetched.kl
+    if found.fetched is not None and found.fetched.read is not None:
+        tables["needle"] = by_kv_head(found.fetched.read.amax(-1), shape)
+    if found.induction is not None:
+        tables["repeat"] = by_kv_head(found.induction, shape)
+    if (reading := found.reading) is not None:
+        tables |= {name: scalar(reading, shape, of) for name, of in _FIGURES.items()}
+        for i, share in enumerate(SHARES):
+            tables[f"n{100 * share:.0f}"] = scalar(reading, shape, lambda g, i=i: g.needed[i])  # type: ignore[misc]
+    return tables
+
+
+_FIGURES: Mapping[str, Callable[[Gaze], float]] = {
+    "sink": lambda g: g.sink,
+    "local": lambda g: g.local,
+    "far": lambda g: g.far,
+    "worst": lambda g: g.worst,
+    "entropy": lambda g: g.entropy,
+}
+
+
+def query(found: Findings, judged: Judged | None) -> dict[str, Tensor]:
+    """Scores of query heads."""
+    tables = {}
+    if found.fetched is not None and found.fetched.read is not None:
+        tables["needle"] = found.fetched.read.amax(-1)
+    if found.induction is not None:
+        tables["repeat"] = found.induction
+    if judged is not None:
+        tables["recovered"] = judged.groups[0]  # by the cheapest candidate: dissent within a group shows there
+    return tables
+
+
+def offsets(found: Findings, shape: tuple[int, int]) -> list[list[int]] | None:
+    """The offset of the best query head of each KV head."""
+    if found.fetched is None or found.fetched.read is None:
+        return None
+    of_group = found.fetched.read.view(*shape, -1, len(OFFSETS)).amax(2)
+    best: list[list[int]] = of_group.argmax(-1).tolist()
+    return [[OFFSETS[i] for i in row] for row in best]
+
+
+def by_head(
+    reading: Reading | None, shape: tuple[int, int], of: Callable[[Gaze], list[float]]
+) -> list[list[list[float]]] | None:
+    """A list of figures of each head; empty where nothing was looked at."""
+    if reading is None:
+        return None
+    return [
+        [of(reading.gazes[layer, head]) if (layer, head) in reading.gazes else [] for head in range(shape[1])]
+        for layer in range(shape[0])
+    ]
+
+
+def kinds(reading: Reading | None, shape: tuple[int, int]) -> dict[str, list[list[float]]] | None:
+    """Mass by kind of token."""
+    if reading is None or not reading.gazes:
+        return None
+    names = next(iter(reading.gazes.values())).kinds
+    return {name: rounded(scalar(reading, shape, lambda g, name=name: g.kinds[name])) for name in names}  # type: ignore[misc]
+
+
+def top(model: Model, reading: Reading | None, shape: tuple[int, int]) -> list[list[list[HeadsTop]]] | None:
+    """The tokens that each head looks at most."""
+    if reading is None:
+        return None
+    ids = reading.ids
+
+    def of(gaze: Gaze) -> list[HeadsTop]:
+        return [
+            HeadsTop(position=at, text=decode(model.tokenizer, [ids[at]]), mass=round(min(1.0, mass), DIGITS))
+            for at, mass in gaze.top
+            if at >= 0
+        ]
+
+    empty: list[HeadsTop] = []
+    return [
+        [of(reading.gazes[layer, head]) if (layer, head) in reading.gazes else empty for head in range(shape[1])]
+        for layer in range(shape[0])
+    ]
+
+
+def rounded(table: Tensor) -> list[list[float]]:
+    """Rows with as many digits as a document holds."""
+    rows: Sequence[Sequence[float]] = table.double().tolist()
+    return [[round(value, DIGITS) for value in row] for row in rows]

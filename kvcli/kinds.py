@@ -1,0 +1,28 @@
+"""Kinds of tokens, as policies tell them apart: by id, and by where in the prompt they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TEXT, SPECIAL, PUNCT, NEWLINE, SYSTEM, TOOLS, END = range(7)  # END: punctuation that ends a sentence
+
+
+class Span(NamedTuple):
+    """Positions start to end - 1 are of this kind, whatever their ids are."""
+
+    start: int
+    end: int
+    kind: int
+
+
+def kinds_of(ids: Sequence[int], table: Tensor | None, spans: Sequence[Span]) -> Tensor:
+    """[T] int8: the kind of each token. `table` [V] gives kinds by id; None = all are text."""
+    t = len(ids)
+    kinds = torch.zeros(t, dtype=torch.int8) if table is None else table[torch.tensor(ids, dtype=torch.int64)]
+    for span in spans:
+        kinds[span.start : span.end] = span.kind
+    return kinds

@@ -1,0 +1,104 @@
+"""The host tier: a tier in host memory below those of a device. Its slots are read where they are.
+
+A query is kilobytes where the slots are gigabytes, so the query travels: attention over the tier is computed on the CPU
+from host memory, and only the output and its log-sum-exp come back to be merged. Slots that come down pass through one
+pinned buffer, which a device can write to without a copy in between. All of them pinned would gain nothing more, as
+they never travel again, and torch rounds a pinned allocation up to a power of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.merge import Part
+from kvcli.kv.ladder import Floor
+from kvcli.kv.slots import Sight, Slots, Usage
+
+
+class Staging:
+    """The way down: a pinned buffer of a power of two of bytes, made when first used; without one, a plain copy."""
+
+    BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self.is_pinned: bool | None = None  # None = nothing came down yet, or from no CUDA device
+        self._buffer: Tensor | None = None
+
+    def down(self, t: Tensor) -> Tensor:
+        """The same numbers in host memory."""
+        if t.device.type != "cuda":
+            return t.cpu()
+        if self.is_pinned is None:
+            self._pin()
+        if self._buffer is None:
+            return t.cpu()
+        flat, out = t.contiguous().view(torch.uint8).flatten(), torch.empty(t.nbytes, dtype=torch.uint8)
+        for a in range(0, t.nbytes, self.BYTES):
+            piece = self._buffer[: min(self.BYTES, t.nbytes - a)]
+            piece.copy_(flat[a : a + piece.shape[0]], non_blocking=True)
+            torch.cuda.current_stream(t.device).synchronize()  # the buffer is read by the CPU, and then used again
+            out[a : a + piece.shape[0]] = piece
+        return out.view(t.dtype).view(t.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def _pin(self) -> None:
+        try:
+            self._buffer = torch.empty(self.BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # containers and WSL may forbid it; copies are slower then, and as right
+            self._buffer = None
+        self.is_pinned = self._buffer is not None
+
+
+class Host:
+    """A tier on the CPU that answers rows of `device`."""
+
+    def __init__(self, tier: Floor, device: torch.device | str) -> None:
+        self._tier, self._device = tier, torch.device(device)
+        self.staging = Staging()
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N], on the device -> parts on the device."""
+        if not self._tier.n_slots(layer):
+            return []
+        parts = self._tier.attend(layer, q.cpu(), sight, pos.cpu())
+        return [Part(p.out.to(q.device), p.lse.to(q.device)) for p in parts]
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        self._tier.append(layer, self.staging.down(k), self.staging.down(v), pos.cpu())
+
+    def take(self, layer: int, slots: Slots) -> None:
+        """Slots of the device come down."""
+        down = self.staging.down
+        self._tier.take(layer, Slots(down(slots.k), down(slots.v), slots.pos.cpu()))
+
+    def n_slots(self, layer: int) -> int:
+        return self._tier.n_slots(layer)
+
+    def slots(self, layer: int) -> Slots:
+        """A copy of one layer on the device."""
+        return self._up(self._tier.slots(layer))
+
+    def newest(self, layer: int, n: int) -> Slots:
+        return self._up(self._tier.newest(layer, n))
+
+    def keep(self, layer: int, mask: Tensor) -> Slots:
+        """What fell out stays in host memory: nobody reads it there."""
+        return self._tier.keep(layer, mask.cpu())
+
+    def crop(self, n: int) -> None:
+        self._tier.crop(n)
+
+    def usage(self) -> list[Usage]:
+        """The tier's bytes, those of memory called "host"; the pinned buffer is part of the first layer's."""
+        found = [replace(use, tier=use.tier.replace("cpu", "host")) for use in self._tier.usage()]
+        found[0] = replace(found[0], nbytes=found[0].nbytes + self.staging.nbytes)
+        return found
+
+    def _up(self, s: Slots) -> Slots:
+        return Slots(s.k.to(self._device), s.v.to(self._device), s.pos.to(self._device))

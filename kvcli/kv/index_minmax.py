@@ -1,0 +1,36 @@
+"""Pages by the smallest and largest number of each channel of their keys: Quest (Tang et al., arXiv 2406.10774).
+
+Takes 1 / page of what keys and values take. A bound, but a loose one: all keys of a page at the corner of their box.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvcli.kernels.page_bounds import page_bounds
+from kvcli.kv.index import Numbers, bend
+from kvcli.kv.slots import Sight
+
+
+@dataclass(frozen=True)
+class MinMax:
+    """Minima and maxima, in the type of the keys."""
+
+    page: int
+    is_bound = True
+
+    def learn(self, k: Tensor) -> Numbers:
+        """Nothing."""
+        return ()
+
+    def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
+        """k [K, P, page, D] -> low, high [K, P, D]."""
+        return k.amin(2), k.amax(2)
+
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
+        """All slots of a page at its bound."""
+        low, high = pages
+        return bend(page_bounds(rows, low, high), sight) + math.log(self.page)

@@ -1,0 +1,187 @@
+"""The packed tier: keys and values in 8, 4 or 2 bits, and attention over them as they lie.
+
+4 and 2 bits are KIVI's (arXiv 2402.02750): keys are rounded per channel in groups of slots, because some channels of
+keys are large in every slot, values per slot in groups of channels. 8 bits have one scale per slot, which is enough for
+them and lets torch's integer products read the codes. What is newest and the first tokens stay above, in a dense tier.
+Turning keys, values and queries by a Hadamard matrix (QuaRot, arXiv 2404.00456) spreads outliers over all channels and
+leaves attention as it is, apart from the rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import BadConfig
+from kvcli.kernels.attend_packed import PackedHead, attend_packed
+from kvcli.kernels.merge import Part
+from kvcli.kernels.pack import hadamard
+from kvcli.kv.packed_head import Form, Head
+from kvcli.kv.slots import Sight, Slots, Usage, compact, empty_like
+
+
+class Packed:
+    """A tier of few bits: a rung of a ladder, never the first one, as it rounds what it is given at once.
+
+    Every head has its own length in memory. Refuses by name what its layouts cannot hold.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        k_bits: int = 8,
+        v_bits: int = 8,
+        group: int = 64,
+        rotate: str = "none",
+    ) -> None:
+        """`dtype`: what comes in, and what is computed in; `group`: numbers that share a scale below 8 bits."""
+        _check(head_dim, k_bits, v_bits, rotate)
+        self.dtype = dtype
+        self.changes = 0
+        self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
+        self._form = Form(dtype, k_bits, v_bits, group)
+        self._empty = torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._layers = [[Head(self._form, head_dim, device) for _ in range(n_kv_heads)] for _ in range(n_layers)]
+        wide = self._empty.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
+        self._turn = hadamard(head_dim, wide) if rotate == "hadamard" else None
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> at most one part."""
+        seen = [_seen(head, sight.window, pos) for head in self._layers[layer]]
+        if not any(head.length for head, _ in seen):
+            return []
+        masks = [mask for _, mask in seen]
+        part = attend_packed(
+            self._turned(q), [head for head, _ in seen], sight.scale, self.dtype, softcap=sight.softcap, masks=masks
+        )
+        return [Part(self._turned(part.out), part.lse)]
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store k, v [K, M, D] at positions pos [M]; every head takes all of them."""
+        self.take(layer, Slots(k, v, pos.expand(k.shape[0], -1)))
+
+    def take(self, layer: int, slots: Slots) -> None:
+        """Round and store these slots, after rotary embedding; each head those whose position is not -1."""
+        if not slots.n_slots:
+            return
+        k, v = self._turned(slots.k), self._turned(slots.v)
+        held = slots.pos >= 0
+        whole = bool(held.all())
+        for j, head in enumerate(self._layers[layer]):
+            at = slice(None) if whole else held[j]
+            if whole or bool(held[j].any()):
+                head.take(k[j, at], v[j, at], slots.pos[j, at])
+        self._share(layer)
+        self.changes += 1
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head, holes included."""
+        return max(head.length for head in self._layers[layer])
+
+    def slots(self, layer: int) -> Slots:
+        """What this layer holds, unpacked: a copy, padded to the longest head; holes have position -1."""
+        heads, n = self._layers[layer], self.n_slots(layer)
+        k, v = (self._empty.new_zeros(len(heads), n, self._empty.shape[2]) for _ in "kv")
+        pos = heads[0].pos.new_full((len(heads), n), -1)
+        for j, head in enumerate(heads):
+            k[j, : head.length], v[j, : head.length] = (self._turned(t) for t in head.numbers())
+            pos[j, : head.length] = head.pos
+        return Slots(k, v, pos)
+
+    def newest(self, layer: int, n: int) -> Slots:
+        """The n slots that each head stored last, which are those of the highest positions, in their order."""
+        s = self.slots(layer)
+        order = s.pos.argsort(dim=1, stable=True)[:, max(0, s.n_slots - n) :]
+        wide = order.unsqueeze(2).expand(-1, -1, s.k.shape[2])
+        found = Slots(s.k.gather(1, wide), s.v.gather(1, wide), s.pos.gather(1, order))
+        return compact(found, found.pos >= 0)
+
+    def keep(self, layer: int, mask: Tensor) -> Slots:
+        """Forget slots whose mask [K, S] is False; returns what fell out, unpacked.
+
+        Keys of 8 bits and values are not rounded again. Keys of 4 and 2 bits are, where less than half of their group
+        is left.
+        """
+        before = self.slots(layer)
+        mask = mask & (before.pos >= 0)
+        if torch.equal(mask, before.pos >= 0):
+            return empty_like(before)
+        fell = compact(before, ~mask)
+        del before
+        self._keep(layer, mask)
+        return fell
+
+    def crop(self, n: int) -> None:
+        """Forget every slot at position n or later."""
+        for layer, heads in enumerate(self._layers):
+            late = [(head.pos >= n).any() for head in heads]
+            if bool(torch.stack(late).any()):
+                mask = torch.zeros(len(heads), self.n_slots(layer), dtype=torch.bool, device=self._empty.device)
+                for j, head in enumerate(heads):
+                    mask[j, : head.length] = (head.pos >= 0) & (head.pos < n)
+                self._keep(layer, mask)
+
+    def usage(self) -> list[Usage]:
+        """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group."""
+        found = []
+        for layer, heads in enumerate(self._layers):
+            held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
+            slots = max(int((head.pos >= 0).sum()) for head in heads)
+            found.append(Usage(layer, self._name, slots, sum(held.values())))
+        return found
+
+    def _keep(self, layer: int, mask: Tensor) -> None:
+        for j, head in enumerate(self._layers[layer]):
+            part = mask[j, : head.length]
+            if not torch.equal(part, head.pos >= 0):
+                head.keep(part)
+        self._share(layer)
+        self.changes += 1
+
+    def _share(self, layer: int) -> None:
+        """One row of positions for all heads where they hold the same slots, as mostly they do."""
+        first, *others = self._layers[layer]
+        if all(torch.equal(head.pos, first.pos) for head in others):
+            for head in others:
+                head.pos = first.pos
+
+    def _turned(self, t: Tensor) -> Tensor:
+        """t [.., D] by the Hadamard matrix, which is its own inverse."""
+        return t if self._turn is None else t.to(self._turn.dtype) @ self._turn
+
+
+def _seen(head: Head, window: int | None, rows: Tensor) -> tuple[PackedHead, Tensor | None]:
+    """What rows at positions [N] see of a head: the slots to read, and which of them [N, S] or [1, S], None = all."""
+    if not head.length:
+        return head.since(0), None
+    held = (head.pos >= 0).unsqueeze(0) if head.has_holes else None
+    if window is None:
+        return head.since(0), held
+    near = head.pos > (rows - window).unsqueeze(1)  # [N, S]
+    near = near if held is None else near & held
+    if bool(near.all()):
+        return head.since(0), None
+    first = head.aligned(int(near.any(0).int().argmax())) if bool(near.any()) else head.length
+    return head.since(first), near[:, first:]
+
+
+def _check(head_dim: int, k_bits: int, v_bits: int, rotate: str) -> None:
+    for name, bits in (("kv.k_bits", k_bits), ("kv.v_bits", v_bits)):
+        if head_dim * bits % 8:
+            why = f"its heads have {head_dim} numbers, and a byte holds {8 // bits}"
+            raise BadConfig(
+                f"{name} = {bits} does not fit this model: {why}",
+                code="kv_bits",
+                try_=[f"--set {name}=16"],
+            )
+    if rotate == "hadamard" and head_dim & (head_dim - 1):
+        raise BadConfig(
+            f'kv.rotate = "hadamard" needs heads of a power of two, and those of this model have {head_dim} numbers',
+            code="kv_rotate",
+            try_=['--set kv.rotate="none"'],
+        )

@@ -1,0 +1,177 @@
+"""The packed slots of one KV head: rounded once, gathered by slot where the layout allows it, by group where not.
+
+Values of any width and keys of 8 bits have their scales per slot, so any slots can go without another one changing.
+Keys of 4 and 2 bits share scales among `group` slots of one channel: such a slot becomes a hole (position -1), a group
+of holes is dropped, and what is left of a group that is less than half full is unpacked and waits, with the newest
+keys, until a group is full again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend_packed import PackedHead
+from kvcli.kernels.pack import LANES, Rounded, pack_keys, pack_values, transposed, unpack_keys, unpack_values
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How heads store."""
+
+    dtype: torch.dtype  # of keys that wait, of 16-bit numbers, and of what is given back
+    k_bits: int
+    v_bits: int
+    group: int  # slots that share the scale of a channel in keys, channels that share one in values
+
+    @property
+    def is_grouped(self) -> bool:
+        """Do keys share scales?"""
+        return self.k_bits < 8
+
+
+class Head:
+    """Keys and values [S, D] at positions [S], a part of them holes."""
+
+    def __init__(self, form: Form, head_dim: int, device: torch.device | str) -> None:
+        none = torch.empty(0, head_dim, dtype=form.dtype, device=device)
+        self._form = form
+        self.pos = torch.empty(0, dtype=torch.int32, device=device)  # -1 = hole
+        self.keys = pack_keys(none, form.k_bits, form.group)
+        self.rest = none  # [r, D] keys that wait for their group to be full
+        self.values = pack_values(none, form.v_bits, form.group)
+        self.has_holes = False
+
+    @property
+    def length(self) -> int:
+        """Slots, holes included."""
+        return self.pos.shape[0]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        return [self.pos, self.rest, *self.keys.tensors, *self.values.tensors]
+
+    def take(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store k, v [M, D] at positions pos [M], none of them -1."""
+        form = self._form
+        keys, rest = self._packed(self.keys, self.rest, k)
+        v = v.to(form.dtype, copy=True) if form.v_bits == 16 else v
+        values = _join(self.values, pack_values(v, form.v_bits, form.group), self.length, pos.shape[0])
+        pos = torch.cat([self.pos, pos.to(self.pos)])
+        self.keys, self.rest, self.values, self.pos = keys, rest, values, pos  # together: memory may have run out
+
+    def keep(self, mask: Tensor) -> None:
+        """Forget slots whose mask [S] is False."""
+        if not self._form.is_grouped:
+            at = mask.nonzero().squeeze(1)
+            keys, rest, values, pos = _pick(self.keys, at), self.rest, _pick_values(self.values, at), self.pos[at]
+        else:
+            keys, rest, values, pos = self._regrouped(mask)
+        self.keys, self.rest, self.values, self.pos = keys, rest, values, pos
+        self.has_holes = not bool((pos >= 0).all())
+
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """k, v [S, D] as the codes say, holes included."""
+        like = self.rest
+        k = torch.cat([unpack_keys(self.keys, like), self.rest]) if self.rest.shape[0] else unpack_keys(self.keys, like)
+        return k, unpack_values(self.values, like, self.length)
+
+    def since(self, first: int) -> PackedHead:
+        """The slots from about `first` on: at most so many are left out as whole groups and lanes allow."""
+        if first == 0:
+            return PackedHead(self.keys, self.rest, self.values, self.length)
+        at = torch.arange(first, self.length, device=self.pos.device)
+        keys, rest = self.keys, self.rest
+        full = self.length - rest.shape[0]
+        if self._form.is_grouped:
+            keys = _pick(keys, torch.arange(min(first, full) // self._form.group, self._groups, device=at.device), True)
+            rest = rest[max(0, first - full) :]
+        else:
+            keys = Rounded(keys.bits, *(t[first:] for t in keys.tensors))
+        return PackedHead(keys, rest, _pick_values(self.values, at), self.length - first)
+
+    def aligned(self, first: int) -> int:
+        """The nearest slot before `first` from which `since` can begin."""
+        step = self._form.group if self._form.is_grouped else 1
+        return min(first, self.length - self.rest.shape[0]) // step * step if step > 1 else first
+
+    @property
+    def _groups(self) -> int:
+        return (self.length - self.rest.shape[0]) // self._form.group
+
+    def _packed(self, keys: Rounded, rest: Tensor, k: Tensor) -> tuple[Rounded, Tensor]:
+        """keys and rest with k [M, D] behind them: packed as far as groups are full."""
+        form = self._form
+        if not form.is_grouped:
+            k = k.to(form.dtype, copy=True) if form.k_bits == 16 else k
+            return _stack([keys, pack_keys(k, form.k_bits, form.group)]), rest
+        rest = torch.cat([rest, k.to(rest.dtype)])
+        full = rest.shape[0] // form.group * form.group
+        if full:
+            keys, rest = _stack([keys, pack_keys(rest[:full], form.k_bits, form.group)]), rest[full:].clone()
+        return keys, rest
+
+    def _regrouped(self, mask: Tensor) -> tuple[Rounded, Tensor, Rounded, Tensor]:
+        """Keys, waiting keys, values and positions once slots outside of mask [S] are holes or gone."""
+        group, full = self._form.group, self.length - self.rest.shape[0]
+        left = mask[:full].view(self._groups, group)
+        stays = left.sum(1) * 2 >= group  # [groups]
+        loose = (left & ~stays.unsqueeze(1)).flatten()  # slots that move
+        kept = stays.repeat_interleave(group)
+        ends = full + mask[full:].nonzero().squeeze(1)
+        at = torch.cat([kept.nonzero().squeeze(1), loose.nonzero().squeeze(1), ends])
+        moved = self._unpacked(loose.view(self._groups, group))
+        keys = _pick(self.keys, stays.nonzero().squeeze(1), grouped=True)
+        keys, rest = self._packed(keys, moved, self.rest[mask[full:]])
+        return keys, rest, _pick_values(self.values, at), torch.where(mask, self.pos, -1)[at]
+
+    def _unpacked(self, mask: Tensor) -> Tensor:
+        """Keys [n, D] of the slots in mask [groups, g]; no other groups are unpacked."""
+        touched = mask.any(1).nonzero().squeeze(1)
+        of = _pick(self.keys, touched, grouped=True)
+        return unpack_keys(of, self.rest)[mask[touched].flatten()]
+
+
+def _stack(found: Sequence[Rounded]) -> Rounded:
+    """Keys behind each other, or values that are not transposed."""
+    held = [r for r in found if r.codes.shape[0]] or [found[0]]
+    if len(held) == 1:
+        return held[0]
+    tensors = zip(*(r.tensors for r in held), strict=True)
+    return Rounded(held[0].bits, *(torch.cat(list(ts)) for ts in tensors))
+
+
+def _join(a: Rounded, b: Rounded, n: int, m: int) -> Rounded:
+    """The n values of `a`, the m values of `b` behind them."""
+    if a.bits != 8:
+        return _stack([a, b])
+    assert a.scale is not None
+    assert b.scale is not None
+    room = -(-(n + m) // LANES) * LANES
+    codes, scale = a.codes.new_zeros(a.codes.shape[0], room), a.scale.new_zeros(room)
+    codes[:, :n], codes[:, n : n + m] = a.codes[:, :n], b.codes[:, :m]
+    scale[:n], scale[n : n + m] = a.scale[:n], b.scale[:m]
+    return Rounded(8, codes, scale)
+
+
+def _pick(r: Rounded, at: Tensor, grouped: bool = False) -> Rounded:
+    """Slots `at`, or groups `at` where slots share scales."""
+    if not grouped:
+        return Rounded(r.bits, *(t[at] for t in r.tensors))
+    assert r.scale is not None
+    assert r.zero is not None
+    groups = r.scale.shape[0]
+    codes = r.codes.view(groups, r.codes.shape[0] // max(1, groups), r.codes.shape[1])
+    return Rounded(r.bits, codes[at].flatten(0, 1), r.scale[at], r.zero[at])
+
+
+def _pick_values(r: Rounded, at: Tensor) -> Rounded:
+    """Slots `at`; their numbers are carried over as they are."""
+    if r.bits != 8:
+        return _pick(r, at)
+    assert r.scale is not None
+    return transposed(r.codes.T[at], r.scale[at])

@@ -1,0 +1,202 @@
+"""One layer whose heads hold different slots: they lie end to end, each with a length of its own.
+
+What one head forgets is free for good: a layer takes the bytes of its slots, one position each, and a little spare
+room per head. Heads of about the same length get the same room and are read as one batch, without a mask; others one
+by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.merge import Part
+from kvcli.kernels.rotate import Rotary, rotate
+from kvcli.kv.slab import rises, seen
+from kvcli.kv.slots import Sight, Slots, last
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Where each head lies."""
+
+    start: list[int]  # by head, in slots
+    room: list[int]  # by head, slots it can hold
+    order: list[int]  # heads as they lie: those of equal room side by side
+    total: int  # slots of all heads
+
+    @staticmethod
+    def of(lengths: Sequence[int], step: int, least: int = 0) -> Extents:
+        """Room for these lengths and some more, and for at least `least` slots a head."""
+        room = [max(least, _room(n, step)) for n in lengths]
+        order = sorted(range(len(room)), key=lambda head: room[head])
+        start, total = [0] * len(room), 0
+        for head in order:
+            start[head], total = total, total + room[head]
+        return Extents(start, room, order, total)
+
+    def runs(self) -> list[list[int]]:
+        """Heads of equal room, as they lie."""
+        return [list(heads) for _, heads in groupby(self.order, key=lambda head: self.room[head])]
+
+
+class Ragged:
+    """Keys and values of heads of unequal length. Spare room is read along and therefore holds finite numbers.
+
+    With a rotary embedding given, keys lie un-rotated and are rotated when read.
+    """
+
+    def __init__(self, slots: Slots, step: int) -> None:
+        """Copies `slots`, which may have empty ones anywhere. `step`: what a head's room is a multiple of, at most."""
+        n_kv, device = slots.pos.shape[0], slots.pos.device
+        self._step = step
+        self.k, self.v = slots.k.new_zeros(0, slots.k.shape[2]), slots.v.new_zeros(0, slots.v.shape[2])
+        self.pos = torch.zeros(0, dtype=torch.int32, device=device)
+        self._lengths = [0] * n_kv
+        self._extents = Extents.of(self._lengths, step)
+        self._highest, self._ordered = -1, True  # as in a slab; in order if every head is
+        self._lay(Extents.of((slots.pos >= 0).sum(1).tolist(), step))
+        self.take(slots)
+
+    @property
+    def length(self) -> int:
+        """Slots of the longest head."""
+        return max(self._lengths)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        return [self.k, self.v, self.pos, self._ends, self._order, self._back]
+
+    def attend(self, q: Tensor, sight: Sight, rows: Tensor, rotary: Rotary | None) -> list[Part]:
+        """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
+        if not self.length:
+            return []
+        as_they_lie = self._moved(q, self._order)
+        group, first, parts = q.shape[0] // len(self._lengths), 0, list[Part]()
+        for heads in self._runs:
+            mine = as_they_lie[first * group : (first + len(heads)) * group]  # [n * G, N, D]
+            first += len(heads)
+            if sight.window is None:
+                parts.append(self._whole(mine, heads, sight, rotary))
+            else:
+                each = (mine[i * group : (i + 1) * group] for i in range(len(heads)))
+                parts += [self._near(of, head, sight, rows, rotary) for of, head in zip(each, heads, strict=True)]
+        if len(parts) == 1:
+            return parts
+        out, lse = torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts])
+        return [Part(self._moved(out, self._back), self._moved(lse, self._back))]
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """k, v [K, M, D] at positions pos [M], M > 0; every head takes all of them."""
+        m = pos.shape[0]
+        self._make_room([n + m for n in self._lengths])
+        at = (self._ends.unsqueeze(1) + torch.arange(m, device=pos.device)).flatten()
+        self._put(at, k.flatten(0, 1), v.flatten(0, 1), pos.repeat(len(self._lengths)))
+        self._ends += m
+        self._lengths = [n + m for n in self._lengths]
+        self._ordered &= int(pos[0]) > self._highest
+        self._highest = max(self._highest, int(pos[-1]))
+
+    def take(self, slots: Slots) -> bool:
+        """Store these as well, whichever each head brings; always True."""
+        held = slots.pos >= 0
+        count = held.sum(1)
+        if not bool(count.any()):
+            return True
+        lengths = [n + m for n, m in zip(self._lengths, count.tolist(), strict=True)]
+        self._make_room(lengths)
+        at = self._ends.unsqueeze(1) + held.cumsum(1) - 1
+        self._put(at[held], slots.k[held], slots.v[held], slots.pos[held])
+        self._ends += count
+        self._lengths = lengths
+        self._ordered &= int(slots.pos[held].min()) > self._highest
+        self._ordered &= all(rises(pos[mask]) for pos, mask in zip(slots.pos, held, strict=True))
+        self._highest = max(self._highest, int(slots.pos.max()))
+        return True
+
+    def slots(self) -> Slots:
+        """What is held: a copy, padded to the longest head."""
+        at = torch.arange(self.length, device=self.pos.device)
+        full = at < self._ends.new_tensor(self._lengths).unsqueeze(1)  # [K, S]
+        at = self._ends.new_tensor(self._extents.start).unsqueeze(1) + at * full
+        return Slots(self.k[at], self.v[at], self.pos[at].masked_fill(~full, -1))
+
+    def newest(self, n: int) -> Slots:
+        """The last n of each head, as a copy."""
+        if n > min(self._lengths):
+            return last(self.slots(), n)
+        at = self._ends.unsqueeze(1) - n + torch.arange(n, device=self.pos.device)
+        return Slots(self.k[at], self.v[at], self.pos[at])
+
+    def crop(self, n: int) -> bool:
+        """Never in place: heads may agree once the newest are gone."""
+        return False
+
+    def reserve(self, n: int) -> None:
+        """Room for n slots a head."""
+        if n > min(self._extents.room):
+            self._lay(Extents.of(self._lengths, self._step, n))
+
+    def _whole(self, q: Tensor, heads: list[int], sight: Sight, rotary: Rotary | None) -> Part:
+        """q [n * G, N, D] over heads of equal room: views of where they lie."""
+        first, room = self._extents.start[heads[0]], self._extents.room[heads[0]]
+        piece = slice(first, first + room * len(heads))
+        k, v = (t[piece].view(len(heads), room, t.shape[1]) for t in (self.k, self.v))
+        if rotary is not None:
+            k = rotate(k, self.pos[piece].view(len(heads), room), rotary)
+        return attend(q, k, v, sight.scale, softcap=sight.softcap, length=[self._lengths[head] for head in heads])
+
+    def _near(self, q: Tensor, head: int, sight: Sight, rows: Tensor, rotary: Rotary | None) -> Part:
+        """q [G, N, D] over what a sliding window shows of one head."""
+        assert sight.window is not None
+        first, end = self._extents.start[head], self._extents.start[head] + self._lengths[head]
+        start, mask = seen(self.pos[first:end], rows, sight.window, self._ordered)
+        k, v, pos = (t[first + start : end].unsqueeze(0) for t in (self.k, self.v, self.pos))
+        if rotary is not None:
+            k = rotate(k, pos, rotary)
+        return attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)
+
+    def _moved(self, t: Tensor, order: Tensor) -> Tensor:
+        """t [H, ...] with KV heads, each with its group, in this order."""
+        if self._in_order:
+            return t
+        return t.view(len(self._lengths), -1, *t.shape[1:])[order].flatten(0, 1)
+
+    def _put(self, at: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        self.k.index_copy_(0, at, k.to(self.k.dtype))
+        self.v.index_copy_(0, at, v.to(self.v.dtype))
+        self.pos.index_copy_(0, at, pos.to(torch.int32))
+
+    def _make_room(self, lengths: list[int]) -> None:
+        if any(n > room for n, room in zip(lengths, self._extents.room, strict=True)):
+            self._lay(Extents.of(lengths, self._step))
+
+    def _lay(self, extents: Extents) -> None:
+        """Move what is held to where `extents` says."""
+        k, v = (t.new_zeros(extents.total, t.shape[1]) for t in (self.k, self.v))
+        pos = self.pos.new_full((extents.total,), -1)
+        for head, n in enumerate(self._lengths):
+            if n:
+                to, of = extents.start[head], self._extents.start[head]
+                for new, old in ((k, self.k), (v, self.v), (pos, self.pos)):
+                    new[to : to + n] = old[of : of + n]
+        starts = torch.tensor(extents.start, device=pos.device)
+        ends = starts + torch.tensor(self._lengths, device=pos.device)
+        order = torch.tensor(extents.order, device=pos.device)
+        back = order.argsort()  # heads in their own order again
+        self.k, self.v, self.pos, self._ends = k, v, pos, ends  # together: memory may have run out between them
+        self._order, self._back, self._in_order = order, back, extents.order == sorted(extents.order)
+        self._extents, self._runs = extents, extents.runs()
+
+
+def _room(n: int, step: int) -> int:
+    """Room for a head of n slots: half a unit to one and a half more, in units that grow with n up to step / 4."""
+    most = max(1, step // 4)
+    unit = max(min(most, 16), min(most, 1 << max(0, (n // 32).bit_length() - 1)))  # n / 64 to n / 32
+    return -(-(n + unit // 2) // unit) * unit

@@ -1,0 +1,232 @@
+"""Recall: rows read the pages of a tier that they want, and the rest stays where it is. Approximate by choice.
+
+Quest (arXiv 2406.10774), ArkVale and YAKV read this way. Always read: sinks, the newest tokens, what was stored since
+the last boundary, and whatever stands above this tier on a ladder.
+
+The choice of a row depends on its own query and on what was stored at the last boundary, and on nothing else: neither
+on the rows beside it nor on which of its ancestors are stored already. So the text is that of plain decoding over the
+same store, whatever was guessed. For the same reason a certificate weighs what was stored at the boundary only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.merge import Part
+from kvcli.kv.index import Index
+from kvcli.kv.recall_pages import Budget, Pages, padded
+from kvcli.kv.recall_source import Source, Whole
+from kvcli.kv.slots import Sight, Slots, Usage, visible
+
+if TYPE_CHECKING:
+    from kvcli.kv.ladder import Floor
+
+ROWS = 64  # rows that choose at a time: their scores of all pages exist at once
+
+
+@dataclass(slots=True)
+class Tally:
+    """What rows asked for, over all layers and KV heads."""
+
+    asked: int = 0  # choices of a row in a KV head
+    streamed: int = 0  # of them, how many read everything because their certificate was refused
+    pages: int = 0  # chosen by a pass
+    again: int = 0  # of them, how many the pass before had chosen too
+
+
+class Recall:
+    """A tier whose rows read a part of it; those of a prompt that `expect` announced read everything.
+
+    Layers with a sliding window, and those not listed, read everything.
+    """
+
+    def __init__(
+        self,
+        tier: Floor,
+        index: Index,
+        budget: Budget,
+        layers: Collection[int],
+        *,
+        epsilon: float | None = None,
+        source: Source | None = None,
+        prefetch: bool = False,
+    ) -> None:
+        """`epsilon`: a row whose missed softmax mass, of what is stored, may be more reads everything instead.
+
+        `source`: a cheaper way to some slots of the tier than all of them. `prefetch`: while a layer is read, tell it
+        what the next one will probably want.
+        """
+        assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
+        self._tier, self._index, self._epsilon = tier, index, epsilon
+        self._source = source or Whole(tier)
+        self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
+        self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
+        self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
+        self._next = dict(pairwise(self._pages)) if prefetch else {}
+        self._announced = 0  # positions below are of a prompt
+        self.tally = Tally()
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, and what since."""
+        pages = self._pages.get(layer)
+        if pages is None or pages.reads_all or sight.window is not None or int(pos[0]) < self._announced:
+            return self._tier.attend(layer, q, sight, pos)
+        old = [self._recall(layer, pages, q[:, a : a + ROWS], sight) for a in range(0, q.shape[1], ROWS)]
+        parts = [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
+        if self._late[layer]:
+            s = _near(self._tier.newest(layer, self._late[layer]), q)
+            parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None)))
+        return parts
+
+    def likely(self, layer: int) -> Tensor | None:
+        """[K, M] indices of slots that the next pass probably reads in this layer, -1 = none: those of the last one,
+        guesses included, as their queries are the next pass's. None where nothing was chosen yet."""
+        chosen = self._chosen.get(layer)
+        return None if chosen is None else self._pages[layer].slots_of(padded(chosen))
+
+    def expect(self, n: int) -> None:
+        """A text of n tokens is about to be read: its rows, all but the last, read everything."""
+        self._announced = n - 1
+
+    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store accepted rows, which all rows read until the next boundary."""
+        self._tier.append(layer, k, v, pos)
+        if layer in self._late:
+            self._late[layer] += pos.shape[0]
+
+    def take(self, layer: int, slots: Slots) -> None:
+        """Store slots that another tier let go, behind those that are there, and summarize them: a boundary."""
+        self._tier.take(layer, slots)
+        self._learn([layer])
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head."""
+        return self._tier.n_slots(layer)
+
+    def slots(self, layer: int) -> Slots:
+        """What the tier holds."""
+        return self._tier.slots(layer)
+
+    def newest(self, layer: int, n: int) -> Slots:
+        """The n slots that each head stored last."""
+        return self._tier.newest(layer, n)
+
+    def keep(self, layer: int, mask: Tensor) -> Slots:
+        """Forget slots; what is left is summarized anew."""
+        fell = self._tier.keep(layer, mask)
+        if fell.n_slots and layer in self._pages:
+            self._pages[layer].clear()
+        self._learn([layer])
+        return fell
+
+    def crop(self, n: int) -> None:
+        """Forget positions from n on."""
+        self._tier.crop(n)
+        self._announced = min(self._announced, n)
+        for pages in self._pages.values():
+            pages.crop(n)
+        self._learn(self._pages)
+
+    def usage(self) -> list[Usage]:
+        """The tier's, and the index as a tier of its own."""
+        index = [
+            Usage(layer, "index", p.last.shape[1] * self._index.page, _nbytes(p.tensors))
+            for layer, p in self._pages.items()
+        ]
+        return [*self._tier.usage(), *index]
+
+    def _learn(self, layers: Collection[int]) -> None:
+        """A boundary of these layers."""
+        for layer in layers:
+            if layer in self._pages:
+                self._pages[layer].settle(layer, self._source)
+                self._late[layer] = 0
+                self._chosen.pop(layer, None)
+
+    def _recall(self, layer: int, pages: Pages, q: Tensor, sight: Sight) -> Part:
+        """q [H, N, D] -> attention over the chosen pages, or over everything where a certificate was refused."""
+        n_kv, (h, n, d) = pages.whole.shape[0], q.shape
+        rows = q.reshape(n_kv, h // n_kv, n, d)
+        score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, sight)
+        score = score.view(*rows.shape[:3], -1).masked_fill(~pages.held[:, None, None], -torch.inf)  # [K, G, N, P]
+        chosen = _choose(score, pages)  # [K, N, P]
+        self._count(layer, chosen)
+        part = self._read(layer, pages, q, chosen, sight)
+        if self._epsilon is not None:
+            missed = score.masked_fill(chosen.unsqueeze(1), -torch.inf).logsumexp(-1)  # [K, G, N]
+            out, lse = part.out.view(rows.shape), part.lse.view(rows.shape[:3])
+            refused = _refused(missed, lse, self._epsilon)
+            self._stream(layer, pages, rows, refused, Part(out, lse), sight)
+        return part
+
+    def _read(self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: Sight) -> Part:
+        """All rows over the union of what they chose, each seeing its own choice."""
+        union = padded(chosen.any(1))  # [K, U]
+        behind = pages.behind()
+        index = torch.cat((pages.slots_of(union), behind), 1)
+        s = _near(self._source.gather(layer, index), q)
+        n_rows = q.shape[1]
+        mine = chosen.gather(2, union.clamp(min=0).unsqueeze(1).expand(-1, n_rows, -1))  # [K, N, U]
+        mine = mine.repeat_interleave(self._index.page, 2)
+        mine = torch.nn.functional.pad(mine, (0, behind.shape[1]), value=True)
+        mask: Tensor | None = mine & (s.pos >= 0).unsqueeze(1)
+        if n_rows == 1 and self._epsilon is None and bool(mask.all()):
+            mask = None  # faster; not below a certificate, as the kernel then may round scores to 16 bits
+        return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
+
+    def _stream(self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: Part, sight: Sight) -> None:
+        """Rewrite `part` [K, G, N, ..] where rows [K, G, N, D] are `refused` [K, N]: there they read everything."""
+        self.tally.streamed += int(refused.sum())
+        for j in refused.any(1).nonzero().flatten().tolist():
+            s = _near(self._source.head(layer, j, int(pages.ends[j])), rows)
+            mine = refused[j]
+            q = rows[j][:, mine]
+            mask = visible(s.pos, s.pos.new_zeros(q.shape[1]), None)
+            full = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
+            part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
+
+    def _count(self, layer: int, chosen: Tensor) -> None:
+        """Note what a pass chose [K, N, P], and have the next layer's likely choice fetched."""
+        union, before = chosen.any(1), self._chosen.get(layer)
+        self.tally.asked += chosen.shape[0] * chosen.shape[1]
+        self.tally.pages += int(union.sum())
+        if before is not None:
+            self.tally.again += int((union & before).sum())
+        self._chosen[layer] = union
+        if layer in self._next and (ahead := self.likely(self._next[layer])) is not None:
+            self._source.warm(self._next[layer], ahead)
+
+
+def _choose(score: Tensor, pages: Pages) -> Tensor:
+    """score [K, G, N, P] -> [K, N, P]: the best `most` pages of each row and KV head, and those always read.
+
+    By the largest share of mass that a page has in any query head of the group: heads differ in scale.
+    """
+    share = (score - score.logsumexp(-1, keepdim=True)).amax(1)  # [K, N, P]
+    best = share.masked_fill(~pages.open.unsqueeze(1), -torch.inf).topk(pages.most, -1).indices
+    chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(2, best, True)
+    return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
+
+
+def _refused(missed: Tensor, lse: Tensor, epsilon: float) -> Tensor:
+    """[K, N]: the rows that may have missed more than epsilon in some query head. `missed`: bounds on the log of the
+    mass that was not read, `lse`: of what was, [K, G, N]."""
+    share = torch.sigmoid(missed - lse)
+    # NaN, from keys that are not finite, is refused; a row that missed nothing is not
+    return (~(share <= epsilon) & (missed != -torch.inf)).any(1)
+
+
+def _near(s: Slots, like: Tensor) -> Slots:
+    """On the device that computes."""
+    return Slots(*(t.to(like.device) for t in (s.k, s.v, s.pos)))
+
+
+def _nbytes(tensors: Collection[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,176 @@
+"""The pages of one layer: which slots they hold, what the index keeps of them, which are always read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kv.index import Index, Numbers
+from kvcli.kv.recall_source import Source
+
+AT_ONCE = 4096  # slots of a head summarized at a time
+ENOUGH = 1024  # slots to learn from; what was learned from fewer is learned anew when there are twice as many
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much of what is stored a row reads, by KV head. The latest slots, and those since the boundary, come free."""
+
+    fraction: float  # of the slots stored
+    floor: int  # slots, at least
+    sinks: int  # first tokens, always read
+    recent: int  # newest tokens at a boundary, always read
+
+    def pages(self, slots: int, page: int) -> int:
+        """Pages that a row may choose of so many slots."""
+        return math.ceil(max(self.floor, self.fraction * slots) / page)
+
+
+class Pages:
+    """Pages of one layer: runs of `index.page` slots in the order of the tier, whole ones only.
+
+    Heads may hold different numbers. What is behind a head's last whole page is always read.
+    """
+
+    def __init__(self, index: Index, budget: Budget) -> None:
+        self.index, self.budget = index, budget
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        self.kept: Numbers = ()  # of the index, [K, P, ..] each
+        self.shared: Numbers = ()  # of the index, for the layer
+        self.first = torch.empty(0, 0, dtype=torch.int32)  # [K, P] lowest position in a page; -1 = no such page
+        self.last = self.first  # [K, P] highest position
+        self.whole = torch.empty(0, dtype=torch.int64)  # [K] pages of each head
+        self.ends = self.whole  # [K] slots of each head at the boundary
+        self.always = self.open = self.first.bool()  # [K, P] read by every row; to choose from
+        self.most = 0  # pages that a row may choose
+        self.reads_all = True  # the budget covers everything: no need to choose
+        self._learned = 0  # slots a head that `shared` comes from
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        return [*self.kept, *self.shared, self.first, self.last, self.whole, self.ends, self.always, self.open]
+
+    @property
+    def held(self) -> Tensor:
+        """[K, P]: pages that there are."""
+        return self.last >= 0
+
+    def crop(self, n: int) -> None:
+        """Positions from n on are gone: so is, in each head, all from the first page that held one of them."""
+        if self.whole.numel():
+            stays = ((self.last < n) & self.held).cumprod(1)  # [K, P]
+            self._cut(stays.sum(1))
+
+    def settle(self, layer: int, source: Source) -> None:
+        """A boundary: know every page there is now, and what is always read until the next one."""
+        pos = source.positions(layer)
+        n_kv, s = pos.shape
+        at = torch.arange(1, s + 1, device=pos.device)
+        self.ends = ((pos >= 0) * at).amax(1) if s else pos.new_zeros(n_kv).long()  # behind each head's last slot
+        longest = int(self.ends.max())
+        self.reads_all = longest <= self.budget.floor
+        if self.reads_all:  # short texts need no index; should this one have had one, it stays
+            return
+        if not self.whole.numel():
+            self.whole = torch.zeros_like(self.ends)
+            self.first = self.last = pos.new_empty(n_kv, 0)
+        if self.shared and self._learned < ENOUGH and longest >= 2 * self._learned:
+            self._cut(torch.zeros_like(self.whole))
+        self._extend(layer, source)
+        newest = int(pos.max())
+        ends = (self.first < self.budget.sinks) | (self.last > newest - self.budget.recent)
+        self.always, self.open = self.held & ends, self.held & ~ends
+        self.most = self.budget.pages(longest, self.index.page)
+        self.reads_all = int(self.open.sum(1).max()) <= self.most
+
+    def behind(self) -> Tensor:
+        """[K, M] indices of slots behind each head's last whole page at the boundary, -1 = none."""
+        start = self.whole * self.index.page
+        return _run(start, self.ends - start)
+
+    def slots_of(self, pages: Tensor) -> Tensor:
+        """[K, U] pages, -1 = none -> [K, U * page] indices of their slots, -1 = none."""
+        page = self.index.page
+        inside = pages.unsqueeze(2) * page + torch.arange(page, device=pages.device)
+        return inside.masked_fill(pages.unsqueeze(2) < 0, -1).flatten(1)
+
+    def _cut(self, whole: Tensor) -> None:
+        """Keep so many pages of each head."""
+        most = int(whole.max())
+        gone = torch.arange(most, device=whole.device) >= whole.unsqueeze(1)
+        self.first, self.last = (t[:, :most].masked_fill(gone, -1) for t in (self.first, self.last))
+        self.always, self.open = (t[:, :most].clone() for t in (self.always, self.open))  # until the next boundary
+        self.kept = tuple(t[:, :most].clone() for t in self.kept)
+        self.whole = whole
+        if not most:
+            self.kept, self.shared, self._learned = (), (), 0
+
+    def _extend(self, layer: int, source: Source) -> None:
+        """Summarize the pages that became whole."""
+        page, at_once = self.index.page, max(1, AT_ONCE // self.index.page)
+        target = self.ends // page
+        while bool((self.whole < target).any()):
+            fresh = _run(self.whole, (target - self.whole).clamp(max=at_once))  # [K, M] pages
+            self._write(layer, source, fresh)
+            self.whole = self.whole + (fresh >= 0).sum(1)
+
+    def _write(self, layer: int, source: Source, fresh: Tensor) -> None:
+        k, pos = source.keys(layer, self.slots_of(fresh))
+        shape, device = (*fresh.shape, self.index.page), self.ends.device
+        pos = pos.to(device).view(shape)
+        k = _filled(k.to(device).view(*shape, -1), pos)
+        if not self.kept:
+            self.shared = self.index.learn(k.flatten(1, 2))
+            self._learned = k.shape[1] * k.shape[2]
+        first = pos.where(pos >= 0, torch.iinfo(pos.dtype).max).amin(2)
+        last = pos.amax(2)
+        first = first.masked_fill(last < 0, -1)
+        new = self.index.summarize(k, self.shared)
+        old = self.kept or tuple(t[:, :0] for t in new)
+        heads, at = (fresh >= 0).nonzero(as_tuple=True)
+        to = fresh[heads, at]
+        self.kept = tuple(_put(a, b[heads, at], heads, to, 0) for a, b in zip(old, new, strict=True))
+        self.first = _put(self.first, first[heads, at], heads, to, -1)
+        self.last = _put(self.last, last[heads, at], heads, to, -1)
+
+
+def padded(mask: Tensor) -> Tensor:
+    """[K, P] bool -> [K, U], the indices of each head's True ones in order, -1 behind them."""
+    heads, at = mask.nonzero(as_tuple=True)
+    count = mask.sum(1)
+    rank = torch.arange(heads.shape[0], device=mask.device) - (count.cumsum(0) - count)[heads]
+    out = at.new_full((mask.shape[0], int(count.max())), -1)
+    out[heads, rank] = at
+    return out
+
+
+def _run(start: Tensor, length: Tensor) -> Tensor:
+    """[K] and [K] -> [K, M]: start, start + 1, .. of each head, -1 behind its length."""
+    steps = torch.arange(int(length.max()), device=start.device)
+    return (start.unsqueeze(1) + steps).masked_fill(steps >= length.unsqueeze(1), -1)
+
+
+def _put(old: Tensor, new: Tensor, heads: Tensor, to: Tensor, empty: int) -> Tensor:
+    """`old` [K, P, ..] with `new` [n, ..] at [heads, to], as wide as that takes."""
+    wide = max(old.shape[1], int(to.max()) + 1 if to.numel() else 0)
+    out = old.new_full((old.shape[0], wide, *old.shape[2:]), empty)
+    out[:, : old.shape[1]] = old
+    out[heads, to] = new
+    return out
+
+
+def _filled(k: Tensor, pos: Tensor) -> Tensor:
+    """Keys k [K, M, page, D] with every empty slot a copy of the page's first full one: no bound rises by it beyond
+    that key's own, and a page without any is no page."""
+    empty = pos < 0
+    if not bool(empty.any()):
+        return k
+    one = (~empty).int().argmax(2)[..., None, None].expand(-1, -1, 1, k.shape[3])
+    return torch.where(empty.unsqueeze(3), k.gather(2, one), k)

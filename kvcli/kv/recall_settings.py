@@ -1,0 +1,164 @@
+"""The `[recall]` table of a profile: which part of what is stored the rows of an answer read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from kvcli.schema import Exactness, Range
+
+if TYPE_CHECKING:
+    from kvcli.kv.index import Index
+    from kvcli.kv.ladder import Floor
+    from kvcli.kv.recall_source import Source
+    from kvcli.kv.slots import Sight, Store
+
+PER_PAGE = 10  # bytes of a page: its first and last position, and whether rows may choose it
+
+
+class Chosen(Protocol):
+    """What a method of the table is. `sights` are those of the layers, `source` a cheap way to a few slots."""
+
+    @property
+    def promise(self) -> Exactness:
+        """The most that `exactness` may say with it."""
+
+    @property
+    def every(self) -> int | None:
+        """Tokens between two boundaries while answering; None = it needs none."""
+
+    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
+        """A whole store, read through these settings."""
+
+    def below(self, tier: Floor, sights: Sequence[Sight], source: Source | None = None) -> Floor:
+        """A lower rung of a ladder, read through these settings."""
+
+    def per_slot(self, head_dim: int, number: int) -> float:
+        """Bytes of index beside each slot of a KV head whose numbers take so many bytes: for the plan of memory."""
+
+
+@dataclass(frozen=True)
+class Everything:
+    """Read all that is stored."""
+
+    @property
+    def promise(self) -> Exactness:
+        return "exact"
+
+    @property
+    def every(self) -> int | None:
+        return None
+
+    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
+        return store
+
+    def below(self, tier: Floor, sights: Sequence[Sight], source: Source | None = None) -> Floor:
+        return tier
+
+    def per_slot(self, head_dim: int, number: int) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Keys of all methods that read a part. The prompt itself is read in full."""
+
+    fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # of the stored tokens that a KV head reads for a row
+    floor: Annotated[int, Range(1)] = 1024  # tokens it reads at least; a text no longer is read in full
+    sinks: Annotated[int, Range(0)] = 16  # first tokens, always read
+    recent: Annotated[int, Range(0)] = 64  # newest tokens, always read; so are those since the last boundary
+    dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read everything: their attention is spread widely
+    every: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
+    prefetch: bool = True  # have tiers that fetch do so a layer ahead, for what the last pass read
+
+    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
+        from kvcli.kv.recall_store import RecallStore
+
+        return RecallStore(store, **self._how(sights, source))
+
+    def below(self, tier: Floor, sights: Sequence[Sight], source: Source | None = None) -> Floor:
+        from kvcli.kv.recall import Recall
+
+        return Recall(tier, **self._how(sights, source))
+
+    def index(self) -> Index:
+        """How pages are known."""
+        raise NotImplementedError
+
+    def allowance(self) -> float | None:
+        """Softmax mass that a row may miss; None = nobody counts."""
+        return None
+
+    def _how(self, sights: Sequence[Sight], source: Source | None) -> dict[str, Any]:
+        from kvcli.kv.recall_pages import Budget
+
+        return {
+            "index": self.index(),
+            "budget": Budget(self.fraction, self.floor, self.sinks, self.recent),
+            "layers": [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight.window is None],
+            "epsilon": self.allowance(),
+            "source": source,
+            "prefetch": self.prefetch and source is not None,
+        }
+
+
+@dataclass(frozen=True)
+class MinMax(_Part):
+    """Read the pages with the highest bounds, from each channel's minimum and maximum (Quest)."""
+
+    page: Annotated[int, Range(1)] = 16  # tokens of a page
+
+    @property
+    def promise(self) -> Exactness:
+        return "approx"
+
+    def index(self) -> Index:
+        from kvcli.kv import index_minmax
+
+        return index_minmax.MinMax(self.page)
+
+    def per_slot(self, head_dim: int, number: int) -> float:
+        return (2 * head_dim * number + PER_PAGE) / self.page
+
+
+@dataclass(frozen=True)
+class Sketch(_Part):
+    """Read the pages whose keys, remembered in two bits a number, score highest."""
+
+    page: Annotated[int, Range(1)] = 4  # tokens of a page
+
+    @property
+    def promise(self) -> Exactness:
+        return "approx"
+
+    def index(self) -> Index:
+        from kvcli.kv import index_sketch
+
+        return index_sketch.Sketch(self.page)
+
+    def per_slot(self, head_dim: int, number: int) -> float:
+        return -(-head_dim // 4) + 2 + PER_PAGE / self.page
+
+
+@dataclass(frozen=True)
+class Certified(_Part):
+    """Read what int8 keys say is wanted, and everything where they cannot exclude that more was missed."""
+
+    page: Annotated[int, Range(1)] = 4  # tokens of a page
+    epsilon: Annotated[float, Range(0, below=1)] = 0.01  # softmax mass that a row may miss in a head, of what is stored
+
+    @property
+    def promise(self) -> Exactness:
+        return "certified"
+
+    def index(self) -> Index:
+        from kvcli.kv import index_certified
+
+        return index_certified.Certified(self.page)
+
+    def allowance(self) -> float | None:
+        return self.epsilon
+
+    def per_slot(self, head_dim: int, number: int) -> float:
+        return head_dim + 4 + PER_PAGE / self.page

@@ -1,0 +1,46 @@
+"""Recall over a whole store, for a past that is one tier; on a ladder, its lower rungs recall instead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from kvcli.kv.index import Index
+from kvcli.kv.recall import Recall
+from kvcli.kv.recall_pages import Budget
+from kvcli.kv.slots import Choose, Store
+
+
+class RecallStore(Recall):
+    """A store whose rows read a part of it."""
+
+    def __init__(self, store: Store, index: Index, budget: Budget, layers: Collection[int], **more: Any) -> None:
+        """As `Recall`."""
+        super().__init__(store, index, budget, layers, **more)
+        self._store = store
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The store's."""
+        return self._store.dtype
+
+    @property
+    def changes(self) -> int:
+        """The store's."""
+        return self._store.changes
+
+    def reserve(self, n: int) -> None:
+        """Room for a text of n tokens, which is about to be read."""
+        self.expect(n)
+        self._store.reserve(n)
+
+    def settle(self, choose: Choose | None) -> None:
+        """A boundary: what is stored now is what rows choose from."""
+        before = self._store.changes
+        self._store.settle(choose)
+        if self._store.changes != before:
+            for pages in self._pages.values():
+                pages.clear()
+        self._learn(self._pages)

@@ -1,0 +1,49 @@
+"""Memory has run out: how that is told from other errors, and said."""
+
+from __future__ import annotations
+
+import errno
+import gc
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvcli.errors import DoesNotFit
+
+
+class Shortage(DoesNotFit):
+    """There is no room for more keys and values. `most`: tokens there is room for, where that is known."""
+
+    code = "out_of_memory"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        lines: Sequence[str] = (),
+        detail: Mapping[str, object] | None = None,
+        try_: Sequence[str] = (),
+        most: int | None = None,
+    ) -> None:
+        super().__init__(message, lines=lines, detail=detail, try_=try_)
+        self.most = most
+
+
+def as_shortage(error: Exception) -> Shortage | None:
+    """The error as a lack of room, in memory or on the disk; None if it is anything else."""
+    if isinstance(error, Shortage):
+        return error
+    first = str(error).strip().split("\n")[0]
+    # torch has no common class for its allocators; on CUDA it is an OutOfMemoryError, on the CPU a RuntimeError
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in first:
+        return Shortage("out of memory", lines=[first] if first else [])
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        return Shortage(f"the disk is full: {error.strerror}", lines=[first])
+    return None
+
+
+def free_caches() -> None:
+    """Give back what only the garbage collector and torch's allocator still hold."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,142 @@
+"""One layer whose heads all hold the same slots: a slab with one row of positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.merge import Part
+from kvcli.kernels.rotate import Rotary, rotate
+from kvcli.kv.slots import Sight, Slots
+
+
+@dataclass(slots=True)
+class Slab:
+    """Keys and values of all heads, with spare room at the end, which is read along and therefore holds finite numbers.
+
+    Grows in steps of `step` slots. With a rotary embedding given, keys lie un-rotated and are rotated when read.
+    """
+
+    k: Tensor  # [K, cap, D]
+    v: Tensor  # [K, cap, D]
+    pos: Tensor  # [1, cap] int32, -1 = empty
+    step: int  # slots
+    length: int = 0  # slots of each head
+    highest: int = -1  # position
+    ordered: bool = True  # positions rise with the slot index
+
+    @staticmethod
+    def of(slots: Slots, step: int) -> Slab:
+        """Slots that are the same in all heads; their keys and values become the slab's own."""
+        pos = slots.pos[0]
+        return Slab(
+            k=slots.k.contiguous(),
+            v=slots.v.contiguous(),
+            pos=slots.pos[:1].to(torch.int32, copy=True),
+            step=step,
+            length=slots.n_slots,
+            highest=int(pos.max()) if slots.n_slots else -1,
+            ordered=rises(pos),
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        return [self.k, self.v, self.pos]
+
+    def attend(self, q: Tensor, sight: Sight, rows: Tensor, rotary: Rotary | None) -> list[Part]:
+        """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
+        if self.length == 0:
+            return []
+        start, mask = 0, None
+        if sight.window is not None:
+            start, mask = seen(self.pos[0, : self.length], rows, sight.window, self.ordered)
+        if start == 0 and mask is None:  # the slab in one piece
+            k = self.k if rotary is None else rotate(self.k, self.pos, rotary)
+            return [attend(q, k, self.v, sight.scale, softcap=sight.softcap, length=self.length)]
+        k, v = self.k[:, start : self.length], self.v[:, start : self.length]
+        if rotary is not None:
+            k = rotate(k, self.pos[:, start : self.length], rotary)
+        return [attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)]
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """k, v [K, M, D] at positions pos [M], M > 0."""
+        end = self.length + pos.shape[0]
+        self.reserve(end)
+        self.ordered &= int(pos[0]) > self.highest
+        self.highest = max(self.highest, int(pos[-1]))
+        self.k[:, self.length : end] = k
+        self.v[:, self.length : end] = v
+        self.pos[:, self.length : end] = pos
+        self.length = end
+
+    def take(self, slots: Slots) -> bool:
+        """Store these as well, unless heads bring different ones: then nothing is stored, and the answer is False."""
+        if not agree(slots):
+            return False
+        pos = slots.pos[0]
+        self.append(slots.k, slots.v, pos)
+        self.ordered &= rises(pos)
+        self.highest = max(self.highest, int(pos.max()))
+        return True
+
+    def slots(self) -> Slots:
+        """What is held, as views."""
+        pos = self.pos[:, : self.length].expand(self.k.shape[0], -1)
+        return Slots(self.k[:, : self.length], self.v[:, : self.length], pos)
+
+    def newest(self, n: int) -> Slots:
+        """The last n, as views."""
+        s, first = self.slots(), max(0, self.length - n)
+        return Slots(s.k[:, first:], s.v[:, first:], s.pos[:, first:])
+
+    def crop(self, n: int) -> bool:
+        """Forget positions n and later in place, if slots lie in order; else nothing, and the answer is False."""
+        if not self.ordered:
+            return False
+        was, self.length = self.length, int((self.pos[0, : self.length] < n).sum())
+        self.v[:, self.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
+        self.highest = int(self.pos[0, self.length - 1]) if self.length else -1
+        return True
+
+    def reserve(self, n: int) -> None:
+        """Room for n slots a head."""
+        if n <= self.k.shape[1]:
+            return
+        cap = -(-n // self.step) * self.step
+
+        def wider(t: Tensor) -> Tensor:
+            new = t.new_zeros(t.shape[0], cap, t.shape[2])
+            new[:, : self.length] = t[:, : self.length]
+            return new
+
+        k, v = wider(self.k), wider(self.v)
+        pos = self.pos.new_full((1, cap), -1)
+        pos[:, : self.length] = self.pos[:, : self.length]
+        self.k, self.v, self.pos = k, v, pos  # together: memory may have run out between them
+
+
+def agree(slots: Slots) -> bool:
+    """Whether all heads hold the same slots, in the same order, and none is empty."""
+    return bool((slots.pos == slots.pos[:1]).all() and (slots.pos >= 0).all())
+
+
+def rises(pos: Tensor) -> bool:
+    """Whether positions [S] lie in order."""
+    return bool((pos[1:] > pos[:-1]).all())
+
+
+def seen(stored: Tensor, rows: Tensor, window: int, ordered: bool) -> tuple[int, Tensor | None]:
+    """Of slots at positions `stored` [S], where those in the window of rows at positions [N] begin, and the mask
+    [N, S - start] of its ragged edge, if it has one.
+
+    Reading only the window is what makes sliding layers cheap at long context; slots out of order are all read.
+    """
+    first, last = int(rows.min()) - window + 1, int(rows.max()) - window + 1  # where the rows' windows open
+    start = int(torch.searchsorted(stored, first)) if ordered else 0
+    if ordered and last <= max(first, int(stored[start]) if start < stored.shape[0] else first):
+        return start, None
+    return start, stored[start:] > (rows - window).unsqueeze(1)

@@ -1,0 +1,172 @@
+"""From a profile's keys to tiers: one dense tier, or a ladder of what `[kv]` packs and `[memory]` moves away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from kvcli.errors import BadConfig
+from kvcli.kv.dense import Dense
+from kvcli.kv.ladder import Floor, Ladder, Rung
+from kvcli.kv.shortage import Shortage
+from kvcli.schema import size_of
+
+if TYPE_CHECKING:
+    from kvcli.kv.slots import Store
+    from kvcli.schema import Kv, Memory
+
+STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
+EVERY = 64  # tokens between two boundaries of a ladder, where no policy wants them closer
+KEPT_FREE = 1 << 30  # bytes of a device that keys and values leave alone where its size is not given, or a tenth
+POSITION = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a store is made for."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of newly stored rows
+    device: torch.device  # that computes
+    kv: Kv
+    memory: Memory
+    chunk: int  # tokens read in one pass
+    held: int = 0  # bytes of the device that the store in use takes, which this one is to replace
+
+    def store(self) -> Store:
+        """The store; raises BadConfig or Shortage where what is asked for cannot be."""
+        if self.device.type == "cpu":
+            self._refuse_host()
+        self._check_steps()
+        if not is_ladder(self.kv, self.memory):
+            return self._dense(self.device)
+        top, below = self._dense(self.device, STEP), list[Rung]()
+        if self.is_packed:
+            below.append(Rung(self._packed(self.device), self._on_device, self.kv.group))
+        if size_of(self.memory.host):
+            below.append(Rung(self._host(), self._tokens(size_of(self.memory.host)), self.kv.group))
+        if size_of(self.memory.disk):
+            below.append(Rung(self._disk(), size_of(self.memory.disk) // (self.n_layers * self._wide)))
+        holds = self.kv.residual if self.is_packed else self._on_device
+        return Ladder(top, below, holds=holds, group=self.kv.group if below else 1, sinks=self.kv.sinks)
+
+    def _refuse_host(self) -> None:
+        steps = [step for step in self.memory.ladder if step.startswith("memory.host")]
+        if size_of(self.memory.host) or steps:
+            asked = f"memory.ladder has {steps[0]}" if steps else f"memory.host = {self.memory.host}"
+            raise BadConfig(
+                f"{asked}, but keys and values are in host memory already",
+                code="no_host_tier",
+                lines=["the model runs on the CPU, where tiers are precisions: older tokens in fewer bits"],
+                try_=["--set memory.host=0GiB", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
+            )
+
+    def _check_steps(self) -> None:
+        """Steps that pack must suit the model: better said now than when memory has run out."""
+        for step in self.memory.ladder:
+            key, _, value = step.partition("=")
+            if key in ("kv.k_bits", "kv.v_bits"):
+                bits: dict[str, Any] = {key.removeprefix("kv."): int(value)}
+                replace(self, kv=replace(self.kv, **bits), n_layers=1)._packed(self.device)
+
+    @property
+    def is_packed(self) -> bool:
+        return min(self.kv.k_bits, self.kv.v_bits) < 16
+
+    @cached_property
+    def _on_device(self) -> int | None:
+        """Slots a head for which the device has room beside the top, or in the top itself; None = no limit."""
+        room = self._room()
+        if room is None:
+            return None
+        # what is read or written between two boundaries lies in the top before it can go anywhere
+        before = self.kv.sinks + self.kv.group + max(self.chunk, EVERY) + STEP
+        before += self.kv.residual if self.is_packed else 0
+        left = room - before * self.n_layers * self._wide
+        if left < self.n_layers * self._narrow:
+            need = (before + 1) * self.n_layers * self._wide
+            raise Shortage(
+                f"memory.device = {self.memory.device} has no room for a text",
+                lines=[f"{before:,} tokens are stored between two boundaries: {_mib(need)} MiB of {_mib(room)} MiB"],
+                detail={"need": need, "room": room},
+                try_=[f"--set memory.device={_mib(2 * need)}MiB", f"--set prefill.chunk={max(1, self.chunk // 4)}"],
+            )
+        return self._tokens(left)
+
+    def _room(self) -> int | None:
+        """Bytes of the device that keys and values may take; None = no limit."""
+        if self.memory.device != "auto":
+            return size_of(self.memory.device)
+        if not size_of(self.memory.host) and not size_of(self.memory.disk):
+            return None
+        if self.device.type == "cuda":
+            free = int(torch.cuda.mem_get_info(self.device)[0])
+        else:
+            free = int(psutil.virtual_memory().available)
+        free += self.held
+        return free - min(KEPT_FREE, free // 10)
+
+    def _tokens(self, nbytes: int) -> int:
+        return nbytes // (self.n_layers * self._narrow)
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of a slot of all heads, as the top stores it."""
+        return 2 * self.n_kv_heads * self.head_dim * self.dtype.itemsize + POSITION
+
+    @property
+    def _narrow(self) -> int:
+        """The same below the top: packed, with two numbers of 16 bit for each group."""
+        if not self.is_packed:
+            return self._wide
+        width = self.n_kv_heads * self.head_dim
+        bits = [16.0 if b == 16 else b + 32 / self.kv.group for b in (self.kv.k_bits, self.kv.v_bits)]
+        return int(width * sum(bits) / 8) + POSITION
+
+    def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
+        return Dense(self.n_layers, self.n_kv_heads, self.head_dim, self.dtype, device, step=step)
+
+    def _packed(self, device: torch.device) -> Floor:
+        from kvcli.kv.packed import Packed
+
+        return Packed(
+            self.n_layers,
+            self.n_kv_heads,
+            self.head_dim,
+            self.dtype,
+            device,
+            k_bits=self.kv.k_bits,
+            v_bits=self.kv.v_bits,
+            group=self.kv.group,
+            rotate=self.kv.rotate,
+        )
+
+    def _host(self) -> Floor:
+        from kvcli.kv.host import Host
+
+        cpu = torch.device("cpu")
+        return Host(self._packed(cpu) if self.is_packed else self._dense(cpu), self.device)
+
+    def _disk(self) -> Floor:
+        from kvcli.kv.disk import Disk
+        from kvcli.kv.host import Host
+
+        most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
+        disk = Disk(self.n_layers, self.n_kv_heads, self.head_dim, self.dtype, most, writes)
+        return disk if self.device.type == "cpu" else Host(disk, self.device)
+
+
+def is_ladder(kv: Kv, memory: Memory) -> bool:
+    """Whether these keys ask for more than one dense tier that grows as it likes."""
+    is_plain = kv.k_bits == kv.v_bits == 16 and memory.device == "auto"
+    return not is_plain or size_of(memory.host) > 0 or size_of(memory.disk) > 0
+
+
+def _mib(nbytes: int) -> int:
+    return -(-nbytes // (1 << 20))

@@ -1,0 +1,82 @@
+"""How many slots each head of each layer keeps, and which ones: pure functions.
+
+A score [K, S] says how much a slot is worth; -inf = no candidate, +inf = stays before all others. Where scores are
+equal, the later position wins, so that the order of slots decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def top(score: Tensor, pos: Tensor, count: Tensor) -> Tensor:
+    """The best count [K] candidates of each head -> bool [K, S]."""
+    late_first = pos.argsort(dim=1, descending=True, stable=True)
+    best = score.gather(1, late_first).argsort(dim=1, descending=True, stable=True)
+    order = late_first.gather(1, best)
+    first = torch.arange(pos.shape[1], device=pos.device) < count.unsqueeze(1)
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, order, first) & (score > -torch.inf)
+
+
+def uniform(score: Tensor, pos: Tensor, each: int) -> Tensor:
+    """The best `each` of every head."""
+    return top(score, pos, torch.full_like(pos[:, 0], each) if pos.shape[1] else pos.sum(1))
+
+
+def safe(score: Tensor, pos: Tensor, each: int, floor: float) -> Tensor:
+    """The scores, with the best `floor` * `each` of every head raised to +inf: no head goes below that."""
+    return score.masked_fill(uniform(score, pos, int(floor * each)), torch.inf)
+
+
+def ada(score: Tensor, pos: Tensor, each: int, floor: float) -> Tensor:
+    """K * `each` slots shared by the heads of a layer as their scores compare (AdaKV, arXiv 2407.11550)."""
+    raised = safe(score, pos, each, floor)
+    return uniform(raised.reshape(1, -1), pos.reshape(1, -1), each * pos.shape[0]).view_as(pos)
+
+
+def pyramid(n_layers: int, each: int, beta: float, most: int, least: int = 0) -> list[int]:
+    """Slots a head by layer, falling in equal steps to `each` / beta (PyramidKV, arXiv 2406.02069).
+
+    They sum to n_layers * `each`. None is above `most` nor below `least`: the slope gets flatter where one would be.
+    """
+    each = min(each, most)
+    high = min(2 * each - max(each / beta, min(least, each)), float(most))
+    step = 2 * (high - each) / max(1, n_layers - 1)
+    ends = [round((layer + 1) * high - step * layer * (layer + 1) / 2) for layer in range(n_layers)]
+    if n_layers:
+        ends[-1] = n_layers * each
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def by_weight(weights: Sequence[float], each: int, floor: float, most: int, least: int = 0) -> list[int]:
+    """Slots of each head: `floor` * `each` for all, the rest in proportion to `weights` (HeadKV, arXiv 2410.19258).
+
+    None gets more than `most` nor, where `each` allows it, less than `least`; what a full head leaves goes to the
+    others. They sum to `each` times their number, or to all that there is.
+    """
+    n = len(weights)
+    each = min(each, most)
+    given = [float(max(int(floor * each), min(least, each)))] * n
+    left = n * each - sum(given)
+    open_ = [i for i in range(n) if given[i] < most]
+    while left > 1e-9 and open_:
+        total = sum(weights[i] for i in open_)
+        share = {i: left * (weights[i] / total if total > 0 else 1 / len(open_)) for i in open_}
+        for i in open_:
+            given[i] += share[i]
+        left = sum(max(0.0, given[i] - most) for i in open_)
+        given = [min(g, float(most)) for g in given]
+        open_ = [i for i in open_ if given[i] < most]
+    return _whole(given, n * each, most)
+
+
+def _whole(given: Sequence[float], total: int, most: int) -> list[int]:
+    """Whole numbers nearest to these that sum to `total`: the largest remainders are rounded up."""
+    down = [min(int(g + 1e-9), most) for g in given]
+    by_rest = sorted(range(len(given)), key=lambda i: (down[i] - given[i], i))
+    for i in by_rest[: total - sum(down)]:
+        down[i] += 1
+    return down

@@ -1,0 +1,112 @@
+"""Each head keeps what it looks at: FastGen (Ge et al., arXiv 2310.01801).
+
+When a prompt has been read, a few of its rows say how much attention every head would lose under each of a handful of
+policies (recovery.py), and the head gets the cheapest that loses little enough; or, with `keep`, all heads share one
+budget (knapsack.py). `paper = true` measures as published: on all rows, their plain mean, without a guard window.
+Heads that `headmap` names keep everything. Sliding layers are left whole. Calibrating T by comparing answers is not
+done: a policy runs no passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from kvcli.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.policies.base import Policy
+
+Candidate = Literal[
+    "special",
+    "punct",
+    "local",
+    "frequent",
+    "punct+local",
+    "punct+frequent",
+    "local+frequent",
+    "punct+frequent+local",
+]
+CANDIDATES: tuple[Candidate, ...] = ("special", "punct", "punct+local", "punct+frequent", "punct+frequent+local")
+PAPER: tuple[Candidate, ...] = ("special", "punct", "punct+frequent", "punct+frequent+local")
+LAST = 32  # newest rows of a prompt that are probed each
+PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances stand for all
+
+
+@dataclass(frozen=True)
+class FastGen:
+    """Keep in each head what it looks at: special tokens, punctuation, newest, most looked at, or all (FastGen)."""
+
+    criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst tenth, 5th percentile
+    recovery: Annotated[float, Range(0, 1)] = 0.8  # attention that a head must keep; means other things by criterion
+    keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads, instead; 0 = by recovery
+    policies: tuple[Candidate, ...] = CANDIDATES  # what heads choose from, special tokens included; everything is last
+    local_ratio: Annotated[float, Range(0, 1)] = 0.3  # newest tokens of a local head, as a share of the prompt
+    frequent_ratio: Annotated[float, Range(0, 1)] = 0.3  # most looked-at tokens, as a share of the text
+    guard: Annotated[int, Range(0)] = 128  # newest tokens that every head keeps
+    sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
+    protect: bool = True  # keep the system prompt and tool text in every head
+    punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share of the prompt only ends of sentences and lines
+    probe_rows: Annotated[int, Range(1)] = 128  # rows measured: spread over the second half, beside the last 32
+    crossfit: bool = True  # choose frequent tokens on other rows than they are measured on
+    gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
+    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep everything; empty = none
+    headmap_from: Annotated[float, Range(0, 1)] = 0.5  # score in that file from which on they do
+    reprofile_every: Annotated[int, Range(0)] = 0  # tokens of an answer between two measurements; 0 = once a prompt
+    every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+    score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, for each token; 1 = equal
+    max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB that measuring may take; more goes in blocks
+    paper: bool = False  # as published: all rows, their mean, guard 0, no cross-fit, five policies, nothing protected
+
+    def __post_init__(self) -> None:
+        for key, own in {"criterion": "mean", "guard": 0, "crossfit": False, "policies": PAPER}.items():
+            given = getattr(self, key)
+            if self.paper and given not in (own, FastGen.__dataclass_fields__[key].default):
+                raise ValueError(f"paper = true has {key} = {own} and leaves no room for {given}")
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """What a head chooses from; everything comes last."""
+        return (*(PAPER if self.paper else self.policies), "full")
+
+    @property
+    def guarded(self) -> int:
+        """Newest tokens that every head keeps."""
+        return 0 if self.paper else self.guard
+
+    @property
+    def is_crossfit(self) -> bool:
+        """Are frequent tokens chosen on other rows than they are measured on?"""
+        return self.crossfit and not self.paper
+
+    @property
+    def measure(self) -> Literal["mean", "cvar10", "p05"]:
+        """The criterion in force."""
+        return "mean" if self.paper else self.criterion
+
+    def probes(self, n: int) -> Sequence[int]:
+        """Rows of a prompt of n tokens to measure: its second half, where attention has something to leave out."""
+        if self.paper:
+            return spread(0, n, PAPER_ROWS)
+        half, last = n // 2, max(n // 2, n - LAST)
+        return [*spread(half, last, self.probe_rows), *range(last, n)]
+
+    def policy(self) -> Policy:
+        """A policy that has measured nothing yet. Raises BadInput for a head map that cannot be read."""
+        from kvcli.policies.fastgen_heads import Heads
+        from kvcli.policies.headmap import read_headmap
+
+        heads = read_headmap(self.headmap) if self.headmap else []
+        return Heads(self, [[value >= self.headmap_from for value in row] for row in heads])
+
+    def slots(self, n: int) -> int:
+        """Of a prompt of n tokens, once it has been read; by recovery only the text itself can say, so all of them."""
+        return min(n, max(round(self.keep * n), self.sinks + self.guarded)) if self.keep else n
+
+
+def spread(start: int, end: int, most: int) -> list[int]:
+    """At most so many of the whole numbers from start to end - 1, at equal distances."""
+    n = max(0, end - start)
+    count = min(n, most)
+    return [start + i * n // count for i in range(count)]

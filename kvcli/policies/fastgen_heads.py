@@ -1,0 +1,207 @@
+"""FastGen at work: what each head of one text chose, and what it keeps at every boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import BadInput
+from kvcli.kinds import SYSTEM, TOOLS
+from kvcli.kv.slots import Slots
+from kvcli.policies.base import Guard, Moment, Plain
+from kvcli.policies.fastgen import FastGen
+from kvcli.policies.fastgen_scores import Scores
+from kvcli.policies.knapsack import solve
+from kvcli.policies.recovery import Recovery, Sets, classes, recover, top
+
+if TYPE_CHECKING:
+    from kvcli.model import LM
+
+LEAST = 16  # rows below which a later prompt is not measured: heads stay with what they chose
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer of the text."""
+
+    sets: Sets
+    value: Tensor  # [C, K] what each candidate is worth to a head
+    cost: Tensor  # [C, K] tokens
+    measured: int  # tokens of the text when that was so
+    chosen: list[int] = field(default_factory=list)  # [K] candidates
+    frequent: Tensor | None = None  # [K, S] frequent slots of this very boundary
+    scores: Scores | None = None  # of frequent tokens, while answering
+
+    def having(self, word: str, like: Tensor) -> Tensor:
+        """[K, 1] bool: which heads chose a candidate with this word."""
+        words = self.sets.having(word)
+        return torch.tensor([words[c] for c in self.chosen], device=like.device).unsqueeze(1)
+
+
+class Heads(Plain):
+    """The policy. It keeps everything while a prompt is read, then lets each head choose."""
+
+    def __init__(self, settings: FastGen, full: Sequence[Sequence[bool]] = ()) -> None:
+        """`full` [L][K]: heads that keep everything, whatever they look at."""
+        self.settings = settings
+        kinds = frozenset({SYSTEM, TOOLS}) if settings.protect and not settings.paper else frozenset()
+        self.guard = Guard(settings.sinks, settings.guarded, kinds)
+        self.looks = settings.keep > 0
+        asked = any("frequent" in name for name in settings.candidates)
+        again = settings.probe_rows if settings.reprofile_every else 0
+        self.recent = max(settings.every if asked else 0, again)
+        self._full = full
+        self._layers: dict[int, Layer] = {}
+        self._unshared = False  # measured, and no budget shared out since
+
+    def probes(self, n: int) -> Sequence[int]:
+        """Rows of a prompt to measure."""
+        return self.settings.probes(n)
+
+    def meet(self, lm: LM) -> None:
+        """Raises BadInput where the head map is of a model of another shape."""
+        shape = len(self._full), len(self._full[0]) if self._full else 0
+        if self._full and shape != (lm.n_layers, lm.n_kv_heads):
+            raise BadInput(
+                f"{self.settings.headmap} is of another model",
+                code="bad_headmap",
+                lines=[f"{shape[0]} layers x {shape[1]} KV heads, and this model has {lm.n_layers} x {lm.n_kv_heads}"],
+                try_=["kvcli profile-heads writes one of this model"],
+            )
+
+    def start(self) -> None:
+        """Another text."""
+        self._layers = {}
+
+    def chosen(self) -> dict[int, list[str]]:
+        """By layer, the candidate of each KV head; sliding layers and texts not yet read have none."""
+        names = self.settings.candidates
+        return {i: [names[c] for c in layer.chosen] for i, layer in self._layers.items()}
+
+    def look(self, s: Slots, at: Moment) -> None:
+        """With a common budget, heads of all layers are measured before any is judged."""
+        if self._is_due(at):
+            self._measure(s, at)
+            self._unshared = True
+        if self._unshared and at.layer == at.n_layers - 1:
+            self._share()
+            self._unshared = False
+
+    def keep(self, s: Slots, at: Moment) -> Tensor:
+        """What each head's choice keeps; a sliding layer everything."""
+        if at.phase == "reading" or at.window is not None:
+            return s.pos >= 0
+        if not self.looks and self._is_due(at):
+            layer = self._measure(s, at)
+            layer.chosen = self._cheapest(layer, at.layer)
+        if at.layer not in self._layers:  # no prompt was ever read
+            return s.pos >= 0
+        return self._mask(self._layers[at.layer], s, at)
+
+    def _is_due(self, at: Moment) -> bool:
+        if at.phase == "reading" or at.window is not None:
+            return False
+        layer = self._layers.get(at.layer)
+        if at.phase == "read":
+            pos = at.q_pos[self._rows(at)]
+            return pos.shape[0] > 0 if layer is None else int((pos >= layer.measured).sum()) >= LEAST
+        every = self.settings.reprofile_every
+        return bool(every) and layer is not None and at.kinds.shape[0] - layer.measured >= every
+
+    def _rows(self, at: Moment) -> Tensor:
+        """[m] which of the queries at hand to measure."""
+        if at.phase == "read":
+            wanted = torch.tensor(self.settings.probes(at.kinds.shape[0]), device=at.q_pos.device)
+            return torch.isin(at.q_pos, wanted).nonzero()[:, 0]
+        return torch.arange(at.q_pos.shape[0], device=at.q_pos.device)[-self.settings.probe_rows :]
+
+    def _measure(self, s: Slots, at: Moment) -> Layer:
+        settings, rows = self.settings, self._rows(at)
+        q, q_pos = at.q[:, rows], at.q_pos[rows]
+        found = recover(
+            q, q_pos, s, at.kinds, settings, at.scale, at.softcap, protected=at.protected, n_prompt=at.n_prompt
+        )
+        self._layers[at.layer] = Layer(
+            sets=Sets.of(settings, at.kinds, at.n_prompt),
+            value=found.value(settings.measure, settings.gqa),
+            cost=found.cost,
+            measured=at.kinds.shape[0],
+            frequent=found.frequent,
+            scores=self._scores(found, q_pos, at),
+        )
+        return self._layers[at.layer]
+
+    def _scores(self, found: Recovery, q_pos: Tensor, at: Moment) -> Scores:
+        """What the measured rows looked at, as the beginning of what all later rows will."""
+        settings = self.settings
+        # the paper adds up over all rows, of which a long prompt is measured on some
+        weight = at.kinds.shape[0] / q_pos.shape[0] if settings.paper else 1.0
+        rate = not settings.paper
+        far, upto = found.far * weight, at.kinds.shape[0]
+        return Scores(far, q_pos, upto, settings.guarded, settings.score_decay, is_rate=rate)
+
+    def _cheapest(self, layer: Layer, i: int) -> list[int]:
+        """The cheapest candidate of each head that recovers enough; everything always does."""
+        last, n_kv = layer.value.shape[0] - 1, layer.value.shape[1]
+        if self.settings.recovery >= 1:  # a token without attention on the measured rows may get some later
+            return [last] * n_kv
+        enough = layer.value >= self.settings.recovery
+        enough[last] = True
+        best = layer.cost.double().masked_fill(~enough, torch.inf).argmin(0).tolist()
+        return [last if self._is_full(i, j) else c for j, c in enumerate(best)]
+
+    def _share(self) -> None:
+        """One budget for all heads: `keep` of what they store."""
+        heads = [(i, j) for i, layer in sorted(self._layers.items()) for j in range(layer.cost.shape[1])]
+        cost = [self._layers[i].cost[:, j].tolist() for i, j in heads]
+        value = [self._layers[i].value[:, j].tolist() for i, j in heads]
+        budget = self.settings.keep * sum(c[-1] for c in cost)
+        for n, (i, j) in enumerate(heads):
+            if self.settings.keep >= 1 or self._is_full(i, j):  # every candidate costs what everything does
+                cost[n], value[n] = cost[n][-1:] * len(cost[n]), [0.0] * (len(cost[n]) - 1) + [1.0]
+        chosen = solve(value, cost, budget)
+        for layer in self._layers.values():
+            layer.chosen = []
+        for (i, _), candidate in zip(heads, chosen, strict=True):
+            self._layers[i].chosen.append(candidate)
+
+    def _is_full(self, layer: int, head: int) -> bool:
+        return bool(self._full) and self._full[layer][head]
+
+    def _mask(self, layer: Layer, s: Slots, at: Moment) -> Tensor:
+        """[K, S] bool, and the scores brought up to date."""
+        always, punct = classes(s, at.kinds, layer.sets)
+        always |= at.protected
+        stored, age = s.pos >= 0, at.kinds.shape[0] - 1 - s.pos
+        reach = torch.where(layer.having("local", age), layer.sets.local, layer.sets.guard)
+        mask = always | (punct & layer.having("punct", age)) | (age < reach) | layer.having("full", age)
+        frequent = layer.having("frequent", age)
+        if not bool(frequent.any()):
+            layer.scores = layer.frequent = None
+        else:
+            mask |= frequent & self._frequent(layer, s, at, allowed=stored & ~always & ~punct, wanted=frequent[:, 0])
+        return mask & stored
+
+    def _frequent(self, layer: Layer, s: Slots, at: Moment, allowed: Tensor, wanted: Tensor) -> Tensor:
+        """[K, S] bool: the most looked at among those allowed, of heads that are wanted."""
+        assert layer.scores is not None
+        settings, n = self.settings, at.kinds.shape[0]
+        age = n - 1 - s.pos
+        pool = allowed & (age >= layer.sets.guard)
+        if layer.frequent is not None:  # measured at this boundary
+            chosen, layer.frequent = layer.frequent, None
+            layer.scores.bind(s, wanted, chosen & pool)
+            return chosen
+        score = layer.scores.add(s, at, wanted)
+        # a token is judged once a batch of rows beyond the guard has seen it
+        young = pool & (age < layer.sets.guard + (0 if settings.paper else settings.every))
+        count = round(settings.frequent_ratio * n)
+        chosen = torch.zeros_like(pool)
+        for j in wanted.nonzero()[:, 0].tolist():
+            chosen[j] = top(score[j], pool[j] & ~young[j], count) | young[j]
+        layer.scores.bind(s, wanted, chosen)
+        return chosen

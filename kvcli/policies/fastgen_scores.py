@@ -1,0 +1,78 @@
+"""How much each frequent token was looked at: one float for each, beside its position.
+
+Paid for heads that keep frequent tokens, and for those tokens only: at 128 numbers a head, 8 bytes beside 512 of keys
+and values in bf16. The engine hands over the queries of what was accepted since the last boundary, so rejected guesses
+never count.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.kv.slots import Slots
+from kvcli.policies.base import Moment
+from kvcli.policies.recovery import Look
+
+
+class Scores:
+    """Of one layer. Rows count for tokens beyond the guard only: the newest are kept without being asked for."""
+
+    def __init__(self, far: Tensor, rows: Tensor, upto: int, guard: int, decay: float, *, is_rate: bool) -> None:
+        """Begins with what rows at positions `rows` [m] of the first `upto` tokens looked at: far [K, S].
+
+        `is_rate`: attention per row that could look; else the sum, which favours old tokens, as published.
+        """
+        self._guard, self._decay, self._is_rate, self._upto = guard, decay, is_rate, upto
+        self._pending = far  # scores of all slots, until `bind` says which of them matter
+        self._rows = rows  # positions of all rows that counted, rising
+        self._weight = torch.ones_like(rows, dtype=far.dtype)  # of each
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # head -> positions [P] rising, score [P]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the scores take, but for the rows that all heads share."""
+        return sum(t.untyped_storage().nbytes() for pair in self._held.values() for t in pair)
+
+    def add(self, s: Slots, at: Moment, wanted: Tensor) -> Tensor:
+        """[K, S]: the score of each slot after the rows that came since, for heads in `wanted` [K]."""
+        fresh = (at.q_pos >= self._upto).nonzero()[:, 0]
+        q, pos = at.q[:, fresh], at.q_pos[fresh]
+        late = torch.full_like(pos, self._decay, dtype=self._weight.dtype) ** (at.kinds.shape[0] - 1 - pos)
+        shrink = self._decay ** fresh.shape[0]
+        score = torch.zeros_like(s.pos, dtype=self._weight.dtype)
+        group = q.shape[0] // s.k.shape[0]
+        for j in wanted.nonzero()[:, 0].tolist():
+            rows = q[j * group : (j + 1) * group].transpose(0, 1)
+            look = Look(rows, pos, s.k[j], s.pos[j], at.scale, at.softcap, at.window, None)
+            score[j] = self._of(j, s.pos[j]) * shrink
+            if fresh.shape[0]:
+                p = look.attention(slice(None))  # [r, G, S]
+                p.masked_fill_((look.distance(slice(None)) < self._guard).unsqueeze(1), 0.0)
+                score[j] += (p.mean(1) * late.unsqueeze(1)).sum(0)
+        self._rows = torch.cat((self._rows, pos))
+        self._weight = torch.cat((self._weight * shrink, late))
+        self._upto, self._pending = at.kinds.shape[0], score
+        return score / self._seen(s.pos) if self._is_rate else score
+
+    def bind(self, s: Slots, wanted: Tensor, chosen: Tensor) -> None:
+        """Remember the scores of the chosen slots [K, S] of heads in `wanted` [K]; the others are forgotten."""
+        score, self._pending = self._pending, self._pending[:, :0]
+        self._held = {}
+        for j in wanted.nonzero()[:, 0].tolist():
+            pos, order = s.pos[j][chosen[j]].sort()
+            self._held[j] = pos.to(torch.int32), score[j][chosen[j]][order].float()
+
+    def _of(self, head: int, pos: Tensor) -> Tensor:
+        """[S]: what is remembered of slots at these positions; 0 for others."""
+        if head not in self._held or not self._held[head][0].shape[0]:
+            return torch.zeros_like(pos, dtype=self._weight.dtype)
+        known, score = self._held[head]
+        pos = pos.to(known.dtype)
+        i = torch.searchsorted(known, pos).clamp(max=known.shape[0] - 1)
+        return torch.where(known[i] == pos, score[i], 0.0).to(self._weight.dtype)
+
+    def _seen(self, pos: Tensor) -> Tensor:
+        """[K, S]: rows, as they weigh now, that stand far enough behind each position to look at it; at least 1."""
+        behind = torch.cat((self._weight.flip(0).cumsum(0).flip(0), self._weight.new_zeros(1)))  # [R + 1]
+        return behind[torch.searchsorted(self._rows, pos.to(self._rows.dtype) + self._guard)].clamp(min=1.0)

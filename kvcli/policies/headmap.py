@@ -1,0 +1,54 @@
+"""Read a head map: how much of the past each head needs, as a file says.
+
+Two kinds of file: the table of DuoAttention (arXiv 2410.10819; one line a layer, one number a KV head, with tabs or
+spaces between), and JSON with such rows under "heads", as `kvcli profile-heads` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from kvcli.errors import BadInput
+
+
+def read_headmap(path: str | Path) -> list[list[float]]:
+    """[L][K] numbers, none negative. Raises BadInput for a file that holds something else, or is not there."""
+    path = Path(path).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise _bad(path, f"it cannot be read: {why}") from None
+    rows = _of_json(path, text) if text.lstrip()[:1] in ("{", "[") else _of_table(path, text)
+    if not rows or len({len(row) for row in rows}) != 1 or not rows[0]:
+        raise _bad(path, "its rows have different lengths, or there are none")
+    if not all(math.isfinite(value) and value >= 0 for row in rows for value in row):
+        raise _bad(path, "it holds numbers that are negative or not finite")
+    return rows
+
+
+def _of_json(path: Path, text: str) -> list[list[float]]:
+    try:
+        found = json.loads(text)
+        rows = found["heads"] if isinstance(found, dict) else found
+        return [[float(value) for value in row] for row in rows]
+    except (ValueError, KeyError, TypeError):
+        raise _bad(path, 'it has no rows of numbers under "heads"') from None
+
+
+def _of_table(path: Path, text: str) -> list[list[float]]:
+    try:
+        return [[float(word) for word in line.split()] for line in text.splitlines() if line.strip()]
+    except ValueError:
+        raise _bad(path, "it is no table of numbers") from None
+
+
+def _bad(path: Path, why: str) -> BadInput:
+    return BadInput(
+        f"{path} is no head map: {why}",
+        code="bad_headmap",
+        lines=["a head map has one line a layer, with one number a KV head"],
+        try_=["kvcli profile-heads writes one"],
+    )

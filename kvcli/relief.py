@@ -1,0 +1,143 @@
+"""What is done when memory runs out: back to the last boundary between passes, then the next declared step.
+
+Nothing that was generated is lost: the ids of the text are kept whatever happens, and keys and values that cannot be
+saved are computed again from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli import build
+from kvcli.kv.shortage import as_shortage, free_caches
+from kvcli.kv.slots import nbytes
+
+if TYPE_CHECKING:
+    from kvcli.kv.slots import Store
+    from kvcli.policies.base import Phase
+    from kvcli.profile import Profile
+    from kvcli.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Relieved:
+    """What came of it."""
+
+    steps: tuple[str, ...]  # taken, in order
+    profile: Profile  # after them, with the steps that are left
+    is_over: bool  # the session is ready for its next pass; else no step is left
+
+
+def mend(session: Session) -> bool:
+    """Make store and ids agree after a pass that broke; returns whether a boundary was reached and not settled.
+
+    A pass breaks before anything is stored, between two layers, or behind its last token: rows that only some layers
+    stored go, and a text that was being read ends with what all of them did.
+    """
+    session.committed = min(session.committed, max(0, len(session.ids) - 1))
+    is_due = session.committed > 0 and session.committed == session.boundary
+    session.rewind(session.committed + 1)
+    return is_due
+
+
+def relieve(session: Session, profile: Profile, limit: int, phase: Phase) -> Relieved:
+    """Mend the session, then take steps of the profile's `memory.ladder` until one leaves it ready for a pass.
+
+    `limit`: the window in use, tokens. Where the past could not be saved the session has forgotten it, and the caller
+    reads its ids again.
+    """
+    free_caches()
+    is_due = False
+    try:
+        is_due = mend(session)
+    except Exception as error:
+        _only_shortage(error)
+        _restart(session, profile)
+    taken: list[str] = []
+    while profile.memory.on_shortage == "degrade" and profile.memory.ladder:
+        before, profile = profile, stepped(profile, limit)
+        if _apply(session, before, profile):
+            taken.append(before.memory.ladder[0])
+            if _is_ready(session, is_due, phase):
+                return Relieved(tuple(taken), profile, True)
+    return Relieved(tuple(taken), profile, False)
+
+
+def stepped(profile: Profile, limit: int) -> Profile:
+    """The profile after its next step, such as "kv.v_bits=2" or "context.limit=-25%"."""
+    step, *rest = profile.memory.ladder
+    dotted, _, value = step.partition("=")
+    table, _, key = dotted.partition(".")
+    number: object = int(value) if value.isdigit() else value
+    if value.endswith("%"):
+        now = limit if dotted == "context.limit" else getattr(getattr(profile, table), key)
+        number = max(1, int(now * (1 + int(value[:-1]) / 100)))
+    changes: dict[str, dict[str, object]] = {"memory": {"ladder": rest}}
+    changes.setdefault(table, {})[key] = number
+    return profile.replace(**changes)
+
+
+def _apply(session: Session, old: Profile, new: Profile) -> bool:
+    """Have the session go on under `new`; False if what that needs is not there, and nothing has changed."""
+    if _storage(old) != _storage(new):
+        try:
+            store = build.store(session.lm, new, nbytes(session.kv).get(session.lm.device.type, 0))
+        except Exception as error:
+            _only_shortage(error)
+            return False
+        session.every = build.every(new)
+        try:
+            move(session.kv, store, session.lm.n_layers)
+            _put(session, store)
+            session.rewind(session.committed + 1)  # the next boundary may be another
+        except Exception as error:
+            _only_shortage(error)
+            _restart(session, new)
+    session.chunk = new.prefill.chunk
+    return True
+
+
+def move(old: Store, new: Store, n_layers: int) -> None:
+    """What `old` holds goes to `new`, a layer at a time, so that no more than one lies in both."""
+    for layer in range(n_layers):
+        slots = old.slots(layer)
+        new.take(layer, slots)
+        old.keep(layer, slots.pos < 0)
+
+
+def _storage(profile: Profile) -> tuple[object, ...]:
+    """All that decides how keys and values are stored."""
+    return profile.kv, dataclasses.replace(profile.memory, ladder=())
+
+
+def _is_ready(session: Session, is_due: bool, phase: Phase) -> bool:
+    """Settle the boundary that the failure came before, and have the drafter start anew; False if memory ran out."""
+    try:
+        if is_due and session.committed:
+            session.settle(phase)
+        session.drafter.start(session.ids, session.sampler)
+    except Exception as error:
+        _only_shortage(error)
+        return False
+    return True
+
+
+def _restart(session: Session, profile: Profile) -> None:
+    """Forget everything stored, in a new store: the old one may be torn."""
+    _put(session, build.store(session.lm, profile))
+    session.committed = 0
+    session.rewind(0)
+
+
+def _put(session: Session, store: Store) -> None:
+    session.kv = store
+    if session.view is not None:
+        session.view = session.view.over(store)
+
+
+def _only_shortage(error: Exception) -> None:
+    """Anything else goes on to whoever knows it."""
+    if as_shortage(error) is None:
+        raise error

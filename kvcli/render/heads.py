@@ -1,0 +1,126 @@
+"""The heads of a model in a terminal: a grid of layers and KV heads, what it says, and what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from kvcli.render import figures as f
+from kvcli.render import heads_cells as c
+from kvcli.render.heads_text import facts, top_table
+from kvcli.render.summary import joined
+from kvcli.render.tables import columns
+from kvcli.render.terminal import Span, cells
+from kvcli.render.wrap import fold
+from kvcli.text import neutralise
+
+if TYPE_CHECKING:
+    from kvcli.schemas.heads import HeadsDocument
+
+Look = Literal["truecolor", "shade", "digit"]
+CELL = 3  # columns of a head, the gap behind it included
+LEAST = 2  # heads in a row, however narrow the terminal
+
+
+def heads_lines(
+    document: HeadsDocument, show: str, top: int, width: int, look: Look, folder: str | None
+) -> Iterator[list[Span]]:
+    """The grid, its legend, the facts, the heads that matter most, notes, and the command to use them."""
+    for line in joined(_title(document, show), width):
+        yield [(line, "bold")]
+    yield from _grid(document, show, width, look)
+    yield from _legend(document, show, width, look)
+    yield []
+    for text in facts(document):
+        yield from _folded(text, width, "")
+    if top:
+        yield []
+        for i, line in enumerate(_narrowed(top_table(document, top), width)):
+            yield [(line, "" if i else "dim")]
+    for note in document.notes:
+        yield from _folded(f"note: {note}", width, "dim")
+    word, command = _next(document, folder)
+    if cells(word + command) + 4 < width:
+        yield [(f"{word}:  ", ""), (command, "green")]
+        return
+    yield [(f"{word}:", "")]
+    for line in fold(command, max(20, width - 3)):
+        yield [(f"  {line.rstrip()}", "green")]
+
+
+def plain_rows(document: HeadsDocument, show: str) -> list[list[str]]:
+    """A digit or a letter a head and the share kept by each layer, for programs that want no JSON."""
+    names = ["layer", *(f"h{head}" for head in range(document.kv_heads)), "kept"]
+    rows = [
+        [
+            str(layer),
+            *(c.mark(document, show, layer, head) for head in range(document.kv_heads)),
+            c.kept(document, layer),
+        ]
+        for layer in document.probed
+    ]
+    return [names, *rows]
+
+
+def _title(document: HeadsDocument, show: str) -> list[str]:
+    return [
+        f"{c.WORDS.get(show, show)} per head",
+        neutralise(document.model, one_line=True),
+        f"{document.layers} layers × {document.kv_heads} KV heads",
+        f"ctx {f.count(document.ctx)}",
+        f"{document.samples} texts" if document.samples and show in ("retrieval", "ablate", "needle") else "",
+        f"{document.policy.criterion}" if document.policy and show == "policy" else "",
+    ]
+
+
+def _grid(document: HeadsDocument, show: str, width: int, look: Look) -> Iterator[list[Span]]:
+    """One block of heads below the other where they do not fit side by side."""
+    label = len(str(document.layers - 1)) + 3
+    margins = {layer: c.margin(document, show, layer) for layer in document.probed}
+    room = width - 1 - label - max(map(cells, margins.values())) - 2
+    block = max(LEAST, min(document.kv_heads, room // CELL))
+    for first in range(0, document.kv_heads, block):
+        heads = range(first, min(first + block, document.kv_heads))
+        if block < document.kv_heads:
+            yield [(f"heads {heads[0]} to {heads[-1]} of {document.kv_heads}", "dim")]
+        yield [(" " * label + "".join(f"{head:>2} " for head in heads).rstrip(), "dim")]
+        for layer in document.probed:
+            name = f" L{layer:0{label - 3}d} "
+            spans = [span for head in heads for span in c.cell(document, show, layer, head, look)]
+            end = f" {margins[layer]}" if heads[-1] == document.kv_heads - 1 and room >= CELL * LEAST else ""
+            yield [(name, "dim"), *spans, (end, "")]
+
+
+def _legend(document: HeadsDocument, show: str, width: int, look: Look) -> Iterator[list[Span]]:
+    if show == "policy" and document.policy is not None:
+        used = {i for layer in document.probed for i in document.policy.chosen[layer]}
+        names = enumerate(document.policy.candidates)
+        said = [f"{c.letters(document)[i]} {name}" for i, name in names if i in used]
+        said += ["W window only"] if -1 in used else []
+        for line in joined(said, width, between="   "):
+            yield [(line, "")]
+        return
+    yield [*c.scale(document, show, look)]
+
+
+def _folded(text: str, width: int, style: str) -> Iterator[list[Span]]:
+    for line in fold(neutralise(text, one_line=True), max(20, width - 1)):
+        yield [(line.rstrip(), style)]
+
+
+def _narrowed(table: list[list[str]], width: int) -> list[str]:
+    """As many columns as fit, the first ones."""
+    n = len(table[0])
+    while n > 2 and max(map(cells, columns([row[:n] for row in table]))) >= width:
+        n -= 1
+    return columns([row[:n] for row in table])
+
+
+def _next(document: HeadsDocument, folder: str | None) -> tuple[str, str]:
+    """What to type, and what for."""
+    model = neutralise(document.model, one_line=True)
+    if document.ranked_by == "prompt":
+        return "rank heads", f"kvcli profile-heads {model} --probe ablate"
+    if folder is None:
+        return "keep the map", f"kvcli profile-heads {model} --probe {document.ranked_by} --emit json"
+    return "use it", f"kvcli chat {model} -P fastgen --set policy.headmap={folder}/profile.json"

@@ -1,0 +1,142 @@
+"""The heads of a model as one HTML file: maps that recolour, and nothing fetched.
+
+The page holds all figures as data and one script of our own; its policy allows that script by its hash, and no other.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from hashlib import sha256
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from kvcli.render import heads_cells as c
+from kvcli.render.figures import long_size
+from kvcli.render.heads_text import facts, top_table
+from kvcli.render.html import Markup, data_table, plain, section, tag
+
+if TYPE_CHECKING:
+    from kvcli.heads.report import Strip
+    from kvcli.schemas.heads import HeadsDocument
+
+LISTED = 20  # heads in the table
+
+
+def html(document: HeadsDocument, strip: Strip | None) -> str:
+    """The page of a document; `strip`: the tokens of its prompt, which the document itself does not hold."""
+    script = _file("heads_report.js")
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("title", f"{document.model}: kvcli profile-heads"),
+        tag("style", Markup(_file("bench_report.css") + _file("heads_report.css"))),
+    )
+    data = json.dumps(_data(document, strip), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    body = tag(
+        "body",
+        tag(
+            "main", _title(document), _warnings(document), _glance(document), *_views(document, strip), _list(document)
+        ),
+        # what ends a script element may not stand in one, whatever a token reads like
+        tag("script", Markup(data.replace("<", "\\u003c")), type="application/json", id="data"),
+        tag("script", Markup(script)),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _file(name: str) -> str:
+    return (files("kvcli.render") / name).read_text(encoding="utf-8")
+
+
+def _title(document: HeadsDocument) -> Markup:
+    said = [
+        f"{document.layers} layers × {document.kv_heads} KV heads",
+        f"{document.query_heads // document.kv_heads} query heads each",
+        f"probes: {', '.join(document.probes)}",
+        f"context {document.ctx:,}",
+        f"kvcli {document.kvcli}",
+    ]
+    return tag("header", tag("h1", f"Heads of {document.model}"), tag("p", " · ".join(said), class_="sub"))
+
+
+def _warnings(document: HeadsDocument) -> Markup:
+    return tag("ul", [tag("li", note) for note in document.notes], class_="warnings") if document.notes else Markup("")
+
+
+def _glance(document: HeadsDocument) -> Markup:
+    cards = [tag("div", tag("h3", what), tag("p", big, class_="big"), tag("p", small)) for what, big, small in
+             _cards(document)]  # fmt: skip
+    said = tag("ul", [tag("li", text) for text in facts(document)], class_="legendtext")
+    return section("At a glance", tag("div", cards, class_="cards"), said)
+
+
+def _cards(document: HeadsDocument) -> list[tuple[str, str, str]]:
+    found = []
+    kv, policy, total = document.kv[0], document.policy, len(document.probed) * document.kv_heads
+    if policy is not None and kv.policy is not None:
+        small = f"of {long_size(kv.whole)} at {kv.context:,} tokens"
+        found.append(("Memory under these policies", long_size(kv.policy), small))
+        found.append(("Attention recovered", f"{policy.recovered:.3f}", f"{policy.worst:.3f} in the worst rows"))
+    if document.ranked_by != "prompt":
+        few = f"{len(document.suggest.full)} of {total}"
+        found.append(("Heads that need the whole past", few, f"by the probe “{document.ranked_by}”"))
+    if (check := document.check) is not None:
+        found.append(("Hidden facts, others restricted", f"{check.restricted} of {check.of}", f"{check.whole} whole"))
+    return found
+
+
+def _views(document: HeadsDocument, strip: Strip | None) -> list[Markup]:
+    """Places that the script fills."""
+    none = tag("noscript", tag("p", "The drawings need scripts; the figures are in the table below.", class_="note"))
+    views = [
+        section(
+            "Heads", none, tag("div", id="controls"), tag("div", id="map", class_="scroll"), tag("div", id="scale")
+        ),
+        section("One head", tag("div", id="one")),
+    ]
+    if document.policy is not None:
+        views.insert(1, section("Recovery and cost", tag("div", id="frontier")))
+        views.insert(2, section("Policies by layer", tag("div", id="shares", class_="scroll")))
+    if strip is not None:
+        views.append(section("Tokens", tag("div", id="strip")))
+    if document.compare is not None:
+        views.append(section(f"Against {document.compare.name}", tag("div", id="compare", class_="scroll")))
+    return views
+
+
+def _list(document: HeadsDocument) -> Markup:
+    first, *rest = top_table(document, LISTED)
+    return section("Heads by the head map", data_table(first, rest))
+
+
+def _data(document: HeadsDocument, strip: Strip | None) -> dict[str, Any]:
+    """What the script reads."""
+    held = document.document()
+    wanted = ("layers", "kv_heads", "query_heads", "probed", "windows", "ctx", "scalars", "query", "offsets", "policy",
+              "distances", "kinds", "suggest", "compare", "kv")  # fmt: skip
+    data = {name: held[name] for name in wanted}
+    data["top"] = None if document.top is None else [
+        [[[t.position, plain(t.text), t.mass] for t in head] for head in layer] for layer in document.top
+    ]  # fmt: skip
+    data["words"] = {name: c.WORDS.get(name, name) for name in ("policy", *document.scalars)}
+    data["shares"] = sorted(c.SHARES & document.scalars.keys())
+    data["ramp"], data["palette"] = c.RAMP, {letter: [colour, c.ink(colour)] for letter, colour in c.PALETTE.items()}
+    data["letters"] = c.letters(document)
+    data["forced"] = document.suggest.full if document.ranked_by != "prompt" else []
+    data["strip"] = None if strip is None else {
+        "texts": [_shown(text) for text in strip.texts],
+        "kinds": strip.kinds, "punct": strip.punct, "width": strip.width, "tokens": strip.tokens,
+        "frequent": {layer: [b64encode(row).decode() for row in rows] for layer, rows in strip.frequent.items()},
+    }  # fmt: skip
+    return data
+
+
+def _shown(text: str) -> str:
+    """Line ends stay, as a mark and a new line; nothing else steers the page."""
+    return "↵\n".join(plain(part) for part in text.split("\n"))

@@ -1,0 +1,131 @@
+"""What each attention head of a model does."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
+
+Probe = Literal["prompt", "ablate", "needle", "repeat"]
+ByHead = list[list[float]]  # [layers][KV heads]
+
+
+class HeadsPrompt(Json):
+    """What the prompt probe read. The text itself is not kept."""
+
+    name: str
+    sha256: str = Field(description="of the token ids")
+    tokens: Count
+    rows: Count = Field(description="positions whose queries were heard")
+
+
+class HeadsPolicy(Json):
+    """FastGen's choice for each head on this prompt, and all it chose from."""
+
+    criterion: str = Field(description="how recovered mass is read: cvar10 (worst tenth of rows), mean, p05")
+    recovery: Share | None = Field(description="mass that each head's policy recovers; null: a budget was given")
+    keep: Share | None = Field(description="share of tokens kept, over all heads; null: a recovery was given")
+    candidates: list[str] = Field(description="from cheap to the full cache")
+    chosen: list[list[int]] = Field(description="[layers][KV heads] index into candidates; -1: sees only a window")
+    mass: dict[str, list[ByHead]] = Field(description="criterion -> [candidates][layers][KV heads]")
+    cost: list[ByHead] = Field(description="[candidates][layers][KV heads] tokens")
+    guard: Count = Field(description="newest tokens that every candidate keeps")
+    local: Count = Field(description="newest tokens that those with local keep")
+    sinks: Count
+    kept: Share = Field(description="share of tokens kept by the choice, over all heads")
+    recovered: Share = Field(description="mass recovered by the choice, mean over heads and rows")
+    worst: Share = Field(description="the same by the worst tenth of rows")
+
+
+class HeadsTop(Json):
+    """A token that a head looks at much."""
+
+    position: Count
+    text: str
+    mass: Share
+
+
+class HeadsKv(Json):
+    """Bytes of keys and values, whole and when only some heads keep all."""
+
+    context: Count
+    whole: Bytes
+    policy: Bytes | None = Field(description="with the policies chosen; null: the prompt was not probed")
+    headmap: Bytes = Field(description="with the heads of `suggest` whole and first and newest tokens in the others")
+
+
+class HeadsSuggest(Json):
+    """Heads that keep everything; the others keep the first and the newest tokens."""
+
+    full: list[tuple[int, int]] = Field(description="(layer, KV head), the most important first")
+    carried: Share = Field(description="share of all scores that these heads hold")
+    sinks: Count
+    window: Count
+
+
+class HeadsCheck(Json):
+    """Questions about hidden facts, answered with nothing restricted and with all heads but the suggested ones."""
+
+    of: Count
+    whole: Count = Field(description="right with everything kept")
+    restricted: Count = Field(description="right with the suggested heads whole and the others restricted")
+    without: Count = Field(description="right with only the suggested heads restricted")
+    kl: Annotated[float, Field(ge=0)] = Field(description="nats a token, suggested heads whole")
+
+
+class HeadsCompare(Json):
+    """The same model on something else, or something else altogether."""
+
+    name: str
+    scalar: str = Field(description="which scalar was compared")
+    spearman: float | None = Field(description="rank correlation; null: one side is the same everywhere")
+    changed: Count | None = Field(description="heads with another policy; null: one side chose none")
+    difference: ByHead = Field(description="this run minus the other")
+
+
+class HeadsStability(Json):
+    """The prompt probe again while an answer is written."""
+
+    every: Count
+    tokens: list[Count] = Field(description="written when it was asked again")
+    changed: list[Count] = Field(description="heads with another policy than at the end of the prompt")
+    drift: list[Share] = Field(description="mean change of recovered mass of the policy chosen first")
+
+
+class HeadsDocument(Json):
+    """Where each KV head looks, what it fetches, and how much of the past it needs."""
+
+    schema_: Literal["kvcli.heads/1"] = Field(default="kvcli.heads/1", alias="schema")
+    kvcli: str
+    model: str
+    profile: str
+    fingerprint: str = Field(description="of the weights and this version")
+    tokenizer: str = Field(description="hash of the vocabulary")
+    layers: Count
+    kv_heads: Count
+    query_heads: Count
+    probed: list[Count] = Field(description="the layers that were looked at")
+    windows: list[Count | None] = Field(description="tokens that each layer sees at all; null: all")
+    ctx: Count = Field(description="tokens read at most")
+    samples: Count = Field(description="texts with hidden facts")
+    seed: Count
+    probes: list[Probe]
+    ranked_by: Probe = Field(description="the probe that the head map is made of")
+    heads: list[list[Share]] = Field(description="the head map: from 0.5 on a head needs the whole past")
+    scalars: dict[str, ByHead]
+    query: dict[str, ByHead] = Field(description="[layers][query heads]: scores before a group is taken together")
+    offsets: list[list[int]] | None = Field(description="where the needle was read, tokens from the one to be written")
+    policy: HeadsPolicy | None
+    distances: list[list[list[float]]] | None = Field(description="mass by distance: 0, 1, 2-3, 4-7, ... tokens")
+    kinds: dict[str, ByHead] | None = Field(description="mass by kind of token")
+    top: list[list[list[HeadsTop]]] | None
+    prompt: HeadsPrompt | None
+    kv: list[HeadsKv] = Field(description="the context of the run first")
+    suggest: HeadsSuggest
+    check: HeadsCheck | None
+    stability: HeadsStability | None
+    compare: HeadsCompare | None
+    seconds: dict[str, Seconds]
+    notes: list[str]

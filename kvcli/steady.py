@@ -1,0 +1,107 @@
+"""Reading and answering that survive a lack of memory: the declared steps are taken in turn, and said.
+
+What a pass was about to add is lost with it and made again; what was added before stays, in the text as in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
+
+from kvcli.kv.shortage import Shortage, as_shortage
+from kvcli.kv.slots import nbytes
+from kvcli.policies.base import Phase
+from kvcli.profile import Profile
+from kvcli.relief import relieve
+from kvcli.session import Session
+from kvcli.stats import Stats
+
+
+class Owner(Protocol):
+    """Who has a session and the profile it runs under; both may be others after a lack of memory."""
+
+    session: Session
+    profile: Profile
+
+    @property
+    def limit(self) -> int: ...
+
+
+def read(owner: Owner, ids: Sequence[int], stats: Stats) -> Iterator[int]:
+    """Have the session read `ids`, of which its text may be the beginning. Yields tokens committed, per chunk."""
+    session = owner.session
+    while True:
+        try:
+            yield from session.read(ids[len(session.ids) :])
+            return
+        except Exception as error:
+            lack = _lack(error)
+        _relieve(owner, lack, stats, "read" if session.committed == len(ids) - 1 else "reading")
+        if len(ids) >= owner.limit:
+            raise _explained(owner, lack)
+
+
+def answer(
+    owner: Owner, new: int, stop: Collection[int], cancel: Callable[[], bool], stats: Stats, said: Sequence[str]
+) -> Iterator[Sequence[int]]:
+    """`Session.stream` -> the tokens that each pass added, its steps folded into `stats`.
+
+    `said`: the answer in words, as far as it goes by then; an error hands it back.
+    """
+    session = owner.session
+    text, end = list(session.ids), len(session.ids) + new
+    while True:
+        try:
+            if len(session.ids) < len(text):  # the past was lost; the last token is pending again after this
+                session.feed(text[len(session.ids) :])
+            for step in session.stream(end - len(text), stop, cancel):
+                stats.fold(step)
+                text += step.new
+                yield step.new
+            return
+        except Exception as error:
+            lack = _lack(error)
+        if rest := session.ids[len(text) :]:  # added by the pass that broke, which nobody heard of
+            stats.passes += 1
+            stats.new += len(rest)
+            text += rest
+            yield rest
+            if rest[-1] in stop:
+                return
+        _relieve(owner, lack, stats, "answering", said)
+        end = min(end, owner.limit)
+        if len(text) >= end:
+            return
+
+
+def _lack(error: Exception) -> Shortage:
+    """The lack of memory that the error is, without the frames of the pass, which hold on to its tensors."""
+    lack = as_shortage(error)
+    if lack is None:
+        raise error
+    lack.__context__ = None
+    return lack.with_traceback(None)
+
+
+def _relieve(owner: Owner, lack: Shortage, stats: Stats, phase: Phase, said: Sequence[str] = ()) -> None:
+    """Take the next steps and say so; raises the lack, explained, when there are none."""
+    at = len(owner.session.ids)
+    found = relieve(owner.session, owner.profile, owner.limit, phase)
+    owner.profile = found.profile
+    stats.limit = owner.limit
+    if found.steps:
+        stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(found.steps)} from here on")
+    if not found.is_over:
+        raise _explained(owner, lack, said)
+
+
+def _explained(owner: Owner, lack: Shortage, said: Sequence[str] = ()) -> Shortage:
+    """The lack with what there was room for, and what would need less."""
+    session, kv = owner.session, owner.profile.kv
+    held = sum(nbytes(session.kv, session.view).values())
+    lines = [*lack.lines, f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB"]
+    ways = [f"--ctx {session.committed}"] if session.committed else []
+    ways += [f"--set kv.{key}=8" for key in ("k_bits", "v_bits") if getattr(kv, key) == 16]
+    ways.append(f"--set prefill.chunk={max(1, owner.profile.prefill.chunk // 4)}")
+    detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(said)}
+    return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)

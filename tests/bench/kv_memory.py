@@ -1,0 +1,164 @@
+"""Bytes that the keys and values of one text take: all of them, half, a quarter, packed; as counted and as allocated.
+
+    python tests/bench/kv_memory.py [--tokens 8192] [--chunk 1024] [--only full,keep50,...] [--out FILE]
+
+The random bf16 Llama of 152M parameters reads a text, each side in a process of its own. "keep" is a policy that leaves
+every head slots of its own, 0.4 to 1.6 times the share named, scattered over the text. Three figures a side: what the
+store says it has allocated, what torch's live tensors hold more than before the text was read, and how much the
+process has grown. Freed is what the side "full" has more. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import multiprocessing
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvcli.policies.base import Plain  # noqa: E402
+from tests.bench.decode import build, machine, ours_of  # noqa: E402
+
+GOLDEN = 0.6180339887498949  # its multiples are spread evenly, so every head keeps just its share
+PACKED = {"k8v8": (8, 8), "k4v4": (4, 4), "k4v2": (4, 2)}  # bits of keys and values
+RESIDUAL, GROUP, SINKS = 128, 64, 4  # slots that stay in full beside what is packed, and slots that are packed at once
+SIDES = ("full", "keep50", "keep25", *PACKED)
+
+
+@dataclass(frozen=True)
+class Shares(Plain):
+    """Head j of n keeps 2 (j + 1) / (n + 1) of `share`: unequal heads that keep `share` on average."""
+
+    share: float
+
+    def keep(self, s: Any, at: Any) -> torch.Tensor:
+        n_kv = s.pos.shape[0]
+        head = torch.arange(1, n_kv + 1).view(-1, 1)
+        lot = (s.pos.double() * GOLDEN + 0.37 * head) % 1.0  # of a token, so what falls out early would not stay later
+        return (lot < 2 * self.share * head / (n_kv + 1)) & (s.pos >= 0)
+
+
+def store(lm: Any, side: str) -> Any:
+    from kvcli.kv.dense import Dense
+
+    shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+    if side not in PACKED:
+        return Dense(*shape)
+    from kvcli.kv.ladder import Ladder, Rung
+    from kvcli.kv.packed import Packed
+
+    k_bits, v_bits = PACKED[side]
+    packed = Packed(*shape, lm.device, k_bits=k_bits, v_bits=v_bits, group=GROUP)
+    return Ladder(Dense(*shape), [Rung(packed)], holds=RESIDUAL, group=GROUP, sinks=SINKS)
+
+
+def live() -> int:
+    """Bytes of all storages that a tensor in this process holds on to; oneDNN's blocked weights have none to show."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not t.is_mkldnn]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def resident() -> int:
+    """Bytes of the process, once the allocator has given back what is free."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
+
+
+def session(lm: Any, side: str, chunk: int) -> Any:
+    from kvcli.drafts.base import Off
+    from kvcli.sample import Sampler
+    from kvcli.session import Session
+
+    policy = Shares(int(side.removeprefix("keep")) / 100) if side.startswith("keep") else None
+    return Session(lm, store(lm, side), Off(), Sampler(), policy=policy, chunk=chunk, every=64)
+
+
+def measure(side: str, n: int, chunk: int, pipe: Any) -> None:
+    """In a process of its own: read a text of n tokens and look at what is left."""
+    from kvcli.kv.slots import nbytes
+
+    lm = ours_of(build())
+    ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+    warm = session(lm, side, chunk)  # whatever is made once is made now
+    warm.feed(ids[: min(n, 2 * chunk)])
+    del warm
+    before = live(), resident()
+    one = session(lm, side, chunk)
+    one.feed(ids)
+    after = live(), resident()
+    held = [int((one.kv.slots(layer).pos >= 0).sum()) for layer in range(lm.n_layers)]
+    pipe.send(
+        {
+            "side": side,
+            "slots": sum(held) / (lm.n_layers * lm.n_kv_heads * one.committed),
+            "counted": sum(nbytes(one.kv).values()),
+            "tensors": after[0] - before[0],
+            "process": after[1] - before[1],
+            "number": 2 * lm.n_kv_heads * lm.head_dim * lm.dtype.itemsize * lm.n_layers * one.committed,
+        }
+    )
+
+
+def alone(side: str, n: int, chunk: int) -> dict[str, Any]:
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=measure, args=(side, n, chunk, there))
+    process.start()
+    there.close()  # a child that dies ends the wait
+    try:
+        return dict(here.recv())
+    except EOFError:
+        return {"side": side, "missing": "the side could not be measured; its error is above"}
+    finally:
+        process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--only", default=",".join(SIDES), help="sides to measure; full comes first in any case")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    only = args.only.split(",")
+    if unknown := set(only) - set(SIDES):
+        parser.error(f"no such side: {', '.join(sorted(unknown))}; there are {', '.join(SIDES)}")
+    before, rows = machine(), [alone("full", args.tokens, args.chunk)]
+    full = rows[0]
+    if "missing" in full:
+        sys.exit(full["missing"])
+    print(f"{args.tokens:,} tokens; keys and values alone are {full['number'] / 2**20:.1f} MiB")
+    print("side      slots   counted MiB   freed     live tensors MiB   freed     process MiB   freed")
+    for side in ("full", *(s for s in SIDES if s in only and s != "full")):
+        row = full if side == "full" else alone(side, args.tokens, args.chunk)
+        if side != "full":
+            rows.append(row)
+        if "missing" in row:
+            print(f"{side:8}  {row['missing']}")
+            continue
+        row["freed"] = {kind: round(1 - row[kind] / full[kind], 4) for kind in ("counted", "tensors", "process")}
+        told = "       ".join(
+            f"{row[kind] / 2**20:9.2f}   {row['freed'][kind]:6.1%}" for kind in ("counted", "tensors", "process")
+        )
+        print(f"{side:8} {row['slots']:6.1%}   {told}", flush=True)
+    result = {"schema": "kvcli.bench.kv_memory/1", "environment": before, "tokens": args.tokens, "rows": rows}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

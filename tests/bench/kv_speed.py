@@ -1,0 +1,160 @@
+"""Speed of decoding over a long past, by how it is stored: same weights, sides interleaved in one run.
+
+    python tests/bench/kv_speed.py [--slots 16384] [--steps 66] [--reps 5] [--rows 8] [--only dense,k8v8] [--out FILE]
+
+The random bf16 Llama of 152M parameters; each side's store is filled directly with the same random keys and values, as
+many slots as asked for. Per repetition each side decodes `--steps` tokens, boundaries every 64 tokens included, then
+the next side does, the first one another time; then passes of 1 row and of `--rows` rows that are not kept. Times over
+those of "dense" of the same repetition: least, median, most. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvcli.kv.dense import Dense  # noqa: E402
+from kvcli.kv.ladder import Ladder, Rung  # noqa: E402
+from kvcli.kv.packed import Packed  # noqa: E402
+from kvcli.kv.slots import Slots, nbytes  # noqa: E402
+from tests.bench.decode import build, machine, ours_of  # noqa: E402
+
+RESIDUAL, GROUP, SINKS = 128, 64, 4  # slots that stay in full beside what is packed, and slots that are packed at once
+EVERY = 64  # tokens between two boundaries
+QUARTER = (0.1, 0.2, 0.3, 0.4)  # what heads keep in turn, a quarter on average
+
+
+def dense(lm: Any) -> Any:
+    return Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+
+
+def two(lm: Any) -> Any:
+    """Two dense tiers with half of the slots each."""
+    return Ladder(dense(lm), [Rung(dense(lm))], holds=8192, group=GROUP, sinks=SINKS)
+
+
+def packed(k_bits: int, v_bits: int) -> Callable[[Any], Any]:
+    def make(lm: Any) -> Any:
+        shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+        rung = Rung(Packed(*shape, k_bits=k_bits, v_bits=v_bits, group=GROUP))
+        return Ladder(dense(lm), [rung], holds=RESIDUAL, group=GROUP, sinks=SINKS)
+
+    return make
+
+
+SIDES: dict[str, Callable[[Any], Any]] = {
+    "dense": dense,
+    "k8v8": packed(8, 8),
+    "keep25": dense,
+    "two": two,
+    "k4v4": packed(4, 4),
+    "k4v2": packed(4, 2),
+}
+
+
+def session(lm: Any, side: str, n: int) -> Any:
+    """A session that has n slots of noise stored and one token pending."""
+    from kvcli.drafts.base import Off
+    from kvcli.sample import Sampler
+    from kvcli.session import Session
+
+    kv, noise = SIDES[side](lm), torch.Generator().manual_seed(0)
+    for layer in range(lm.n_layers):
+        k, v = (torch.randn(lm.n_kv_heads, n, lm.head_dim, generator=noise).to(lm.dtype) for _ in "kv")
+        kv.take(layer, Slots(k, v, torch.arange(n).expand(lm.n_kv_heads, -1)))
+        if side == "keep25":
+            share = torch.tensor([QUARTER[j % len(QUARTER)] for j in range(lm.n_kv_heads)]).unsqueeze(1)
+            kv.keep(layer, torch.rand(lm.n_kv_heads, n, generator=noise) < share)
+    made = Session(lm, kv, Off(), Sampler(), every=EVERY)
+    made.ids = torch.randint(8, lm.vocab, (n + 1,), generator=noise).tolist()
+    made.committed = n
+    made.settle()
+    return made
+
+
+def step_seconds(session: Any, steps: int) -> list[float]:
+    """Seconds of each of so many tokens, what happens at boundaries included."""
+    found = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        session.step()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def pass_seconds(session: Any, rows: int) -> float:
+    """Seconds of one pass of so many rows; nothing of it is kept."""
+    from kvcli.forward import Pass, run
+    from kvcli.rows import Draft, Rows
+
+    built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 8 + rows))))
+    began = time.perf_counter()
+    run(session.lm, Pass(built, session.kv), torch.arange(built.n_rows))
+    return time.perf_counter() - began
+
+
+def spread(values: list[float]) -> list[float]:
+    return [round(x, 5) for x in (min(values), statistics.median(values), max(values))]
+
+
+def measure(lm: Any, sides: list[str], n: int, steps: int, reps: int, rows: int) -> list[dict[str, Any]]:
+    sessions = {side: session(lm, side, n) for side in sides}
+    times: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
+    for rep in range(reps + 1):
+        for side in sides[rep % len(sides) :] + sides[: rep % len(sides)]:
+            each = step_seconds(sessions[side], steps)
+            passes = [[pass_seconds(sessions[side], m) for _ in range(5)] for m in (1, rows)]
+            if not rep:  # a warm-up
+                continue
+            found = {"step": statistics.median(each), "with_boundaries": statistics.mean(each)}
+            found |= {f"rows{m}": statistics.median(p) for m, p in zip((1, rows), passes, strict=True)}
+            for name, seconds in found.items():
+                times[side].setdefault(name, []).append(seconds)
+    first = times[sides[0]]
+    found_rows = []
+    for side, seconds in times.items():
+        row: dict[str, Any] = {"side": side, "mib": round(sum(nbytes(sessions[side].kv).values()) / 2**20, 1)}
+        for name, values in seconds.items():
+            row[f"{name}_ms"] = [round(1000 * x, 3) for x in spread(values)]
+            row[f"{name}_speedup"] = spread([a / b for a, b in zip(first[name], values, strict=True)])
+        found_rows.append(row)
+    return found_rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=EVERY + 2)
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--only", default=",".join(SIDES), help="the first one is what the others are held against")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    about = machine()
+    lm = ours_of(build())
+    print(f"{about['threads']} threads, load {about['load_average']}, {args.slots:,} slots")
+    rows = measure(lm, args.only.split(","), args.slots, args.steps, args.reps, args.rows)
+    many = f"rows{args.rows}"
+    print(f"side      MiB     ms a token   over {rows[0]['side']} (least median most)   {args.rows} rows (the same)")
+    for row in rows:
+        ratio, eight = ("  ".join(f"{x:.2f}" for x in row[f"{k}_speedup"]) for k in ("step", many))
+        print(f"{row['side']:8} {row['mib']:6.1f}   {row['step_ms'][1]:7.2f}      {ratio}                 {eight}")
+    result = {"schema": "kvcli.bench.kv_speed/1", "environment": about, "slots": args.slots, "rows": rows}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

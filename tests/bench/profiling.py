@@ -1,0 +1,125 @@
+"""What FastGen's measuring costs beside reading the prompt it measures, and what it frees.
+
+    python tests/bench/profiling.py [--prompts 2048,8192] [--reps 3] [--device cpu] [--paper] [--out FILE]
+
+The random 152M Llama of the benchmarks. Each repetition reads the prompt twice, in turns: with everything kept, and
+with the policy. Measuring is timed inside the policy (its looks and choices when the prompt has been read), hearing the
+probed rows is the rest of the difference. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvcli.drafts.base import Off  # noqa: E402
+from kvcli.kv.dense import Dense  # noqa: E402
+from kvcli.kv.slots import nbytes  # noqa: E402
+from kvcli.policies.fastgen import FastGen  # noqa: E402
+from kvcli.sample import Sampler  # noqa: E402
+from kvcli.session import Session  # noqa: E402
+from tests.bench.decode import build, machine, ours_of  # noqa: E402
+
+
+class Timed:
+    """A policy with a watch: seconds spent in it, while the prompt was read and behind it."""
+
+    def __init__(self, policy: Any, device: torch.device) -> None:
+        self._policy, self._device = policy, device
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def look(self, s: Any, at: Any) -> None:
+        self._timed(self._policy.look, s, at)
+
+    def keep(self, s: Any, at: Any) -> Any:
+        return self._timed(self._policy.keep, s, at)
+
+    def _timed(self, work: Any, *args: Any) -> Any:
+        wait(self._device)
+        began = time.perf_counter()
+        out = work(*args)
+        wait(self._device)
+        self.seconds += time.perf_counter() - began
+        return out
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read(lm: Any, ids: list[int], settings: FastGen | None) -> tuple[float, float, Session]:
+    """Seconds to read the prompt, seconds of them spent in the policy, and the session."""
+    timed = Timed(settings.policy(), lm.device) if settings is not None else None
+    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    session = Session(lm, kv, Off(), Sampler(), policy=timed, every=settings.every if settings else None)  # type: ignore[arg-type]
+    began = time.perf_counter()
+    session.feed(ids)
+    wait(lm.device)
+    return time.perf_counter() - began, timed.seconds if timed else 0.0, session
+
+
+def measure(lm: Any, n: int, reps: int, settings: FastGen) -> dict[str, Any]:
+    ids = torch.randint(3, lm.vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    plain, whole, inside = [], [], []
+    for rep in range(reps + 1):
+        seconds, _, full = read(lm, ids, None)
+        held, own, session = read(lm, ids, settings)
+        if rep:
+            plain.append(seconds)
+            whole.append(held)
+            inside.append(own)
+    return {
+        "prompt": n,
+        "rows": len(settings.probes(n - 1)),
+        "prefill_s": round(median(plain), 4),
+        "with_policy_s": round(median(whole), 4),
+        "measuring_s": round(median(inside), 4),
+        "measuring_share": round(median(inside) / median(plain), 5),
+        "kv_share": round(sum(nbytes(session.kv).values()) / sum(nbytes(full.kv).values()), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", default="2048,8192")
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--keep", type=float, default=0.5)
+    parser.add_argument("--probe-rows", type=int, default=FastGen().probe_rows)
+    parser.add_argument("--paper", action="store_true", help="measure as published")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    lm = ours_of(build().to(args.device))
+    settings = FastGen(keep=args.keep, probe_rows=args.probe_rows, paper=args.paper)
+    rows = []
+    for n in map(int, args.prompts.split(",")):
+        rows.append(measure(lm, n, args.reps, settings))
+        print(json.dumps(rows[-1]), flush=True)
+    about = machine()
+    result = {
+        "title": "FastGen's measuring beside reading the prompt",
+        "machine": f"torch {about['torch']}, commit {about['commit']}",
+        "command": "python tests/bench/profiling.py " + " ".join(sys.argv[1:]),
+        "rows": rows,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Heads that lose all but their first and newest tokens for good, and answers written from what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvcli.heads.blinkers import Reach
+from kvcli.heads.listen import whole
+from kvcli.heads.sample import Sample
+from kvcli.kv.slots import Slots
+from kvcli.local import Model
+from kvcli.policies.base import Moment, Plain
+from kvcli.quality.answer import Hold
+
+
+@dataclass(frozen=True)
+class Restrict(Plain):
+    """Evicts, once the text is read."""
+
+    heads: frozenset[tuple[int, int]]
+    reach: Reach
+
+    def keep(self, s: Slots, at: Moment) -> Tensor:
+        mask = s.pos >= 0
+        if at.phase == "reading":
+            return mask
+        few = mask & ((s.pos < self.reach.sinks) | (s.pos > s.pos.amax(dim=1, keepdim=True) - self.reach.recent))
+        for head in range(s.pos.shape[0]):
+            if (at.layer, head) in self.heads:
+                mask[head] = few[head]
+        return mask
+
+
+def right_answers(model: Model, sample: Sample, heads: Collection[tuple[int, int]], reach: Reach) -> list[bool]:
+    """Each question of the sample: does greedy decoding write the value, token for token?"""
+    session = whole(model).session
+    session.policy = Restrict(frozenset(heads), reach)
+    session.feed(sample.context)
+    found = []
+    for one in sample.asked:
+        fork = session.fork()
+        fork.policy = Hold(0)
+        fork.feed(one.ids[: one.value.start])
+        wanted = [one.ids[i] for i in one.value]
+        new = [token for step in fork.stream(len(wanted)) for token in step.new]
+        found.append(new == wanted)
+    return found

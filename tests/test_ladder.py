@@ -1,0 +1,410 @@
+"""Ladders: the same attention as one tier over what is stored, demotion at boundaries only, and the text of I2."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli.build import view
+from kvcli.drafts.base import Drafter, Off
+from kvcli.kernels.merge import merge
+from kvcli.kv import disk
+from kvcli.kv.dense import Dense
+from kvcli.kv.disk import Disk
+from kvcli.kv.host import Host, Staging
+from kvcli.kv.ladder import Ladder, Rung, oldest
+from kvcli.kv.packed import Packed
+from kvcli.kv.shortage import Shortage
+from kvcli.kv.slots import Sight, Slots, Store, nbytes
+from kvcli.model import LM
+from kvcli.session import Session
+from tests import families
+from tests.fake_device import Rounding
+from tests.policies import KeepAll, Ragged
+from tests.test_exact import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
+
+K, G, D, L = 3, 2, 8, 2
+H = K * G
+Shape = tuple[int, int, int]
+BIG = 1 << 30
+
+
+def two_dense(shape: Shape, dtype: torch.dtype) -> Ladder:
+    return Ladder(Dense(*shape, dtype), [Rung(Dense(*shape, dtype, step=5))], holds=7, group=4, sinks=2)
+
+
+def rounding(shape: Shape, dtype: torch.dtype) -> Ladder:
+    return Ladder(Dense(*shape, dtype, step=8), [Rung(Rounding(*shape, dtype))], holds=5, group=3, sinks=1)
+
+
+def three(shape: Shape, dtype: torch.dtype) -> Ladder:
+    below = [Rung(Rounding(*shape, dtype), 8, 4), Rung(Host(Dense(*shape, dtype), "cpu"))]
+    return Ladder(Dense(*shape, dtype), below, holds=4, group=4, sinks=3)
+
+
+def on_disk(shape: Shape, dtype: torch.dtype) -> Ladder:
+    return Ladder(Dense(*shape, dtype), [Rung(Disk(*shape, dtype, BIG, BIG))], holds=6, group=2)
+
+
+LADDERS: dict[str, Callable[[Shape, torch.dtype], Ladder]] = {
+    "two_dense": two_dense,
+    "rounding": rounding,
+    "three": three,
+    "on_disk": on_disk,
+}
+EXACT = ("two_dense", "on_disk")  # those that round nothing
+
+
+def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, torch.dtype], Ladder]:
+    def make(shape: Shape, dtype: torch.dtype) -> Ladder:
+        low = Packed(*shape, dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
+        return Ladder(Dense(*shape, dtype), [Rung(low)], holds=6, group=4, sinks=2)
+
+    return make
+
+
+PACKED = {"packed_8": packed(8, 8), "packed_4_2": packed(4, 2, "hadamard"), "packed_16_4": packed(16, 4)}
+POLICIES = {"all": None, "keepall": KeepAll(), "ragged": Ragged()}
+
+
+def fill(kv: Store, n: int, settle_at: int = 10) -> None:
+    g = torch.Generator().manual_seed(0)
+    for at in range(0, n, 5):
+        for layer in range(L):
+            k, v = (torch.randn(K, 5, D, generator=g, dtype=torch.float64) for _ in "kv")
+            kv.append(layer, k.to(kv.dtype), v.to(kv.dtype), torch.arange(at, at + 5))
+        if (at + 5) % settle_at == 0:
+            kv.settle(None)
+
+
+def read(kv: Store, window: int | None = None, n: int = 40, layer: int = 1) -> Tensor:
+    q = torch.randn(H, 3, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    parts = kv.attend(layer, q.to(kv.dtype), Sight(0.3, 0.0, window), torch.arange(n, n + 3))
+    return merge([*parts, *parts])  # a part merged with itself is itself
+
+
+def positions(kv: Store, layer: int = 1) -> list[list[int]]:
+    return [sorted(pos[pos >= 0].tolist()) for pos in kv.slots(layer).pos]
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 33])
+@pytest.mark.parametrize("name", EXACT)
+def test_rungs_of_equal_numbers_are_one_tier(name: str, window: int | None) -> None:
+    one, ladder = Dense(L, K, D, torch.float64), LADDERS[name]((L, K, D), torch.float64)
+    fill(one, 40)
+    fill(ladder, 40)
+    assert len([u for u in ladder.usage() if u.layer == 1 and u.slots]) > 1
+    torch.testing.assert_close(read(ladder, window), read(one, window))
+    assert positions(ladder) == positions(one)
+
+
+def test_one_rung_is_the_bare_tier() -> None:
+    one, ladder = Dense(L, K, D, torch.float64), Ladder(Dense(L, K, D, torch.float64))
+    fill(one, 40)
+    fill(ladder, 40)
+    assert torch.equal(read(ladder), read(one))
+    assert ladder.usage() == one.usage()
+
+
+def test_what_moves_down_is_the_oldest_beyond_sinks_and_residual_in_whole_groups() -> None:
+    pos = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 3, 4, 6, 7, 9, -1, -1, -1, -1], [9, 2, 5, *[-1] * 7]])
+    found = oldest(pos, sinks=2, holds=3, group=2)
+    assert [row[hit].tolist() for row, hit in zip(pos, found, strict=True)] == [[2, 3, 4, 5], [3, 4], []]
+    assert not oldest(pos, sinks=2, holds=3, group=7).any()
+
+
+def test_the_past_changes_at_boundaries_only() -> None:
+    kv = two_dense((L, K, D), torch.float64)
+    fill(kv, 40, settle_at=1000)
+    assert [u.slots for u in kv.usage() if u.layer == 0] == [40, 0]
+    before = kv.changes
+    kv.settle(None)
+    assert [u.slots for u in kv.usage() if u.layer == 0] == [12, 28]  # 2 sinks, 7 newest, and 3 that fill no group
+    assert kv.changes > before
+    before = kv.changes
+    kv.settle(None)
+    assert kv.changes == before
+
+
+def test_rounding_reaches_what_went_down_and_nothing_else() -> None:
+    one, ladder = Dense(L, K, D, torch.float64), rounding((L, K, D), torch.float64)
+    fill(one, 40)
+    fill(ladder, 40)
+    want, got = one.slots(1), ladder.slots(1)
+    order = got.pos[0].argsort()
+    same = (got.k[0, order] == want.k[0]).all(-1)
+    assert same.tolist() == [True] + [False] * 33 + [True] * 6
+    torch.testing.assert_close(got.k[0, order], want.k[0], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_a_mask_over_all_rungs_is_split_by_rung(name: str) -> None:
+    kv, one = LADDERS[name]((L, K, D), torch.float64), Dense(L, K, D, torch.float64)
+    fill(kv, 40)
+    for s in [kv.slots(1)]:
+        one.take(1, s)
+
+    def uneven(s: Slots) -> Tensor:
+        return torch.stack([s.pos[j] % (j + 2) == 0 for j in range(K)])
+
+    fell = kv.keep(1, uneven(kv.slots(1)))
+    one.keep(1, uneven(one.slots(1)))
+    want = [[p for p in range(40) if p % (j + 2) == 0] for j in range(K)]
+    assert positions(kv) == want
+    assert int((fell.pos >= 0).sum()) == 40 * K - sum(map(len, want))
+    torch.testing.assert_close(read(kv), read(one))
+    kv.settle(lambda layer, s: s.pos % 4 == 0)
+    assert positions(kv) == [[p for p in row if p % 4 == 0] for row in want]
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_cropping_reaches_every_rung(name: str) -> None:
+    kv = LADDERS[name]((L, K, D), torch.float64)
+    fill(kv, 40)
+    for n in (38, 12, 3):
+        kv.crop(n)
+        assert positions(kv) == [list(range(n))] * K
+    kv.crop(0)
+    fill(kv, 20)
+    assert positions(kv) == [list(range(20))] * K
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_a_past_moves_from_one_store_to_another(name: str) -> None:
+    one, kv = Dense(L, K, D, torch.float64), LADDERS[name]((L, K, D), torch.float64)
+    fill(one, 40)
+    for layer in range(L):
+        kv.take(layer, one.slots(layer))
+    assert positions(kv) == [list(range(40))] * K
+    assert len([u for u in kv.usage() if u.layer == 1 and u.slots]) > 1
+    torch.testing.assert_close(read(kv), read(one), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_the_newest_slots_are_those_stored_last(name: str) -> None:
+    kv = LADDERS[name]((L, K, D), torch.float64)
+    fill(kv, 40)
+    for n in (1, 3, 17):
+        assert positions_of(kv.newest(1, n)) == [list(range(40 - n, 40))] * K
+
+
+def positions_of(s: Slots) -> list[list[int]]:
+    return [sorted(row[row >= 0].tolist()) for row in s.pos]
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_the_last_rung_says_when_it_is_full_and_keeps_what_it_has(below: bool) -> None:
+    shape = (L, K, D)
+    rungs = [Rung(Dense(*shape, torch.float64), 14)] if below else []
+    kv = Ladder(Dense(*shape, torch.float64), rungs, holds=10 if below else 22, group=2 if below else 1)
+    with pytest.raises(Shortage, match="outgrown"):
+        fill(kv, 40)
+    kv.crop(20)
+    for layer in range(L):
+        assert positions(kv, layer) == [list(range(20))] * K
+    kv.reserve(20)
+    with pytest.raises(Shortage, match="30 tokens") as caught:
+        kv.reserve(30)
+    assert caught.value.most == (24 if below else 22)
+
+
+def test_a_host_tier_answers_rows_of_its_device_and_counts_as_host() -> None:
+    one, host = Dense(L, K, D, torch.float64), Host(Dense(L, K, D, torch.float64), "cpu")
+    for layer in range(L):
+        host.append(layer, *(t := torch.randn(2, K, 9, D, dtype=torch.float64)).unbind(0), torch.arange(9))
+        one.append(layer, *t.unbind(0), torch.arange(9))
+    q = torch.randn(H, 3, D, dtype=torch.float64)
+    (want,), (got,) = (kv.attend(1, q, Sight(0.3), torch.arange(9, 12)) for kv in (one, host))
+    assert torch.equal(got.out, want.out)
+    assert nbytes(host) == {"host": nbytes(one)["cpu"]}
+    assert positions_of(host.newest(1, 4)) == [[5, 6, 7, 8]] * K
+
+
+def test_staging_copies_in_pieces_and_does_without_pinned_memory() -> None:
+    t = torch.randn(3, 7)
+    assert torch.equal(Staging().down(t), t)
+    assert Staging().nbytes == 0
+
+
+# the disk tier
+
+
+def a_disk(most: int = BIG, writes: int = BIG) -> Disk:
+    return Disk(L, K, D, torch.float64, most, writes)
+
+
+def some(n: int, at: int = 0) -> Slots:
+    k, v = torch.randn(2, K, n, D, dtype=torch.float64).unbind(0)
+    return Slots(k, v, torch.arange(at, at + n).expand(K, -1))
+
+
+def test_the_file_is_private_and_has_no_name() -> None:
+    kv = a_disk()
+    kv.take(0, some(300))
+    facts = os.fstat(kv._file.fileno())
+    assert facts.st_mode & 0o777 == 0o600
+    assert facts.st_nlink == 0
+    assert facts.st_size == sum(u.nbytes for u in kv.usage() if u.tier == "disk")
+
+
+def test_slots_come_back_from_the_disk_as_they_went() -> None:
+    kv, one = a_disk(), Dense(L, K, D, torch.float64)
+    for at, n in ((0, 1), (1, 299), (300, 5000)):
+        s = some(n, at)
+        kv.take(1, s)
+        one.take(1, s)
+    got, want = kv.slots(1), one.slots(1)
+    assert torch.equal(got.k, want.k)
+    assert torch.equal(got.v, want.v)
+    assert torch.equal(got.pos, want.pos.to(torch.int32))
+    torch.testing.assert_close(read(kv, n=5300), read(one, n=5300))
+    torch.testing.assert_close(read(kv, 37, n=5300), read(one, 37, n=5300))
+
+
+def test_room_on_the_disk_is_used_again() -> None:
+    kv = a_disk()
+    for _ in range(5):
+        kv.take(0, some(700))
+        kv.keep(0, kv.slots(0).pos < 0)
+        assert kv.n_slots(0) == 0
+    once = a_disk()
+    once.take(0, some(700))
+    assert os.fstat(kv._file.fileno()).st_size == os.fstat(once._file.fileno()).st_size
+
+
+def test_a_copy_of_a_store_has_a_file_of_its_own() -> None:
+    import copy
+
+    kv = a_disk()
+    kv.take(1, some(20))
+    kv.keep(1, kv.slots(1).pos % 3 == 0)
+    twin = copy.deepcopy(kv)
+    torch.testing.assert_close(read(twin), read(kv))
+    twin.crop(5)
+    assert positions(kv) == [list(range(0, 20, 3))] * K
+    assert positions(twin) == [[0, 3]] * K
+
+
+@pytest.mark.parametrize("most", ["bytes", "writes"])
+def test_budgets_of_the_disk_are_kept(most: str) -> None:
+    per_slot = 2 * K * D * 8
+    kv = a_disk(most=1 << 20) if most == "bytes" else a_disk(writes=1000 * per_slot)
+
+    def use() -> None:
+        for at in range(0, 100_000, 100):
+            kv.take(0, some(100, at))
+
+    with pytest.raises(Shortage, match="disk is full" if most == "bytes" else "disk_writes"):
+        use()
+    assert kv.written <= 1000 * per_slot or most == "bytes"
+    assert sum(u.nbytes for u in kv.usage() if u.tier == "disk") <= 1 << 20
+    held = positions(kv, 0)
+    assert held == [list(range(len(held[0])))] * K
+
+
+@pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPatch, call: str, at: int) -> None:
+    if not hasattr(os, call):
+        pytest.skip(f"no os.{call} here")
+    kv = a_disk()
+    kv.take(0, some(200))
+    want, calls, real = read(kv, layer=0), iter(range(10**6)), getattr(os, call)
+
+    def full(*args: object) -> object:
+        if next(calls) == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(disk.os, call, full)
+
+    def use() -> None:
+        for i in range(4):
+            kv.take(0, some(300 << i, 10_000))
+            kv.keep(0, kv.slots(0).pos < 200)
+
+    with pytest.raises(Shortage, match="the disk is full"):
+        use()
+    monkeypatch.undo()
+    kv.crop(200)
+    torch.testing.assert_close(read(kv, layer=0), want)
+    kv.take(0, some(300, 200))
+    assert positions(kv, 0) == [list(range(500))] * K
+
+
+def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disk._file_system(Path("/")) not in disk.IN_MEMORY
+    monkeypatch.setattr(disk, "_file_system", lambda folder: "tmpfs")
+    with pytest.raises(Shortage, match="no disk"):
+        a_disk()
+
+
+# the text of plain decoding, whatever drafts
+
+
+@cache
+def lm(model: str, dtype: str) -> LM:
+    return LM.of(families.build(MODELS[model], DTYPES[dtype]))
+
+
+def decode(name: str, model: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> list[int]:
+    found = lm(model, dtype)
+    kv = (LADDERS | PACKED)[name]((found.n_layers, found.n_kv_heads, found.head_dim), found.dtype)
+    keep = POLICIES[policy]
+    session = Session(
+        found, kv, drafter, SAMPLERS[sampler], view=view(found, kv, drafter), policy=keep, every=8, chunk=13
+    )
+    session.feed(prompt())
+    for _ in session.stream(NEW, stop={STOP}):
+        assert session.committed == len(session.ids) - 1
+    return session.ids
+
+
+@cache
+def plain(name: str, model: str, policy: str, sampler: str, dtype: str) -> list[int]:
+    return decode(name, model, policy, sampler, dtype, Off())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", LADDERS | PACKED)
+def test_any_drafter_gives_the_text_of_plain_decoding(
+    name: str, policy: str, drafter: str, sampler: str, dtype: str
+) -> None:
+    want = plain(name, "dense", policy, sampler, dtype)
+    assert decode(name, "dense", policy, sampler, dtype, DRAFTERS[drafter](want)) == want
+
+
+@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("model", ["sliding", "sinks"])
+@pytest.mark.parametrize("drafter", ["ngram", "fafo", "right"])
+def test_sliding_layers_and_sinks_too(name: str, model: str, drafter: str) -> None:
+    want = plain(name, model, "ragged", "sampled", "fp64")
+    assert decode(name, model, "ragged", "sampled", "fp64", DRAFTERS[drafter](want)) == want
+
+
+@pytest.mark.parametrize("model", ["dense", "sliding", "sinks"])
+@pytest.mark.parametrize("name", EXACT)
+def test_rungs_that_round_nothing_give_the_text_of_one_tier(name: str, model: str) -> None:
+    found = lm(model, "fp64")
+    session = Session(found, Dense(found.n_layers, found.n_kv_heads, found.head_dim, found.dtype), Off(),
+                      SAMPLERS["sampled"], chunk=13)  # fmt: skip
+    session.feed(prompt())
+    list(session.stream(NEW, stop={STOP}))
+    assert plain(name, model, "all", "sampled", "fp64") == session.ids
+
+
+def test_some_rung_below_is_used_and_rounding_shows() -> None:
+    """Or the table above would compare one tier with itself."""
+    texts = {name: plain(name, "dense", "all", "greedy", "fp32") for name in LADDERS}
+    assert texts["two_dense"] == texts["on_disk"]
+    assert texts["rounding"] != texts["two_dense"] or texts["three"] != texts["two_dense"]

@@ -1,0 +1,623 @@
+"""Recall: bounds are bounds, certificates hold, a row's choice is its own, and any drafter gives the plain text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvcli import build
+from kvcli.bench.profile_side import plain
+from kvcli.build import view
+from kvcli.drafts.base import Drafter, Off
+from kvcli.errors import KvcliError
+from kvcli.kernels.attend.reference import attend as specified
+from kvcli.kernels.merge import Part, merge
+from kvcli.kv.dense import Dense
+from kvcli.kv.index import Index, bend
+from kvcli.kv.index_certified import Certified
+from kvcli.kv.index_minmax import MinMax
+from kvcli.kv.index_sketch import Sketch
+from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.recall import Recall
+from kvcli.kv.recall_pages import Budget, Pages
+from kvcli.kv.recall_source import Whole
+from kvcli.kv.recall_store import RecallStore
+from kvcli.kv.slots import Sight, Slots, Store, nbytes
+from kvcli.model import LM
+from kvcli.profile import Profile, load_profile
+from kvcli.session import Session
+from tests import families, test_exact
+from tests.policies import Ragged
+
+torch.set_num_threads(1)
+K, G, D = 2, 3, 16
+H = K * G
+INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+BOUNDS = {name: index for name, index in INDEXES.items() if index.is_bound}
+SMALL = Budget(fraction=0.1, floor=7, sinks=2, recent=5)
+SIGHTS = [Sight(0.25), Sight(0.4, softcap=9.0)]
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def fill(kv: Dense | Recall, n: int, start: int = 0, seed: int = 0, sharp: float = 3.0) -> None:
+    """Keys with a few loud channels, as models have them; token t is the same however the filling is cut."""
+    loud = 1 + 4 * (randn(K, 1, D, seed=99).abs() > 1.5)
+    for at in range(start, start + n):
+        k, v = (randn(K, 1, D, seed=1000 * seed + 2 * at + i) for i in (0, 1))
+        kv.append(0, (k * loud * sharp / 2).to(kv.dtype), v.to(kv.dtype), torch.tensor([at]))
+
+
+def recall(index: Index, budget: Budget = SMALL, dtype: torch.dtype = torch.float64, **more: Any) -> RecallStore:
+    return RecallStore(Dense(1, K, D, dtype), index, budget, [0], **more)
+
+
+def filled(index: Index, n: int, budget: Budget = SMALL, **more: Any) -> RecallStore:
+    kv = recall(index, budget, **more)
+    fill(kv, n)
+    kv.settle(None)
+    return kv
+
+
+def rows(n: int, seed: int = 5, sharp: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return randn(H, n, D, seed=seed, dtype=dtype) * sharp
+
+
+def at(kv: Recall, n: int) -> Tensor:
+    return kv.n_slots(0) + torch.arange(n)
+
+
+def mass(parts: list[Part]) -> Tensor:
+    return torch.stack([p.lse for p in parts]).logsumexp(0)
+
+
+def missed(kv: Recall, q: Tensor, sight: Sight) -> Tensor:
+    """[H, N]: the share of softmax mass, of all that is stored, that the rows did not read."""
+    pos = at(kv, q.shape[1])
+    return 1 - (mass(kv.attend(0, q, sight, pos)) - mass(kv._tier.attend(0, q, sight, pos))).exp()
+
+
+def keep_uneven(layer: int, s: Slots) -> Tensor:
+    """Heads that hold different numbers of slots, and different ones."""
+    return torch.stack([s.pos[j] % (5 - 2 * j) != 1 for j in range(s.pos.shape[0])])
+
+
+# ---- the index ----
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(sorted(BOUNDS)),
+    page=st.integers(1, 5),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    sight=st.sampled_from(SIGHTS),
+    size=st.sampled_from([1e-3, 1.0, 30.0]),
+)
+def test_no_page_holds_more_mass_than_its_bound(
+    seed: int, name: str, page: int, dtype: torch.dtype, sight: Sight, size: float
+) -> None:
+    index = replace(INDEXES[name], page=page)  # type: ignore[type-var]
+    k = (randn(K, 7, page, D, seed=seed) * (1 + 9 * (randn(D, seed=seed) > 1)) * size).to(dtype)
+    q = randn(K, 4, D, seed=seed + 1, dtype=dtype)
+    shared = index.learn(k.flatten(1, 2))
+    got = index.score(q, index.summarize(k, shared), shared, sight).double()
+    score = bend(torch.einsum("krd,kpsd->krps", q.double(), k.double()), sight)
+    true = score.logsumexp(3)
+    assert bool((got >= true - 1e-6 * (1 + score.abs().max())).all()), "rounded sums in float32, no more"
+
+
+def test_certified_bounds_are_much_tighter_than_minima_and_maxima() -> None:
+    k, q = randn(1, 500, 4, 64), randn(1, 9, 64, seed=1)
+    true = bend(torch.einsum("krd,kpsd->krps", q, k), Sight(0.125)).logsumexp(3)
+    loose, tight = (
+        (index.score(q, index.summarize(k, ()), (), Sight(0.125)) - true).mean() for index in (MinMax(4), Certified(4))
+    )
+    assert tight < 0.1 * loose
+
+
+def test_a_sketch_ranks_pages_nearly_as_the_keys_do() -> None:
+    loud = 1 + 9 * (randn(64, seed=3) > 1.5)
+    k, q = (randn(1, 500, 4, 64) + 2) * loud, randn(1, 9, 64, seed=1)
+    true = bend(torch.einsum("krd,kpsd->krps", q, k), Sight(0.125)).logsumexp(3)
+    agree = []
+    for index in (Sketch(4), MinMax(4)):
+        shared = index.learn(k.flatten(1, 2))
+        scored = index.score(q, index.summarize(k, shared), shared, Sight(0.125))
+        both = torch.stack((scored[0], true[0]))
+        agree.append(float(torch.stack([torch.corrcoef(both[:, i])[0, 1] for i in range(9)]).mean()))
+    assert agree[0] > 0.9 > agree[1]
+
+
+# ---- what is read ----
+
+
+def chosen_by_definition(kv: Recall, index: Index, q: Tensor, sight: Sight, budget: Budget) -> Tensor:
+    """[K, N, S] bool over the slots of the store at a boundary, one row and head at a time."""
+    s = kv.slots(0)
+    group, n_slots = H // K, int((s.pos >= 0).sum(1).max())
+    read = torch.zeros(K, q.shape[1], s.n_slots, dtype=torch.bool)
+    newest = int(s.pos.max())
+    learned = index.learn(torch.stack([s.k[j, : n_slots // index.page * index.page] for j in range(K)]))
+    for j in range(K):
+        held = [i for i in range(s.n_slots) if s.pos[j, i] >= 0]
+        pages = [held[a : a + index.page] for a in range(0, len(held) - index.page + 1, index.page)]
+        shared = tuple(t[j : j + 1] for t in learned)
+        kept = index.summarize(torch.stack([s.k[j, p] for p in pages]).unsqueeze(0), shared)
+        free = [
+            i
+            for i, page in enumerate(pages)
+            if all(s.pos[j, a] >= budget.sinks and s.pos[j, a] <= newest - budget.recent for a in page)
+        ]
+        most = math.ceil(max(budget.floor, budget.fraction * n_slots) / index.page)
+        for n in range(q.shape[1]):
+            score = index.score(q[j * group : (j + 1) * group, n].unsqueeze(0), kept, shared, sight)[0]  # [G, P]
+            share = torch.softmax(score, -1).amax(0)
+            best = sorted(free, key=lambda i: -float(share[i]))[:most]
+            for i, page in enumerate(pages):
+                read[j, n, page] = i in best or i not in free
+            read[j, n, held[len(pages) * index.page :]] = True
+    return read
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+# what a sketch learns of unequal heads depends on how they are padded
+@pytest.mark.parametrize(("name", "uneven"), [(n, u) for n in INDEXES for u in (False, True) if n in BOUNDS or not u])
+@pytest.mark.parametrize("n", [1, 5, 70])
+def test_rows_read_the_pages_with_the_best_scores_and_nothing_else(
+    name: str, n: int, uneven: bool, sight: Sight
+) -> None:
+    kv = filled(INDEXES[name], 83)
+    if uneven:
+        kv.settle(keep_uneven)
+    q, s = rows(n), kv.slots(0)
+    read = chosen_by_definition(kv, INDEXES[name], q, sight, SMALL)
+    assert not bool(read[:, 0].all())
+    want, lse = specified(q, s.k, s.v, sight.scale, sight.softcap, read, s.n_slots)
+    (part,) = kv.attend(0, q, sight, at(kv, n))
+    torch.testing.assert_close(part.out, want)
+    torch.testing.assert_close(part.lse, lse)
+
+
+@pytest.mark.parametrize("name", INDEXES)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_budget_that_covers_everything_reads_everything(name: str, uneven: bool) -> None:
+    for budget in (replace(SMALL, floor=75), replace(SMALL, fraction=1.0), replace(SMALL, recent=1000)):
+        kv = filled(INDEXES[name], 83, budget)
+        if uneven:
+            kv.settle(keep_uneven)
+        fill(kv, 4, start=83)
+        q = rows(3)
+        got, want = (merge(store.attend(0, q, Sight(0.3), at(kv, 3))) for store in (kv, kv._tier))
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_sinks_the_newest_and_what_came_since_are_always_read(name: str) -> None:
+    kv = filled(INDEXES[name], 83)
+    fill(kv, 6, start=83)
+    s = kv._tier.slots(0)
+    s.v.copy_(0 * s.v)
+    always = [0, 1, *range(78, 89)]
+    s.v[:, always, 0] = 1
+    read = kv.attend(0, rows(1), Sight(0.01), at(kv, 1))  # flat scores: every slot that is read gives about the same
+    of_all = kv._tier.attend(0, rows(1), Sight(0.01), at(kv, 1))
+    count = {"read": mass(read).exp(), "all": mass(of_all).exp()}
+    weight = [merge(read)[..., 0] * count["read"], merge(of_all)[..., 0] * count["all"]]
+    torch.testing.assert_close(*weight)
+    assert bool((count["read"] < 0.6 * count["all"]).all())
+
+
+READERS = [*((name, None) for name in INDEXES), *((name, 0.2) for name in BOUNDS)]
+
+
+@pytest.mark.parametrize(("name", "epsilon"), READERS)
+def test_a_row_chooses_for_itself(name: str, epsilon: float | None) -> None:
+    kv = filled(INDEXES[name], 83, epsilon=epsilon)
+    q = rows(5)
+    together = merge(kv.attend(0, q, Sight(0.3), at(kv, 5)))
+    for i in range(5):
+        alone = merge(kv.attend(0, q[:, i : i + 1], Sight(0.3), at(kv, 5)[i : i + 1]))
+        torch.testing.assert_close(alone, together[:, i : i + 1])
+
+
+@pytest.mark.parametrize(("name", "epsilon"), READERS)
+def test_the_choice_does_not_depend_on_what_was_stored_since_the_boundary(name: str, epsilon: float | None) -> None:
+    kv, q = filled(INDEXES[name], 83, epsilon=epsilon), rows(2)
+    (before,) = kv.attend(0, q, Sight(0.3), at(kv, 2))
+    fill(kv, 9, start=83)
+    after, since = kv.attend(0, q, Sight(0.3), at(kv, 2))
+    torch.testing.assert_close(after.out, before.out)
+    torch.testing.assert_close(after.lse, before.lse)
+    assert bool((since.lse > -torch.inf).all())
+    kv.settle(None)
+    (settled,) = kv.attend(0, q, Sight(0.3), at(kv, 2))
+    assert not torch.allclose(settled.lse, after.lse)
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_windows_and_prompts_read_everything(name: str) -> None:
+    kv = filled(INDEXES[name], 83)
+    q, pos = rows(4), at(kv, 4)
+    for window in (1, 20, 1000):
+        sight = Sight(0.3, window=window)
+        torch.testing.assert_close(merge(kv.attend(0, q, sight, pos)), merge(kv._tier.attend(0, q, sight, pos)))
+    whole, part = (merge(store.attend(0, q, Sight(0.3), pos)) for store in (kv._tier, kv))
+    assert not torch.allclose(part, whole)
+    kv.expect(88)  # the rows at 83 to 86 are of a prompt, the one at 87 is pending
+    torch.testing.assert_close(merge(kv.attend(0, q, Sight(0.3), pos)), whole)
+    torch.testing.assert_close(merge(kv.attend(0, q, Sight(0.3), pos + 4)), part)
+
+
+# ---- certificates ----
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(sorted(BOUNDS)),
+    epsilon=st.sampled_from([0.0, 0.001, 0.05, 0.5]),
+    sharp=st.floats(0.1, 6),
+    sight=st.sampled_from(SIGHTS),
+    uneven=st.booleans(),
+)
+def test_a_certified_row_never_misses_more_than_epsilon(
+    seed: int, name: str, epsilon: float, sharp: float, sight: Sight, uneven: bool
+) -> None:
+    kv = recall(BOUNDS[name], epsilon=epsilon)
+    fill(kv, 61, seed=seed % 7)
+    kv.settle(keep_uneven if uneven else None)
+    fill(kv, seed % 5, start=61)
+    q = rows(4, seed=seed, sharp=sharp)
+    assert float(missed(kv, q, sight).max()) <= epsilon + 1e-9
+    pos, v = at(kv, 4), kv.slots(0).v.norm(dim=2).max()
+    error = merge(kv.attend(0, q, sight, pos)) - merge(kv._tier.attend(0, q, sight, pos))
+    assert float(error.norm(dim=2).max()) <= 2 * epsilon * v + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_certificates_hold_in_the_numbers_that_models_use(dtype: torch.dtype) -> None:
+    kv = recall(Certified(4), epsilon=0.02, dtype=dtype)
+    fill(kv, 200, sharp=2.0)
+    kv.settle(None)
+    shares = []
+    for seed in range(20):
+        q, s = rows(3, seed=seed, sharp=4.0, dtype=dtype), kv.slots(0)
+        _, full = specified(q.double(), s.k.double(), s.v.double(), 0.25, 0.0, None, s.n_slots)
+        shares.append(1 - (mass(kv.attend(0, q, Sight(0.25), at(kv, 3))).double() - full).exp())
+    assert float(torch.stack(shares).max()) <= 0.02 + 1e-4
+    assert 0 < kv.tally.streamed < kv.tally.asked
+
+
+def test_peaked_heads_pass_and_spread_ones_read_everything() -> None:
+    streamed = []
+    for sharp in (0.1, 16.0):
+        kv = filled(Certified(3), 120, epsilon=0.05)
+        kv.attend(0, rows(20, sharp=sharp), Sight(0.25), at(kv, 20))
+        streamed.append(kv.tally.streamed / kv.tally.asked)
+    assert streamed[0] == 1.0
+    assert streamed[1] < 0.5
+
+
+def test_keys_that_are_not_finite_are_not_certified() -> None:
+    kv = recall(Certified(3), epsilon=0.5)
+    fill(kv, 60)
+    kv._tier.slots(0).k[:, 30, 2] = torch.inf
+    kv.settle(None)
+    kv.attend(0, rows(2, sharp=8.0), Sight(0.25), at(kv, 2))
+    assert kv.tally.streamed == kv.tally.asked > 0
+
+
+# ---- boundaries ----
+
+
+def pages(kv: Recall) -> Pages:
+    return kv._pages[0]
+
+
+def same_pages(a: Recall, b: Recall) -> None:
+    for x, y in zip(pages(a).tensors, pages(b).tensors, strict=True):
+        assert x.shape == y.shape
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(1, 90), min_size=1, max_size=8), name=st.sampled_from(sorted(BOUNDS)))
+def test_pages_added_at_boundaries_are_those_made_at_once(cuts: list[int], name: str) -> None:
+    grown = recall(INDEXES[name])
+    for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), 97], strict=True):
+        fill(grown, end - start, start=start)
+        grown.settle(None)
+    same_pages(grown, filled(INDEXES[name], 97))
+
+
+@pytest.mark.parametrize("name", BOUNDS)  # a sketch keeps what it learned of the longer text
+@pytest.mark.parametrize("n", [0, 3, 40, 78, 82, 83, 100])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_an_undo_leaves_the_pages_of_what_remains(name: str, n: int, uneven: bool) -> None:
+    kv = filled(INDEXES[name], 83)
+    fresh = recall(INDEXES[name])
+    fill(fresh, min(n, 83))
+    if uneven:
+        kv.settle(keep_uneven)
+        fresh.settle(keep_uneven)
+    kv.crop(n)
+    for store in (kv, fresh):
+        fill(store, 80, start=n, seed=3)
+        store.settle(None)
+    same_pages(kv, fresh)
+    q = rows(3)
+    got, want = (merge(store.attend(0, q, Sight(0.3), at(store, 3))) for store in (kv, fresh))
+    torch.testing.assert_close(got, want)
+
+
+def test_a_sketch_learns_anew_while_it_knows_little() -> None:
+    kv = recall(Sketch(3))
+    fill(kv, 12)
+    kv.settle(None)
+    few = pages(kv).shared
+    fill(kv, 71, start=12)
+    kv.settle(None)
+    assert not torch.equal(pages(kv).shared[0], few[0])
+    same_pages(kv, filled(Sketch(3), 83))
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_slots_that_come_down_a_ladder_join_the_pages(name: str) -> None:
+    kv, whole = recall(INDEXES[name]), filled(INDEXES[name], 83)
+    s = whole.slots(0)
+    for a, b in ((0, 40), (40, 83)):
+        kv.take(0, Slots(s.k[:, a:b], s.v[:, a:b], s.pos[:, a:b]))
+    q = rows(3)
+    if name != "sketch":
+        same_pages(kv, whole)
+    (part,) = kv.attend(0, q, Sight(0.3), at(kv, 3))
+    assert part.lse.shape == (H, 3)
+    assert not torch.allclose(part.out, merge(kv._tier.attend(0, q, Sight(0.3), at(kv, 3))))
+
+
+def test_empty_slots_inside_a_page_weigh_nothing() -> None:
+    """No tier of ours has any there, but positions may say so."""
+    s = filled(MinMax(4), 40).slots(0)
+    pos = s.pos.clone()
+    pos[0, 5], pos[1, 8:12] = -1, -1
+    holed = Slots(s.k.masked_fill((pos < 0).unsqueeze(2), 1e6), s.v, pos)
+
+    class Holed(Whole):
+        def __init__(self) -> None:
+            self._tier = self  # type: ignore[assignment]
+
+        def slots(self, layer: int) -> Slots:
+            return holed
+
+    for index in (MinMax(4), Certified(4)):
+        p = Pages(index, SMALL)
+        p.settle(0, Holed())
+        assert p.held.sum(1).tolist() == [10, 9]
+        assert not bool(p.held[1, 2])
+        score = index.score(rows(1).view(K, G, D), p.kept, p.shared, Sight(0.25))
+        assert float(score[0].abs().max()) < 1e3
+
+
+def test_bytes_are_what_the_tensors_hold() -> None:
+    kv = recall(Certified(4), dtype=torch.float32)
+    fill(kv, 400)
+    kv.settle(None)
+    held = nbytes(kv)
+    assert set(held) == {"cpu", "index"}
+    assert held["index"] == sum({t.data_ptr(): t.untyped_storage().nbytes() for t in pages(kv).tensors}.values())
+    payload = K * 400 * (D + 4)
+    assert payload <= held["index"] <= payload + K * 100 * (4 + 4 + 1 + 1) + 200
+    kv.crop(0)
+    kv.settle(None)
+    assert nbytes(kv)["index"] < 200
+
+
+def test_a_slow_tier_hears_a_layer_ahead_what_the_last_pass_read() -> None:
+    asked: list[tuple[int, Tensor]] = []
+
+    class Slow(Whole):
+        def warm(self, layer: int, index: Tensor) -> None:
+            asked.append((layer, index))
+
+    store = Dense(3, K, D, torch.float64)
+    kv = RecallStore(store, MinMax(3), SMALL, [0, 2], source=Slow(store), prefetch=True)
+    for layer in range(3):
+        kv.append(layer, randn(K, 90, D, seed=layer), randn(K, 90, D), torch.arange(90))
+    kv.settle(None)
+    q = rows(2)
+    for _ in range(2):
+        for layer in range(3):
+            kv.attend(layer, q, Sight(0.3), torch.tensor([90, 91]))
+    assert [layer for layer, _ in asked] == [2]  # nothing was known in the first pass
+    likely = kv.likely(2)
+    assert likely is not None
+    assert torch.equal(asked[0][1], likely)
+    assert kv.tally.again == kv.tally.pages / 2 > 0
+
+
+# ---- profiles ----
+
+
+def profile(exactness: str = "approx", **recall: Any) -> Profile:
+    return load_profile("exact").replace(exactness=exactness, recall=recall, prefill={"chunk": 16})
+
+
+@pytest.mark.parametrize(
+    ("exactness", "method", "is_kept"),
+    [
+        ("exact", "none", True),
+        ("exact", "minmax", False),
+        ("exact", "sketch", False),
+        ("exact", "certified", False),
+        ("certified", "minmax", False),
+        ("certified", "sketch", False),
+        ("certified", "certified", True),
+        ("approx", "minmax", True),
+        ("approx", "certified", True),
+    ],
+)
+def test_a_promise_that_recall_cannot_keep_is_refused_by_name(exactness: str, method: str, is_kept: bool) -> None:
+    if is_kept:
+        assert profile(exactness, method=method).recall.method == method
+        return
+    with pytest.raises(KvcliError) as refused:
+        profile(exactness, method=method)
+    told = "\n".join([str(refused.value), *refused.value.lines])
+    assert f'"{exactness}" cannot be kept' in told
+    assert "recall.method" in told
+
+
+@pytest.mark.parametrize("other", [{"kv": {"k_bits": 8}}, {"memory": {"disk": "1GiB"}}, {"memory": {"device": "1GiB"}}])
+def test_tiers_that_recall_does_not_read_are_refused_by_name(other: dict[str, dict[str, object]]) -> None:
+    ((table, settings),) = other.items()
+    with pytest.raises(KvcliError) as refused:
+        profile(method="minmax").replace(**other)
+    told = "\n".join([str(refused.value), *refused.value.lines])
+    assert "recall.method" in told
+    assert f"{table}.{next(iter(settings))}" in told
+
+
+def test_a_profile_reads_through_its_table() -> None:
+    model = test_exact.lm("dense", "fp32")
+    small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
+    session = build.session(model, profile("certified", method="certified", epsilon=0.25, **small))
+    session.feed(test_exact.prompt())
+    list(session.stream(30))
+    assert session.every == 8
+    assert {use.layer for use in session.kv.usage() if use.tier == "index"} == {1, 2}
+    whole = build.session(test_exact.lm("sliding", "fp32"), profile(method="sketch", dense_layers=0))
+    assert {use.layer for use in whole.kv.usage() if use.tier == "index"} == {1}, "gemma's other layers slide"
+
+
+@pytest.mark.parametrize("method", INDEXES)
+def test_the_plan_of_memory_counts_the_index(method: str) -> None:
+    chosen = profile(method=method, floor=64, page=4, dense_layers=0).recall.settings
+    store = Dense(1, K, D, torch.float32)
+    kv = chosen.over(store, [Sight(0.25)])
+    store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), torch.arange(4000))
+    kv.settle(None)
+    assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.per_slot(D, 4), rel=0.01)
+
+
+def test_the_yardstick_of_a_benchmark_recalls_nothing() -> None:
+    assert plain(profile(method="sketch")).recall.method == "none"
+
+
+# ---- whole texts ----
+
+
+def past(model: LM, index: Index, budget: Budget, epsilon: float | None, on_ladder: bool) -> Store:
+    """All but the first layer recall: over the whole past, or over the lower rung of a ladder."""
+    shape = (model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    layers = range(1, model.n_layers)
+    if not on_ladder:
+        return RecallStore(Dense(*shape), index, budget, layers, epsilon=epsilon)
+    below = Recall(Dense(*shape), index, budget, layers, epsilon=epsilon)
+    return Ladder(Dense(*shape), [Rung(below)], holds=9, sinks=1)
+
+
+@cache
+def text(
+    name: str, dtype: str, sampler: str, uneven: bool, drafter: str, on_ladder: bool = False
+) -> tuple[list[int], Store]:
+    model = test_exact.lm("dense", dtype)
+    epsilon = 0.3 if name == "certified" else None
+    kv = past(model, INDEXES[name], replace(SMALL, floor=4), epsilon, on_ladder)
+    make: Callable[[list[int]], Drafter] = test_exact.DRAFTERS.get(drafter, lambda _: Off())
+    tool = make(text(name, dtype, sampler, uneven, "off", on_ladder)[0] if drafter != "off" else [])
+    policy = Ragged() if uneven else None
+    session = Session(
+        model, kv, tool, test_exact.SAMPLERS[sampler], view=view(model, kv, tool), policy=policy, every=11, chunk=13
+    )
+    session.feed(test_exact.prompt())
+    list(session.stream(test_exact.NEW, stop={test_exact.STOP}))
+    return session.ids, kv
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", test_exact.DRAFTERS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("name", INDEXES)
+def test_any_drafter_gives_the_text_of_plain_decoding(name: str, dtype: str, drafter: str, sampler: str) -> None:
+    want, _ = text(name, dtype, sampler, False, "off")
+    assert text(name, dtype, sampler, False, drafter)[0] == want
+
+
+@pytest.mark.parametrize("drafter", test_exact.DRAFTERS)
+@pytest.mark.parametrize("name", INDEXES)
+def test_any_drafter_gives_the_text_of_plain_decoding_with_unequal_heads(name: str, drafter: str) -> None:
+    want, _ = text(name, "fp64", "greedy", True, "off")
+    assert text(name, "fp64", "greedy", True, drafter)[0] == want
+
+
+@pytest.mark.parametrize("drafter", test_exact.DRAFTERS)
+@pytest.mark.parametrize("name", INDEXES)
+def test_any_drafter_gives_the_text_of_plain_decoding_below_another_rung(name: str, drafter: str) -> None:
+    want, _ = text(name, "fp64", "greedy", False, "off", on_ladder=True)
+    assert text(name, "fp64", "greedy", False, drafter, on_ladder=True)[0] == want
+    assert want != test_exact.plain("dense", "all", "greedy", "fp64")
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_the_table_reads_a_part_and_changes_the_text(name: str) -> None:
+    ids, kv = text(name, "fp64", "greedy", False, "off")
+    assert isinstance(kv, Recall)
+    assert kv.tally.pages > 0
+    if name == "certified":
+        assert 0 < kv.tally.streamed < kv.tally.asked
+    assert ids != test_exact.plain("dense", "all", "greedy", "fp64")
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_a_fork_goes_on_alike(name: str) -> None:
+    model = test_exact.lm("dense", "fp64")
+    kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
+    session = Session(model, kv, Off(), test_exact.SAMPLERS["greedy"], every=7)
+    session.feed(families.prompt(60))
+    list(session.stream(10))
+    other = session.fork()
+    for each in (session, other):
+        list(each.stream(20))
+    assert other.ids == session.ids
+    assert other.kv.slots(1).k.data_ptr() != session.kv.slots(1).k.data_ptr()
+
+
+@pytest.mark.parametrize("name", BOUNDS)  # what a sketch learned depends on where the first boundaries were
+def test_an_undone_turn_leaves_no_trace(name: str) -> None:
+    model = test_exact.lm("dense", "fp64")
+    first, second = families.prompt(60), families.prompt(90, seed=1)
+    texts = []
+    for with_undo in (False, True):
+        kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
+        session = Session(model, kv, Off(), test_exact.SAMPLERS["greedy"], every=7, chunk=1000)
+        if with_undo:
+            session.feed(first)
+            list(session.stream(10))
+            assert session.resume(second) >= 59
+        session.feed(second[len(session.ids) :])
+        list(session.stream(20))
+        texts.append(session.ids)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_a_prompt_is_stored_as_if_nothing_were_left_out(name: str) -> None:
+    model, stores = test_exact.lm("dense", "fp64"), []
+    for with_recall in (False, True):
+        kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        read = RecallStore(kv, INDEXES[name], SMALL, range(model.n_layers)) if with_recall else kv
+        Session(model, read, Off(), test_exact.SAMPLERS["greedy"], chunk=13).feed(families.prompt(90))
+        stores.append(kv.slots(2))
+    torch.testing.assert_close(stores[0].k, stores[1].k)

@@ -1,0 +1,389 @@
+"""Memory runs out at any point: the session survives, the declared step is taken and said, and nothing said is lost."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli import build
+from kvcli.api import End, Event, Text
+from kvcli.drafts.base import Off
+from kvcli.errors import BadConfig, DoesNotFit, ExitStatus
+from kvcli.kv.dense import Dense
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.shortage import Shortage, as_shortage
+from kvcli.kv.slots import Store, nbytes
+from kvcli.local import Model
+from kvcli.model import LM
+from kvcli.policies.base import Policy
+from kvcli.profile import Profile
+from kvcli.relief import mend, stepped
+from kvcli.sample import Sampler
+from kvcli.session import Session
+from tests import families, small_tokenizers
+from tests.fake_device import FakeDevice
+from tests.policies import Ragged
+from tests.test_exact import DRAFTERS, prompt
+from tests.test_ladder import on_disk, rounding, three, two_dense
+
+torch.set_num_threads(1)
+SAMPLED = Sampler(temperature=0.9, repetition_penalty=1.2, seed=3)
+Make = Callable[[tuple[int, int, int], torch.dtype], Store]
+STORES: dict[str, tuple[Make, Policy | None]] = {
+    "dense": (lambda shape, dtype: Dense(*shape, dtype), None),
+    "evicting": (lambda shape, dtype: Dense(*shape, dtype), Ragged()),
+    "two_dense": (two_dense, None),
+    "rounding": (rounding, Ragged()),
+    "three": (three, None),
+    "on_disk": (on_disk, None),
+}
+EVERY = 6
+
+
+@cache
+def lm() -> LM:
+    return LM.of(families.build("llama", torch.float64, num_hidden_layers=2))
+
+
+def session(store: str, drafter: Any = None) -> Session:
+    make, policy = STORES[store]
+    kv = make((lm().n_layers, lm().n_kv_heads, lm().head_dim), lm().dtype)
+    drafter = drafter or Off()
+    view = build.view(lm(), kv, drafter)
+    return Session(lm(), kv, drafter, SAMPLED, view=view, policy=policy, every=EVERY, chunk=13)
+
+
+@cache
+def truth(store: str) -> tuple[int, ...]:
+    s = session(store)
+    s.feed(prompt())
+    list(s.stream(40))
+    return tuple(s.ids)
+
+
+def check(s: Session) -> None:
+    """Store, ids and committed agree: every layer holds committed positions, each once, all of them if none went."""
+    assert s.committed == max(0, len(s.ids) - 1)
+    for layer in range(lm().n_layers):
+        for pos in s.kv.slots(layer).pos:
+            held = sorted(pos[pos >= 0].tolist())
+            assert len(held) == len(set(held))
+            assert set(held) <= set(range(s.committed))
+            if s.policy is None:
+                assert held == list(range(s.committed))
+
+
+def allocations(s: Session, act: Callable[[Session], object]) -> int:
+    with FakeDevice() as device:
+        act(s)
+    return device.allocations
+
+
+@pytest.mark.parametrize("drafter", ["off", "right", "fafo"])
+@pytest.mark.parametrize("store", STORES)
+def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: str, drafter: str) -> None:
+    want = list(truth(store))
+    before = session(store, None if drafter == "off" else DRAFTERS[drafter](want))
+    before.feed(prompt())
+    while before.boundary - before.committed > (2 if drafter == "right" else 1):
+        before.step(most=1)
+    # the next step ends at a boundary, with a guess where those are right
+    total = allocations(before.fork(), Session.step)
+    assert total > 100
+    settled = 0
+    for n in range(0, total, 1 if drafter == "right" else 7):
+        s = before.fork()
+        with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
+            s.step()
+        is_due = mend(s)
+        check(s)
+        if is_due:
+            settled += 1
+            s.settle()
+        s.drafter.start(s.ids, s.sampler)
+        list(s.stream(len(before.ids) + 4 - len(s.ids)))
+        assert s.ids == want[: len(s.ids)]
+    assert settled or store == "dense", "the sweep covers evicting and moving down"
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store: str) -> None:
+    def read(s: Session) -> None:
+        s.feed(prompt()[len(s.ids) :])
+
+    total = allocations(session(store), read)
+    want = list(truth(store))
+    for n in range(0, total, 11):
+        s = session(store)
+        with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
+            read(s)
+        is_due = mend(s)
+        check(s)
+        assert s.ids == want[: len(s.ids)]
+        if is_due:
+            s.settle("read" if s.committed == len(prompt()) - 1 else "reading")
+        read(s)
+        list(s.stream(3))
+        check(s)
+        if s.policy is None:  # chunks begin elsewhere now; a policy that judges at their ends may keep others
+            assert s.ids == want[: len(s.ids)] or store == "three"
+
+
+# steps of a profile
+
+
+def model(**changes: Any) -> Model:
+    found = LM.of(families.build("llama", vocab_size=2048))
+    return Model(found, small_tokenizers.demo(), Profile.load("exact").replace(exactness="approx", **changes))
+
+
+def text(n: int = 60) -> list[int]:
+    return families.prompt(n, 2048)
+
+
+def failing(m: Model, monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> None:
+    """Appending runs out of memory from call `at` on, `times` times."""
+    calls, real = iter(range(10**9)), Dense.append
+
+    def append(self: Dense, *args: Any) -> None:
+        if at <= next(calls) < at + times:
+            raise MemoryError("full")
+        real(self, *args)
+
+    monkeypatch.setattr(Dense, "append", append)
+
+
+def listen(events: Iterable[Event], said: list[str]) -> None:
+    for event in events:
+        said += [event.text] if isinstance(event, Text) else []
+
+
+STEPS = ["prefill.chunk=-50%", "kv.residual=64", "context.limit=-50%", "memory.disk=1GiB"]
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 7, 20, 40])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_declared_step_is_taken_and_said(step: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = model().generate(text(), max_new_tokens=20)
+    m = model(memory={"ladder": [step]})
+    failing(m, monkeypatch, at)
+    turn = m.generate(text(), max_new_tokens=20)
+    assert turn.ids == want.ids
+    assert turn.text == want.text
+    assert turn.finish == want.finish
+    (said,) = turn.stats.shortages
+    assert "memory ran out" in said
+    assert step in said
+    assert m.profile.memory.ladder == ()
+    assert turn.stats.new == len(turn.ids)
+    assert m.generate(text(), max_new_tokens=20).ids == want.ids
+
+
+def test_steps_are_taken_in_order_until_one_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = model(memory={"ladder": ["prefill.chunk=16", "prefill.chunk=-50%", "context.limit=-25%"]})
+    limit = m.limit
+    failing(m, monkeypatch, 20, times=2)
+    turn = m.generate(text(), max_new_tokens=20)
+    assert [words.rpartition("tokens: ")[2] for words in turn.stats.shortages] == [
+        "prefill.chunk=16 from here on",
+        "prefill.chunk=-50% from here on",
+    ]
+    assert m.session.chunk == m.profile.prefill.chunk == 8
+    assert m.profile.memory.ladder == ("context.limit=-25%",)
+    assert m.limit == limit
+
+
+@pytest.mark.parametrize("memory", [{"on_shortage": "fail"}, {"ladder": []}, {"ladder": ["prefill.chunk=-50%"]}])
+def test_without_a_step_the_error_says_what_fits_and_hands_back_the_answer(
+    memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = model(memory=memory)
+    want = m.generate(text(), max_new_tokens=20)
+    m.close()
+    failing(m, monkeypatch, 22, times=10**6)
+    said: list[str] = []
+    with pytest.raises(DoesNotFit) as caught:
+        listen(m.stream(text(), max_new_tokens=20), said)
+    error = caught.value
+    assert error.exit == ExitStatus.DOES_NOT_FIT
+    assert error.code == "out_of_memory"
+    assert error.detail["answer"] == "".join(said)
+    assert want.text.startswith("".join(said))
+    assert f"--ctx {error.detail['tokens']}" in error.try_
+    assert error.detail["tokens"] == m.session.committed > len(text())
+    check_model(m)
+    monkeypatch.undo()
+    again = m.generate(text(), max_new_tokens=20)
+    assert again.ids == want.ids
+    assert again.stats.cached >= len(text()) - 1, "the session survived with what it had read"
+
+
+def check_model(m: Model) -> None:
+    for layer in range(m.lm.n_layers):
+        pos = m.session.kv.slots(layer).pos[0]
+        assert sorted(pos[pos >= 0].tolist()) == list(range(m.session.committed))
+
+
+@pytest.mark.parametrize("at", [3, 40])
+def test_a_step_that_packs_shrinks_what_is_stored_and_the_answer_goes_on(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small: dict[str, Any] = {"residual": 16, "group": 16}
+    want = model(kv=small).generate(text(), max_new_tokens=20)
+    m = model(memory={"ladder": ["kv.k_bits=8", "kv.v_bits=2"]}, kv=small)
+    failing(m, monkeypatch, at)
+    turn = m.generate(text(), max_new_tokens=20)
+    assert len(turn.ids) == 20
+    assert turn.ids[: at // 3 - 1] == want.ids[: at // 3 - 1]  # what was said before stays
+    assert "kv.k_bits=8" in turn.stats.shortages[0]
+    assert turn.stats.kv["packed"] > 0
+    assert (m.profile.kv.k_bits, m.profile.kv.v_bits) == (8, 16)
+    check_model(m)
+    again = m.generate(text(), max_new_tokens=20)
+    assert len(again.ids) == 20
+
+
+def test_a_shorter_window_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = model(memory={"ladder": ["context.limit=70"]})
+    failing(m, monkeypatch, 3 * 6)
+    turn = m.generate(text(), max_new_tokens=30)
+    assert turn.finish == "length"
+    assert len(turn.ids) == 70 - 60
+    assert turn.stats.limit == 70
+
+
+def test_a_conversation_keeps_what_was_said_before_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = model()
+    chat = m.chat()
+    failing(m, monkeypatch, 40, times=10**6)
+    said: list[str] = []
+    with pytest.raises(DoesNotFit):
+        listen(chat.stream("What is the depth of the well?", max_new_tokens=60, ignore_eos=True), said)
+    assert said
+    assert chat.messages[-1].content == "".join(said)
+    assert chat.messages[-1].finish == "interrupted"
+
+
+def test_a_device_that_is_full_is_survived_by_reading_in_smaller_chunks() -> None:
+    def peak(chunk: int) -> int:
+        m = model(prefill={"chunk": chunk})
+        with FakeDevice() as device:
+            m.generate(text(400), max_new_tokens=20)
+        return device.peak
+
+    want, large, small = model().generate(text(400), max_new_tokens=20), peak(400), peak(100)
+    assert small < 0.8 * large
+    m = model(prefill={"chunk": 400}, memory={"ladder": ["prefill.chunk=-50%"] * 3})
+    with FakeDevice(budget=(large + small) // 2) as device:
+        turn = m.generate(text(400), max_new_tokens=20)
+    assert device.failed
+    assert turn.ids == want.ids
+    assert 1 <= len(turn.stats.shortages) == 3 - len(m.profile.memory.ladder)
+
+
+def test_a_device_with_little_room_moves_what_is_old_to_disk() -> None:
+    want = model().generate(text(200), max_new_tokens=200)
+    small: dict[str, Any] = {"prefill": {"chunk": 64}, "kv": {"group": 16}}
+    m = model(memory={"device": "160KiB", "ladder": ["memory.disk=1GiB"]}, **small)
+    for event in m.stream(text(200), max_new_tokens=200):
+        top = m.session.kv._rungs[0].tier  # type: ignore[attr-defined]
+        assert nbytes(top)["cpu"] <= 160 << 10
+    assert isinstance(event, End)
+    turn = event.turn
+    assert turn.ids == want.ids
+    assert turn.stats.kv["disk"] > 0
+    assert "memory.disk=1GiB" in turn.stats.shortages[0]
+
+
+def test_a_device_without_any_room_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(DoesNotFit, match=r"memory.device = 16KiB") as caught:
+        model(memory={"device": "16KiB"})
+    assert any("memory.device=" in way for way in caught.value.try_)
+
+
+def test_more_text_than_all_tiers_hold_is_refused_before_it_is_read() -> None:
+    m = model(memory={"device": "160KiB", "on_shortage": "fail"}, prefill={"chunk": 16})
+    with pytest.raises(DoesNotFit, match="do not fit") as caught:
+        m.generate(text(400), max_new_tokens=4)
+    assert caught.value.detail["tokens"] == 0
+
+
+def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
+    for memory in ({"host": "1GiB"}, {"ladder": ["memory.host=1GiB"]}):
+        with pytest.raises(BadConfig, match="in host memory already") as caught:
+            model(memory=memory)
+        assert any("kv.k_bits" in way for way in caught.value.try_)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"exactness": "exact", "kv": {"k_bits": 8}}, "kv.k_bits"),
+        ({"exactness": "exact", "kv": {"v_bits": 2}}, "kv.v_bits"),
+        ({"exactness": "exact", "memory": {"ladder": ["kv.v_bits=2"]}}, "memory.ladder"),
+        ({"kv": {"v_bits": 4}, "memory": {"ladder": ["kv.v_bits=4"]}}, "frees nothing"),
+        ({"memory": {"ladder": ["kv.v_bits=4"], "on_shortage": "fail"}}, "no step is ever taken"),
+        ({"memory": {"ladder": ["policy.name=snap"]}}, "a list of steps"),
+        ({"memory": {"ladder": ["prefill.chunk=-50%", "kv.v_bits=3"]}}, "a list of steps"),
+        ({"memory": {"disk": "8"}}, "a size with its unit"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        Profile.load("exact").replace(**{"exactness": "approx", **changes})
+    assert said in "\n".join(caught.value.lines)
+
+
+def test_a_step_changes_one_key_and_leaves_the_list() -> None:
+    profile = Profile.load("exact").replace(
+        exactness="approx", memory={"ladder": ["context.limit=-25%", "kv.v_bits=2", "memory.disk=2GiB"]}
+    )
+    one = stepped(profile, 4096)
+    two = stepped(one, 4096)
+    three_ = stepped(two, 4096)
+    assert (one.context.limit, two.kv.v_bits, three_.memory.disk) == (3072, 2, "2GiB")
+    assert [len(p.memory.ladder) for p in (one, two, three_)] == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        Shortage("full"),
+    ],
+)
+def test_a_lack_of_memory_is_told_from_other_errors(error: Exception) -> None:
+    found = as_shortage(error)
+    assert found is not None
+    assert found.exit == ExitStatus.DOES_NOT_FIT
+    assert as_shortage(RuntimeError("shapes do not match")) is None
+    assert as_shortage(OSError(errno.EACCES, "no")) is None
+
+
+def test_plain_profiles_store_in_one_tier_and_others_in_a_ladder() -> None:
+    assert isinstance(model().session.kv, Dense)
+    assert model().session.every is None
+    m = model(memory={"disk": "1GiB"})
+    assert isinstance(m.session.kv, Ladder)
+    assert m.session.every == 64
+    m.generate(text(), max_new_tokens=3)
+    assert sum(nbytes(m.session.kv).values()) > 0
+
+
+def test_the_end_of_a_turn_carries_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcli.commands.turn_json import Run, turn_document
+
+    m = model(memory={"ladder": ["prefill.chunk=-50%"]})
+    failing(m, monkeypatch, 5)
+    turn = next(e.turn for e in m.stream(text(), max_new_tokens=3) if isinstance(e, End))
+    document = turn_document(turn, m.info, Run("mine"))
+    assert [event["kind"] for event in document.events][-1] == "shortage"
+    assert "prefill.chunk=-50%" in document.events[-1]["text"]

@@ -1,0 +1,418 @@
+"""Policies that keep what scores best: how much they keep of what, who always stays, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli import build
+from kvcli.drafts.base import Drafter, Off
+from kvcli.drafts.lookahead import Lookahead
+from kvcli.drafts.ngram import Ngram
+from kvcli.errors import KvcliError
+from kvcli.kinds import SYSTEM, TOOLS, Span
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Slots, nbytes
+from kvcli.model import LM
+from kvcli.policies import topk
+from kvcli.policies.kvzip import KVzip
+from kvcli.profile import load_profile
+from kvcli.sample import Sampler
+from kvcli.session import Session
+from tests import drafters, families
+from tests.policies import moment
+
+torch.set_num_threads(1)
+TINY = LM.of(families.build("llama"))
+SLIDING = LM.of(families.build("gemma3"))
+L, K = TINY.n_layers, TINY.n_kv_heads
+SMALL = {"sinks": 2, "guard": 5}
+NAMES: dict[str, dict[str, Any]] = {
+    "snap": {"queries": 4, "pool": 3},
+    "expected": {"samples": 30, "horizon": 40},
+    "keydiff": {},
+    "knorm": {},
+    "lag": {"part": 8},
+    "tova": {},
+    "h2o": {"queries": 16, "every": 16},
+    "kvzip": {"piece": 40, "lead": 3},
+}
+ALLOCS = ("uniform", "ada", "pyramid", "headmap", "global")
+
+
+def session(name: str, lm: LM = TINY, chunk: int = 64, **more: Any) -> Session:
+    settings = {"name": name, **SMALL, **NAMES[name], **more}
+    profile = load_profile("exact").replace(exactness="approx", policy=settings, prefill={"chunk": chunk})
+    return build.session(lm, profile)
+
+
+def held(s: Session) -> list[list[list[int]]]:
+    """Positions by layer and head."""
+    of = [s.kv.slots(layer).pos for layer in range(s.lm.n_layers)]
+    return [[sorted(p for p in head.tolist() if p >= 0) for head in pos] for pos in of]
+
+
+def heads(s: Session) -> Iterator[list[int]]:
+    for layer in held(s):
+        yield from layer
+
+
+@pytest.fixture
+def headmap(tmp_path: Path) -> str:
+    path = tmp_path / "heads.tsv"
+    path.write_text("\n".join("\t".join(str(layer * K + j + 1) for j in range(K)) for layer in range(L)))
+    return str(path)
+
+
+@pytest.mark.parametrize("alloc", ALLOCS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_is_compressed_to_the_share_that_was_asked_for(name: str, alloc: str, headmap: str) -> None:
+    s = session(name, keep=0.3, alloc=alloc, **({"headmap": headmap} if alloc == "headmap" else {}))
+    s.feed(families.prompt(201))
+
+    counts = [len(head) for head in heads(s)]
+
+    ends = {0, 1, *range(195, 200)}
+    assert all(ends <= set(head) for head in heads(s)), "sinks and the newest stay"
+    short = sum(max(0, len(ends) - count) for count in counts)
+    assert short == 0
+    assert sum(counts) == L * K * 60
+    if alloc == "uniform":
+        assert set(counts) == {60}
+    if alloc == "pyramid":
+        assert counts[0] > counts[-1]
+    if alloc == "headmap":
+        assert counts == sorted(counts)
+        assert counts[-1] > counts[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_kept_is_what_the_plan_of_memory_says(name: str) -> None:
+    for share in ({"keep": 0.25}, {"budget": 30, "keep_new": 0}, {"keep": 1.0}, {"keep": 0.001}):
+        for n in (1, 6, 150):
+            s = session(name, **share)
+            s.feed(families.prompt(n + 1))
+            settings = load_profile("exact").replace(
+                exactness="approx", policy={"name": name, **SMALL, **NAMES[name], **share}
+            )
+            assert sum(len(head) for head in heads(s)) == L * K * settings.policy.slots(n)
+
+
+def test_kept_shares_free_memory() -> None:
+    def size(keep: float) -> int:
+        s = session("keydiff", keep=keep, alloc="uniform")
+        s.feed(families.prompt(481))
+        return sum(nbytes(s.kv).values())
+
+    assert size(0.25) <= 0.28 * size(1.0)
+
+
+@pytest.mark.parametrize("alloc", ["uniform", "ada", "global"])
+def test_system_prompt_and_tools_stay_and_count(alloc: str) -> None:
+    for protect in (True, False):
+        s = session("snap", keep=0.3, alloc=alloc, protect=protect)
+        s.spans = [Span(20, 45, SYSTEM), Span(90, 100, TOOLS)]
+        s.feed(families.prompt(201))
+        assert all({*range(20, 45), *range(90, 100)} <= set(head) for head in heads(s)) == protect
+        assert sum(len(head) for head in heads(s)) == L * K * 60
+
+
+def test_what_is_protected_stays_beyond_the_budget() -> None:
+    s = session("snap", keep=0.1)
+    s.spans = [Span(20, 80, SYSTEM)]
+    s.feed(families.prompt(201))
+    assert {tuple(head) for head in heads(s)} == {(0, 1, *range(20, 80), *range(195, 200))}
+
+
+@pytest.mark.parametrize("name", ["snap", "h2o", "expected", "keydiff", "lag"])
+def test_the_answer_has_a_budget_of_its_own(name: str) -> None:
+    every = 16
+    s = session(name, keep=0.3, keep_new=20, every=every)
+    s.feed(families.prompt(121))
+    prompt = held(s)
+    for _ in s.stream(100):
+        new = [[p for p in head if p >= 120] for head in heads(s)]
+        assert [[[p for p in head if p < 120] for head in layer] for layer in held(s)] == prompt
+        assert max(len(one) for one in new) < 20 + every
+    assert {len(one) for one in new} == {20 + s.committed % every}
+    assert all({*range(s.committed // every * every - 5, s.committed)} <= set(one) for one in new)
+    assert any(one != list(range(s.committed - len(one), s.committed)) for one in new), "some older ones stayed"
+
+
+def test_without_one_the_answer_stays_whole() -> None:
+    s = session("snap", keep=0.3, every=8)
+    s.feed(families.prompt(121))
+    list(s.stream(60))
+    assert all(set(range(120, 180)) <= set(head) for head in heads(s))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_later_prompt_is_compressed_with_what_came_since(name: str) -> None:
+    s = session(name, keep=0.3, alloc="uniform", keep_new=0)
+    s.feed(families.prompt(121))
+    before = held(s)
+    list(s.stream(20))
+    s.feed(families.prompt(100, seed=5))
+
+    for layer, was in zip(held(s), before, strict=True):
+        for head, old in zip(layer, was, strict=True):
+            assert [p for p in head if p < 120] == old
+            assert len([p for p in head if p >= 120]) == round(0.3 * 120)
+
+
+def test_a_budget_is_of_all_prompts_together() -> None:
+    s = session("snap", budget=40, alloc="uniform")
+    s.feed(families.prompt(121))
+    list(s.stream(20))
+    s.feed(families.prompt(100, seed=5))
+    assert {len(head) for head in heads(s)} == {40}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "kvzip"])
+@pytest.mark.parametrize("share", [{"keep": 0.25}, {"budget": 30}])
+def test_compressing_each_chunk_bounds_memory_while_reading(name: str, share: dict[str, Any]) -> None:
+    s = session(name, chunk=50, per_chunk=True, alloc="uniform", **share)
+    for read in s.read(families.prompt(401)):
+        most = share.get("budget") or round(0.25 * read)
+        assert {len(head) for head in heads(s)} == {most}
+
+
+@pytest.mark.parametrize("alloc", ["ada", "pyramid", "headmap", "global"])
+def test_each_chunk_is_compressed_to_the_share_of_what_was_read(alloc: str, headmap: str) -> None:
+    more = {"headmap": headmap} if alloc == "headmap" else {}
+    s = session("snap", chunk=50, per_chunk=True, keep=0.3, alloc=alloc, **more)
+    for read in s.read(families.prompt(401)):
+        assert sum(len(head) for head in heads(s)) == L * K * round(0.3 * read)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("alloc", ["ada", "global", "pyramid"])
+def test_sliding_layers_are_left_whole(name: str, alloc: str) -> None:
+    s = session(name, SLIDING, keep=0.3, alloc=alloc)
+    s.feed(families.prompt(121))
+    counts = [[len(head) for head in layer] for layer in held(s)]
+    for layer, window in enumerate(SLIDING.windows):
+        if window is None:
+            assert sum(counts[layer]) == SLIDING.n_kv_heads * 36
+        else:
+            assert counts[layer] == [120] * SLIDING.n_kv_heads
+
+
+@pytest.mark.parametrize("unit", [4, 16])
+def test_chunks_stay_or_go_together(unit: int) -> None:
+    s = session("snap", keep=0.4, unit=unit, alloc="uniform")
+    s.feed(families.prompt(201))
+    for head in heads(s):
+        middle = [p for p in head if unit <= p < 195 // unit * unit]
+        cut = [c for c in {p // unit for p in middle} if sum(p // unit == c for p in middle) < unit]
+        assert len(cut) <= 1, "only the last chunk that fits is cut"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "kvzip"])
+def test_the_order_of_slots_decides_nothing(name: str) -> None:
+    r = torch.Generator().manual_seed(0)
+    pos = torch.stack([torch.randperm(60, generator=r) for _ in range(K)])
+    pos[1, ::7] = -1
+    k, v = (torch.randn(K, 60, TINY.head_dim, generator=r, dtype=torch.float64) for _ in "kv")
+    q = torch.randn(TINY.n_heads, 16, TINY.head_dim, generator=r, dtype=torch.float64)
+    order = torch.randperm(60, generator=r)
+    masks = []
+    for s in (Slots(k, v, pos), Slots(k[:, order], v[:, order], pos[:, order])):
+        policy = _settings(name, keep=0.4).policy()
+        assert policy is not None
+        policy.meet(TINY)
+        guarded = policy.guard.covers(s, torch.zeros(0, dtype=torch.int8))
+        at = moment(s, q, phase="read", n_prompt=60, protected=guarded)
+        mask = policy.keep(s, at)
+        assert bool((mask | ~guarded).all())
+        assert not bool((mask & (s.pos < 0)).any())
+        masks.append(mask)
+    assert torch.equal(masks[0][:, order], masks[1])
+
+
+def _settings(name: str, **more: Any) -> Any:
+    profile = load_profile("exact").replace(exactness="approx", policy={"name": name, **SMALL, **NAMES[name], **more})
+    return profile.policy.settings
+
+
+DRAFTERS: dict[str, Any] = {
+    "ngram": lambda truth: Ngram(adaptive=False).drafter(),
+    "fafo": lambda truth: Lookahead(adaptive=False, view="stream", sinks=2, local=5, refresh=3).drafter(),
+    "right": lambda truth: drafters.Right(truth, 97, -1),
+    "bush": lambda truth: drafters.Bush(truth, 97, -1),
+}
+ROWS = [*((name, "ada") for name in NAMES), ("snap", "uniform"), ("snap", "pyramid"), ("h2o", "global")]
+EXACT = {True: LM.of(families.build("llama", torch.float64)), False: LM.of(families.build("gpt_oss", torch.float64))}
+
+
+@cache
+def plainly(name: str, alloc: str, full: bool) -> list[int]:
+    return spoken(name, alloc, full, Off())
+
+
+def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
+    """Two turns of a chat."""
+    lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "every": 7}
+    policy = _settings(name, keep=0.4, alloc=alloc, **new)
+    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+    own = policy.policy()
+    own.meet(lm)
+    s = Session(
+        lm,
+        kv,
+        drafter,
+        Sampler(0.8, seed=3),
+        view=build.view(lm, kv, drafter),
+        policy=own,
+        every=policy.every,
+        chunk=19,
+    )
+    phrase = families.prompt(9)
+    s.feed(families.prompt(40, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6])
+    list(s.stream(30))
+    s.feed(phrase)
+    list(s.stream(12))
+    return s.ids
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("full", EXACT)
+@pytest.mark.parametrize(("name", "alloc"), ROWS)
+def test_any_drafter_gives_the_text_of_plain_decoding(name: str, alloc: str, full: bool, drafter: str) -> None:
+    want = plainly(name, alloc, full)
+    assert spoken(name, alloc, full, DRAFTERS[drafter](want)) == want
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fork_and_an_undo_answer_alike(name: str) -> None:
+    ids, s = families.prompt(90), session(name, keep=0.4)
+    s.feed(ids)
+    other = s.fork()
+    first = [token for step in s.stream(20) for token in step.new]
+    assert [token for step in other.stream(20) for token in step.new] == first
+    assert s.resume(ids) == 0, "something was forgotten, so all is read again"
+    s.feed(ids)
+    assert [token for step in s.stream(20) for token in step.new] == first
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_taken_back_before_anything_was_forgotten_competes_again(name: str) -> None:
+    s, fresh = session(name, keep=0.9), session(name, keep=0.9)
+    s.feed(families.prompt(7))
+    s.resume(families.prompt(4))
+    ids = families.prompt(120, seed=8)
+    shared = s.resume(ids)
+    s.feed(ids[len(s.ids) :])
+    fresh.feed(ids)
+    assert shared == 0
+    assert held(s) == held(fresh)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"name": "h2o", "queries": 16, "every": 32}, "queries = 16 is less than every = 32"),
+    ({"name": "snap", "pool": 4}, "pool = 4 has no middle"),
+    ({"name": "snap", "budget": 10}, "budget = 10 is less than sinks + guard = 68"),
+    ({"name": "snap", "keep_new": 10}, "keep_new = 10 is less than sinks + guard = 68"),
+    ({"name": "snap", "alloc": "headmap"}, "needs headmap"),
+    ({"name": "snap", "headmap": "x.tsv"}, "headmap"),
+    ({"name": "kvzip", "per_chunk": True}, "per_chunk = true cannot be kept"),
+    ({"name": "kvzip", "keep_new": 100}, "keep_new = 100 cannot be kept"),
+    ({"name": "snap", "keep": 0.0}, "above 0 and at most 1"),
+    ({"name": "snap", "keep": 1.5}, "above 0 and at most 1"),
+]
+
+
+@pytest.mark.parametrize(("policy", "says"), WRONG)
+def test_settings_that_cannot_be_kept_are_refused_by_name(policy: dict[str, Any], says: str) -> None:
+    with pytest.raises(KvcliError) as refused:
+        load_profile("exact").replace(exactness="approx", policy=policy)
+    assert says in "\n".join([str(refused.value), *refused.value.lines])
+
+
+def test_expected_attention_refuses_a_session_that_shows_it_no_model() -> None:
+    policy = topk.Expected(**SMALL).policy()
+    kv = Dense(L, K, TINY.head_dim, TINY.dtype)
+    s = Session(TINY, kv, Off(), Sampler(), policy=policy, every=16)
+    with pytest.raises(KvcliError, match="rotary frequencies"):
+        s.feed(families.prompt(40))
+
+
+def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_find(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcli.policies.scorers.rotaries", lambda lm: [None] * lm.n_layers)
+    with pytest.raises(KvcliError, match="does not find them") as refused:
+        session("expected")
+    assert refused.value.try_
+
+
+def test_a_query_aware_score_says_so() -> None:
+    assert "a later question" in topk.Snap().caution
+    assert topk.Expected().caution == topk.KeyDiff().caution == KVzip().caution == ""
+    assert '"h2o"' in topk.H2O().caution
+
+
+@pytest.mark.parametrize("name", ["snap", "expected"])
+def test_the_shipped_profiles_halve_a_prompt(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.exactness == "approx"
+    assert profile.policy.method == name
+    assert profile.policy.slots(10_000) == 5000
+    s = build.session(TINY, profile)
+    s.feed(families.prompt(301))
+    assert sum(len(head) for head in heads(s)) == L * K * 150
+    list(s.stream(8))
+
+
+def test_frequent_is_another_name_of_h2o() -> None:
+    registry = build.REGISTRIES["policy"]
+    assert registry["frequent"] == registry["h2o"]
+
+
+def test_a_head_that_was_emptied_by_a_map_still_keeps_what_is_protected(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    rows = [[0.0] * K for _ in range(L)]
+    rows[1][0] = 1.0
+    path.write_text(f'{{"heads": {rows}}}')
+    s = session("snap", keep=0.1, alloc="headmap", headmap=str(path), floor=0.0)
+    s.feed(families.prompt(201))
+    counts = [[len(head) for head in layer] for layer in held(s)]
+    assert counts[1][0] == 20 * L * K - 7 * (L * K - 1)
+    assert sum(map(sum, counts)) == 20 * L * K
+
+
+BROKEN = {
+    "missing": None,
+    "words": "layer one\n",
+    "ragged": "1 2\n1\n",
+    "empty": "",
+    "negative": "1 -2\n1 1\n",
+    "nan": "1 nan\n1 1\n",
+    "no heads": '{"rows": [[1]]}',
+    "flat": '{"heads": [1, 2]}',
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_file_that_is_no_head_map_is_refused(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "map"
+    text = BROKEN[what]
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(KvcliError, match="is no head map") as refused:
+        session("snap", alloc="headmap", headmap=str(path))
+    assert refused.value.code == "bad_headmap"
+
+
+def test_moments_of_sliding_layers_are_judged_by_nobody() -> None:
+    s = Slots(torch.randn(K, 9, 4), torch.randn(K, 9, 4), torch.arange(9).expand(K, -1))
+    policy = topk.Snap(**SMALL, keep=0.1).policy()
+    assert policy is not None
+    at = replace(moment(s, phase="read"), window=3)
+    assert policy.keep(s, at).all()
