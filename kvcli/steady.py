@@ -13,6 +13,7 @@ from kvcli.kv.slots import nbytes
 from kvcli.policies.base import Phase
 from kvcli.profile import Profile
 from kvcli.relief import relieve
+from kvcli.schema import size_of
 from kvcli.session import Session
 from kvcli.stats import Stats
 
@@ -97,11 +98,14 @@ def _relieve(owner: Owner, lack: Shortage, stats: Stats, phase: Phase, said: Seq
 
 def _explained(owner: Owner, lack: Shortage, said: Sequence[str] = ()) -> Shortage:
     """The lack with what there was room for, and what would need less."""
-    session, kv = owner.session, owner.profile.kv
+    session, profile = owner.session, owner.profile
     held = sum(nbytes(session.kv, session.view).values())
     lines = [*lack.lines, f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB"]
-    ways = [f"--ctx {session.committed}"] if session.committed else []
-    ways += [f"--set kv.{key}=8" for key in ("k_bits", "v_bits") if getattr(kv, key) == 16]
-    ways.append(f"--set prefill.chunk={max(1, owner.profile.prefill.chunk // 4)}")
     detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(said)}
+    ways = [f"--ctx {most}"] if (most := lack.most or session.committed) else []
+    if profile.kv.k_bits == profile.kv.v_bits == 16:
+        rounding = "--set exactness=approx " if profile.exactness == "exact" else ""
+        ways.append(f"{rounding}--set kv.k_bits=8 --set kv.v_bits=8")
+    ways += ["--set memory.disk=8GiB"] if not size_of(profile.memory.disk) else []
+    ways.append(f"--set prefill.chunk={max(1, profile.prefill.chunk // 4)}")
     return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)

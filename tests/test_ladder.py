@@ -133,6 +133,17 @@ def test_the_past_changes_at_boundaries_only() -> None:
     assert kv.changes == before
 
 
+def test_a_long_rung_waits_until_moving_is_worth_it() -> None:
+    kv = Ladder(Dense(L, K, D, torch.float64), [Rung(Dense(L, K, D, torch.float64))], holds=64, group=2)
+    held = []
+    for at in range(0, 80, 2):
+        for layer in range(L):
+            kv.append(layer, *torch.randn(2, K, 2, D, dtype=torch.float64).unbind(0), torch.arange(at, at + 2))
+        kv.settle(None)
+        held.append(kv.usage()[0].slots)
+    assert held == [*range(2, 68, 2), *[64, 66] * 3, 64]
+
+
 def test_rounding_reaches_what_went_down_and_nothing_else() -> None:
     one, ladder = Dense(L, K, D, torch.float64), rounding((L, K, D), torch.float64)
     fill(one, 40)

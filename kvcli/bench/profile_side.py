@@ -28,9 +28,8 @@ def greedy(profile: Profile) -> Profile:
 
 def plain(profile: Profile) -> Profile:
     """How the same weights write by themselves: everything read, everything kept, nothing guessed."""
-    tables = {"kv": {"dtype": "auto"}, "policy": {"name": "none"}, "recall": {"method": "none"}}
-    tables |= {"spec": {"method": "off"}, "sample": dict(GREEDY)}
-    return profile.replace(exactness="exact", **tables)
+    kept = {"kv": {"dtype": "auto"}, "policy": {"name": "none"}, "recall": {"method": "none"}}
+    return profile.replace(exactness="exact", **kept, spec={"method": "off"}, sample=dict(GREEDY))
 
 
 class Models:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.fit.working import check_bytes, working_bytes
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers import EVERY
 
 if TYPE_CHECKING:
     from kvcli.fit.shape import Shape
@@ -25,7 +25,8 @@ class Run:
 
     device: str  # cpu, cuda, mps
     number: int  # bytes of a number the model computes in
-    kv_number: int  # bytes of a stored number
+    kv_number: int  # bytes of a stored number, as the newest tokens have it
+    layer: Callable[[int, int], int]  # bytes of a layer with so many slots a head, so many of them just stored
     chunk: int  # tokens read in one pass
     rows: int  # rows of a decoding pass, at most
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
@@ -89,8 +90,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     held = run.slots(context)
     if run.between is not None:  # what pushes others out is stored before they are forgotten
         held = min(context, held + max(chunk, run.between))
-    cap = -(-held // Dense.STEP) * Dense.STEP
-    kv = kv_bytes(shape, cap, run.kv_number) + cap * shape.layers * POSITION
+    kv = shape.layers * run.layer(held, max(chunk, run.between or EVERY))
     working = working_bytes(
         shape,
         chunk=chunk,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadInput, BadModel, UsageError
 from kvcli.fit import memory, weights
 from kvcli.fit.shape import Shape, is_complete, shape_of
+from kvcli.kv.tiers import POSITION, layer_bytes, narrow
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
@@ -120,6 +122,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         device=room.kind,
         number=number,
         kv_number=kv_number,
+        layer=partial(layer_bytes, profile.kv, profile.memory, shape.kv_heads, shape.head_dim, kv_number),
         chunk=profile.prefill.chunk,
         rows=profile.spec.rows,
         slots=profile.policy.slots,
@@ -143,7 +146,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         facts=facts,
         most=most,
         limit=shape.limit,
-        per_token=shape.kv_per_token * kv_number,
+        per_token=shape.layers * (narrow(profile.kv, shape.kv_heads, shape.head_dim, kv_number) - POSITION),
         weights=heavy,
         run=run,
     )

@@ -56,9 +56,9 @@ class Dense:
     hidden by their place), so there is little of it. Refuses nothing: any device, any float type.
 
     With `rope`, one Rotary per layer (None = that layer turns no keys), keys are stored as they were before rotary
-    embedding and rotated whenever they are read, which costs several times what attending to them does. Whoever hands in
-    or asks for slots sees rotated ones all the same. In 16 bits a key is rounded once more, so what is read differs in
-    the last digits from the key that a pass saw fresh: a store for moving keys, not one for exact texts.
+    embedding and rotated whenever they are read, which costs several times what attending to them does. Whoever hands
+    in or asks for slots sees rotated ones all the same. In 16 bits a key is rounded once more, so what is read differs
+    in the last digits from the key that a pass saw fresh: a store for moving keys, not one for exact texts.
     """
 
     STEP = 256  # slots; copying 16k slots every 256 tokens costs 0.3 % of decoding them

@@ -19,6 +19,8 @@ from kvcli.kernels.merge import Part
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Choose, Sight, Slots, Tier, Usage, compact, empty_like
 
+SLACK = 16  # a rung with others below may hold this part more than it has to
+
 
 class Floor(Tier, Protocol):
     """A tier that can be undone, which is all that a rung needs beside a tier's own verbs."""
@@ -42,7 +44,7 @@ class Rung:
     """A tier and how much of the past stays in it at a boundary."""
 
     tier: Floor
-    holds: int | None = None  # slots a head, sinks aside; None = all. Of the last rung: what it has room for
+    holds: int | None = None  # slots a head, sinks aside (up to SLACK more); None = all. Of the last: its room
     group: int = 1  # what is older moves down in multiples of so many slots a head
 
 
@@ -144,7 +146,7 @@ class Ladder:
 
     def _demote(self, layer: int) -> None:
         for at, rung in enumerate(self._rungs):
-            if rung.holds is None or rung.tier.n_slots(layer) < rung.holds + rung.group:
+            if rung.holds is None or rung.tier.n_slots(layer) < rung.holds + self._slack(at):
                 continue
             slots = rung.tier.slots(layer)
             old = oldest(slots.pos, 0 if at else self._sinks, rung.holds, rung.group)  # [K, S]
@@ -158,6 +160,12 @@ class Ladder:
             self._twice.discard((at, layer))
             self._widths.pop(layer, None)
             self.changes += 1
+
+    def _slack(self, at: int) -> int:
+        """Slots a head beyond what a rung holds that are worth moving: a long rung is copied when its oldest go."""
+        rung = self._rungs[at]
+        is_last = at + 1 == len(self._rungs)
+        return rung.group if is_last else max(rung.group, (rung.holds or 0) // SLACK)
 
     def _check_room(self, at: int, layer: int, n: int) -> None:
         """Whether rung `at` can take n slots a head of a layer; what it could hand down makes room."""

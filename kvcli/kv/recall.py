@@ -176,10 +176,10 @@ class Recall:
         mine = chosen.gather(2, union.clamp(min=0).unsqueeze(1).expand(-1, n_rows, -1))  # [K, N, U]
         mine = mine.repeat_interleave(self._index.page, 2)
         mine = torch.nn.functional.pad(mine, (0, behind.shape[1]), value=True)
-        mask: Tensor | None = mine & (s.pos >= 0).unsqueeze(1)
-        if n_rows == 1 and self._epsilon is None and bool(mask.all()):
-            mask = None  # faster; not below a certificate, as the kernel then may round scores to 16 bits
-        return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
+        shown = mine & (s.pos >= 0).unsqueeze(1)
+        # no mask is faster; but a certificate wants one, as without it the kernel may round scores to 16 bits
+        is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
+        return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=None if is_bare else shown)
 
     def _stream(self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: Part, sight: Sight) -> None:
         """Rewrite `part` [K, G, N, ..] where rows [K, G, N, D] are `refused` [K, N]: there they read everything."""

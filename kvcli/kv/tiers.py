@@ -11,7 +11,7 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Floor, Ladder, Rung
+from kvcli.kv.ladder import SLACK, Floor, Ladder, Rung
 from kvcli.kv.shortage import Shortage
 from kvcli.schema import size_of
 
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def is_packed(self) -> bool:
-        return min(self.kv.k_bits, self.kv.v_bits) < 16
+        return is_packed(self.kv)
 
     @cached_property
     def _on_device(self) -> int | None:
@@ -97,7 +97,8 @@ class Plan:
                 detail={"need": need, "room": room},
                 try_=[f"--set memory.device={_mib(2 * need)}MiB", f"--set prefill.chunk={max(1, self.chunk // 4)}"],
             )
-        return self._tokens(left)
+        tokens = self._tokens(left)
+        return tokens * SLACK // (SLACK + 1) if size_of(self.memory.host) or size_of(self.memory.disk) else tokens
 
     def _room(self) -> int | None:
         """Bytes of the device that keys and values may take; None = no limit."""
@@ -118,16 +119,12 @@ class Plan:
     @property
     def _wide(self) -> int:
         """Bytes of a slot of all heads, as the top stores it."""
-        return 2 * self.n_kv_heads * self.head_dim * self.dtype.itemsize + POSITION
+        return wide(self.n_kv_heads, self.head_dim, self.dtype.itemsize)
 
     @property
     def _narrow(self) -> int:
-        """The same below the top: packed, with two numbers of 16 bit for each group."""
-        if not self.is_packed:
-            return self._wide
-        width = self.n_kv_heads * self.head_dim
-        bits = [16.0 if b == 16 else b + 32 / self.kv.group for b in (self.kv.k_bits, self.kv.v_bits)]
-        return int(width * sum(bits) / 8) + POSITION
+        """The same below the top."""
+        return narrow(self.kv, self.n_kv_heads, self.head_dim, self.dtype.itemsize)
 
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
         return Dense(self.n_layers, self.n_kv_heads, self.head_dim, self.dtype, device, step=step)
@@ -162,10 +159,40 @@ class Plan:
         return disk if self.device.type == "cpu" else Host(disk, self.device)
 
 
+def is_packed(kv: Kv) -> bool:
+    return min(kv.k_bits, kv.v_bits) < 16
+
+
 def is_ladder(kv: Kv, memory: Memory) -> bool:
     """Whether these keys ask for more than one dense tier that grows as it likes."""
     is_plain = kv.k_bits == kv.v_bits == 16 and memory.device == "auto"
     return not is_plain or size_of(memory.host) > 0 or size_of(memory.disk) > 0
+
+
+def layer_bytes(kv: Kv, memory: Memory, heads: int, dim: int, number: int, slots: int, fresh: int) -> int:
+    """What a layer of `heads` KV heads of `dim` takes in memory with so many slots a head, for planning.
+
+    `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
+    """
+    step, top = (STEP, slots) if is_ladder(kv, memory) else (Dense.STEP, slots)
+    if is_packed(kv):
+        top = min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh)
+    return -(-top // step) * step * wide(heads, dim, number) + (slots - top) * narrow(kv, heads, dim, number)
+
+
+def wide(heads: int, dim: int, number: int) -> int:
+    """Bytes of a dense slot of all heads."""
+    return 2 * heads * dim * number + POSITION
+
+
+def narrow(kv: Kv, heads: int, dim: int, number: int) -> int:
+    """Bytes of a slot of all heads below the top: with 8 bits a scale of 16 bit each, with fewer two per group."""
+    if not is_packed(kv):
+        return wide(heads, dim, number)
+    bits = 0.0
+    for b, group in ((kv.k_bits, kv.group), (kv.v_bits, min(kv.group, dim))):
+        bits += 8 * number if b == 16 else 8 + 16 / dim if b == 8 else b + 32 / group
+    return int(heads * dim * bits / 8) + POSITION
 
 
 def _mib(nbytes: int) -> int:

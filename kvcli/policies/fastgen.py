@@ -31,6 +31,7 @@ Candidate = Literal[
 CANDIDATES: tuple[Candidate, ...] = ("special", "punct", "punct+local", "punct+frequent", "punct+frequent+local")
 PAPER: tuple[Candidate, ...] = ("special", "punct", "punct+frequent", "punct+frequent+local")
 LAST = 32  # newest rows of a prompt that are probed each
+ROWS = 128  # spread over its second half, on a GPU
 PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances stand for all
 
 
@@ -48,7 +49,7 @@ class FastGen:
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
     protect: bool = True  # keep the system prompt and tool text in every head
     punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share of the prompt only ends of sentences and lines
-    probe_rows: Annotated[int, Range(1)] = 128  # rows measured: spread over the second half, beside the last 32
+    probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 32 on a CPU
     crossfit: bool = True  # choose frequent tokens on other rows than they are measured on
     gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
     headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep everything; empty = none
@@ -85,12 +86,17 @@ class FastGen:
         """The criterion in force."""
         return "mean" if self.paper else self.criterion
 
+    @property
+    def rows(self) -> int:
+        """Rows spread over the second half of a prompt: what `auto` means where nothing says otherwise."""
+        return ROWS if self.probe_rows == "auto" else self.probe_rows
+
     def probes(self, n: int) -> Sequence[int]:
         """Rows of a prompt of n tokens to measure: its second half, where attention has something to leave out."""
         if self.paper:
             return spread(0, n, PAPER_ROWS)
         half, last = n // 2, max(n // 2, n - LAST)
-        return [*spread(half, last, self.probe_rows), *range(last, n)]
+        return [*spread(half, last, self.rows), *range(last, n)]
 
     def policy(self) -> Policy:
         """A policy that has measured nothing yet. Raises BadInput for a head map that cannot be read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,14 +13,15 @@ from kvcli.errors import BadInput
 from kvcli.kinds import SYSTEM, TOOLS
 from kvcli.kv.slots import Slots
 from kvcli.policies.base import Guard, Moment, Plain
-from kvcli.policies.fastgen import FastGen
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.knapsack import solve
 from kvcli.policies.recovery import Recovery, Sets, classes, recover, top
 
 if TYPE_CHECKING:
     from kvcli.model import LM
+    from kvcli.policies.fastgen import FastGen
 
+ROWS_ON_CPU = 32  # spread over the second half of a prompt: more of them would be felt beside reading it
 LEAST = 16  # rows below which a later prompt is not measured: heads stay with what they chose
 
 
@@ -51,12 +52,16 @@ class Heads(Plain):
         kinds = frozenset({SYSTEM, TOOLS}) if settings.protect and not settings.paper else frozenset()
         self.guard = Guard(settings.sinks, settings.guarded, kinds)
         self.looks = settings.keep > 0
-        asked = any("frequent" in name for name in settings.candidates)
-        again = settings.probe_rows if settings.reprofile_every else 0
-        self.recent = max(settings.every if asked else 0, again)
         self._full = full
         self._layers: dict[int, Layer] = {}
         self._unshared = False  # measured, and no budget shared out since
+
+    @property
+    def recent(self) -> int:  # type: ignore[override]
+        """What came since the last boundary, for scores, or what is to be measured again."""
+        asked = any("frequent" in name for name in self.settings.candidates)
+        again = self.settings.rows if self.settings.reprofile_every else 0
+        return max(self.settings.every if asked else 0, again)
 
     def probes(self, n: int) -> Sequence[int]:
         """Rows of a prompt to measure."""
@@ -64,6 +69,8 @@ class Heads(Plain):
 
     def meet(self, lm: LM) -> None:
         """Raises BadInput where the head map is of a model of another shape."""
+        if self.settings.probe_rows == "auto" and lm.device.type == "cpu":
+            self.settings = replace(self.settings, probe_rows=ROWS_ON_CPU)
         shape = len(self._full), len(self._full[0]) if self._full else 0
         if self._full and shape != (lm.n_layers, lm.n_kv_heads):
             raise BadInput(
@@ -117,7 +124,7 @@ class Heads(Plain):
         if at.phase == "read":
             wanted = torch.tensor(self.settings.probes(at.kinds.shape[0]), device=at.q_pos.device)
             return torch.isin(at.q_pos, wanted).nonzero()[:, 0]
-        return torch.arange(at.q_pos.shape[0], device=at.q_pos.device)[-self.settings.probe_rows :]
+        return torch.arange(at.q_pos.shape[0], device=at.q_pos.device)[-self.settings.rows :]
 
     def _measure(self, s: Slots, at: Moment) -> Layer:
         settings, rows = self.settings, self._rows(at)
@@ -125,24 +132,25 @@ class Heads(Plain):
         found = recover(
             q, q_pos, s, at.kinds, settings, at.scale, at.softcap, protected=at.protected, n_prompt=at.n_prompt
         )
+        sets = Sets.of(settings, at.kinds, at.n_prompt)
         self._layers[at.layer] = Layer(
-            sets=Sets.of(settings, at.kinds, at.n_prompt),
+            sets=sets,
             value=found.value(settings.measure, settings.gqa),
             cost=found.cost,
             measured=at.kinds.shape[0],
             frequent=found.frequent,
-            scores=self._scores(found, q_pos, at),
+            scores=self._scores(found, q_pos, at, sets),
         )
         return self._layers[at.layer]
 
-    def _scores(self, found: Recovery, q_pos: Tensor, at: Moment) -> Scores:
+    def _scores(self, found: Recovery, q_pos: Tensor, at: Moment, sets: Sets) -> Scores:
         """What the measured rows looked at, as the beginning of what all later rows will."""
         settings = self.settings
         # the paper adds up over all rows, of which a long prompt is measured on some
         weight = at.kinds.shape[0] / q_pos.shape[0] if settings.paper else 1.0
         rate = not settings.paper
         far, upto = found.far * weight, at.kinds.shape[0]
-        return Scores(far, q_pos, upto, settings.guarded, settings.score_decay, is_rate=rate)
+        return Scores(far, q_pos, upto, sets, settings.score_decay, is_rate=rate)
 
     def _cheapest(self, layer: Layer, i: int) -> list[int]:
         """The cheapest candidate of each head that recovers enough; everything always does."""

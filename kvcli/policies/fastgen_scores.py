@@ -12,18 +12,19 @@ from torch import Tensor
 
 from kvcli.kv.slots import Slots
 from kvcli.policies.base import Moment
-from kvcli.policies.recovery import Look
+from kvcli.policies.recovery import Look, Sets
 
 
 class Scores:
     """Of one layer. Rows count for tokens beyond the guard only: the newest are kept without being asked for."""
 
-    def __init__(self, far: Tensor, rows: Tensor, upto: int, guard: int, decay: float, *, is_rate: bool) -> None:
+    def __init__(self, far: Tensor, rows: Tensor, upto: int, sets: Sets, decay: float, *, is_rate: bool) -> None:
         """Begins with what rows at positions `rows` [m] of the first `upto` tokens looked at: far [K, S].
 
         `is_rate`: attention per row that could look; else the sum, which favours old tokens, as published.
         """
-        self._guard, self._decay, self._is_rate, self._upto = guard, decay, is_rate, upto
+        self._guard, self._most, self._decay = sets.guard, sets.most, decay
+        self._is_rate, self._upto = is_rate, upto
         self._pending = far  # scores of all slots, until `bind` says which of them matter
         self._rows = rows  # positions of all rows that counted, rising
         self._weight = torch.ones_like(rows, dtype=far.dtype)  # of each
@@ -43,13 +44,14 @@ class Scores:
         score = torch.zeros_like(s.pos, dtype=self._weight.dtype)
         group = q.shape[0] // s.k.shape[0]
         for j in wanted.nonzero()[:, 0].tolist():
-            rows = q[j * group : (j + 1) * group].transpose(0, 1)
-            look = Look(rows, pos, s.k[j], s.pos[j], at.scale, at.softcap, at.window, None)
-            score[j] = self._of(j, s.pos[j]) * shrink
-            if fresh.shape[0]:
-                p = look.attention(slice(None))  # [r, G, S]
-                p.masked_fill_((look.distance(slice(None)) < self._guard).unsqueeze(1), 0.0)
-                score[j] += (p.mean(1) * late.unsqueeze(1)).sum(0)
+            rows = q[j * group : (j + 1) * group].transpose(0, 1).unsqueeze(0)  # [1, r, G, D]
+            head = Slots(s.k[j : j + 1], s.v[j : j + 1], s.pos[j : j + 1])
+            look = Look.of(rows, pos, head, at.scale, at.softcap, at.window)
+            looked = torch.zeros_like(score[j : j + 1])
+            for some in look.blocks(self._most):
+                p = look.attention(some, self._guard)[0]  # [r, G, E]
+                looked[0, : p.shape[-1]] += torch.einsum("r,rgs->s", late[some], p.to(late.dtype)) / group
+            score[j] = self._of(j, s.pos[j]) * shrink + look.unsorted(looked)[0]
         self._rows = torch.cat((self._rows, pos))
         self._weight = torch.cat((self._weight * shrink, late))
         self._upto, self._pending = at.kinds.shape[0], score

@@ -9,7 +9,6 @@ rows instead of all of them. Rows go in blocks, so that memory is bounded at any
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from kvcli.policies.fastgen import FastGen
 
 Criterion = Literal["mean", "cvar10", "p05"]
+CACHE = 2 << 20  # bytes of attention that a CPU works on at once
+NEVER = 1 << 30  # position of an empty slot: behind every row
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Sets:
     frequent: int  # tokens
     punct: tuple[int, ...]  # kinds of tokens
     crossfit: bool
-    most: int  # bytes that a block of rows may take
+    most: int  # bytes of attention that may be held
 
     @staticmethod
     def of(settings: FastGen, kinds: Tensor, n_prompt: int | None = None) -> Sets:
@@ -100,21 +101,26 @@ def recover(
     candidate. `n_prompt`: local reach and punctuation go by this many tokens; None = all of T.
     """
     sets = Sets.of(settings, kinds, n_prompt)
+    always, punct = classes(s, kinds, sets)
+    always = always if protected is None else always | protected
     n_kv, m = s.pos.shape[0], q.shape[1]
     rows = q.reshape(n_kv, -1, m, q.shape[2]).transpose(1, 2)  # [K, m, G, D]
     sinks = None if sink is None else sink.reshape(n_kv, -1)
-    always, punct = classes(s, kinds, sets)
-    always = always if protected is None else always | protected
-    heads = []
-    for j in range(n_kv):
-        look = Look(rows[j], q_pos, s.k[j], s.pos[j], scale, softcap, window, None if sinks is None else sinks[j])
-        heads.append(_head(look, always[j], punct[j], sets))
-    return Recovery(
-        mass=torch.stack([h.mass for h in heads], 1),
-        cost=torch.stack([h.cost for h in heads], 1),
-        frequent=torch.stack([h.frequent for h in heads]),
-        far=torch.stack([h.far for h in heads]),
-    )
+    each = 4 * q.shape[0] // n_kv * m * s.n_slots  # bytes of one head's attention
+    step = max(1, min(n_kv, at_once(q, sets.most) // max(1, each)))
+    parts = []
+    for a in range(0, n_kv, step):
+        at = slice(a, a + step)
+        some = Slots(s.k[at], s.v[at], s.pos[at])
+        look = Look.of(rows[at], q_pos, some, scale, softcap, window, None if sinks is None else sinks[at])
+        parts.append(_heads(look, look.sorted(always[at]), look.sorted(punct[at]), sets))
+    mass, cost, frequent, far = zip(*parts, strict=True)
+    return Recovery(torch.cat(mass, 1), torch.cat(cost, 1), torch.cat(frequent), torch.cat(far))
+
+
+def at_once(like: Tensor, most: int) -> int:
+    """Bytes of attention to work on at once: what stays in a CPU's cache, or as much as there may be."""
+    return min(most, CACHE) if like.device.type == "cpu" else most
 
 
 def classes(s: Slots, kinds: Tensor, sets: Sets) -> tuple[Tensor, Tensor]:
@@ -136,118 +142,157 @@ def punctuation(kinds: Tensor, cap: float) -> tuple[int, ...]:
 
 
 def top(score: Tensor, allowed: Tensor, n: int) -> Tensor:
-    """[S] bool: the n highest scores among those allowed; of equal ones the first."""
-    order = torch.sort(score.masked_fill(~allowed, -torch.inf), descending=True, stable=True).indices
-    return torch.zeros_like(allowed).index_fill_(0, order[:n], True) & allowed
+    """[K, S] bool: the n highest scores of each head among those allowed."""
+    n = min(n, score.shape[-1])
+    best = score.masked_fill(~allowed, -torch.inf).topk(n, dim=-1, sorted=False).indices
+    return torch.zeros_like(allowed).scatter_(-1, best, True) & allowed
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Rows of one KV head over its slots."""
+    """Rows over the slots of B heads, in the order of their positions: what a row sees, and what is near, is a run."""
 
-    q: Tensor  # [m, G, D]
-    q_pos: Tensor  # [m]
-    k: Tensor  # [S, D]
-    pos: Tensor  # [S]
-    scale: float
+    q: Tensor  # [B, m, G, D], scaled
+    q_pos: Tensor  # [m] int32, rising
+    k: Tensor  # [B, S, D]
+    pos: Tensor  # [B, S] int32, rising, or [1, S] where all heads store the same; NEVER = empty
+    order: Tensor | None  # [B, S] where each came from; None = as they lay
     softcap: float
     window: int | None
-    sink: Tensor | None  # [G]
+    sink: Tensor | None  # [B, 1, G, 1]
 
-    @property
-    def n_group(self) -> int:
-        return self.q.shape[1]
+    @staticmethod
+    def of(
+        q: Tensor, q_pos: Tensor, s: Slots, scale: float, softcap: float, window: int | None, sink: Tensor | None = None
+    ) -> Look:
+        """q [B, m, G, D] at positions q_pos [m] over the slots of B heads, sink [B, G]."""
+        exact = torch.promote_types(q.dtype, torch.float32)
+        pos = s.pos.masked_fill(s.pos < 0, NEVER).int()
+        order = None if bool((pos[:, 1:] >= pos[:, :-1]).all()) else pos.argsort(1)
+        k = s.k.to(exact)
+        if order is not None:
+            pos, k = pos.gather(1, order), k.gather(1, order.unsqueeze(-1).expand_as(k))
+        pos = pos[:1] if bool((pos == pos[:1]).all()) else pos
+        sink = None if sink is None else sink.to(exact)[:, None, :, None]
+        return Look(q.to(exact) * scale, q_pos.int(), k, pos.contiguous(), order, softcap, window, sink)
 
-    def attention(self, rows: slice) -> Tensor:
-        """[r, G, S]: softmax over the slots that each row sees, and over the sink."""
-        exact = torch.promote_types(self.q.dtype, torch.float32)
-        p = self.q[rows].to(exact) @ self.k.to(exact).T  # [r, G, S]
-        p *= self.scale
+    def sorted(self, flags: Tensor) -> Tensor:
+        """What is said of slots [B, S], in the order of their positions."""
+        return flags if self.order is None else flags.gather(1, self.order)
+
+    def unsorted(self, flags: Tensor) -> Tensor:
+        """And back."""
+        return flags if self.order is None else torch.empty_like(flags).scatter_(1, self.order, flags)
+
+    def attention(self, rows: slice, guard: int = 0) -> Tensor:
+        """[B, r, G, E]: softmax over the slots that each row sees and over the sink, of which the near ones count 0.
+
+        The E slots in front are all that any of the rows sees.
+        """
+        q, (first, last) = self.q[:, rows], self.q_pos[rows][[0, -1]].tolist()
+        end = self._slots_to(last, most=True)
+        score = (q.flatten(1, 2) @ self.k[:, :end].transpose(1, 2)).view(*q.shape[:3], end)
         if self.softcap > 0:
-            p = p.div_(self.softcap).tanh_().mul_(self.softcap)
-        far = self.distance(rows)
-        hidden = (far < 0) | (self.pos < 0)
+            score = score.div_(self.softcap).tanh_().mul_(self.softcap)
+        self._fill(score, rows, self._slots_to(first), 0, -torch.inf)
         if self.window is not None:
-            hidden |= far >= self.window
-        p.masked_fill_(hidden.unsqueeze(1), -torch.inf)
-        lse = p.logsumexp(-1, keepdim=True)  # [r, G, 1]
+            passed = self._slots_to(last - self.window, most=True)
+            away = self.q_pos[rows].view(1, -1, 1) - self.pos[:, None, :passed]
+            score[..., :passed].masked_fill_((away >= self.window).unsqueeze(2), -torch.inf)
+        p = score.softmax(-1)
         if self.sink is not None:
-            lse = torch.logaddexp(lse, self.sink.to(exact).view(1, -1, 1))
-        return p.sub_(lse.nan_to_num(neginf=0.0)).exp_()  # a row that sees nothing has no attention to lose
+            p *= torch.sigmoid(score.logsumexp(-1, keepdim=True) - self.sink)
+        if bool((blind := self._blind(rows)).any()):  # such a row has no attention to lose; softmax calls it NaN
+            p.masked_fill_(blind[:, :, None, None], 0.0)
+        return self.beyond(p, rows, guard)
 
-    def distance(self, rows: slice) -> Tensor:
-        """[r, S]: how far back each slot is from each row."""
-        return self.q_pos[rows].unsqueeze(1) - self.pos
+    def beyond(self, p: Tensor, rows: slice, guard: int) -> Tensor:
+        """The same attention with nothing nearer than `guard`, in place."""
+        self._fill(p, rows, self._slots_to(int(self.q_pos[rows.start]) - guard), guard, 0.0)
+        return p
 
-    def blocks(self, most: int) -> Iterator[slice]:
-        """Rows whose buffers together stay within so many bytes, or single rows."""
-        copies = 5  # of the scores: float, its product, masks; measured
-        each = copies * self.n_group * self.k.shape[0] * 4
-        step = max(1, most // max(1, each))
-        m = self.q_pos.shape[0]
-        return (slice(a, min(a + step, m)) for a in range(0, m, step))
+    def blocks(self, most: int) -> list[slice]:
+        """Rows whose attention together takes so many bytes, or single rows."""
+        b, m, g, _ = self.q.shape
+        step = max(1, at_once(self.q, most) // max(1, 4 * b * g * self.k.shape[1]))
+        return [slice(a, min(a + step, m)) for a in range(0, m, step)]
+
+    def _fill(self, p: Tensor, rows: slice, start: int, guard: int, value: float) -> None:
+        """Slots from `start` on that are nearer than `guard`, or in the future."""
+        away = self.q_pos[rows].view(1, -1, 1) - self.pos[:, None, start : p.shape[-1]]
+        p[..., start:].masked_fill_((away < guard).unsqueeze(2), value)
+
+    def _slots_to(self, position: int, most: bool = False) -> int:
+        """How many slots every head (`most`: some head) has up to a position."""
+        counts = (self.pos <= position).sum(1)
+        return int(counts.max() if most else counts.min())
+
+    def _blind(self, rows: slice) -> Tensor:
+        """[B or 1, r] bool: rows that see no slot."""
+        q_pos = self.q_pos[rows].expand(self.pos.shape[0], -1).contiguous()
+        seen = torch.searchsorted(self.pos, q_pos, right=True)
+        if self.window is not None:
+            seen -= torch.searchsorted(self.pos, q_pos - self.window, right=True)
+        return seen == 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    mass: Tensor  # [C, G, m]
-    cost: Tensor  # [C]
-    frequent: Tensor  # [S]
-    far: Tensor  # [S]
-
-
-def _head(look: Look, always: Tensor, punct: Tensor, sets: Sets) -> _Head:
-    """One KV head: first what far rows look at, then what each candidate would lose."""
-    blocks = list(look.blocks(sets.most))
-    held = None  # one block holds all rows: then the second pass needs no attention of its own
-    columns = look.pos.new_zeros(2, look.pos.shape[0], dtype=torch.promote_types(look.q.dtype, torch.float32))
+def _heads(look: Look, always: Tensor, punct: Tensor, sets: Sets) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """mass [C, B, G, m], cost [C, B], frequent [B, S], far [B, S]: first what far rows look at, then what is lost."""
+    b, m, g, _ = look.q.shape
+    blocks = look.blocks(sets.most)
+    # two passes: the second takes its attention from the first, if that may be held
+    held: list[Tensor] | None = [] if 4 * b * m * g * look.k.shape[1] <= sets.most else None
+    columns = look.q.new_zeros(b, 2, look.k.shape[1])
     for rows in blocks:
-        held = look.attention(rows)
-        held.masked_fill_((look.distance(rows) < sets.guard).unsqueeze(1), 0.0)
-        each = held.mean(1)  # [r, S]
-        odd = torch.arange(rows.start, rows.stop, device=each.device) % 2 == 1
-        columns[0] += each[~odd].sum(0)
-        columns[1] += each[odd].sum(0)
-    allowed = (look.pos >= 0) & ~always & ~punct
-    far = columns.sum(0)
+        p = look.attention(rows, sets.guard)
+        odd = torch.arange(rows.start, rows.stop, device=p.device).repeat_interleave(g) % 2
+        columns[..., : p.shape[-1]] += torch.stack((1 - odd, odd)).to(p.dtype) / g @ p.flatten(1, 2)  # [B, 2, E]
+        if held is not None:
+            held.append(p)
+    stored = (look.pos < NEVER).expand_as(always)
+    allowed = stored & ~always & ~punct
+    far = columns.sum(1)
     frequent = top(far, allowed, sets.frequent)
     # rows 0, 2, 4, ... are measured with what rows 1, 3, 5, ... chose, and the other way round
-    apart = sets.crossfit and look.q_pos.shape[0] > 1
-    chosen = [top(columns[1 - i], allowed, sets.frequent) for i in range(2)] if apart else [frequent, frequent]
-    lost = [_lost(always, punct, each, look.pos, sets) for each in chosen]  # [C, S] each
-    mass = torch.cat([_kept(look, rows, held if len(blocks) == 1 else None, lost, sets) for rows in blocks], 1)
-    newest = look.pos.amax() if look.pos.shape[0] else 0
-    near = torch.tensor(sets.having("local"), device=look.pos.device).unsqueeze(1) & (newest - look.pos < sets.local)
-    near |= newest - look.pos < sets.guard
-    cost = ((look.pos >= 0) & (near | ~_lost(always, punct, frequent, look.pos, sets))).sum(1)
-    return _Head(mass.permute(0, 2, 1), cost, frequent, far)
+    apart = sets.crossfit and m > 1
+    chosen = [top(columns[:, 1 - i], allowed, sets.frequent) for i in range(2)] if apart else [frequent]
+    lost = torch.stack([_lost(stored & ~always, punct, each, sets) for each in chosen], 1)  # [B, 1 or 2, C, S]
+    gone = torch.cat([_gone(look, rows, held[i] if held else None, lost, sets) for i, rows in enumerate(blocks)], 3)
+    newest = look.pos.masked_fill(look.pos == NEVER, -1).amax(1, keepdim=True) if look.pos.shape[1] else look.pos
+    local = torch.tensor(sets.having("local"), device=always.device).view(1, -1, 1)
+    age = (newest - look.pos).unsqueeze(1)  # [B, 1, S]
+    near = (age < sets.guard) | (local & (age < sets.local))
+    cost = (stored.unsqueeze(1) & (near | ~_lost(stored & ~always, punct, frequent, sets))).sum(-1)  # [B, C]
+    return 1 - gone, cost.T, look.unsorted(frequent), look.unsorted(far)
 
 
-def _lost(always: Tensor, punct: Tensor, frequent: Tensor, pos: Tensor, sets: Sets) -> Tensor:
-    """[C, S] bool: stored slots that a candidate does not keep for what they are, wherever they stand."""
-    lost = (~always & (pos >= 0)).repeat(len(sets.candidates), 1)
+def _lost(loose: Tensor, punct: Tensor, frequent: Tensor, sets: Sets) -> Tensor:
+    """[B, C, S] bool: those of the loose slots that a candidate does not keep for what they are."""
+    lost = loose.unsqueeze(1).repeat(1, len(sets.candidates), 1)
     for i, words in enumerate(sets.candidates):
         if "punct" in words:
-            lost[i] &= ~punct
+            lost[:, i] &= ~punct
         if "frequent" in words:
-            lost[i] &= ~frequent
+            lost[:, i] &= ~frequent
         if "full" in words:
-            lost[i] = False
+            lost[:, i] = False
     return lost
 
 
-def _kept(look: Look, rows: slice, p: Tensor | None, lost: list[Tensor], sets: Sets) -> Tensor:
-    """[C, r, G]: one minus what each row would lose, near tokens being safe."""
-    far = look.distance(rows)
+def _gone(look: Look, rows: slice, p: Tensor | None, lost: Tensor, sets: Sets) -> Tensor:
+    """[C, B, G, r]: what each row would lose, near tokens being safe."""
     if p is None:
-        p = look.attention(rows).masked_fill_((far < sets.guard).unsqueeze(1), 0.0)
-    out = p.new_zeros(len(sets.candidates), *p.shape[:2])
-    odd = (torch.arange(rows.start, rows.stop, device=p.device) % 2 == 1).view(-1, 1, 1)
-    local = torch.tensor(sets.having("local"), device=p.device).view(-1, 1, 1)
+        p = look.attention(rows, sets.guard)
+    b, r, g, _ = p.shape
+    out = p.new_zeros(b, r, g, len(sets.candidates))
+    odd = (torch.arange(rows.start, rows.stop, device=p.device) % 2).view(1, -1, 1, 1) == 1
     for is_local in (False, True):
+        which = [i for i, has in enumerate(sets.having("local")) if has == is_local]
+        if not which:
+            continue
         if is_local:
-            p.masked_fill_((far < sets.local).unsqueeze(1), 0.0)
-        even, other = (p @ each.T.to(p.dtype) for each in lost)  # [r, G, C] each
-        gone = torch.where(odd, other, even).permute(2, 0, 1)
-        out = torch.where(local == is_local, gone, out)
-    return (1 - out).clamp(0.0, 1.0)
+            p = look.beyond(p, rows, sets.local)
+        sums = p.flatten(1, 2) @ lost[:, :, which, : p.shape[-1]].flatten(1, 2).to(p.dtype).transpose(1, 2)
+        sums = sums.view(b, r, g, lost.shape[1], len(which))
+        out[..., which] = torch.where(odd, sums[..., -1, :], sums[..., 0, :])
+    return out.permute(3, 0, 2, 1)

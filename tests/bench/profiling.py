@@ -63,7 +63,10 @@ def wait(device: torch.device) -> None:
 
 def read(lm: Any, ids: list[int], settings: FastGen | None) -> tuple[float, float, Session]:
     """Seconds to read the prompt, seconds of them spent in the policy, and the session."""
-    timed = Timed(settings.policy(), lm.device) if settings is not None else None
+    timed = None
+    if settings is not None:
+        timed = Timed(settings.policy(), lm.device)
+        timed.meet(lm)
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
     session = Session(lm, kv, Off(), Sampler(), policy=timed, every=settings.every if settings else None)  # type: ignore[arg-type]
     began = time.perf_counter()
@@ -84,7 +87,7 @@ def measure(lm: Any, n: int, reps: int, settings: FastGen) -> dict[str, Any]:
             inside.append(own)
     return {
         "prompt": n,
-        "rows": len(settings.probes(n - 1)),
+        "rows": len(session.policy.probes(n - 1)),  # type: ignore[union-attr]
         "prefill_s": round(median(plain), 4),
         "with_policy_s": round(median(whole), 4),
         "measuring_s": round(median(inside), 4),
@@ -99,12 +102,12 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--keep", type=float, default=0.5)
-    parser.add_argument("--probe-rows", type=int, default=FastGen().probe_rows)
+    parser.add_argument("--probe-rows", type=int, default=0, help="0 = as a profile has it on this device")
     parser.add_argument("--paper", action="store_true", help="measure as published")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     lm = ours_of(build().to(args.device))
-    settings = FastGen(keep=args.keep, probe_rows=args.probe_rows, paper=args.paper)
+    settings = FastGen(keep=args.keep, probe_rows=args.probe_rows or "auto", paper=args.paper)
     rows = []
     for n in map(int, args.prompts.split(",")):
         rows.append(measure(lm, n, args.reps, settings))

@@ -13,6 +13,7 @@ from kvcli.fit.memory import GIB, largest, need
 from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room, choose, container_room, size
 from kvcli.kv.slots import nbytes
+from kvcli.kv.tiers import EVERY, STEP, wide
 from kvcli.local import load
 from kvcli.profile import Profile
 
@@ -41,6 +42,19 @@ def test_keys_and_values_are_what_the_store_allocates(demo, profile):
         if profile != "streaming":  # which settles before anybody can look
             assert found.need.kv == most
         assert found.need.kv >= most
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (4, 2), (16, 8)])
+def test_packed_keys_and_values_are_planned_as_they_lie(demo, bits):
+    kv = {"kv.k_bits": bits[0], "kv.v_bits": bits[1], "exactness": "approx"}
+    with load("demo", "exact", set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 16, **kv}) as model:
+        ids = torch.arange(1400).remainder(model.lm.vocab).tolist()
+        most = max(sum(nbytes(model.session.kv).values()) for _ in model.session.read(ids))
+        found = planned(demo, model.profile, 1400).need.kv
+        shape, number = (model.lm.n_kv_heads, model.lm.head_dim), model.lm.dtype.itemsize
+        unpacked = demo.shape.layers * wide(*shape, number)
+    # at most one chunk, one group and one step of growth lie unpacked, which nobody sees who looks behind a boundary
+    assert most <= found <= most + (EVERY + model.profile.kv.group + STEP) * unpacked
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
