@@ -100,9 +100,12 @@ def _explained(owner: Owner, lack: Shortage, said: Sequence[str] = ()) -> Shorta
     """The lack with what there was room for, and what would need less."""
     session, profile = owner.session, owner.profile
     held = sum(nbytes(session.kv, session.view).values())
-    lines = [*lack.lines, f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB"]
+    lines = list(lack.lines)
+    if session.committed:
+        lines.append(f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB")
     detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(said)}
     ways = [f"--ctx {most}"] if (most := lack.most or session.committed) else []
+    ways += ["--set memory.device=auto"] if profile.memory.device != "auto" else []
     if profile.kv.k_bits == profile.kv.v_bits == 16:
         rounding = "--set exactness=approx " if profile.exactness == "exact" else ""
         ways.append(f"{rounding}--set kv.k_bits=8 --set kv.v_bits=8")

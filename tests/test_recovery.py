@@ -249,7 +249,7 @@ def test_probed_rows_are_of_the_second_half_and_the_newest_each() -> None:
     rows = FastGen(probe_rows=8).probes(1000)
     assert rows == sorted(set(rows))
     assert rows[0] == 500
-    assert rows[8:] == list(range(968, 1000))
+    assert rows[8:] == list(range(992, 1000))
     assert FastGen().probes(1) == [0]
     assert FastGen().probes(9) == [4, 5, 6, 7, 8]
     assert len(FastGen(paper=True).probes(5000)) == 1024

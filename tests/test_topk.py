@@ -346,7 +346,7 @@ def test_expected_attention_refuses_a_session_that_shows_it_no_model() -> None:
 def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_find(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvcli.policies.scorers.rotaries", lambda lm: [None] * lm.n_layers)
+    monkeypatch.setattr("kvcli.rope._WITHIN", {torch.float32: -1.0})  # nothing is near enough
     with pytest.raises(KvcliError, match="does not find them") as refused:
         session("expected")
     assert refused.value.try_

@@ -30,7 +30,7 @@ Candidate = Literal[
 ]
 CANDIDATES: tuple[Candidate, ...] = ("special", "punct", "punct+local", "punct+frequent", "punct+frequent+local")
 PAPER: tuple[Candidate, ...] = ("special", "punct", "punct+frequent", "punct+frequent+local")
-LAST = 32  # newest rows of a prompt that are probed each
+LAST = 32  # newest rows of a prompt that are probed each, at most as many as are spread
 ROWS = 128  # spread over its second half, on a GPU
 PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances stand for all
 
@@ -95,7 +95,7 @@ class FastGen:
         """Rows of a prompt of n tokens to measure: its second half, where attention has something to leave out."""
         if self.paper:
             return spread(0, n, PAPER_ROWS)
-        half, last = n // 2, max(n // 2, n - LAST)
+        half, last = n // 2, max(n // 2, n - min(LAST, self.rows))
         return [*spread(half, last, self.rows), *range(last, n)]
 
     def policy(self) -> Policy:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadModel
+from kvcli.kernels.rotate import Rotary, unrotate
 from kvcli.policies import scores
-from kvcli.policies.rotary import Rotary, rotaries
+from kvcli.policies.rotary import mean_turn
+from kvcli.rope import rotaries
 
 if TYPE_CHECKING:
     from kvcli.kv.slots import Slots
@@ -134,7 +136,7 @@ class Expected(Quiet):
     epsilon: float = 0.0
     sinks: int = 4  # first tokens, whose queries are unlike all others
     recent: int = 64  # where fewer than so many samples are heard, as of a short question, these count too
-    _rotary: list[Rotary] | None = None  # by layer
+    _rotary: Sequence[Rotary | None] | None = None  # by layer; None in it = positions change nothing there
 
     def probes(self, n: int) -> Sequence[int]:
         first = min(self.sinks, max(0, n - 1))
@@ -142,16 +144,15 @@ class Expected(Quiet):
         return [first + i * (n - first) // count for i in range(count)]
 
     def meet(self, lm: LM) -> None:
-        found = rotaries(lm)
-        lost = [str(layer) for layer, rotary in enumerate(found) if rotary is None]
-        if lost:
+        try:
+            self._rotary = rotaries(lm)
+        except BadModel as none:
             raise BadModel(
                 f'policy.name = "expected" needs the rotary frequencies of {lm.info.id}, and does not find them',
                 code="policy_unsupported",
-                lines=[f"no frequencies that the model holds turn the queries of its layers {', '.join(lost)}"],
+                lines=[none.message, *none.lines],
                 try_=["--set policy.name=keydiff", "--set policy.name=snap"],
-            )
-        self._rotary = [rotary for rotary in found if rotary is not None]
+            ) from None
 
     def __call__(self, s: Slots, at: Moment) -> Tensor:
         if self._rotary is None:
@@ -164,9 +165,9 @@ class Expected(Quiet):
         q, q_pos = self._sample(at)
         if not q.shape[1]:  # no query at all: any key is as likely as another
             return scores.expected(s, q.new_zeros(s.k.shape[0], s.k.shape[2], dtype=wide), None, 0.0, 0.0, 0.0)
-        q = rotary.turned(q.to(wide), q_pos, back=True)  # [H, w, D]
+        q = q.to(wide) if rotary is None else unrotate(q.to(wide), q_pos, rotary)  # [H, w, D]
         now = int(s.pos.max()) + 1
-        turn = rotary.mean_turn(torch.arange(now, now + self.horizon, device=q.device), q.shape[2], q.dtype)
+        turn = mean_turn(rotary, torch.arange(now, now + self.horizon, device=q.device), q.shape[2], q.dtype)
         mean, cov = q.mean(1), None
         if self.covariance:
             off = q - mean.unsqueeze(1)
