@@ -103,7 +103,8 @@ def answer(
         talk = Chat(model, question.system, folder=world.paths.data / "chats")
         for document in question.documents:
             talk.attach(document)
-        for note in (*run.notes, *model.info.notes) if not screen.quiet and not world.options.json else ():
+        caution = (profile.policy.caution,) if profile.policy.caution else ()
+        for note in (*run.notes, *caution, *model.info.notes) if not screen.quiet and not world.options.json else ():
             print_note(screen.err, note)
         if question.text is None:
             return converse(setup, run, model, talk, screen)

@@ -30,6 +30,7 @@ class Run:
     chunk: int  # tokens read in one pass
     rows: int  # rows of a decoding pass, at most
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
+    reading: Callable[[int], int]  # of n tokens, how many a head holds while they are read, the last chunk aside
     between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
@@ -89,7 +90,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     chunk = min(run.chunk, context)
     held = run.slots(context)
     if run.between is not None:  # what pushes others out is stored before they are forgotten
-        held = min(context, held + max(chunk, run.between))
+        held = min(context, max(held + max(chunk, run.between), run.reading(context) + chunk))
     kv = shape.layers * run.layer(held, max(chunk, run.between or EVERY))
     working = working_bytes(
         shape,

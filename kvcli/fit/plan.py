@@ -126,6 +126,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         chunk=profile.prefill.chunk,
         rows=profile.spec.rows,
         slots=profile.policy.slots,
+        reading=profile.policy.reading,
         between=profile.policy.every,
         tables=profile.spec.tables,
         copied=profile.spec.copied,

@@ -131,6 +131,13 @@ class Chosen(Protocol):
     def slots(self, n: int) -> int:
         """How many of n slots a head keeps at a boundary, averaged over heads: what memory is planned with."""
 
+    def reading(self, n: int) -> int:
+        """How many slots a head holds at most while n tokens are read, the last chunk aside."""
+
+    @property
+    def caution(self) -> str:
+        """What a user should know before using it, in words; "" = nothing."""
+
 
 @dataclass(frozen=True)
 class Everything:
@@ -145,3 +152,10 @@ class Everything:
 
     def slots(self, n: int) -> int:
         return n
+
+    def reading(self, n: int) -> int:
+        return n
+
+    @property
+    def caution(self) -> str:
+        return ""

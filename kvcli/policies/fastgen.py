@@ -110,6 +110,14 @@ class FastGen:
         """Of a prompt of n tokens, once it has been read; by recovery only the text itself can say, so all of them."""
         return min(n, max(round(self.keep * n), self.sinks + self.guarded)) if self.keep else n
 
+    def reading(self, n: int) -> int:
+        """All of a prompt: heads are judged when it has been read."""
+        return n
+
+    @property
+    def caution(self) -> str:
+        return ""
+
 
 def spread(start: int, end: int, most: int) -> list[int]:
     """At most so many of the whole numbers from start to end - 1, at equal distances."""

@@ -37,6 +37,14 @@ class Random(Plain):
         """Of n tokens, the budget."""
         return min(n, self.budget)
 
+    def reading(self, n: int) -> int:
+        """The same while reading: each chunk's end is a boundary."""
+        return self.slots(n)
+
+    @property
+    def caution(self) -> str:
+        return ""
+
     def keep(self, s: Slots, at: Moment) -> Tensor:
         """The lot of a token is fixed by its position, so what fell out early would not have stayed later either."""
         import torch

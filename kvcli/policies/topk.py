@@ -68,6 +68,10 @@ class TopK:
         """Of a prompt of n tokens, once it has been read."""
         return min(n, self.budget or max(self.share(n), self.sinks + self.guard))
 
+    def reading(self, n: int) -> int:
+        """All of a prompt, unless it is compressed chunk by chunk."""
+        return self.slots(n) if self.per_chunk else n
+
     @property
     def caution(self) -> str:
         """What a user should know before compressing a text to ask about it later; empty = nothing."""

@@ -35,6 +35,14 @@ class Window(Plain):
         """Of n tokens, the sinks and the window."""
         return min(n, self.sinks + self.window)
 
+    def reading(self, n: int) -> int:
+        """The same while reading: each chunk's end is a boundary."""
+        return self.slots(n)
+
+    @property
+    def caution(self) -> str:
+        return ""
+
     def keep(self, s: Slots, at: Moment) -> Tensor:
         """The same in every layer and head: positions below `sinks`, and the last `window` of them."""
         newest = s.pos.amax(dim=1, keepdim=True)
