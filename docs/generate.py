@@ -230,6 +230,14 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Milliseconds of drafting a pass",
         ["side", "temperature", "ms", "ms_p90", "rows", "tokens_per_pass"],
     ),
+    "kvcli.bench.kv_memory/1": (
+        "Bytes of keys and values of 8,192 tokens on a random 152M Llama, each side in a process of its own",
+        ["side", "slots", "counted", "process", "freed"],
+    ),
+    "kvcli.bench.kv_speed/1": (
+        "Decoding over 16,384 stored tokens on a random 152M Llama, by how they are stored",
+        ["side", "mib", "step_ms", "step_speedup", "with_boundaries_speedup", "rows8_speedup"],
+    ),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],
