@@ -421,7 +421,7 @@ def test_a_head_map_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_published_method_has_no_guard_to_set() -> None:
-    for wrong in ({"guard": 64}, {"criterion": "p05"}, {"policies": ["special"]}):
+    for wrong in ({"guard": 64}, {"criterion": "p05"}, {"policies": ["special"]}, {"probe_rows": 9}):
         with pytest.raises(KvcliError) as refused:
             load_profile("exact").replace(exactness="approx", policy={"name": "fastgen", "paper": True, **wrong})
         assert "leaves no room" in "\n".join(refused.value.lines)

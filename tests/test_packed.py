@@ -8,12 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcli.build import view
+from kvcli.drafts.base import Drafter, Off
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
+from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.packed import Packed
 from kvcli.kv.slots import Sight, Slots, compact, nbytes, visible
+from kvcli.session import Session
+from tests.test_exact import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
 
 K, G, D, L = 3, 2, 16, 2
 H = K * G
@@ -285,3 +290,27 @@ def test_numbers_given_are_not_held_on_to() -> None:
 def test_what_the_layouts_cannot_hold_is_refused(head_dim: int, more: dict[str, object], why: str) -> None:
     with pytest.raises(BadConfig, match=why):
         Packed(1, 1, head_dim, torch.float32, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize(("bits", "rotate"), [((8, 8), "none"), ((4, 2), "none"), ((2, 2), "hadamard")], ids=str)
+@pytest.mark.parametrize("policy", ["all", "ragged"])
+def test_any_drafter_gives_the_text_of_plain_decoding(
+    bits: tuple[int, int], rotate: str, dtype: str, policy: str
+) -> None:
+    model, (keep, every) = lm("dense", dtype), POLICIES[policy]
+
+    def text(drafter: Drafter) -> list[int]:
+        shape = (model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        packed = Packed(*shape, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
+        kv = Ladder(Dense(*shape), [Rung(packed)], holds=7, group=GROUP, sinks=2)
+        chosen = {"view": view(model, kv, drafter), "policy": keep, "every": every or 16, "chunk": 13}
+        session = Session(model, kv, drafter, SAMPLERS["sampled"], **chosen)
+        session.feed(prompt())
+        list(session.stream(40))
+        assert packed.n_slots(1) > 20 or policy == "ragged"
+        return session.ids
+
+    want = text(Off())
+    for name in ("ngram", "fafo", "right", "wrong"):
+        assert text(DRAFTERS[name](want)) == want, name

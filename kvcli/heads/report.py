@@ -18,6 +18,7 @@ from kvcli.heads.headmap import full_heads
 from kvcli.heads.memory import kv_bytes
 from kvcli.heads.prompt import Judged, Reading, stacked
 from kvcli.heads.run import Findings, prompt_hash
+from kvcli.policies.headmap import read_headmap
 from kvcli.policies.recovery import punctuation
 from kvcli.quality.fingerprint import fingerprint
 from kvcli.schemas.heads import (
@@ -56,8 +57,7 @@ def document(model: Model, ask: Ask, found: Findings) -> HeadsDocument:
     lm = model.lm
     shape = (lm.n_layers, lm.n_kv_heads)
     judged = stacked(found.reading.layers, lm.n_layers) if found.reading else None
-    # a prompt alone is no veto against its own choice
-    forced = found.full if found.ranked_by != "prompt" else torch.zeros(shape, dtype=torch.bool)
+    forced = _forced(ask, found, shape)
     chosen = choose(judged.mass[ask.settings.measure], judged.cost, ask.settings, forced) if judged else None
     seen = torch.tensor([w is None for w in lm.windows]) & torch.isin(
         torch.arange(lm.n_layers), torch.tensor(found.layers)
@@ -83,7 +83,7 @@ def document(model: Model, ask: Ask, found: Findings) -> HeadsDocument:
         scalars={name: tables.rounded(table) for name, table in tables.scalars(found, shape).items()},
         query={name: tables.rounded(table) for name, table in tables.query(found, judged).items()},
         offsets=tables.offsets(found, shape),
-        policy=_policy(ask, judged, chosen, seen) if judged and chosen is not None else None,
+        policy=_policy(ask, judged, chosen, seen, forced) if judged and chosen is not None else None,
         distances=tables.by_head(found.reading, shape, lambda g: [round(x, tables.DIGITS) for x in g.distances]),
         kinds=tables.kinds(found.reading, shape),
         top=tables.top(model, found.reading, shape),
@@ -114,7 +114,17 @@ def strip(model: Model, reading: Reading | None) -> Strip | None:
     )
 
 
-def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor) -> HeadsPolicy:
+def _forced(ask: Ask, found: Findings, shape: tuple[int, int]) -> Tensor:
+    """[L, K] bool: heads that keep everything whatever they look at, by this run's map and by the profile's own."""
+    forced = torch.zeros(shape, dtype=torch.bool)
+    if found.ranked_by != "prompt":  # a prompt alone is no veto against its own choice
+        forced |= found.full
+    if ask.settings.headmap and found.reading is not None:
+        forced |= torch.tensor(read_headmap(ask.settings.headmap)) >= ask.settings.headmap_from
+    return forced
+
+
+def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor, forced: Tensor) -> HeadsPolicy:
     settings = ask.settings
     n = float(judged.cost[-1].max())
     by_budget = settings.keep > 0
@@ -129,6 +139,7 @@ def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor) -> HeadsPoli
         keep=settings.keep if by_budget else None,
         candidates=list(settings.candidates),
         chosen=chosen.masked_fill(~seen.unsqueeze(1), -1).tolist(),
+        forced=[(layer, head) for layer, head in forced.nonzero().tolist() if bool(seen[layer])],
         mass={name: [tables.rounded(table) for table in judged.mass[name]] for name in judged.mass},
         cost=[tables.rounded(table) for table in judged.cost],
         guard=settings.guarded,

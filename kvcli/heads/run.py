@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from kvcli.token_kinds import kinds_by_id
 
 if TYPE_CHECKING:
     from kvcli.local import Model
+    from kvcli.policies.fastgen import FastGen
     from kvcli.schemas.heads import Probe
 
 Tell = Callable[[int, int, str], None]  # done, of how many, what is under way
@@ -147,7 +148,18 @@ def _prompt(model: Model, ask: Ask, found: Findings, ids: list[int], tell: Tell)
 
     tell(found.done, found.total, f"prompt · {len(ids):,} tokens")
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
-    found.reading = read_prompt(model, ids, ask.settings, kinds, found.layers, heard, ask.stability)
+    found.reading = read_prompt(model, ids, _settled(model, ask), kinds, found.layers, heard, ask.stability)
+
+
+def _settled(model: Model, ask: Ask) -> FastGen:
+    """The settings as the policy itself reads them for this model: how many rows `auto` is, and a map that fits.
+
+    Raises BadInput for a head map of another model.
+    """
+    policy: Any = ask.settings.policy()
+    policy.meet(model.lm)
+    settings: FastGen = policy.settings
+    return settings
 
 
 def _repeat(model: Model, ask: Ask, found: Findings) -> None:

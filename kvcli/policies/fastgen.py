@@ -61,10 +61,11 @@ class FastGen:
     paper: bool = False  # as published: all rows, their mean, guard 0, no cross-fit, five policies, nothing protected
 
     def __post_init__(self) -> None:
-        for key, own in {"criterion": "mean", "guard": 0, "crossfit": False, "policies": PAPER}.items():
+        published = {"criterion": "mean", "guard": 0, "crossfit": False, "policies": PAPER, "probe_rows": "auto"}
+        for key, own in published.items():
             given = getattr(self, key)
             if self.paper and given not in (own, FastGen.__dataclass_fields__[key].default):
-                raise ValueError(f"paper = true has {key} = {own} and leaves no room for {given}")
+                raise ValueError(f"paper = true has its own {key} and leaves no room for {given}")
 
     @property
     def candidates(self) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class Heads(Plain):
 
     def meet(self, lm: LM) -> None:
         """Raises BadInput where the head map is of a model of another shape."""
-        if self.settings.probe_rows == "auto" and lm.device.type == "cpu":
+        if self.settings.probe_rows == "auto" and not self.settings.paper and lm.device.type == "cpu":
             self.settings = replace(self.settings, probe_rows=ROWS_ON_CPU)
         shape = len(self._full), len(self._full[0]) if self._full else 0
         if self._full and shape != (lm.n_layers, lm.n_kv_heads):

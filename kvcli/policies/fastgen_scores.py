@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvcli.kv.slots import Slots
 from kvcli.policies.base import Moment
-from kvcli.policies.recovery import Look, Sets
+from kvcli.policies.recovery import Sets
+from kvcli.policies.recovery_look import Look
 
 
 class Scores:

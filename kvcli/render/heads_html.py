@@ -128,7 +128,7 @@ def _data(document: HeadsDocument, strip: Strip | None) -> dict[str, Any]:
     data["shares"] = sorted(c.SHARES & document.scalars.keys())
     data["ramp"], data["palette"] = c.RAMP, {letter: [colour, c.ink(colour)] for letter, colour in c.PALETTE.items()}
     data["letters"] = c.letters(document)
-    data["forced"] = document.suggest.full if document.ranked_by != "prompt" else []
+    data["forced"] = document.policy.forced if document.policy is not None else []
     data["strip"] = None if strip is None else {
         "texts": [_shown(text) for text in strip.texts],
         "kinds": strip.kinds, "punct": strip.punct, "width": strip.width, "tokens": strip.tokens,

@@ -29,6 +29,7 @@ class HeadsPolicy(Json):
     keep: Share | None = Field(description="share of tokens kept, over all heads; null: a recovery was given")
     candidates: list[str] = Field(description="from cheap to the full cache")
     chosen: list[list[int]] = Field(description="[layers][KV heads] index into candidates; -1: sees only a window")
+    forced: list[tuple[int, int]] = Field(description="(layer, KV head) that keep everything: a head map says so")
     mass: dict[str, list[ByHead]] = Field(description="criterion -> [candidates][layers][KV heads]")
     cost: list[ByHead] = Field(description="[candidates][layers][KV heads] tokens")
     guard: Count = Field(description="newest tokens that every candidate keeps")

@@ -288,5 +288,17 @@ def test_profiles_own_settings_count(machine):
     assert json.loads(other.out)["policy"]["recovery"] == 0.9
 
 
+def test_heads_that_the_profiles_map_names_are_full(made, machine):
+    folder, _ = made
+    headmap = ("--set", f"policy.headmap={folder / 'full_attention_heads.tsv'}")
+    done = machine("profile-heads", "demo", "-P", "fastgen", *headmap, *SHORT, "--json", "--emit", "none")
+    found = json.loads(done.out)["policy"]
+    assert found["forced"] == [[2, 0], [2, 1]]
+    assert [found["candidates"][c] for c in found["chosen"][2]] == ["full", "full"]
+    (machine.folder / "other.tsv").write_text("1 0\n")
+    done = machine("profile-heads", "demo", "-P", "fastgen", "--set", "policy.headmap=other.tsv", *SHORT)
+    assert done.exit == 3
+
+
 def test_the_name_that_others_use_is_understood(machine):
     assert "kvcli profile-heads" in machine("heads").err

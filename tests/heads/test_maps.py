@@ -75,10 +75,12 @@ def test_ranks_with_ties():
     assert spearman([1, 1, 1], [1, 2, 3]) is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"recovery": 0.95}, {"recovery": 1.0}, {"keep": 0.4}, {"criterion": "mean"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"recovery": 0.95}, {"recovery": 1.0}, {"keep": 0.4}, {"criterion": "mean"}, {"probe_rows": "auto"}]
+)
 def test_choices_are_those_of_the_policy_itself(model, changes):
     """FastGen on the same prompt, as a session runs it, picks the same candidate for each head."""
-    settings = FastGen(guard=32, probe_rows=24, **changes)
+    settings = FastGen(**{"guard": 32, "probe_rows": 24, **changes})
     ask = Ask(probes=("prompt",), context=400, settings=settings)
     found = probe(model, ask)
     made = document(model, ask, found)
