@@ -88,7 +88,7 @@ def commands(_: str) -> str:
 
     blocks = []
     for name in COMMANDS:
-        blocks += _command(f"kvcli {name}", get_command(import_module(f"kvcli.commands.{name}").app))
+        blocks += _command(f"kvcli {name}", get_command(import_module(f"kvcli.commands.{name.replace('-', '_')}").app))
     bare = typer.Typer(add_completion=False)
     bare.command()(none)
     blocks += [
