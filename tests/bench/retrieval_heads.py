@@ -88,7 +88,8 @@ def main() -> None:
         "title": "Accuracy on hidden facts with heads restricted to their first and newest tokens",
         "machine": f"torch {about['torch']}, commit {about['commit']}",
         "command": f"python tests/bench/retrieval_heads.py --texts {args.texts} --draws {args.draws}",
-        "rows": [found],
+        "rows": [{"restricted": name, "accuracy": accuracy} for name, accuracy in found["accuracy"].items()],
+        "found": found,
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
