@@ -64,8 +64,9 @@ def clashes(profile: Profile) -> list[Clash]:
     from kvcli.profile import Clash
 
     found = []
-    if profile.exactness == "exact" and profile.kv.dtype not in ("auto", profile.load.dtype):
-        found.append(Clash("exactness", "kv.dtype", '"exact" cannot be kept', "which may round keys and values"))
+    if profile.exactness != "approx" and profile.kv.dtype not in ("auto", profile.load.dtype):
+        cannot = f'"{profile.exactness}" cannot be kept'
+        found.append(Clash("exactness", "kv.dtype", cannot, "which may round keys and values"))
     found += memory_clashes(profile)
     if profile.exactness != "approx" and profile.policy.policy() is not None:
         because = "which forgets part of the text"
@@ -99,8 +100,8 @@ def memory_clashes(profile: Profile) -> list[Clash]:
     found = []
     rounds, memory = "which rounds keys and values", profile.memory
     bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
-    if profile.exactness == "exact":
-        cannot = '"exact" cannot be kept'
+    if profile.exactness != "approx":  # nothing bounds what rounding does
+        cannot = f'"{profile.exactness}" cannot be kept'
         found += [Clash("exactness", key, cannot, rounds) for key, n in bits.items() if n < 16]
         if any(step.startswith(tuple(bits)) for step in memory.ladder):
             found.append(Clash("exactness", "memory.ladder", cannot, rounds))

@@ -126,9 +126,9 @@ def _is_ready(session: Session, is_due: bool, phase: Phase) -> bool:
 
 def _restart(session: Session, profile: Profile) -> None:
     """Forget everything stored, in a new store: the old one may be torn."""
-    _put(session, build.store(session.lm, profile))
     session.committed = 0
-    session.rewind(0)
+    session.rewind(0)  # first: should there be no room for another store, nothing refers to what is torn
+    _put(session, build.store(session.lm, profile))
 
 
 def _put(session: Session, store: Store) -> None:

@@ -139,7 +139,7 @@ class Session:
         self.kv.crop(keep)
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
-            self._is_whole = True
+            self._is_whole, self._n_prompt = True, 0
             self.heard.clear()
             if self.policy is not None:
                 self.policy.start()

@@ -86,7 +86,7 @@ def _lack(error: Exception) -> Shortage:
 
 def _relieve(owner: Owner, lack: Shortage, stats: Stats, phase: Phase, said: Sequence[str] = ()) -> None:
     """Take the next steps and say so; raises the lack, explained, when there are none."""
-    at = len(owner.session.ids)
+    at = owner.session.committed if phase == "reading" else len(owner.session.ids)
     found = relieve(owner.session, owner.profile, owner.limit, phase)
     owner.profile = found.profile
     stats.limit = owner.limit
@@ -110,5 +110,5 @@ def _explained(owner: Owner, lack: Shortage, said: Sequence[str] = ()) -> Shorta
         rounding = "--set exactness=approx " if profile.exactness == "exact" else ""
         ways.append(f"{rounding}--set kv.k_bits=8 --set kv.v_bits=8")
     ways += ["--set memory.disk=8GiB"] if not size_of(profile.memory.disk) else []
-    ways.append(f"--set prefill.chunk={max(1, profile.prefill.chunk // 4)}")
+    ways += [f"--set prefill.chunk={profile.prefill.chunk // 4}"] if profile.prefill.chunk >= 4 else []
     return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)

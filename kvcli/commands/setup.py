@@ -34,6 +34,7 @@ EXACT = {
     "kv.k_bits": 16,
     "kv.v_bits": 16,
     "policy.name": "none",
+    "recall.method": "none",
 }
 
 log = logging.getLogger("kvcli.setup")

@@ -62,7 +62,7 @@ class Everything:
 
 @dataclass(frozen=True)
 class _Part:
-    """Keys of all methods that read a part. The prompt itself is read in full."""
+    """Keys of all methods that read a part. A prompt is read in full, unless a policy forgets some of it meanwhile."""
 
     fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # of the stored tokens that a KV head reads for a row
     floor: Annotated[int, Range(1)] = 1024  # tokens it reads at least; a text no longer is read in full

@@ -82,7 +82,7 @@ class Heads(Plain):
 
     def start(self) -> None:
         """Another text."""
-        self._layers = {}
+        self._layers, self._unshared = {}, False
 
     def chosen(self) -> dict[int, list[str]]:
         """By layer, the candidate of each KV head; sliding layers and texts not yet read have none."""
