@@ -70,7 +70,6 @@ class _Part:
     recent: Annotated[int, Range(0)] = 64  # newest tokens, always read; so are those since the last boundary
     dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read everything: their attention is spread widely
     every: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
-    prefetch: bool = True  # have tiers that fetch do so a layer ahead, for what the last pass read
 
     def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
         from kvcli.kv.recall_store import RecallStore
@@ -99,7 +98,7 @@ class _Part:
             "layers": [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight.window is None],
             "epsilon": self.allowance(),
             "source": source,
-            "prefetch": self.prefetch and source is not None,
+            "prefetch": source is not None,
         }
 
 
