@@ -1,0 +1,204 @@
+"""Is the claim on the page that it names? Confirmed, moved to the one page that has it, or doubtful.
+
+A claim is confirmed by a page with a sentence that has all its numbers, names and quotations and enough of its other
+words, weighed by how rare they are in the text. A claim of several parts ("..., and ...") may take a sentence for
+each. That says that the page has the words of the claim; it is no proof that the claim follows from them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvcli.summarize.cites import SIGNS, Bracket, Place, same, write
+from kvcli.summarize.result import Cite, Quote
+from kvcli.summarize.words import Lexicon, Unit, Word, units, words
+
+WIDEST = 5  # pages; a range of more says too little about where something stands
+
+# Shares of a claim's weight that a sentence must have. Chosen by `python -m kvcli.summarize.measure`, see
+# docs/benchmarks/citations.json.
+WITH_NUMBERS = 0.6  # where it has numbers or names, all of which must be there
+WITHOUT = 0.75
+
+_PARTS = re.compile(r"[;.](?=\s)|,?\s\b(?:and|but|while|whereas|with)\b", re.IGNORECASE)
+_QUOTED = re.compile(r"[\"“„«]([^\"“”„«»]{8,})[\"”“»]")
+ENDED = re.compile(r"[.!?:…。！？][\"')\]”’»]*\s*\Z")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What stood of one section in one part: `text`, which begins at `offset` of the section."""
+
+    place: Place
+    text: str
+    offset: int = 0
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        return units(self.text)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement by its words. `parts`: those that need a sentence each, where no sentence has all."""
+
+    words: tuple[Word, ...]
+    parts: tuple[tuple[Word, ...], ...]
+    quoted: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Claim:
+        found = words(text)
+        cuts = [match.start() for match in _PARTS.finditer(text)]
+        parts: list[list[Word]] = [[]]
+        for word in found:
+            while cuts and word.start >= cuts[0]:
+                cuts.pop(0)
+                if _stands_alone(parts[-1], text):
+                    parts.append([])
+            parts[-1].append(word)
+        if len(parts) > 1 and not _stands_alone(parts[-1], text):
+            last = parts.pop()
+            parts[-1] += last
+        quoted = [" ".join(w.key for w in words(match[1])) for match in _QUOTED.finditer(text)]
+        return cls(tuple(found), tuple(map(tuple, parts)), tuple(q for q in quoted if q.count(" ") >= 2))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A citation after the check, and how it is written now."""
+
+    cites: tuple[Cite, ...]
+    text: str
+
+
+class Checker:
+    """Holds claims against the passages of one part."""
+
+    def __init__(self, passages: Sequence[Passage], *, with_numbers: float = WITH_NUMBERS, without: float = WITHOUT):
+        self.passages = list(passages)
+        self.shares = with_numbers, without
+        self.seams = [_seam(a, b) for a, b in zip(passages, passages[1:], strict=False)]
+        seam_units = [unit for seam in self.seams if seam for unit in seam.units]
+        every = [unit for passage in passages for unit in passage.units]
+        self.lexicon = Lexicon.of([p.text for p in passages], every + seam_units)
+
+    def judge(self, claim: str, bracket: Bracket, *, quotes: bool = False) -> Judged:
+        """The places of one citation: each confirmed, corrected or doubtful."""
+        said = Claim.of(claim)
+        cited = [self.at(place) for place in bracket.places]
+        good = [bool(at) and self._is_good(said, at, cited) for at in cited]
+        if not any(good) and (right := self._only_place(said)) is not None:
+            place = self.passages[right].place
+            doubted = write(bracket.places)[1:-1]
+            quote = self.quote(claim, [right]) if quotes else None
+            return Judged((Cite(place, True, doubted, quote),), write([place]))
+        found = [
+            Cite(place, ok, None, self.quote(claim, at) if quotes and ok else None)
+            for place, ok, at in zip(bracket.places, good, cited, strict=True)
+        ]
+        doubtful = [place for place, ok in zip(bracket.places, good, strict=True) if not ok]
+        return Judged(tuple(found), write(bracket.places, doubtful))
+
+    def at(self, place: Place) -> list[int]:
+        """Which passages a citation names; none if it is not of this part."""
+        return [i for i, passage in enumerate(self.passages) if _names(place, passage.place)]
+
+    def supports(self, claim: Claim, at: Collection[int]) -> bool:
+        """Whether these passages together have the claim."""
+        if not claim.words:
+            return False
+        sentences = self._units(at)
+        lines = [unit.line for unit in sentences]
+        if not all(any(f" {quoted} " in line for line in lines) for quoted in claim.quoted):
+            return False
+        if any(self._has(claim.words, unit) for unit in sentences):
+            return True
+        parts = claim.parts
+        return len(parts) > 1 and all(any(self._has(part, unit) for unit in sentences) for part in parts)
+
+    def quote(self, claim: str, at: Collection[int]) -> Quote | None:
+        """The sentence of these passages that has most of the claim, exactly as it stands there."""
+        said = Claim.of(claim).words
+        best, most = None, 0.0
+        for i in sorted(at):
+            for unit in self.passages[i].units:
+                share = self._share(said, unit)
+                if share > most:
+                    best, most = (self.passages[i], unit), share
+        if best is None:
+            return None
+        passage, unit = best
+        start = passage.offset + unit.start
+        return Quote(passage.text[unit.start : unit.end], start, start + unit.end - unit.start)
+
+    def _is_good(self, claim: Claim, at: list[int], cited: list[list[int]]) -> bool:
+        """Has the claim, or a part of it that the other cited passages lack while they have the rest."""
+        if self.supports(claim, at):
+            return True
+        every = {i for one in cited for i in one}
+        others = every - set(at)
+        return bool(others) and self.supports(claim, every) and not self.supports(claim, others)
+
+    def _only_place(self, claim: Claim) -> int | None:
+        """The one passage that has the claim. A sentence that runs over a page's end stands where it begins."""
+        found = [i for i in range(len(self.passages)) if self.supports(claim, [i])]
+        if len(found) == 2 and found[1] == found[0] + 1 and self.seams[found[0]] is not None:
+            own = [i for i in found if any(self._has(claim.words, unit) for unit in self.passages[i].units)]
+            found = own if len(own) == 1 else found[:1] if not own else found
+        places = {(self.passages[i].place.document, self.passages[i].place.label) for i in found}
+        return found[0] if len(places) == 1 else None
+
+    def _units(self, at: Collection[int]) -> list[Unit]:
+        """Sentences of these passages, those included that begin or end on the next page."""
+        found = [unit for i in sorted(at) for unit in self.passages[i].units]
+        for i, seam in enumerate(self.seams):
+            if seam is not None and (i in at or i + 1 in at):
+                found += seam.units
+        return found
+
+    def _has(self, said: Sequence[Word], unit: Unit) -> bool:
+        musts = [word.key for word in said if self.lexicon.kind(word) != "word"]
+        if any(key not in unit.keys for key in musts):
+            return False
+        return self._share(said, unit) >= self.shares[0 if musts else 1]
+
+    def _share(self, said: Sequence[Word], unit: Unit) -> float:
+        weights = {word.key: self.lexicon.weight(word.key) for word in said}
+        return sum(w for key, w in weights.items() if key in unit.keys) / (sum(weights.values()) or 1.0)
+
+
+def _names(asked: Place, place: Place) -> bool:
+    """Whether a citation means a place. Without a document's name it means none where there are several."""
+    if asked.document.casefold() != place.document.casefold() or SIGNS[asked.unit] != SIGNS[place.unit]:
+        return False
+    span, there = asked.span, place.span
+    if span is None or there is None:
+        return same(asked.label) == same(place.label) != ""
+    wide = span[1] - span[0] >= WIDEST and asked.unit == "page"
+    return not wide and span[0] <= there[1] and there[0] <= span[1]
+
+
+def _seam(before: Passage, after: Passage) -> Passage | None:
+    """The sentence that runs from one passage into the next, if one does."""
+    if before.place.document != after.place.document or not before.units or not after.units:
+        return None
+    last, first = before.units[-1], after.units[0]
+    text = before.text[last.start : last.end]
+    if ENDED.search(text):
+        return None
+    return Passage(before.place, f"{text} {after.text[first.start : first.end]}")
+
+
+def _stands_alone(part: Sequence[Word], text: str) -> bool:
+    """Whether a part of a claim says enough to be looked for by itself: two words beside its numbers and their units."""
+    telling = {word.key for i, word in enumerate(part) if not word.is_number and not _measures(part, i, text)}
+    return len(telling) >= 2
+
+
+def _measures(part: Sequence[Word], i: int, text: str) -> bool:
+    """Whether a word follows a number at once, as a unit does: it says nothing about what was counted."""
+    return i > 0 and part[i - 1].is_number and text[part[i - 1].end : part[i].start].strip() == ""

@@ -1,0 +1,113 @@
+"""What a summary is: points with their citations, where it came from, and the figures of every turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvcli.api import Turn
+    from kvcli.summarize.cites import Place
+
+Mode = Literal["whole", "map"]
+PointKind = Literal["bullet", "sentence", "heading"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """A sentence as it stands in a section: section.text[start:end]."""
+
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cite:
+    """One place that a point names, after the check."""
+
+    place: Place
+    confirmed: bool
+    instead_of: str | None = None  # what the model wrote, where the citation was corrected: "p. 3"
+    quote: Quote | None = None
+
+    @property
+    def corrected(self) -> bool:
+        return self.instead_of is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One statement of a summary."""
+
+    text: str  # without its citations
+    marked: str  # with them, as a summary shows it: doubtful ones with "?"
+    cites: tuple[Cite, ...] = ()
+    kind: PointKind = "bullet"
+    level: int = 0  # depth in an outline
+    opens: bool = False  # begins a paragraph
+
+    @property
+    def n_words(self) -> int:
+        return len(self.text.split())
+
+    @property
+    def n_unconfirmed(self) -> int:
+        return sum(not cite.confirmed for cite in self.cites)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One turn of the model: of a part, or of the merge."""
+
+    turn: Turn
+    parts: tuple[int, int]  # the first and the last part it is about, from 1
+    is_merge: bool
+    is_cached: bool  # from an earlier run; the figures are of then
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The finished summary."""
+
+    points: tuple[Point, ...]
+    mode: Mode
+    n_parts: int
+    turns: tuple[Answered, ...]
+    notes: tuple[str, ...] = ()
+    checked: bool = True  # False: nobody held citations against pages
+
+    @property
+    def cites(self) -> list[Cite]:
+        return [cite for point in self.points for cite in point.cites]
+
+    @property
+    def unconfirmed(self) -> int:
+        return sum(not cite.confirmed for cite in self.cites) if self.checked else 0
+
+    @property
+    def corrected(self) -> int:
+        return sum(cite.corrected for cite in self.cites)
+
+    def markdown(self) -> str:
+        """The summary alone, quotations under their points where there are any."""
+        return written(self.points)
+
+
+def written(points: Sequence[Point]) -> str:
+    """Points as markdown."""
+    lines: list[str] = []
+    for point in points:
+        if point.kind == "sentence":
+            if lines and not point.opens and not lines[-1].startswith((">", "#", "-")):
+                lines[-1] += f" {point.marked}"
+            else:
+                lines += [*([""] if lines else []), point.marked]
+        elif point.kind == "heading":
+            lines += [*([""] if lines else []), f"{'#' * min(6, point.level + 2)} {point.marked}"]
+        else:
+            lines.append(f"{'  ' * point.level}- {point.marked}")
+        pad = "  " * (point.level + 1) if point.kind == "bullet" else ""
+        lines += [f"{pad}> {' '.join(c.quote.text.split())}" for c in point.cites if c.quote]
+    return "\n".join(lines).strip() + "\n" if lines else ""
