@@ -1,0 +1,84 @@
+"""Bytes to text, or the reason why they are none."""
+
+from __future__ import annotations
+
+import codecs
+from shlex import quote
+
+from kvcli.errors import BadInput
+
+SNIFFED = 1 << 16  # bytes looked at to tell text from binary
+MAX_CONTROL_SHARE = 0.05  # of the sniffed bytes; text has next to none
+
+# the order matters: the UTF-16 mark is the beginning of the UTF-32 one
+MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+CONTROLS = bytes(sorted(({*range(32)} | {127}) - set(b"\t\n\v\f\r\b\x1b")))
+KNOWN = (
+    (b"%PDF-", "a PDF"),
+    (b"PK\x03\x04", "a zip archive"),
+    (b"\x1f\x8b", "gzip data"),
+    (b"\xd0\xcf\x11\xe0", "an old Office file (.doc, .xls, .ppt)"),
+    (b"{\\rtf", "an RTF file"),
+    (b"\x89PNG", "an image (PNG)"),
+    (b"\xff\xd8\xff", "an image (JPEG)"),
+)
+
+
+def decode(data: bytes, name: str) -> str:
+    """Bytes to text: UTF-8, or what the byte order mark says. Line ends become newlines."""
+    mark, encoding = next(((m, e) for m, e in MARKS if data.startswith(m)), (b"", "utf-8"))
+    body = data[len(mark) :]
+    if not mark:
+        _refuse_binary(body, name)
+    try:
+        text = body.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise _bad_encoding(body, len(mark), encoding, error, name) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _refuse_binary(data: bytes, name: str) -> None:
+    for magic, kind in KNOWN:
+        if data.startswith(magic):
+            raise BadInput(
+                f"{name} is {kind}, not text",
+                code="not_text",
+                lines=["read are PDF, HTML, EPUB, DOCX, markdown and text"],
+                try_=["convert it to one of these first"],
+            )
+    head = data[:SNIFFED]
+    zero = data.find(b"\0")
+    if zero >= 0:
+        raise BadInput(
+            f"{name} is not text: it has a zero byte at offset {zero:,}",
+            code="not_text",
+            detail={"offset": zero},
+            try_=["convert it to UTF-8 text first"],
+        )
+    odd = len(head) - len(head.translate(None, CONTROLS))
+    if odd > MAX_CONTROL_SHARE * len(head):
+        raise BadInput(
+            f"{name} is not text: {odd / len(head):.0%} of its first bytes are control characters",
+            code="not_text",
+            detail={"control_bytes": odd, "looked_at": len(head)},
+            try_=["convert it to UTF-8 text first"],
+        )
+
+
+def _bad_encoding(body: bytes, start: int, encoding: str, error: UnicodeDecodeError, name: str) -> BadInput:
+    newline = "\n".encode(encoding)
+    line = body.count(newline, 0, error.start) + 1
+    offset = start + error.start
+    return BadInput(
+        f"{name} is not valid {encoding.upper()}: byte {offset:,}, line {line:,}",
+        code="bad_encoding",
+        lines=[f"byte 0x{body[error.start]:02x}: {error.reason}"],
+        detail={"encoding": encoding, "offset": offset, "line": line},
+        try_=[f"iconv -f latin1 -t utf-8 {quote(name)} > utf8.txt" if encoding == "utf-8" else "save it as UTF-8"],
+    )

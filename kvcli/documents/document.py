@@ -1,0 +1,85 @@
+"""What a file becomes once it is read: a text with a name, in sections that a citation can point at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Unit = Literal["page", "heading", "chapter", "line"]
+MARKS: dict[Unit, str] = {"page": "p.", "heading": "§", "chapter": "§", "line": "l."}
+
+
+class Counter(Protocol):
+    """What a tokenizer must offer to be counted with."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A page, the text under a heading, a chapter, or a block of lines. Never without text."""
+
+    number: int  # of the page, else 1, 2, .. in order
+    label: str  # what a citation says: "12", "Methods", "41-80"
+    text: str  # no marks in it
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text with a name. `sha256` is that of the bytes it was read from.
+
+    `text` is what a model reads: a plain or markdown file as it is, anything with pages with a mark before each. One
+    made by hand from a name and a text alone has no sections.
+    """
+
+    name: str
+    text: str
+    sha256: str
+    unit: Unit = "line"
+    sections: tuple[Section, ...] = ()
+    kind: str = "text"  # "pdf", "html", "epub", "docx", "markdown" or "text"
+    without_text: tuple[int, ...] = ()  # pages that were read and have none
+    n_pages: int | None = None  # of the file, however many were asked for; None where there are no pages
+    title: str | None = None
+    notes: tuple[str, ...] = ()  # what the reader had to decide or leave out, a sentence each
+    _counts: dict[int, tuple[Counter, int]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n") + (not self.text.endswith("\n"))
+
+    def tokens(self, tokenizer: Counter) -> int:
+        """Tokens of the text alone; counted once for each tokenizer."""
+        key = id(tokenizer)  # not hashable in general; kept beside the count, so that the id stays its own
+        if key not in self._counts:
+            self._counts[key] = tokenizer, len(tokenizer.encode(self.text, add_special_tokens=False))
+        return self._counts[key][1]
+
+
+def mark(unit: Unit, label: str) -> str:
+    """What leads a section in a prompt, and how a citation of it is written: `[p. 12]`, `[§ Methods]`, `[l. 41-80]`."""
+    return f"[{MARKS[unit]} {label}]"
+
+
+def marked(unit: Unit, sections: Sequence[Section]) -> str:
+    """The sections in a row, each under its mark on a line of its own."""
+    return "\n\n".join(f"{mark(unit, s.label)}\n{s.text.strip(chr(10))}" for s in sections) + "\n"
+
+
+def with_documents(question: str, documents: Sequence[Document]) -> str:
+    """The user message for a question about documents: texts first, then a blank line, then the question.
+
+    A single document stands bare, which is how most models (and the bundled one) were trained. Several get a
+    header line each, so that the question can name them. Change the form here; nothing else knows it.
+    """
+    if not documents:
+        return question
+    if len(documents) == 1:
+        parts = [documents[0].text.strip("\n")]
+    else:
+        parts = [
+            f"=== Document {i}: {document.name} ===\n{document.text.strip(chr(10))}"
+            for i, document in enumerate(documents, 1)
+        ]
+    return "\n\n".join([*parts, question] if question else parts)

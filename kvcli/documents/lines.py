@@ -1,0 +1,150 @@
+"""Pieces of text with their places on a page, and the order in which people read them.
+
+Coordinates are points in the direction of the text: x along the line, y down the page, whichever way the page or its
+text is turned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+COLUMN_LINES = 3  # pieces that each side of a gutter must have
+PROSE = 18  # median characters of a line in a column; the cells of a table are shorter
+SAME_ROW = 0.5  # share of the lower piece's height that two pieces must overlap
+PARAGRAPH = 1.45  # times the usual distance of lines
+ENDS = (".", "!", "?", ":", "”", '"', ")", "。", "؟")  # a paragraph may end with these
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of text on one line."""
+
+    text: str
+    x0: float
+    y0: float  # top
+    x1: float
+    y1: float  # bottom
+
+    @property
+    def height(self) -> float:
+        return self.y1 - self.y0
+
+    @property
+    def middle(self) -> float:
+        return (self.y0 + self.y1) / 2
+
+
+Row = list[Piece]
+
+
+def rows(pieces: Sequence[Piece]) -> list[Row]:
+    """Pieces that stand beside each other, rows from top to bottom, each from left to right (or right to left)."""
+    found: list[Row] = []
+    for piece in sorted(pieces, key=lambda p: p.middle):
+        if found and _beside(found[-1], piece):
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    return [sorted(row, key=lambda p: p.x0, reverse=is_rtl(row)) for row in found]
+
+
+def reading_order(pieces: Sequence[Piece]) -> list[Row]:
+    """All rows in reading order: columns one after the other where the page has columns, else from top to bottom."""
+    if len(pieces) < 2 * COLUMN_LINES:
+        return rows(pieces)
+    gutter = _gutter(pieces)
+    if gutter is None:
+        return rows(pieces)
+    above, left, right, below = gutter
+    sides = (right, left) if is_rtl(pieces) else (left, right)
+    return [row for part in (above, *sides, below) for row in reading_order(part)]
+
+
+def row_text(row: Row) -> str:
+    """The pieces of a row; a wide gap, as between the cells of a table, shows as two spaces."""
+    text = row[0].text
+    for before, piece in itertools.pairwise(row):
+        gap = max(piece.x0 - before.x1, before.x0 - piece.x1)
+        height = max(before.height, piece.height)
+        text += ("  " if gap > height else " " if gap > 0.15 * height else "") + piece.text
+    return text
+
+
+def paragraphs(ordered: Sequence[Row]) -> list[list[str]]:
+    """The text of rows in reading order, parted where the distance to the row above is more than usual."""
+    tops = [min(p.y0 for p in row) for row in ordered]
+    steps = [b - a for a, b in itertools.pairwise(tops)]
+    usual = median([step for step in steps if step > 0] or [0.0])
+    parts: list[list[str]] = []
+    for i, row in enumerate(ordered):
+        step = steps[i - 1] if i else 0.0
+        goes_on = step < 0 and parts and not parts[-1][-1].rstrip().endswith(ENDS)  # in the next column
+        if not parts or (step < 0 and not goes_on) or (usual and step > PARAGRAPH * usual):
+            parts.append([])
+        parts[-1].append(row_text(row))
+    return parts
+
+
+def is_rtl(pieces: Sequence[Piece]) -> bool:
+    """Whether most letters are written from right to left."""
+    text = "".join(p.text for p in pieces)
+    if text.isascii():
+        return False
+    right = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text)
+    return 2 * right > sum(c.isalpha() for c in text)
+
+
+def _beside(row: Row, piece: Piece) -> bool:
+    top, bottom = min(p.y0 for p in row), max(p.y1 for p in row)
+    shared = min(bottom, piece.y1) - max(top, piece.y0)
+    lower = min(min(p.height for p in row), piece.height)
+    return shared > SAME_ROW * lower
+
+
+def _gutter(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]] | None:
+    """What is above, left of, right of and below the gutter with most lines beside it; None without columns."""
+    best: tuple[int, tuple[list[Piece], ...]] | None = None
+    for x in _candidates(pieces):
+        crossing = sorted((p for p in pieces if p.x0 < x < p.x1), key=lambda p: p.middle)
+        edges = [float("-inf"), *(p.middle for p in crossing), float("inf")]
+        for top, bottom in itertools.pairwise(edges):
+            band = [p for p in pieces if top < p.middle < bottom and not p.x0 < x < p.x1]
+            left, right = [p for p in band if p.x1 <= x], [p for p in band if p.x0 >= x]
+            if min(len(left), len(right)) < COLUMN_LINES or (best and len(band) <= best[0]):
+                continue
+            if _is_prose(left) and _is_prose(right) and _side_by_side(left, right):
+                above = [p for p in pieces if p.middle <= top]
+                below = [p for p in pieces if p.middle >= bottom]
+                best = len(band), (above, left, right, below)
+    if best is None:
+        return None
+    above, left, right, below = best[1]
+    return above, left, right, below
+
+
+def _candidates(pieces: Sequence[Piece]) -> list[int]:
+    """Where a gutter may run: the middles of gaps between neighbours in a row, the frequent ones first."""
+    counts: dict[int, int] = {}
+    for row in rows(pieces):
+        across = sorted(row, key=lambda p: p.x0)
+        for a, b in itertools.pairwise(across):
+            if b.x0 - a.x1 > 0.5 * min(a.height, b.height):
+                for x in {round(b.x0 - 2), round((a.x1 + b.x0) / 2)}:
+                    counts[x] = counts.get(x, 0) + 1
+    return sorted(counts, key=lambda x: -counts[x])[:12]
+
+
+def _is_prose(side: Sequence[Piece]) -> bool:
+    """Columns of prose have long lines that begin at one place."""
+    lengths = [len(row_text(row)) for row in rows(side)]
+    return len(lengths) >= COLUMN_LINES and median(lengths) >= PROSE
+
+
+def _side_by_side(left: Sequence[Piece], right: Sequence[Piece]) -> bool:
+    top = max(min(p.y0 for p in left), min(p.y0 for p in right))
+    bottom = min(max(p.y1 for p in left), max(p.y1 for p in right))
+    return bottom - top > 2 * min(p.height for p in (*left, *right))

@@ -1,0 +1,62 @@
+"""Page ranges as typed: `1-20,35`, and `paper.pdf:3-9` for a file with its pages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kvcli.errors import BadInput, UsageError
+
+Span = tuple[int, int | None]  # first and last page, both read; None: to the end
+RANGES = re.compile(r"\d{1,9}(-\d{0,9})?(,\d{1,9}(-\d{0,9})?)*")
+SUFFIX = re.compile(rf"(.+):({RANGES.pattern})", re.DOTALL)
+SHOWN = 12  # pages listed one by one in a message
+
+
+def parse_pages(text: str) -> tuple[Span, ...]:
+    """`1-20,35` as spans; `7-` is from page 7 on. Refuses what is no range, and one that runs backwards."""
+    compact = "".join(text.split())
+    if not RANGES.fullmatch(compact):
+        raise UsageError(f"{text!r} is no range of pages", code="bad_pages", try_=["--pages 1-20,35"])
+    spans: list[Span] = []
+    for part in compact.split(","):
+        first, dash, last = part.partition("-")
+        span = int(first), (int(last) if last else None if dash else int(first))
+        if span[0] < 1 or (span[1] is not None and span[1] < span[0]):
+            why = "pages count from 1" if span[0] < 1 else "its end is before its beginning"
+            raise UsageError(f"{part} is no range of pages: {why}", code="bad_pages", try_=["--pages 1-20,35"])
+        spans.append(span)
+    return tuple(spans)
+
+
+def split_pages(path: str) -> tuple[str, str | None]:
+    """`paper.pdf:3-9` to the path and its pages; the path alone where nothing like that stands behind it."""
+    found = SUFFIX.fullmatch(path)
+    return (found[1], found[2]) if found else (path, None)
+
+
+def chosen(spans: Sequence[Span], n_pages: int, name: str) -> list[int]:
+    """The page numbers in order, each once. Refuses pages that the file has not."""
+    for first, last in spans:
+        if first > n_pages or (last or first) > n_pages:
+            beyond = first if first > n_pages else last
+            raise BadInput(
+                f"{name} has no page {beyond}",
+                code="no_such_page",
+                lines=[f"it has {n_pages:,} page{'s' * (n_pages != 1)}"],
+                detail={"page": beyond, "pages": n_pages},
+                try_=[f"--pages {min(first, n_pages)}-{n_pages}" if n_pages > 1 else "leave the pages out"],
+            )
+    return sorted({page for first, last in spans for page in range(first, (last or n_pages) + 1)})
+
+
+def listed(pages: Sequence[int]) -> str:
+    """Page numbers for people: `1-3, 7, 9-12`, cut after a dozen."""
+    runs: list[list[int]] = []
+    for page in pages:
+        if runs and page == runs[-1][1] + 1:
+            runs[-1][1] = page
+        else:
+            runs.append([page, page])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:SHOWN]]
+    return ", ".join(words) + (f" and {len(runs) - SHOWN:,} more" if len(runs) > SHOWN else "")

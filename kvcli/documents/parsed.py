@@ -1,0 +1,69 @@
+"""What a reader is asked, and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvcli.documents.document import Section, Unit
+from kvcli.documents.pages import Span
+from kvcli.errors import BadInput
+
+MAX_SECTIONS = 100_000
+MAX_CHARACTERS = 64 * 2**20  # of all sections together; a shelf of books
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One file to read: how messages call it, what it is, which pages of it."""
+
+    name: str
+    kind: str
+    spans: tuple[Span, ...] = ()  # none: all pages
+    password: str | None = None
+
+
+@dataclass(slots=True)
+class Parsed:
+    """A file in sections."""
+
+    kind: str
+    unit: Unit
+    sections: list[Section]
+    title: str | None = None
+    n_pages: int | None = None
+    without_text: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def refuse_too_much(name: str, characters: int, sections: int) -> None:
+    """Bounds of the text itself, whatever the format."""
+    for n, most, what in ((characters, MAX_CHARACTERS, "characters of text"), (sections, MAX_SECTIONS, "sections")):
+        if n > most:
+            raise BadInput(
+                f"{name} holds too much text",
+                code="document_too_large",
+                lines=[f"{n:,} {what} or more, at most {most:,} are read"],
+                detail={"limit": most},
+                try_=["--pages for a part of it"],
+            )
+
+
+def refuse_pages(name: str, spans: Sequence[Span], what: str) -> None:
+    """For formats without pages."""
+    if spans:
+        raise BadInput(
+            f"{name} has no pages to choose from",
+            code="no_pages",
+            lines=[f"{what}; pages are a matter of PDF files and of texts with form feeds"],
+            try_=["leave the pages out"],
+        )
+
+
+def damaged(name: str, what: str, why: str) -> BadInput:
+    """A file that its format's parser cannot make sense of."""
+    return BadInput(f"{name} cannot be read as {what}", code="damaged_file", lines=[why], try_=["get the file again"])
+
+
+def no_text(name: str, why: str) -> BadInput:
+    return BadInput(f"{name} has no text", code="no_text", lines=[why])

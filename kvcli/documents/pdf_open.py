@@ -1,0 +1,58 @@
+"""Open a PDF, or say what is wrong with it: encrypted, cut off, no PDF at all."""
+
+from __future__ import annotations
+
+from typing import IO, Any
+
+import pypdfium2 as pdfium
+import pypdfium2.raw as raw
+
+from kvcli.documents.parsed import Job, damaged
+from kvcli.errors import BadInput
+
+TAIL = 4096  # bytes at the end in which a whole file says that it ends
+
+
+def open_pdf(file: IO[bytes], job: Job) -> Any:
+    """A `pypdfium2.PdfDocument` with its form, if it has one, ready to be asked."""
+    size = file.seek(0, 2)
+    if not size:
+        raise BadInput(f"{job.name} is empty", code="empty_file", lines=["0 bytes"])
+    file.seek(max(0, size - TAIL))
+    tail = file.read()
+    file.seek(0)
+    if b"%PDF-" not in file.read(1024 + 5):
+        raise damaged(job.name, "a PDF", "it does not begin as one")
+    if b"%%EOF" not in tail and b"startxref" not in tail:
+        # what is left of it could often be read, but nobody would know which pages are missing
+        raise damaged(job.name, "a PDF", "its end is missing: it was cut off")
+    file.seek(0)
+    try:
+        document = pdfium.PdfDocument(file, password=job.password)
+        if document.get_formtype() in (raw.FORMTYPE_ACRO_FORM, raw.FORMTYPE_XFA_FULL, raw.FORMTYPE_XFA_FOREGROUND):
+            document.init_forms()
+        return document
+    except pdfium.PdfiumError:
+        raise _why(job, raw.FPDF_GetLastError()) from None
+
+
+def _why(job: Job, error: int) -> BadInput:
+    if error == raw.FPDF_ERR_PASSWORD and job.password is None:
+        return BadInput(
+            f"{job.name} is encrypted",
+            code="encrypted",
+            lines=["it opens with a password only"],
+            try_=["--password-file FILE, the password on its first line"],
+        )
+    if error == raw.FPDF_ERR_PASSWORD:
+        return BadInput(
+            f"{job.name} does not open with this password", code="wrong_password", try_=["another --password-file"]
+        )
+    if error == raw.FPDF_ERR_SECURITY:
+        return BadInput(
+            f"{job.name} is encrypted in a way that cannot be read",
+            code="encrypted",
+            lines=["neither a password nor a missing one opens it"],
+            try_=["save a copy without protection in the program that opens it"],
+        )
+    return damaged(job.name, "a PDF", "its table of contents for programs (xref) or its pages are damaged")

@@ -1,0 +1,129 @@
+"""Text and markdown: pages where the text marks them, headings where it has several, else blocks of lines."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+from kvcli.documents.document import Section, marked
+from kvcli.documents.pages import chosen
+from kvcli.documents.parsed import Job, Parsed, refuse_pages, refuse_too_much
+
+PAGE = re.compile(r"^\[p\. (\d{1,9})\][ \t]*$", re.M)
+BLOCK = 40  # lines of a block at most
+SOON = 24  # lines after which the end of a paragraph ends the block
+FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+ATX = re.compile(r" {0,3}#{1,6}[ \t]+(\S.*?)[ \t]*#*[ \t]*$")
+SETEXT = re.compile(r" {0,3}(=+|-{2,})[ \t]*$")
+LABEL = 80  # characters of a label
+OPENING = "Opening"  # the label of what stands before the first heading
+
+
+def parse_plain(text: str, job: Job) -> Parsed:
+    """Sections of a text. Together they are the whole text, letter for letter, unless it has pages."""
+    pages = _paged(text)
+    if pages is not None:
+        return _pages(pages, job)
+    refuse_pages(job.name, job.spans, "it is text without page marks")
+    headed = list(_headed(text)) if job.kind == "markdown" else []
+    if len(headed) > 1:
+        sections = number(headed)
+        return Parsed(job.kind, "heading", sections, title=headed[0][0] if headed[0][0] != OPENING else headed[1][0])
+    sections = [Section(i, label, body) for i, (label, body) in enumerate(_blocks(text), 1)]
+    refuse_too_much(job.name, len(text), len(sections))
+    return Parsed(job.kind, "line", sections)
+
+
+def number(headed: Sequence[tuple[str, str]]) -> list[Section]:
+    """Sections under headings; a label that comes again says which time, so that a citation means one place."""
+    seen: dict[str, int] = {}
+    sections: list[Section] = []
+    for heading, body in headed:
+        base = clean_label(heading)
+        seen[base] = seen.get(base, 0) + 1
+        label = base if seen[base] == 1 else f"{base} ({seen[base]})"
+        if body.strip():
+            sections.append(Section(len(sections) + 1, label, body))
+    return sections
+
+
+def clean_label(heading: str) -> str:
+    """A heading as a citation can hold it: one line, no brackets, not too long."""
+    words = "".join(c for c in heading.translate(str.maketrans("[]", "()")) if c.isprintable() or c.isspace())
+    label = " ".join(words.split())
+    return (label if len(label) <= LABEL else label[: LABEL - 1].rsplit(" ", 1)[0] + "…") or OPENING
+
+
+def _paged(text: str) -> list[tuple[int, str]] | None:
+    """Pages with their numbers: after marks that count upwards, or between form feeds."""
+    marks = list(PAGE.finditer(text))
+    numbers = [int(m[1]) for m in marks]
+    if len(marks) > 1 and all(a < b for a, b in itertools.pairwise(numbers)):
+        ends = [m.start() for m in marks[1:]] + [len(text)]
+        bodies = [text[m.end() : end] for m, end in zip(marks, ends, strict=True)]
+        bodies[0] = text[: marks[0].start()] + bodies[0].lstrip("\n")  # a title above the first mark
+        return list(zip(numbers, bodies, strict=True))
+    if text.count("\f") > 1:
+        bodies = text.removesuffix("\n").removesuffix("\f").split("\f")
+        return list(enumerate(bodies, 1))
+    return None
+
+
+def _pages(pages: Sequence[tuple[int, str]], job: Job) -> Parsed:
+    n_pages = pages[-1][0]
+    wanted = set(chosen(job.spans, n_pages, job.name)) if job.spans else {n for n, _ in pages}
+    sections = [Section(n, str(n), body.strip("\n")) for n, body in pages if n in wanted and body.strip()]
+    empty = sorted(wanted - {s.number for s in sections})
+    refuse_too_much(job.name, 0, len(sections))
+    return Parsed(job.kind, "page", sections, n_pages=n_pages, without_text=empty)
+
+
+def prompt_text(text: str, parsed: Parsed, job: Job) -> str:
+    """What a model reads: the file as it is, with marks only where form feeds or chosen pages ask for them."""
+    if parsed.unit == "page" and (job.spans or not PAGE.search(text)):
+        return marked("page", parsed.sections)
+    return text
+
+
+def _headed(text: str) -> Iterator[tuple[str, str]]:
+    """Headings with the text from each to the next, the heading's own line included."""
+    lines = text.splitlines(keepends=True)
+    heading, start, fence = OPENING, 0, ""
+    for i, line in enumerate(lines):
+        found = FENCE.match(line)
+        if found and (not fence or (found[1].startswith(fence) and not line.strip(" \n`~"))):
+            fence = "" if fence else found[1]
+        if fence or found:
+            continue
+        title, at = None, i
+        if atx := ATX.match(line):
+            title = atx[1]
+        elif SETEXT.match(line) and i > start and _may_head(lines, i - 1):
+            title, at = lines[i - 1].strip(), i - 1
+        if title is not None:
+            if at > start:
+                yield heading, "".join(lines[start:at])
+            heading, start = title, at
+    yield heading, "".join(lines[start:])
+
+
+def _may_head(lines: Sequence[str], i: int) -> bool:
+    """Whether an underline makes line `i` a heading: one line of a paragraph, not a list, a table or front matter."""
+    alone = i == 0 or not lines[i - 1].strip()
+    return alone and bool(lines[i].strip()) and lines[i].lstrip()[0] not in "-*+>|#=`~" and lines[0].strip() != "---"
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Lines in blocks that end with a paragraph where one ends soon enough."""
+    lines = text.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    start = 0
+    while start < len(lines):
+        window = range(start + SOON, min(start + BLOCK, len(lines)))
+        end = next((i + 1 for i in window if not lines[i].strip()), min(start + BLOCK, len(lines)))
+        body = "\n".join(lines[start:end]) + ("\n" if end < len(lines) or text.endswith("\n") else "")
+        if body.strip():
+            yield (f"{start + 1}-{end}" if end > start + 1 else str(end)), body
+        start = end

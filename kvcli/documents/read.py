@@ -1,0 +1,185 @@
+"""Read a file as a document: text here, everything else in a bounded process; or refuse it with the reason."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from stat import S_ISREG
+from typing import IO
+
+from kvcli.documents.decode import decode
+from kvcli.documents.document import Document, marked
+from kvcli.documents.outside import Limits, parse_outside
+from kvcli.documents.pages import Span, parse_pages, split_pages
+from kvcli.documents.parsed import Job, Parsed, no_text
+from kvcli.documents.plain import parse_plain, prompt_text
+from kvcli.documents.sniff import HEAD, check_type, disagreement, sniff
+from kvcli.errors import BadInput, UsageError
+
+MAX_BYTES = 64 * 2**20  # of a text; a page of HTML or an archive may be no larger either
+MAX_PDF = 512 * 2**20  # pictures are not read, so a PDF may be large
+BUNDLED = "demo:report"  # the example document, by name
+CHUNK = 1 << 20
+
+
+def read_document(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    limit: int | None = None,
+    pages: str | None = None,
+    password: str | None = None,
+    type: str | None = None,
+    limits: Limits | None = None,
+) -> Document:
+    """Read a PDF, HTML, EPUB, DOCX, markdown or text file, or the bundled example `demo:report`.
+
+    `paper.pdf:3-9` reads those pages, as `pages` does, unless a file of that whole name exists. What the file is shows
+    in its content first; `type` overrides that. Messages call the file by `name`, as the user typed it; the document
+    is called by its file name. `limit` is the most bytes of it, `limits` bound the process that parses it.
+    """
+    file, spans = _place(path, pages)
+    shown = name or str(path)
+    if spans and name and not pages:
+        shown = split_pages(name)[0]
+    job = Job(shown, check_type(type) or "", spans, password)
+    called = BUNDLED if file == BUNDLED else Path(file).name
+    found = _bundled() if file == BUNDLED else Path(file).expanduser()
+    try:
+        if found.is_dir():
+            raise BadInput(f"{shown} is a folder, not a file", code="is_a_folder", try_=[f"a file in it: {shown}/FILE"])
+        with found.open("rb") as stream:
+            return replace(_read(stream, job, limit, limits), name=called)
+    except FileNotFoundError:
+        raise BadInput(f"no such file: {shown}", code="file_missing", try_=_similar(found)) from None
+    except OSError as error:
+        raise BadInput(f"cannot read {shown}: {error.strerror or error}", code="file_unreadable") from None
+
+
+def document_of(
+    data: bytes,
+    name: str,
+    *,
+    pages: str | None = None,
+    password: str | None = None,
+    type: str | None = None,
+    limits: Limits | None = None,
+) -> Document:
+    """A document from bytes already read, standard input for example."""
+    job = Job(name, check_type(type) or sniff(data[:HEAD], name), parse_pages(pages) if pages else (), password)
+    if job.kind in ("text", "markdown"):
+        return _text(data, job)
+    with tempfile.TemporaryFile() as copy:
+        copy.write(data)
+        return _outside(copy, job, hashlib.sha256(data).hexdigest(), limits)
+
+
+def _place(path: str | Path, pages: str | None) -> tuple[str, tuple[Span, ...]]:
+    """The file, and the pages of it. A file of the whole name is not split."""
+    whole = str(path)
+    rest, suffix = split_pages(whole)
+    if suffix is None or os.path.lexists(Path(whole).expanduser()):
+        return whole, parse_pages(pages) if pages else ()
+    if pages:
+        raise UsageError(f"pages are named twice: {whole} and {pages}", code="bad_pages", try_=["one of the two"])
+    return rest, parse_pages(suffix)
+
+
+def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None) -> Document:
+    head = stream.read(HEAD)
+    job = replace(job, kind=job.kind or sniff(head, job.name))
+    most = limit if limit is not None else MAX_PDF if job.kind == "pdf" else MAX_BYTES
+    before = os.fstat(stream.fileno())
+    if S_ISREG(before.st_mode) and before.st_size > most:
+        raise too_large(job.name, before.st_size, most)
+    with tempfile.SpooledTemporaryFile(MAX_BYTES) as copy:
+        sha, size, chunk = hashlib.sha256(), 0, head
+        while chunk:
+            sha.update(chunk)
+            copy.write(chunk)
+            size += len(chunk)
+            if size > most:  # a pipe or a device does not tell its size beforehand
+                raise too_large(job.name, size, most)
+            chunk = stream.read(CHUNK)
+        after = os.fstat(stream.fileno())
+        if S_ISREG(after.st_mode) and (before.st_mtime_ns, size) != (after.st_mtime_ns, after.st_size):
+            raise changed(job.name)
+        if job.kind not in ("text", "markdown"):
+            return _outside(copy, job, sha.hexdigest(), limits)
+        copy.seek(0)
+        return _text(copy.read(), job)
+
+
+def _text(data: bytes, job: Job) -> Document:
+    text = decode(data, job.name)
+    if not text.strip():
+        raise BadInput(f"{job.name} is empty", code="empty_file", lines=[f"{len(data):,} bytes, no text in them"])
+    parsed = parse_plain(text, job)
+    if not parsed.sections:
+        raise no_text(job.name, "there is none on the pages asked for")
+    return _document(job, prompt_text(text, parsed, job), hashlib.sha256(data).hexdigest(), parsed)
+
+
+def _outside(file: IO[bytes], job: Job, sha256: str, limits: Limits | None) -> Document:
+    parsed = parse_outside(file, job, limits)
+    if not parsed.sections:
+        raise no_text(job.name, "its parser found none")
+    if parsed.unit == "page":
+        text = marked("page", parsed.sections)
+    else:
+        text = "\n\n".join(s.text.strip("\n") for s in parsed.sections) + "\n"
+    return _document(job, text, sha256, parsed)
+
+
+def _document(job: Job, text: str, sha256: str, parsed: Parsed) -> Document:
+    note = disagreement(job.name, parsed.kind)
+    return Document(
+        job.name,
+        text,
+        sha256,
+        unit=parsed.unit,
+        sections=tuple(parsed.sections),
+        kind=parsed.kind,
+        without_text=tuple(parsed.without_text),
+        n_pages=parsed.n_pages,
+        title=parsed.title,
+        notes=(*([note] if note else []), *parsed.notes),
+    )
+
+
+def _bundled() -> Path:
+    from kvcli.demo import report_path
+
+    return report_path()
+
+
+def too_large(name: str, size: int, limit: int) -> BadInput:
+    return BadInput(
+        f"{name} is too large",
+        code="file_too_large",
+        lines=[f"{size / 2**20:,.1f} MiB or more, at most {limit / 2**20:,.0f} MiB"],
+        detail={"bytes": size, "limit": limit},
+        try_=["attach the part you ask about"],
+    )
+
+
+def changed(name: str) -> BadInput:
+    return BadInput(
+        f"{name} changed while it was read",
+        code="file_changed",
+        lines=["something is still writing to it, so its pages may not belong together"],
+        try_=["wait until it is complete, or read a copy of it"],
+    )
+
+
+def _similar(file: Path) -> list[str]:
+    from difflib import get_close_matches
+
+    try:
+        names = [BUNDLED, *(entry.name for entry in file.parent.iterdir())]
+    except OSError:
+        names = [BUNDLED]
+    return [f"did you mean {match}?" for match in get_close_matches(file.name, names, 1)]

@@ -1,0 +1,91 @@
+"""Words as they were before they were typeset: ligatures, soft hyphens, and words broken at the end of a line."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+SOFT = "\u00ad"
+BREAK = "\ufffe"  # what pdfium writes for a hyphen at the end of a line
+HYPHENS = "-\u2010" + SOFT + BREAK
+# ligatures of Latin type, and the shapes that letters of Arabic and Hebrew take in print
+SHAPES = re.compile("[\ufb00-\ufb06\ufb13-\ufb17\ufb1d-\ufdff\ufe70-\ufeff]+")
+# controls but tab and newline, and signs that steer direction or mark the order of bytes
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
+WORD = re.compile(r"[^\W\d_]+(?:[-’'][^\W\d_]+)*")
+HEAD = re.compile(rf"([^\W_]+(?:-[^\W_]+)*)[{HYPHENS}]$")
+TAIL = re.compile(r"[^\W_]+(?:[-’'][^\W_]+)*")
+MARKS = re.compile(r"^\[((?:p\.|§|l\.) [^\]\n]*)\](?=[ \t]*$)", re.M)
+
+
+def clean(text: str) -> str:
+    """Letters for ligatures and shapes, no soft hyphens, no signs that nobody sees; breaks of words stay marked."""
+    if text.isascii() and text.isprintable():
+        return text
+    text = SHAPES.sub(lambda m: unicodedata.normalize("NFKC", m[0]), text.replace("\u00a0", " ").replace("\t", " "))
+    if text.endswith((SOFT, BREAK)):
+        return UNSEEN.sub("", text[:-1].replace(SOFT, "")) + SOFT
+    return unicodedata.normalize("NFC", UNSEEN.sub("", text.replace(SOFT, "")))
+
+
+def unmarked(text: str) -> str:
+    """A text none of whose lines can be taken for one of our marks, whatever a page spells."""
+    return MARKS.sub(r"(\1)", text) if "[" in text else text
+
+
+class Words:
+    """The words of a document, which decide whether a hyphen at the end of a line is part of one."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Count the words of lines; those broken at the end of a line count for nothing."""
+        for line in lines:
+            found = WORD.findall(line)
+            if found and line.rstrip()[-1:] in HYPHENS:
+                found.pop()
+            self.seen.update(word.casefold() for word in found)
+
+    def joint(self, head: str, tail: str) -> str:
+        """What stands between the halves of a word: nothing, or the hyphen it is written with."""
+        a, b = head.casefold(), tail.casefold()
+        whole, written = self.seen[a + b], self.seen[f"{a}-{b}"]
+        if whole or written:
+            return "" if whole >= written else "-"
+        if not (head[-1].isalpha() and tail[0].isalpha()) or (tail[0].isupper() and not head.isupper()):
+            return "-"  # 2019-2020, A-4, Anglo-Saxon
+        last, first = a.rpartition("-")[2], b.partition("-")[0]
+        if "-" in a:  # mother-in- law: goes on as it began
+            return "-" if self.seen[first] else ""
+        # two words of their own, each long enough to be no syllable: well-known
+        return "-" if len(last) > 2 and len(first) > 2 and self.seen[last] and self.seen[first] else ""
+
+
+def mended(paragraphs: Sequence[Sequence[str]], words: Words) -> str:
+    """Lines in paragraphs as text; a word broken at the end of a line is whole again, at the end of that line."""
+    lines: list[str] = []
+    for i, paragraph in enumerate(paragraphs):
+        broken = bool(i and lines and HEAD.search(lines[-1]) and paragraph and paragraph[0][:1].islower())
+        if i and not broken:
+            lines.append("")
+        for line in paragraph:
+            line = _joined(lines, line.strip(), words) if lines else line.strip()
+            if line:
+                lines.append(line)
+    return unmarked("\n".join(line.rstrip(SOFT) + ("-" if line.endswith(SOFT) else "") for line in lines))
+
+
+def _joined(lines: list[str], line: str, words: Words) -> str:
+    """Completes the word at the end of the lines so far, and returns what is left of the next line."""
+    head, tail = HEAD.search(lines[-1]), TAIL.match(line)
+    if not head or not tail:
+        return line
+    hyphen = words.joint(head[1], tail[0])
+    rest = line[tail.end() :]
+    punctuation = re.match(r"[^\w\s]*", rest)
+    end = tail.end() + (punctuation.end() if punctuation else 0)
+    lines[-1] = lines[-1][:-1] + hyphen + line[:end]
+    return line[end:].lstrip()

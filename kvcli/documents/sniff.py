@@ -1,0 +1,71 @@
+"""What kind of file it is: its content is asked first, its name only where the content could be several things."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from kvcli.errors import UsageError
+
+KINDS = ("pdf", "html", "epub", "docx", "markdown", "text")
+SUFFIXES = {
+    ".pdf": "pdf",
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "html",
+    ".epub": "epub",
+    ".docx": "docx",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".txt": "text",
+    ".text": "text",
+}
+WORDS = {"pdf": "PDF", "html": "HTML", "epub": "EPUB", "docx": "DOCX", "markdown": "markdown", "text": "text"}
+HEAD = 4096  # bytes looked at
+PDF_WITHIN = 1024  # bytes before the header that readers of PDF tolerate
+HTML = re.compile(rb"\s*(<\?xml[^>]{0,200}>\s*)?(<!--.{0,2000}?-->\s*)*(<!doctype\s+html|<html[\s>])", re.I | re.S)
+TAG = re.compile(rb"\s*(<\?xml[^>]{0,200}>\s*)?<[!a-zA-Z]", re.S)
+HEADING = re.compile(rb"^#{1,6} \S.*\n\s*\n", re.M)
+
+
+def named_kind(name: str) -> str | None:
+    """The kind its name promises."""
+    return SUFFIXES.get(PurePath(name).suffix.lower())
+
+
+def check_type(type: str | None) -> str | None:
+    """A kind as typed; refuses a word that is none."""
+    kind = {"md": "markdown", "txt": "text", "htm": "html"}.get(type, type) if type else None
+    if kind is not None and kind not in KINDS:
+        raise UsageError(f"there is no type {type!r}", code="unknown_type", try_=[f"--type {k}" for k in KINDS])
+    return kind
+
+
+def sniff(head: bytes, name: str) -> str:
+    """The kind of a file by its first bytes: one of KINDS, or "zip" where only the archive's index can tell."""
+    promised = named_kind(name)
+    body = head.removeprefix(b"\xef\xbb\xbf")
+    if body.lstrip().startswith(b"%PDF-") or (promised == "pdf" and b"%PDF-" in head[:PDF_WITHIN]):
+        return "pdf"
+    if head.startswith(b"PK\x03\x04"):
+        return "zip"
+    if HTML.match(_narrow(body)) or (promised == "html" and TAG.match(_narrow(body))):
+        return "html"
+    if promised in ("markdown", "text"):
+        return promised
+    if PurePath(name).suffix == "" and not body.startswith(b"#!") and len(HEADING.findall(body)) > 1:
+        return "markdown"
+    return "text"
+
+
+def disagreement(name: str, kind: str) -> str | None:
+    """A note where the name promises another kind than the content is."""
+    promised = named_kind(name)
+    if promised in (None, kind) or {promised, kind} == {"markdown", "text"}:
+        return None
+    return f"{name} is named {PurePath(name).suffix} but its content is {WORDS[kind]}: it was read as {WORDS[kind]}"
+
+
+def _narrow(head: bytes) -> bytes:
+    """UTF-16 markup seen as single bytes, which is enough for its first tag."""
+    return head[2:].replace(b"\0", b"") if head[:2] in (b"\xff\xfe", b"\xfe\xff") else head

@@ -1,0 +1,87 @@
+"""Archives, with bounds: how many members, how large once inflated, how much larger than packed, and no odd names."""
+
+from __future__ import annotations
+
+import zipfile
+from typing import IO
+
+from kvcli.documents.parsed import damaged
+from kvcli.errors import BadInput
+
+MAX_MEMBERS = 20_000
+MAX_TOTAL = 512 * 2**20  # bytes of all members, inflated
+MAX_MEMBER = 64 * 2**20  # bytes of a member that is read
+MAX_RATIO = 200  # inflated to packed, of a member larger than SMALL; text packs three to twenty times
+SMALL = 1 << 20
+CHUNK = 1 << 16
+
+
+def open_zip(file: IO[bytes], name: str) -> zipfile.ZipFile:
+    """The archive, its index checked. Nothing is inflated yet."""
+    try:
+        archive = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise damaged(name, "an archive (EPUB, DOCX)", str(error)) from None
+    members = archive.infolist()
+    if len(members) > MAX_MEMBERS:
+        raise bomb(name, f"{len(members):,} files in it, at most {MAX_MEMBERS:,}")
+    if (total := sum(m.file_size for m in members)) > MAX_TOTAL:
+        raise bomb(name, f"{total / 2**20:,.0f} MiB inflated, at most {MAX_TOTAL / 2**20:,.0f}")
+    for member in members:
+        if member.file_size > SMALL and member.file_size > MAX_RATIO * max(1, member.compress_size):
+            ratio = member.file_size / max(1, member.compress_size)
+            raise bomb(name, f"one file in it inflates {ratio:,.0f} times, at most {MAX_RATIO}")
+        if member.flag_bits & 1:
+            raise BadInput(f"{name} is encrypted", code="encrypted", lines=["its archive asks for a password"])
+        if _escapes(member.filename):
+            raise damaged(name, "an archive (EPUB, DOCX)", f"a path in it leads outside: {member.filename[:80]!r}")
+    return archive
+
+
+def member(archive: zipfile.ZipFile, path: str, name: str) -> bytes:
+    """One file of the archive, counted while it is inflated: the index may lie."""
+    parts, size = [], 0
+    try:
+        with archive.open(path) as stream:
+            while chunk := stream.read(CHUNK):
+                size += len(chunk)
+                if size > MAX_MEMBER:
+                    raise bomb(name, f"{path[:80]!r} in it is larger than {MAX_MEMBER / 2**20:,.0f} MiB")
+                parts.append(chunk)
+    except KeyError:
+        raise damaged(name, "an archive (EPUB, DOCX)", f"a file is missing in it: {path[:80]!r}") from None
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError, RuntimeError) as error:
+        raise damaged(name, "an archive (EPUB, DOCX)", f"{path[:80]!r} in it: {error}") from None
+    except Exception as error:  # zlib.error, lzma.LZMAError: each packing has its own
+        raise damaged(name, "an archive (EPUB, DOCX)", f"{path[:80]!r} in it: {error}") from None
+    return b"".join(parts)
+
+
+def kind_of(file: IO[bytes], name: str) -> str:
+    """ "epub" or "docx"; refuses an archive that is neither."""
+    names = set(open_zip(file, name).namelist())
+    if "META-INF/container.xml" in names:
+        return "epub"
+    if "word/document.xml" in names:
+        return "docx"
+    what = next(
+        (w for p, w in (("xl/", "an Excel file"), ("ppt/", "a PowerPoint file")) for n in names if n.startswith(p)),
+        "a zip archive",
+    )
+    raise BadInput(
+        f"{name} is {what}; of archives only EPUB and DOCX are read",
+        code="not_text",
+        try_=["unpack it" if what == "a zip archive" else "save it as PDF"],
+    )
+
+
+def bomb(name: str, why: str) -> BadInput:
+    return BadInput(
+        f"{name} is larger than it looks",
+        code="document_too_heavy",
+        lines=[f"{why}; it may be made to fill memory"],
+    )
+
+
+def _escapes(path: str) -> bool:
+    return path.startswith(("/", "\\")) or ".." in path.replace("\\", "/").split("/") or "\0" in path
