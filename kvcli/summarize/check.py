@@ -11,11 +11,13 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from kvcli.summarize.cites import SIGNS, Bracket, Place, same, write
 from kvcli.summarize.result import Cite, Quote
 from kvcli.summarize.words import Lexicon, Unit, Word, units, words
 
+MOST_PARTS = 12  # of a claim; what has more is no claim but a page
 WIDEST = 5  # pages; a range of more says too little about where something stands
 
 # Shares of a claim's weight that a sentence must have. Chosen by `python -m kvcli.summarize.measure`, see
@@ -25,7 +27,7 @@ WITHOUT = 0.75
 
 _PARTS = re.compile(r"[;.](?=\s)|,?\s\b(?:and|but|while|whereas|with)\b", re.IGNORECASE)
 _QUOTED = re.compile(r"[\"“„«]([^\"“”„«»]{8,})[\"”“»]")
-ENDED = re.compile(r"[.!?:…。！？][\"')\]”’»]*\s*\Z")
+ENDED = re.compile(r"[.!?:…\u3002\uff01\uff1f][\"')\]”’»]*\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ class Passage:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement by its words. `parts`: those that need a sentence each, where no sentence has all."""
+    """A statement by its words. `parts`: where it may be cut, if no sentence has all of it."""
 
+    text: str
     words: tuple[Word, ...]
     parts: tuple[tuple[Word, ...], ...]
     quoted: tuple[str, ...]
@@ -52,19 +55,10 @@ class Claim:
     @classmethod
     def of(cls, text: str) -> Claim:
         found = words(text)
-        cuts = [match.start() for match in _PARTS.finditer(text)]
-        parts: list[list[Word]] = [[]]
-        for word in found:
-            while cuts and word.start >= cuts[0]:
-                cuts.pop(0)
-                if _stands_alone(parts[-1], text):
-                    parts.append([])
-            parts[-1].append(word)
-        if len(parts) > 1 and not _stands_alone(parts[-1], text):
-            last = parts.pop()
-            parts[-1] += last
+        cuts = [0, *(match.start() for match in _PARTS.finditer(text)), len(text)]
+        parts = [tuple(w for w in found if a <= w.start < b) for a, b in pairwise(cuts)]
         quoted = [" ".join(w.key for w in words(match[1])) for match in _QUOTED.finditer(text)]
-        return cls(tuple(found), tuple(map(tuple, parts)), tuple(q for q in quoted if q.count(" ") >= 2))
+        return cls(text, tuple(found), tuple(filter(None, parts)), tuple(q for q in quoted if q.count(" ") >= 2))
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class Checker:
     def __init__(self, passages: Sequence[Passage], *, with_numbers: float = WITH_NUMBERS, without: float = WITHOUT):
         self.passages = list(passages)
         self.shares = with_numbers, without
-        self.seams = [_seam(a, b) for a, b in zip(passages, passages[1:], strict=False)]
+        self.seams = [_seam(a, b) for a, b in pairwise(passages)]
         seam_units = [unit for seam in self.seams if seam for unit in seam.units]
         every = [unit for passage in passages for unit in passage.units]
         self.lexicon = Lexicon.of([p.text for p in passages], every + seam_units)
@@ -117,8 +111,7 @@ class Checker:
             return False
         if any(self._has(claim.words, unit) for unit in sentences):
             return True
-        parts = claim.parts
-        return len(parts) > 1 and all(any(self._has(part, unit) for unit in sentences) for part in parts)
+        return 1 < len(claim.parts) <= MOST_PARTS and self._has_parts(claim, sentences)
 
     def quote(self, claim: str, at: Collection[int]) -> Quote | None:
         """The sentence of these passages that has most of the claim, exactly as it stands there."""
@@ -160,6 +153,19 @@ class Checker:
                 found += seam.units
         return found
 
+    def _has_parts(self, claim: Claim, sentences: Sequence[Unit]) -> bool:
+        """Whether the claim can be cut so that each piece stands in a sentence."""
+        n = len(claim.parts)
+        reached = {0}  # parts behind which everything before stands somewhere
+        for end in range(1, n + 1):
+            for start in sorted(reached):
+                piece = [word for part in claim.parts[start:end] for word in part]
+                whole = n == end - start  # which was looked for already
+                if not whole and _stands_alone(piece, claim.text) and any(self._has(piece, u) for u in sentences):
+                    reached.add(end)
+                    break
+        return n in reached
+
     def _has(self, said: Sequence[Word], unit: Unit) -> bool:
         musts = [word.key for word in said if self.lexicon.kind(word) != "word"]
         if any(key not in unit.keys for key in musts):
@@ -194,9 +200,9 @@ def _seam(before: Passage, after: Passage) -> Passage | None:
 
 
 def _stands_alone(part: Sequence[Word], text: str) -> bool:
-    """Whether a part of a claim says enough to be looked for by itself: two words beside its numbers and their units."""
+    """Whether a part of a claim can be looked for by itself: three words beside its numbers and their units."""
     telling = {word.key for i, word in enumerate(part) if not word.is_number and not _measures(part, i, text)}
-    return len(telling) >= 2
+    return len(telling) >= 3
 
 
 def _measures(part: Sequence[Word], i: int, text: str) -> bool:

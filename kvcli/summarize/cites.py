@@ -1,6 +1,6 @@
 """Citations in an answer: found however a model writes them, and written back in one form, with "?" where doubtful.
 
-    [p. 9, 41]   [p. 9-11]   [pp. 3 and 4]   (page 9)   [§ Methods]   [l. 41-80]   [a.pdf p. 3; b.pdf p. 4]
+[p. 9, 41]   [p. 9-11]   [pp. 3 and 4]   (page 9)   [§ Methods]   [l. 41-80]   [a.pdf p. 3; b.pdf p. 4]
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def written(points: Sequence[Point]) -> str:
             else:
                 lines += [*([""] if lines else []), point.marked]
         elif point.kind == "heading":
-            lines += [*([""] if lines else []), f"{'#' * min(6, point.level + 2)} {point.marked}"]
+            lines += [*([""] if lines else []), f"{'#' * (point.level + 1)} {point.marked}"]
         else:
             lines.append(f"{'  ' * point.level}- {point.marked}")
         pad = "  " * (point.level + 1) if point.kind == "bullet" else ""

@@ -16,24 +16,32 @@ from kvcli.summarize.cites import find
 Kind = Literal["number", "name", "word"]
 
 # Chinese and Japanese have no spaces; there each character is a word
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|(?:(?![\u3040-\u30ff\u3400-\u9fff])\w)+(?:['’.,](?:(?![\u3040-\u30ff\u3400-\u9fff])\w)+)*")
+_CJK = r"[\u3040-\u30ff\u3400-\u9fff]"
+_LETTER = rf"(?:(?!{_CJK})\w)"
+_WORD = re.compile(rf"{_CJK}|{_LETTER}+(?:['’.,]{_LETTER}+)*")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-_ENDS = re.compile(r"[.!?…。！？]+[\"')\]”’»]*(?=\s|\Z)|[。！？]|\n\s*\n|\n(?=\s*(?:[-*•–]|\d+[.)])\s)")
-_STARTS = re.compile(r"(?:\A|[.!?:…。！？]|\n\s*\n)[\s\"'(“‘«*#•–-]*\Z")
+_FULL = r"\u3002\uff01\uff1f"  # full stop, exclamation and question mark of Chinese and Japanese
+_ENDS = re.compile(rf"[.!?…{_FULL}]+[\"')\]”’»]*(?=\s|\Z)|[{_FULL}]|\n\s*\n|\n(?=\s*(?:[-*•–]|\d+[.)])\s)")
+_STARTS = re.compile(rf"(?:\A|[.!?:…{_FULL}]|\n\s*\n)[\s\"'(“\u2018«*#•–-]*\Z")
 
 COUNTED = {w: str(n) for n, w in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
 STOP = frozenset(
     """a about above after again all also although an and any are as at be because been before being below between both
     but by can could did do does doing down during each either else for from further had has have having he her here
     hers him his how i if in into is it its itself just may me might more most must my neither no nor not now of off on
-    once only or other our out over own per rather same shall she should since so some such than that the their them
+    once one only or other our out over own per rather same shall she should since so some such than that the their them
     then there these they this those through thus to too under until up upon us very was we were what when where
-    whereas which while who whom whose why will with within without would yet you your one p pp said says say according
-    mr mrs ms dr prof""".split()
+    whereas which while who whom whose why will with within without would yet you your p pp mr mrs ms dr prof
+    according said say says states stated reports reported report document notes noted note mentions mentioned
+    describes described given""".split()
 )
-ABBREVIATED = frozenset("dr mr mrs ms prof no nos vs fig figs p pp st e.g i.e approx inc ltd co cf etc al jr sr".split())
+ABBREVIATED = frozenset(
+    "dr mr mrs ms prof no nos vs fig figs p pp st e.g i.e approx inc ltd co cf etc al jr sr".split()
+)
+MEASURES = frozenset("m km cm mm mi ft kg g mg t l ml s h min ms kw mw w v a c f k b gb mb kb hz k".split())
 PRONOUNS = frozenset("he she it they this these those such both its their his her".split())
 MOST_CAPITALS = 0.25  # of all words inside sentences; with more (German, titles) a capital says nothing about names
+UNSEEN = 2.0  # weight of a word that no sentence has, most often the writer's own: less than that of a rare word
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +69,11 @@ class Unit:
 def words(text: str) -> list[Word]:
     """All words that mean something. Citations in the text are no part of it."""
     text = blank(text)
-    found = []
+    found: list[Word] = []
     for match in _WORD.finditer(text):
+        behind = found[-1] if found and found[-1].is_number else None
+        if behind and match[0].lower() in MEASURES and text[behind.end : match.start()].isspace():
+            continue  # 5 m and 5 metres
         raw, leads = match[0], bool(_STARTS.search(text, max(0, match.start() - 12), match.start()))
         for key, is_number in _keys(raw):
             capital = raw[0].isupper() and not is_number
@@ -83,7 +94,7 @@ def sentences(text: str) -> list[tuple[int, int]]:
     at = 0
     for match in [*_ENDS.finditer(text), None]:
         end = match.end() if match else len(text)
-        if match and match[0][0] == "." and _is_abbreviated(text[at : match.start()]):
+        if match and match[0].startswith(".") and _is_abbreviated(text[at : match.start()]):
             continue
         start = at + len(text[at:end]) - len(text[at:end].lstrip())
         stop = at + len(text[at:end].rstrip())
@@ -125,8 +136,8 @@ class Lexicon:
         return cls(tuple(texts), Counter(key for unit in all_units for key in unit.keys), len(all_units))
 
     def weight(self, key: str) -> float:
-        """ln(1 + sentences / those with it); of a word that no sentence has, as if half a sentence had it."""
-        return math.log(1 + max(1, self.n) / (self.counts[key] or 0.5))
+        """ln(1 + sentences / those with it)."""
+        return math.log(1 + self.n / self.counts[key]) if self.counts[key] else UNSEEN
 
     def kind(self, word: Word) -> Kind:
         if word.is_number:
@@ -147,8 +158,8 @@ class Lexicon:
 
     @cached_property
     def _capitals_name(self) -> bool:
-        inside = [word for word in self._words if not word.leads and not word.is_number]
-        return sum(word.is_capital for word in inside) <= MOST_CAPITALS * len(inside)
+        n = sum(len(_WORD.findall(text)) for text in self.texts)
+        return sum(word.is_capital for word in self._words) <= MOST_CAPITALS * n
 
     @cached_property
     def _words(self) -> list[Word]:

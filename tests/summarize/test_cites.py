@@ -39,7 +39,17 @@ WRITTEN = {
     "[l. 41-80]": (Place("line", "41-80"),),
     "[lines 41-80, 90]": (Place("line", "41-80"), Place("line", "90")),
 }
-PLAIN = ["[9]", "[see above]", "[page intentionally left blank]", "(in p. 9 of it)", "[please]", "(p)", "[]", "[[9]", "p. 9"]
+PLAIN = [
+    "[9]",
+    "[see above]",
+    "[page intentionally left blank]",
+    "(in p. 9 of it)",
+    "[please]",
+    "(p)",
+    "[]",
+    "[[9]",
+    "p. 9",
+]
 
 
 @pytest.mark.parametrize("text", WRITTEN)

@@ -1,0 +1,88 @@
+"""Answers about parts, kept on disk, so that a run that was interrupted need not begin anew.
+
+An entry is found by the text, the model, the profile and the options that led to it. Files are their owner's alone
+(0600) and written in one step; one that is damaged is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcli.api import Turn
+from kvcli.files import private_folder, write_private
+from kvcli.stats import Stats
+
+if TYPE_CHECKING:
+    from kvcli.api import ModelInfo
+    from kvcli.profile import Profile
+
+SCHEMA = "kvcli.part/1"
+FOLDER = "summaries"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of answers. `note` after a failed write says why nothing is kept."""
+
+    folder: Path  # kvcli's cache folder; entries lie in a folder of it
+    model: str  # fingerprint
+    profile: str  # hash
+
+    @classmethod
+    def of(cls, folder: Path, info: ModelInfo, profile: Profile) -> Cache:
+        return cls(folder / FOLDER, fingerprint(info), profile.hash)
+
+    def get(self, messages: Sequence[Mapping[str, str]], most: int) -> Turn | None:
+        """The answer to the same question under the same settings, or None."""
+        try:
+            saved = json.loads(self._file(messages, most).read_text(encoding="utf-8"))
+            if saved["schema"] != SCHEMA:
+                return None
+            stats = Stats(**saved["stats"])
+            ids = tuple(int(i) for i in saved["ids"])
+            if not isinstance(saved["text"], str) or saved["finish"] not in ("stop", "length"):
+                return None
+            return Turn(saved["text"], ids, saved["finish"], stats)
+        except (OSError, ValueError, KeyError, TypeError):  # not there, damaged, or of another version
+            return None
+
+    def put(self, messages: Sequence[Mapping[str, str]], most: int, turn: Turn) -> str:
+        """Keep a finished answer; returns why that did not work, if it did not."""
+        file = self._file(messages, most)
+        entry: dict[str, Any] = {
+            "schema": SCHEMA,
+            "text": turn.text,
+            "ids": list(turn.ids),
+            "finish": turn.finish,
+            "stats": dataclasses.asdict(turn.stats),
+        }
+        try:
+            private_folder(file.parent)
+            write_private(file, json.dumps(entry, ensure_ascii=False))
+        except OSError as error:
+            return f"parts cannot be kept in {self.folder}: {error.strerror or error}"
+        return ""
+
+    def _file(self, messages: Sequence[Mapping[str, str]], most: int) -> Path:
+        """The options are in the messages, all but the length of the answer."""
+        asked = json.dumps([SCHEMA, self.model, self.profile, most, [dict(m) for m in messages]], ensure_ascii=False)
+        return self.folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
+
+
+def fingerprint(info: ModelInfo) -> str:
+    """Of the weights, by their names, sizes and times, and of how they were loaded."""
+    facts: list[object] = [info.id, info.path, info.revision, info.dtype, info.quant, info.device.partition(":")[0]]
+    try:
+        files = sorted(p for p in Path(info.path).iterdir() if p.is_file())
+    except OSError:  # nowhere on this disk
+        files = []
+    for file in files:
+        about = file.stat()
+        facts += [file.name, about.st_size, about.st_mtime_ns]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,191 @@
+"""A document in parts that a model can read at once: they end at page, paragraph or sentence ends, in that order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from kvcli.summarize.check import Passage
+from kvcli.summarize.cites import Place, write
+from kvcli.summarize.words import sentences
+
+if TYPE_CHECKING:
+    from kvcli.documents import Document, Section, Unit
+
+Count = Callable[[str], int]
+
+FULL = 0.6  # of the usual width: a line as long as that goes on in the next one
+SAMPLE = 0.9  # the usual width is that of the line which so many are no longer than
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """section.text[start:end] of one document."""
+
+    document: str  # its name, empty where there is only one
+    unit: Unit
+    section: Section
+    start: int
+    end: int
+    wrapped: bool  # its lines were broken to fit a page
+
+    @property
+    def place(self) -> Place:
+        return Place(self.unit, self.section.label, self.document)
+
+    @property
+    def text(self) -> str:
+        """What a model reads of it."""
+        text = self.section.text[self.start : self.end].strip()
+        return flow(text) if self.wrapped else text
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is read at once. `number` counts from 1."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    cite: bool = True  # pieces have marks
+
+    @cached_property
+    def text(self) -> str:
+        return "\n\n".join(shown(piece, self.cite) for piece in self.pieces)
+
+    @property
+    def passages(self) -> list[Passage]:
+        """What citations are held against."""
+        return [Passage(p.place, p.section.text[p.start : p.end], p.start) for p in self.pieces]
+
+    @property
+    def span(self) -> tuple[Place, Place]:
+        """The first and the last place."""
+        return self.pieces[0].place, self.pieces[-1].place
+
+
+def shown(piece: Piece, cite: bool) -> str:
+    return f"{write([piece.place])}\n{piece.text}" if cite else piece.text
+
+
+def pieces_of(documents: Sequence[Document]) -> list[Piece]:
+    """All sections, whole. Names stand in citations only where there are several documents, and differ."""
+    names = _names(documents)
+    return [
+        Piece(name, document.unit, section, 0, len(section.text), document.kind == "pdf")
+        for name, document in zip(names, documents, strict=True)
+        for section in document.sections
+        if section.text.strip()
+    ]
+
+
+def cut(pieces: Sequence[Piece], most: int, count: Count, *, cite: bool = True, overlap: int = 0) -> list[Part]:
+    """Parts of at most `most` tokens each, about equally long; each repeats up to `overlap` of the one before it."""
+    room = max(1, most - overlap)
+    atoms = [atom for piece in pieces for atom in _atoms(piece, room, count, cite)]
+    n = len(_packed(atoms, room))
+    low, high = max((size for _, size in atoms), default=1), room
+    while low < high:  # the smallest parts that are no more in number
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_packed(atoms, middle)) <= n else (middle + 1, high)
+    packed = [_joined(group) for group in _packed(atoms, high)]
+    heads = [[], *(_tail(before, overlap, count, cite) for before in packed[:-1])]
+    return [Part(i, (*head, *group), cite) for i, (head, group) in enumerate(zip(heads, packed, strict=True), 1)]
+
+
+def flow(text: str) -> str:
+    """Lines of a page as paragraphs: a line that fills the width goes on in the next; short ones stay, as in tables."""
+    lines = text.split("\n")
+    widths = sorted(len(line) for line in lines if line.strip())
+    usual = widths[int(SAMPLE * (len(widths) - 1))] if widths else 0
+    found = ""
+    for line in lines:
+        found += line.rstrip()
+        found += " " if len(line) >= FULL * usual and line.strip() else "\n"
+    return re.sub(r" *\n", "\n", found).replace(" \n", "\n").strip()
+
+
+def _atoms(piece: Piece, most: int, count: Count, cite: bool) -> Iterator[tuple[Piece, int]]:
+    """The piece itself if it is small enough, else what it falls into; each with its tokens."""
+    todo = [piece]
+    while todo:
+        one = todo.pop(0)
+        size = count(shown(one, cite)) + 2  # and what stands between two
+        halves = _halves(one) if size > most else []
+        if halves:
+            todo = [*halves, *todo]
+        else:
+            yield one, size
+
+
+def _halves(piece: Piece) -> list[Piece]:
+    """Cut at the paragraph end nearest the middle; without any there at a sentence's, a line's, a word's, anywhere."""
+    text = piece.section.text
+    inside = text[piece.start : piece.end]
+    middle = len(inside) // 2
+    ends = [
+        [m.end() for m in re.finditer(r"\n\s*\n", inside)],
+        [end for _, end in sentences(inside)],
+        [m.end() for m in re.finditer(r"\n", inside)],
+        [m.end() for m in re.finditer(r"\s", inside)],
+        [middle],
+    ]
+    near = next(found for one in ends if (found := [e for e in one if abs(e - middle) <= middle // 2]))
+    at = piece.start + min(near, key=lambda e: abs(e - middle))
+    halves = [replace(piece, end=at), replace(piece, start=at)]
+    return halves if all(half.start < half.end for half in halves) else []
+
+
+def _packed(atoms: Sequence[tuple[Piece, int]], most: int) -> list[list[Piece]]:
+    groups: list[list[Piece]] = []
+    used = most + 1
+    for piece, size in atoms:
+        if used + size > most:
+            groups.append([])
+            used = 0
+        groups[-1].append(piece)
+        used += size
+    return groups
+
+
+def _joined(group: Sequence[Piece]) -> list[Piece]:
+    """Pieces of one section that follow each other are one again."""
+    found: list[Piece] = []
+    for piece in group:
+        last = found[-1] if found else None
+        if last is not None and last.section is piece.section and last.end == piece.start:
+            found[-1] = replace(last, end=piece.end)
+        else:
+            found.append(piece)
+    return found
+
+
+def _tail(group: Sequence[Piece], most: int, count: Count, cite: bool) -> list[Piece]:
+    """The last sentences of a part, as many as have so many tokens."""
+    found: list[Piece] = []
+    for piece in reversed(group) if most else ():
+        text = piece.section.text
+        starts = [piece.start + start for start, _ in sentences(text[piece.start : piece.end])]
+        tails = [replace(piece, start=start) for start in starts]
+        rest = most - sum(count(shown(one, cite)) + 2 for one in found)
+        longest = next((one for one in tails if count(shown(one, cite)) + 2 <= rest), None)
+        if longest is None:
+            break
+        found.insert(0, longest)
+        if longest.start > (starts[0] if starts else piece.start):
+            break
+    return found
+
+
+def _names(documents: Sequence[Document]) -> list[str]:
+    if len(documents) < 2:
+        return [""] * len(documents)
+    names: list[str] = []
+    for document in documents:
+        name, n = document.name, 2
+        while name in names:
+            name, n = f"{document.name} ({n})", n + 1
+        names.append(name)
+    return names

@@ -1,0 +1,209 @@
+"""How a summary will be made, known before it begins: in one piece or in parts, how many tokens, about how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcli.errors import BadInput, ContextOverflow
+from kvcli.fit.speed import at, by_rows
+from kvcli.summarize.parts import Part, Piece, cut, pieces_of
+from kvcli.summarize.prompt import Messages, Wording, merge_messages, part_messages
+from kvcli.summarize.request import Request
+from kvcli.text import encode, render_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.documents import Document, Unit
+    from kvcli.local import Model
+    from kvcli.profile import Profile
+    from kvcli.schemas.fit import PassTime
+    from kvcli.summarize.result import Mode
+
+SLACK = 8  # tokens; two texts in a row may count for a few more than each by itself
+LEAST = 32  # tokens of text that a part must have room for
+SPOKEN = 0.5  # of what an answer may have; how much one has in general, for the estimate of time
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a plan must know of a model. Tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    limit: int  # the window in use, prompt and answer
+    most: int | None = None  # of an answer, where the user said so
+    passes: Sequence[PassTime] = ()  # what passes take here; empty = not timed
+    foretell: Callable[[int], tuple[int, int]] | None = None  # tokens in memory -> peak and available bytes
+
+    @classmethod
+    def of(cls, model: Model, passes: Sequence[PassTime] = ()) -> Window:
+        foretell, profile = model.foretell, model.profile
+        ask = (lambda tokens: foretell(profile, tokens)) if foretell is not None else None
+        return cls(model.tokenizer, model.limit, most_of(profile), passes, ask)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be read and written."""
+
+    request: Request
+    wording: Wording = field(repr=False)
+    mode: Mode
+    why: str  # the mode, in words
+    unit: Unit
+    parts: tuple[Part, ...] = field(repr=False)
+    tokens: int  # of the documents, with their marks
+    prompts: tuple[int, ...]  # tokens of each part's prompt
+    merges: int  # turns after the parts, at most
+    answer: int  # tokens of an answer at most
+    limit: int  # tokens of the window
+    seconds: float | None  # about; None: nobody timed this model here
+    estimate: int = 0  # bytes at the peak; 0 = not estimated
+    available: int = 0  # bytes
+
+    @property
+    def longest(self) -> int:
+        """Tokens of text of the longest part, with what is asked about it."""
+        return max(self.prompts)
+
+
+def most_of(profile: Profile) -> int | None:
+    """How long an answer may be, if somebody wrote that down."""
+    written = profile.origins["sample.max_new_tokens"] != "default"
+    return profile.sample.max_new_tokens if written else None
+
+
+def make_plan(documents: Sequence[Document], request: Request, window: Window, wording: Wording | None = None) -> Plan:
+    """Whole where it fits, else parts. Raises ContextOverflow where neither does, and BadInput without any text."""
+    wording = wording or Wording()
+    pieces = pieces_of(documents)
+    if not pieces:
+        raise BadInput("there is no text to summarise", code="no_text", try_=["another file"])
+    answer = min(request.tokens, window.most or request.tokens)
+    desk = _Desk(request, window, wording, pieces, answer)
+    whole = Part(1, tuple(pieces), request.cite)
+    size, most = desk.prompt(whole), request.chunk or wording.part
+    text = desk.count(whole.text)
+    if (
+        request.mode != "map"
+        and size + answer <= window.limit
+        and (not most or text <= most or request.mode == "whole")
+    ):
+        return desk.plan("whole", "all of it fits the window", [whole], text)
+    if request.mode == "whole":
+        raise _too_long(size, answer, window.limit)
+    why = {"map": "as asked"}.get(request.mode) or (
+        "it is longer than the window"
+        if size + answer > window.limit
+        else "as parts of that size were asked for"
+        if request.chunk
+        else "this model reads parts of that size best"
+    )
+    return desk.plan("map", why, desk.cut(most), text)
+
+
+@dataclass
+class _Desk:
+    """The numbers of one plan."""
+
+    request: Request
+    window: Window
+    wording: Wording
+    pieces: list[Piece]
+    answer: int
+
+    @property
+    def unit(self) -> Unit:
+        return self.pieces[0].unit
+
+    def count(self, text: str) -> int:
+        return len(encode(self.window.tokenizer, text))
+
+    def prompt(self, part: Part, of: int = 1) -> int:
+        """Tokens of the question about a part."""
+        return self._size(part_messages(self.wording, self.request, part.text, self.unit, part.number, of))
+
+    def cut(self, most: int | None) -> list[Part]:
+        """Parts whose prompts leave room for the answer; of at most `most` tokens of text."""
+        around = self._size(part_messages(self.wording, self.request, "", self.unit, 99, 99)) + SLACK
+        room = self.window.limit - self.answer - around
+        if room < LEAST:
+            raise _no_room(around, self.answer, self.window.limit)
+        room = min(room, most or room)
+        while True:
+            overlap = min(self.request.overlap, room // 2)
+            parts = cut(self.pieces, room, self.count, cite=self.request.cite, overlap=overlap)
+            over = max(self.prompt(part, len(parts)) for part in parts) + self.answer - self.window.limit
+            if over <= 0 or room <= LEAST:
+                return parts
+            room = max(LEAST, room - over)
+
+    def plan(self, mode: Mode, why: str, parts: list[Part], tokens: int) -> Plan:
+        prompts = [self.prompt(part, len(parts)) for part in parts]
+        merges = self._merges(len(parts))
+        seconds = self._seconds(prompts, merges)
+        held = max(prompts) + self.answer
+        estimate, available = self.window.foretell(held) if self.window.foretell else (0, 0)
+        return Plan(
+            self.request,
+            self.wording,
+            mode,
+            why,
+            self.unit,
+            tuple(parts),
+            tokens,
+            tuple(prompts),
+            merges,
+            self.answer,
+            self.window.limit,
+            seconds,
+            estimate,
+            available,
+        )
+
+    def _merges(self, n: int) -> int:
+        """Turns that make one summary of `n`, if every answer is as long as it may be."""
+        if n < 2 or not self.wording.merges:
+            return 0
+        around = self._size(merge_messages(self.wording, self.request, [], self.unit)) + SLACK
+        group = max(2, (self.window.limit - self.answer - around) // self.answer)
+        turns = 0
+        while n > 1:
+            n = -(-n // group)
+            turns += n
+        return turns
+
+    def _seconds(self, prompts: Sequence[int], merges: int) -> float | None:
+        """From measured passes: reading in the widest ones, answering in those of one row."""
+        grid = by_rows(self.window.passes)
+        if not grid:
+            return None
+        rows, spoken = max(grid), int(SPOKEN * self.answer)
+        total = 0.0
+        for prompt in [*prompts, *[spoken * len(prompts) // max(1, merges)] * merges]:
+            total += sum(at(grid[rows], i * rows) for i in range(-(-prompt // rows)))
+            total += spoken * at(grid[min(grid)], prompt)
+        return total
+
+    def _size(self, messages: Messages) -> int:
+        return len(render_prompt(self.window.tokenizer, messages))
+
+
+def _too_long(size: int, answer: int, limit: int) -> ContextOverflow:
+    return ContextOverflow(
+        "the document is longer than the window",
+        lines=[f"{size:,} tokens with the question + {answer:,} for the answer > {limit:,}"],
+        detail={"prompt": size, "reserve": answer, "limit": limit},
+        try_=["--mode map", f"--ctx {size + answer}", "--pages for some of it"],
+    )
+
+
+def _no_room(around: int, answer: int, limit: int) -> ContextOverflow:
+    return ContextOverflow(
+        "the window leaves no room for any of the document",
+        lines=[f"{around:,} tokens of the question + {answer:,} for the answer, of {limit:,}"],
+        detail={"prompt": around, "reserve": answer, "limit": limit},
+        try_=["--length short", f"--ctx {2 * (around + answer)}"],
+    )

@@ -1,0 +1,138 @@
+"""What a model is asked: rules first, which all parts share, then the text with its marks, then a short reminder.
+
+A model may bring its own wording, in the file `summarize.json` of its folder. The bundled one does: it was trained on
+one question and follows nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.errors import BadModel, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.documents import Unit
+    from kvcli.summarize.request import Request, Style
+
+FILE = "summarize.json"
+SCHEMA = "kvcli.wording/1"
+OPTIONS = ("length", "style", "focus", "lang")  # of a request, that are told to the model in words
+
+NOUNS: dict[Unit, str] = {"page": "page", "heading": "section", "chapter": "chapter", "line": "block of lines"}
+SHAPES: dict[Style, str] = {
+    "bullets": "a list of points, each on a line of its own that begins with '- ', one sentence or two each",
+    "prose": "plain paragraphs, without lists or headings",
+    "outline": "an outline: a line '## TOPIC' for each topic, below it points that begin with '- '",
+    "abstract": "one paragraph that says what the text is about and what it found, as an abstract does",
+}
+RULES = (
+    "You summarise documents. Say only what the document says, in your own words or its own, and add nothing. Keep "
+    "numbers and names exactly as they are. Leave out what is unimportant. Write the summary and nothing else."
+)
+MARKS = (
+    "Each {noun} of the document begins with its mark, a line like {mark}. End every {thing} with the mark of the "
+    "{noun} it comes from, copied exactly. Use no mark that does not stand in the text."
+)
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How one model is asked. Without a `question` of its own, by the rules above."""
+
+    question: str | None = None  # stands behind the text, with nothing else
+    follows: tuple[str, ...] = OPTIONS  # those of OPTIONS that change what it writes
+    merges: bool = True  # it can make one summary of several; else their points are joined
+    part: int | None = None  # tokens of text that it is best with; None: as many as fit
+
+    def refuse(self, request: Request, model: str) -> None:
+        """No option is dropped in silence."""
+        asked = [name for name in OPTIONS if getattr(request, name) is not None and name not in self.follows]
+        if not request.cite and self.question is not None:
+            raise UsageError(f"{model} cites pages whatever it is told", code="not_followed", try_=["leave --cite out"])
+        if asked:
+            flags = " and ".join(f"--{name}" for name in asked)
+            raise UsageError(
+                f"{model} summarises in one way only: {flags} would change nothing",
+                code="not_followed",
+                lines=[f"it was trained on one question: {self.question}" if self.question else ""],
+                detail={"options": asked},
+                try_=[f"leave {flags} out", "-m with a model that follows instructions"],
+            )
+
+
+def wording_of(folder: str | Path) -> Wording:
+    """The wording that a model's folder brings, or the general one."""
+    file = Path(folder) / FILE
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return Wording()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _damaged(file, error) from None
+    try:
+        found = json.loads(text)
+        if found.pop("schema") != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        found["follows"] = tuple(str(name) for name in found.get("follows", OPTIONS))
+        wording = Wording(**found)
+        if wording.question is not None and not isinstance(wording.question, str):
+            raise TypeError("question is no text")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(file, error) from None
+    return wording
+
+
+def part_messages(wording: Wording, request: Request, text: str, unit: Unit, part: int = 1, of: int = 1) -> Messages:
+    """The question about one part of a document, or about all of it."""
+    if wording.question is not None:
+        return [{"role": "user", "content": f"{text}\n\n{wording.question}"}]
+    which = "the document above" if of == 1 else f"the text above, which is part {part} of {of} of a document"
+    return [
+        {"role": "system", "content": _rules(request, unit)},
+        {"role": "user", "content": f"{text}\n\n---\nSummarise {which}. {_reminder(request, unit)}"},
+    ]
+
+
+def merge_messages(wording: Wording, request: Request, points: Sequence[str], unit: Unit) -> Messages:
+    """The question that makes one summary of those of several parts."""
+    listed = "\n".join(f"- {point}" for point in points)
+    return [
+        {"role": "system", "content": _rules(request, unit)},
+        {
+            "role": "user",
+            "content": f"{listed}\n\n---\nThese points summarise the parts of one document in order. Make one summary "
+            f"of them: join what belongs together, keep the most important. {_reminder(request, unit)}",
+        },
+    ]
+
+
+def _rules(request: Request, unit: Unit) -> str:
+    rules = [RULES, f"Write {SHAPES[request.shape]}."]
+    if request.focus:
+        rules.append(f"The reader wants to know about this; leave out what is not about it: {request.focus}")
+    if request.lang:
+        rules.append(f"Write in this language, whatever the document is in: {request.lang}")
+    if request.cite:
+        thing = "point" if request.shape in ("bullets", "outline") else "sentence"
+        rules.append(MARKS.format(noun=NOUNS[unit], mark=_mark(unit), thing=thing))
+    return "\n".join(rules)
+
+
+def _reminder(request: Request, unit: Unit) -> str:
+    marks = f" End each with the mark of its {NOUNS[unit]}, like {_mark(unit)}." if request.cite else ""
+    return f"At most {request.words} words.{marks}"
+
+
+def _mark(unit: Unit) -> str:
+    """A mark with no number in it that a model could copy."""
+    return {"page": "[p. N]", "line": "[l. N-N]"}.get(unit, "[§ NAME]")
+
+
+def _damaged(file: Path, error: Exception) -> BadModel:
+    return BadModel(f"{file} is damaged", code="bad_wording", lines=[repr(error)], try_=["remove it, or mend it"])

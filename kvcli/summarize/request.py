@@ -1,0 +1,92 @@
+"""What was asked for: how long, in which style, about what, with which citations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvcli.errors import UsageError
+
+Wish = Literal["auto", "whole", "map"]
+Style = Literal["bullets", "prose", "outline", "abstract"]
+Length = Literal["short", "medium", "long"]
+
+WORDS: dict[Length, int] = {"short": 100, "medium": 250, "long": 600}
+TOKENS_PER_WORD = 3  # at most: most languages need fewer, and citations take some
+LEAST_CHUNK = 64  # tokens; less than a paragraph cannot be summarised
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options of `kvcli summarize`. None = not asked, so that a model which follows none can refuse the rest."""
+
+    mode: Wish = "auto"
+    length: Length | int | None = None  # int: words; None: medium
+    style: Style | None = None  # None: bullets
+    focus: str | None = None
+    lang: str | None = None
+    cite: bool = True
+    check: bool = True
+    quotes: bool = False
+    chunk: int | None = None  # tokens of a part at most; None: as many as the window holds
+    overlap: int = 0  # tokens that a part repeats of the one before it
+    parallel: int = 1
+
+    def __post_init__(self) -> None:
+        _refuse(self)
+
+    @property
+    def words(self) -> int:
+        """Of the whole summary, about."""
+        return self.length if isinstance(self.length, int) else WORDS[self.length or "medium"]
+
+    @property
+    def tokens(self) -> int:
+        """What one answer may have at most."""
+        return self.words * TOKENS_PER_WORD
+
+    @property
+    def shape(self) -> Style:
+        return self.style or "bullets"
+
+
+def length_of(text: str) -> Length | int:
+    """`short`, `medium`, `long` or a number of words."""
+    names: tuple[Length, ...] = get_args(Length)
+    for name in names:
+        if text == name:
+            return name
+    if text.isascii() and text.isdecimal() and 0 < int(text) <= 100_000:
+        return int(text)
+    raise UsageError(
+        f"--length takes short, medium, long or a number of words, not {text!r}",
+        try_=["--length short", "--length 300"],
+    )
+
+
+def _refuse(request: Request) -> None:
+    if request.words < 10:
+        raise UsageError(f"--length {request.words}: a summary has at least 10 words", try_=["--length 50"])
+    if request.parallel != 1:
+        raise UsageError(
+            f"--parallel {request.parallel}: one model on one machine reads one part at a time",
+            code="parallel_local",
+            lines=["parts share the weights and the memory, so two at once would each take twice as long"],
+            try_=["leave --parallel out"],
+        )
+    if request.chunk is not None and request.chunk < LEAST_CHUNK:
+        raise UsageError(
+            f"--chunk {request.chunk}: a part has at least {LEAST_CHUNK} tokens", try_=["--chunk 2048", "leave it out"]
+        )
+    if request.overlap < 0 or (request.chunk is not None and request.overlap > request.chunk // 2):
+        raise UsageError(
+            f"--overlap {request.overlap}: a part repeats at most half of the one before it",
+            try_=[f"--overlap {(request.chunk or 0) // 4}"],
+        )
+    if request.mode == "whole" and (request.chunk is not None or request.overlap):
+        raise UsageError("--mode whole has no parts, so --chunk and --overlap say nothing", try_=["--mode map"])
+    if not request.cite and request.quotes:
+        raise UsageError("--quotes shows what stands at a citation, and --cite none has none", try_=["one of the two"])
+    for flag, text in (("--focus", request.focus), ("--lang", request.lang)):
+        if text is not None and not text.strip():
+            raise UsageError(f"{flag} is empty", try_=[f"leave {flag} out"])

@@ -1,0 +1,99 @@
+"""Answers of models as points."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcli.summarize.check import Checker, Passage
+from kvcli.summarize.cites import Place, find
+from kvcli.summarize.points import Raw, pieces, point_of, split
+from kvcli.summarize.result import written
+
+
+def test_bullets_with_their_levels():
+    answer = "Here are the main points:\n\n- One [p. 1].\n  - Below it [p. 2].\n* Two.\n3. Three.\n"
+    assert split(answer) == [
+        Raw("One [p. 1].", "bullet"),
+        Raw("Below it [p. 2].", "bullet", 1),
+        Raw("Two.", "bullet"),
+        Raw("Three.", "bullet"),
+    ]
+
+
+def test_headings():
+    answer = "# Costs\n- They fell.\n**Revenue:**\n- It rose."
+    assert [(raw.text, raw.kind) for raw in split(answer)] == [
+        ("Costs", "heading"),
+        ("They fell.", "bullet"),
+        ("Revenue", "heading"),
+        ("It rose.", "bullet"),
+    ]
+
+
+def test_prose_by_sentence():
+    answer = "Revenue rose by 3.5 % [p. 9]. Costs fell in\nMay. [p. 4, 5] Nothing else changed.\n\nDebt is new [p. 7]."
+    assert split(answer) == [
+        Raw("Revenue rose by 3.5 % [p. 9].", "sentence", opens=True),
+        Raw("Costs fell in May. [p. 4, 5]", "sentence"),
+        Raw("Nothing else changed.", "sentence"),
+        Raw("Debt is new [p. 7].", "sentence", opens=True),
+    ]
+
+
+def test_what_says_nothing_is_no_point():
+    assert split("- [p. 9]\n- ...\n-\n") == []
+
+
+def test_a_citation_stands_for_the_words_before_it():
+    text = "Revenue rose in May [p. 9], and costs fell in June [p. 12]."
+    assert pieces(text, find(text)) == ["Revenue rose in May", "and costs fell in June"]
+
+
+def test_one_citation_stands_for_all():
+    text = "In May [p. 9] revenue rose by a third."
+    assert pieces(text, find(text)) == ["In May revenue rose by a third."]
+
+
+PAGES = [
+    Passage(Place("page", "1"), "The depth of well Volras is 256 metres. The keeper of depot Warrum is Fanus Benini."),
+    Passage(Place("page", "2"), "The stone tower at Stultov shifted at low tide."),
+]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("Well Volras has a depth of 256 metres [p. 1].", "Well Volras has a depth of 256 metres [p. 1]."),
+        ("Well Volras has a depth of 257 metres [p. 1].", "Well Volras has a depth of 257 metres [p. 1?]."),
+        ("Well Volras has a depth of 256 metres [p. 2].", "Well Volras has a depth of 256 metres [p. 1]."),
+        ("Well Volras has a depth of 256 metres [p. The].", "Well Volras has a depth of 256 metres [p. 1]."),
+        (
+            "Well Volras is 256 metres in depth [p. 1], and the tower at Stultov shifted [p. 1].",
+            "Well Volras is 256 metres in depth [p. 1], and the tower at Stultov shifted [p. 2].",
+        ),
+    ],
+)
+def test_citations_are_checked_where_they_stand(said: str, shown: str):
+    assert point_of(Raw(said, "bullet"), Checker(PAGES)).marked == shown
+
+
+def test_without_a_checker_they_stay():
+    point = point_of(Raw("It rose (page 9).", "bullet"), None)
+    assert point.marked == "It rose [p. 9]."
+    assert point.text == "It rose."
+
+
+def test_points_are_written_as_they_were():
+    answer = "## Costs\n- They fell [p. 1].\n  - A lot.\n\nRevenue rose. It is new.\n\nDebt is not.\n"
+    points = [point_of(raw, None) for raw in split(answer)]
+    assert written(points) == "## Costs\n- They fell [p. 1].\n  - A lot.\n\nRevenue rose. It is new.\n\nDebt is not.\n"
+
+
+@given(st.text() | st.text("-*#[]p. 129?\n§()a") | st.text("- a [p. 1].\n# B\n"))
+def test_no_answer_breaks_it(answer: str):
+    checker = Checker(PAGES)
+    points = [point_of(raw, checker, quotes=True) for raw in split(answer)]
+    written(points)
+    assert all(point.text for point in points)
