@@ -12,3 +12,8 @@ def weights_dir() -> Path:
 def report_path() -> Path:
     """The example document: a generated field report of about twenty pages."""
     return Path(str(files(__name__))) / "report.md"
+
+
+def sample_path() -> Path:
+    """The sample PDF: a generated field report of twenty pages with findings planted in it."""
+    return Path(str(files(__name__))) / "sample.pdf"

@@ -7,7 +7,7 @@ changed. The reports are those of `kvcli.demo.report`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -33,9 +33,10 @@ class Case:
     right: str  # the label of the page that has the claim; "" where none or several have
 
 
-def cases(n: int, seed: int = 0) -> Iterator[Case]:
-    """So many cases of each kind, of about as many reports."""
-    for kind, make in KINDS.items():
+def cases(n: int, seed: int = 0, kinds: Sequence[str] = ()) -> Iterator[Case]:
+    """So many cases of each kind, or of `kinds`, of about as many reports."""
+    for kind in kinds or KINDS:
+        make = KINDS[kind]
         done = number = 0
         while done < n:
             rng = Random(f"{seed} {kind} {number}")
@@ -165,6 +166,8 @@ def wrong_page(kind: str, rng: Random, pages: tuple[Passage, ...]) -> Case | Non
     if made is None or len(pages) < 3:
         return None
     claim, right = made
+    if _stands(claim, tuple(p for p in pages if p.place.label != right)):
+        return None  # so short that two pages have it
     others = [p.place.label for p in pages if p.place.label != right] + [str(len(pages) + 7)]
     return Case(kind, pages, claim, rng.choice(others), "corrected", right)
 

@@ -83,7 +83,7 @@ def words(text: str) -> list[Word]:
 
 def blank(text: str) -> str:
     """The text with spaces for its citations: page numbers in them are no numbers that it tells."""
-    for bracket in find(text):
+    for bracket in find(text.replace("\n", " ")):  # one may be broken over two lines
         text = text[: bracket.start] + " " * (bracket.end - bracket.start) + text[bracket.end :]
     return text
 
@@ -202,4 +202,4 @@ def stem(word: str) -> str:
 
 def _is_abbreviated(before: str) -> bool:
     last = re.search(r"([\w.]+)\Z", before)
-    return bool(last) and (last[1].lower() in ABBREVIATED or (len(last[1]) == 1 and last[1].isupper()))
+    return last is not None and (last[1].lower() in ABBREVIATED or (len(last[1]) == 1 and last[1].isupper()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,7 +121,7 @@ hostile = st.text() | st.text("[]()p.§l;,?-0123456789 \n\t&and") | st.text("[p.
 def test_no_text_breaks_it(text: str, documents: list[str]):
     found = find(text, documents)
     assert all(text[b.start] in "[(" and b.places for b in found)
-    assert all(a.end <= b.start for a, b in zip(found, found[1:], strict=False))
+    assert all(a.end <= b.start for a, b in pairwise(found))
     rest = without(text, found)
     assert len(rest) <= len(text)
     for bracket in found:
