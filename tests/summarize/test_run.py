@@ -1,0 +1,366 @@
+"""Summaries from plan to end, with a model that says what it is told to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcli.api import Text
+from kvcli.errors import BadModel, ContextOverflow, UsageError
+from kvcli.summarize.cache import Cache
+from kvcli.summarize.events import Done, Event, MergeBegan, PartBegan, Planned, Said, Stopped
+from kvcli.summarize.request import Request, length_of
+from kvcli.summarize.run import settled, summarize, summary_of
+from tests.fake_model import fake_info
+from tests.summarize.scribe import Scribe, first_sentences, paged
+
+TOPICS = ["amber", "birch", "cobalt", "delta", "ember", "fjord", "garnet", "harbour", "indigo", "juniper"]
+
+
+def page(i: int) -> str:
+    word = TOPICS[i - 1]
+    return f"The {word} survey found {i * 111} leaks. {f'Its {word} crew went home in {word} rain. ' * 20}".strip()
+
+
+TEN = paged(*(page(i) for i in range(1, 11)))
+SMALL = Request(chunk=420, length=60)  # two pages a part
+
+
+def test_a_short_document_is_read_whole():
+    model = Scribe(first_sentences, limit=20_000)
+    events = list(summarize(model, [TEN]))
+    assert isinstance(events[0], Planned)
+    assert events[0].plan.mode == "whole"
+    assert [type(e).__name__ for e in events[1:5]] == ["PartBegan", "Live", "Read", "Text"]
+    summary = done(events)
+    assert [point.marked for point in summary.points][:2] == [
+        "The amber survey found 111 leaks [p. 1].",
+        "The birch survey found 222 leaks [p. 2].",
+    ]
+    assert all(cite.confirmed and not cite.corrected for cite in summary.cites)
+    assert (len(summary.points), len(summary.turns), summary.unconfirmed) == (10, 1, 0)
+
+
+def test_points_are_said_as_soon_as_they_are_complete():
+    events = list(summarize(Scribe(first_sentences, limit=20_000), [TEN]))
+    kinds = [type(e).__name__ for e in events if isinstance(e, Text | Said)]
+    assert kinds.index("Said") < len(kinds) - 20
+    assert [e.point for e in events if isinstance(e, Said)] == list(done(events).points)
+
+
+def test_a_long_document_is_read_in_parts_and_joined():
+    model = Scribe(first_sentences)
+    events = list(summarize(model, [TEN]))
+    plan = planned(events)
+    assert plan.mode == "map"
+    assert len(model.asked) == len(plan.parts) > 1
+    assert plan.parts[0].span[0].label == "1"
+    assert [cite.place.label for cite in done(events).cites] == [str(i) for i in range(1, 11)]
+    assert not any(isinstance(e, MergeBegan) for e in events)
+
+
+def test_parts_share_the_beginning_of_their_prompts():
+    model = Scribe(first_sentences)
+    list(summarize(model, [TEN]))
+    heads = {asked.partition("[p. ")[0] for asked in model.asked}
+    assert len(heads) == 1
+    assert "Summarise" not in heads.pop().partition("<user>")[2]
+
+
+def test_what_was_planned_is_what_is_asked():
+    model = Scribe(first_sentences)
+    plan = planned(list(summarize(model, [TEN])))
+    assert list(plan.prompts) == [len(model.tokenizer.encode(asked)) for asked in model.asked]
+
+
+def merging(prompt: str) -> str:
+    if "These points summarise" in prompt:
+        return "- Two surveys found leaks [p. 1, 3].\n- The delta survey found 444 leaks [p. 9].\n- More [p. 77]."
+    return first_sentences(prompt)
+
+
+def test_a_merge_may_cite_only_what_its_inputs_cite():
+    model = Scribe(merging)
+    summary = summary_of(model, [TEN], Request(chunk=420, length=20))
+    assert len(model.asked) == len(summary.turns) == summary.n_parts + 1
+    assert summary.turns[-1].is_merge
+    shown = [point.marked for point in summary.points]
+    assert shown[1] == "The delta survey found 444 leaks [p. 4]."
+    assert shown[2] == "More [p. 77?]."
+    assert "[p. 9]" in model.asked[-1]
+
+
+def lying(prompt: str) -> str:
+    """Cites page 9 in every part."""
+    if "These points summarise" in prompt:
+        return "- The juniper survey found 1110 leaks [p. 10]."
+    return "- The amber survey found 111 leaks [p. 9]."
+
+
+def test_a_page_that_no_part_confirmed_cannot_be_cited_by_the_merge():
+    model = Scribe(
+        lambda p: (
+            "- The amber survey found 111 leaks. It was an amber survey and it found leaks [p. 1]."
+            if "[p. 1]\n" in p
+            else lying(p)
+        )
+    )
+    summary = summary_of(model, [TEN], Request(chunk=420, length=10))
+    assert summary.turns[-1].is_merge
+    assert [point.marked for point in summary.points] == ["The juniper survey found 1110 leaks [p. 10?]."]
+
+
+def test_a_summary_of_many_parts_is_merged_in_rounds():
+    more = "and more surveys " * 40
+    model = Scribe(lambda p: f"- {'All' if 'These points' in p else p.partition('The ')[2][:9]} {more}", limit=900)
+    plan = planned(list(summarize(model, [TEN], Request(length=100))))
+    assert len([a for a in model.asked if "These points" in a]) > 1
+    assert plan.merges >= len([a for a in model.asked if "These points" in a])
+
+
+def test_doubt_is_counted():
+    model = Scribe(
+        lambda _: "- The amber survey found 112 leaks [p. 1].\n- The birch survey found 222 leaks [p. 9].", limit=20_000
+    )
+    summary = summary_of(model, [TEN])
+    assert (summary.unconfirmed, summary.corrected) == (1, 1)
+    assert summary.markdown() == (
+        "- The amber survey found 112 leaks [p. 1?].\n- The birch survey found 222 leaks [p. 2].\n"
+    )
+
+
+def test_quotes_stand_under_their_points():
+    summary = summary_of(Scribe(first_sentences, limit=20_000), [TEN], Request(quotes=True))
+    quote = summary.points[3].cites[0].quote
+    assert quote is not None
+    assert TEN.sections[3].text[quote.start : quote.end] == quote.text
+    assert "  > The delta survey found 444 leaks." in summary.markdown()
+
+
+def test_without_the_check_nothing_is_marked():
+    summary = summary_of(Scribe(lambda _: "- More [p. 77].", limit=20_000), [TEN], Request(check=False))
+    assert (summary.markdown(), summary.unconfirmed, summary.checked) == ("- More [p. 77].\n", 0, False)
+
+
+def test_without_citations_there_are_no_marks():
+    model = Scribe(lambda _: "- Leaks.", limit=20_000)
+    summary = summary_of(model, [TEN], Request(cite=False))
+    assert "[p. " not in model.asked[0]
+    assert "mark" not in model.asked[0]
+    assert summary.markdown() == "- Leaks.\n"
+
+
+def test_several_documents_are_named():
+    other = paged("The quartz survey found 9 leaks.", name="b.pdf")
+    model = Scribe(first_sentences, limit=20_000)
+    summary = summary_of(model, [TEN, other])
+    assert summary.points[0].marked == "The amber survey found 111 leaks [a.pdf p. 1]."
+    assert summary.points[-1].marked == "The quartz survey found 9 leaks [b.pdf p. 1]."
+    assert summary.unconfirmed == 0
+
+
+def test_repeated_points_are_left_out_and_said_so():
+    summary = summary_of(Scribe(lambda _: "- Leaks.\n- Leaks.\n- Leaks.", limit=20_000), [TEN])
+    assert len(summary.points) == 1
+    assert summary.notes == ("the answer: 2 repeated points left out",)
+
+
+def test_an_answer_that_was_cut_is_noted():
+    summary = summary_of(Scribe(lambda p: first_sentences(p) * 9, limit=20_000), [TEN], Request(length=20))
+    assert summary.turns[0].turn.finish == "length"
+    assert "the answer was cut at 60 tokens" in summary.notes[0]
+
+
+# --- interrupted
+
+
+def began(events: list[Event]) -> list[tuple[int, bool]]:
+    return [(e.part.number, e.is_cached) for e in events if isinstance(e, PartBegan)]
+
+
+def in_part(model: Scribe, n: int) -> bool:
+    return len(model.asked) >= n
+
+
+def test_cancelled_in_part_three_goes_on_there(tmp_path: Path):
+    model = Scribe(first_sentences)
+    cache = Cache(tmp_path / "c", "model", "profile")
+    events = list(summarize(model, [TEN], SMALL, cache=cache, cancel=lambda: in_part(model, 3)))
+    assert events[-1] == Stopped(2, 5, True)
+    again = Scribe(first_sentences)
+    events = list(summarize(again, [TEN], SMALL, cache=cache))
+    assert began(events) == [(1, True), (2, True), (3, False), (4, False), (5, False)]
+    assert len(again.asked) == 3
+    assert [t.is_cached for t in done(events).turns] == [True, True, False, False, False]
+    assert done(events).points == summary_of(Scribe(first_sentences), [TEN], SMALL).points
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ContextOverflow("x")])
+def test_an_error_in_part_three_leaves_two_done(tmp_path: Path, error: type[BaseException] | BaseException):
+    model = Scribe(first_sentences)
+
+    def fails(prompt: str) -> str:
+        if in_part(model, 3):
+            raise error
+        return first_sentences(prompt)
+
+    model.answer = fails
+    cache = Cache(tmp_path / "c", "model", "profile")
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        list(summarize(model, [TEN], SMALL, cache=cache))
+    assert began(list(summarize(Scribe(first_sentences), [TEN], SMALL, cache=cache)))[:3] == [
+        (1, True),
+        (2, True),
+        (3, False),
+    ]
+
+
+CHANGES = {
+    "another text": lambda c: (c, paged(*(page(i) + " Indeed." for i in range(1, 11))), SMALL),
+    "another model": lambda c: (Cache(c.folder, "other", c.profile), TEN, SMALL),
+    "another profile": lambda c: (Cache(c.folder, c.model, "other"), TEN, SMALL),
+    "another focus": lambda c: (c, TEN, Request(chunk=420, length=60, focus="rain")),
+    "another length": lambda c: (c, TEN, Request(chunk=420, length=61)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_other_settings_are_other_answers(tmp_path: Path, what: str):
+    cache = Cache(tmp_path / "c", "model", "profile")
+    list(summarize(Scribe(first_sentences), [TEN], SMALL, cache=cache))
+    changed, document, request = CHANGES[what](cache)
+    assert not any(
+        cached for _, cached in began(list(summarize(Scribe(first_sentences), [document], request, cache=changed)))
+    )
+
+
+def test_what_only_shows_differently_is_not_asked_again(tmp_path: Path):
+    cache = Cache(tmp_path / "c", "model", "profile")
+    list(summarize(Scribe(first_sentences), [TEN], SMALL, cache=cache))
+    quoted = Request(chunk=420, length=60, quotes=True)
+    assert all(cached for _, cached in began(list(summarize(Scribe(first_sentences), [TEN], quoted, cache=cache))))
+
+
+DAMAGE = [b"", b"{", b"\xff\xfe", b"[]", b'{"schema": "kvcli.part/0"}', b'{"schema":"kvcli.part/1","text":3}', b"null"]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_computed_again(tmp_path: Path, damage: bytes):
+    cache = Cache(tmp_path / "c", "model", "profile")
+    list(summarize(Scribe(first_sentences), [TEN], SMALL, cache=cache))
+    files = sorted((tmp_path / "c").iterdir())
+    assert [oct(file.stat().st_mode & 0o777) for file in files] == ["0o600"] * 5
+    for file in files:
+        file.write_bytes(damage)
+    assert not any(cached for _, cached in began(list(summarize(Scribe(first_sentences), [TEN], SMALL, cache=cache))))
+    assert all(json.loads(file.read_bytes())["schema"] == "kvcli.part/1" for file in files)
+
+
+def test_a_cache_that_cannot_be_written_is_noted_once(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    cache = Cache(tmp_path / "file" / "c", "model", "profile")
+    summary = summary_of(Scribe(first_sentences), [TEN], SMALL, cache=cache)
+    assert len(summary.points) == 10
+    assert ["cannot be kept" in note for note in summary.notes] == [True]
+
+
+# --- refused
+
+
+REFUSED = [
+    {"parallel": 2},
+    {"chunk": 10},
+    {"overlap": -1},
+    {"chunk": 100, "overlap": 80},
+    {"length": 3},
+    {"mode": "whole", "chunk": 100},
+    {"cite": False, "quotes": True},
+    {"focus": " "},
+]
+
+
+@pytest.mark.parametrize("wrong", REFUSED, ids=str)
+def test_what_cannot_be_is_refused(wrong: dict[str, object]):
+    with pytest.raises(UsageError) as caught:
+        Request(**wrong)  # type: ignore[arg-type]
+    assert caught.value.try_
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "longer", "1e3", "١٢"])
+def test_lengths_are_words_or_numbers(text: str):
+    assert length_of("300") == 300
+    with pytest.raises(UsageError):
+        length_of(text)
+
+
+def test_whole_that_does_not_fit_is_refused_in_numbers():
+    with pytest.raises(ContextOverflow) as caught:
+        summary_of(Scribe(first_sentences), [TEN], Request(mode="whole"))
+    assert caught.value.detail["limit"] == 1400
+    assert "--mode map" in caught.value.try_
+
+
+def test_a_window_without_room_is_refused():
+    with pytest.raises(ContextOverflow) as caught:
+        summary_of(Scribe(first_sentences, limit=900), [TEN])
+    assert caught.value.detail["limit"] == 900
+
+
+def wording(folder: Path, **changes: object) -> None:
+    text = {"schema": "kvcli.wording/1", "question": "Sum up.", "follows": [], "merges": False, **changes}
+    (folder / "summarize.json").write_text(json.dumps(text))
+
+
+def test_a_model_may_bring_its_own_wording(tmp_path: Path):
+    wording(tmp_path)
+    model = Scribe(first_sentences, limit=20_000, info=fake_info(path=str(tmp_path)))
+    assert len(summary_of(model, [TEN]).points) == 10
+    assert model.asked[0].endswith("\n\nSum up.\n<assistant>")
+    assert "<system>" not in model.asked[0]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"length": "short"}, {"style": "prose"}, {"focus": "rain"}, {"lang": "de"}, {"cite": False}]
+)
+def test_what_a_model_does_not_follow_is_refused(tmp_path: Path, asked: dict[str, object]):
+    wording(tmp_path)
+    model = Scribe(first_sentences, limit=20_000, info=fake_info(path=str(tmp_path)))
+    with pytest.raises(UsageError) as caught:
+        summary_of(model, [TEN], Request(**asked))  # type: ignore[arg-type]
+    assert f"--{next(iter(asked))}" in f"{caught.value.message} {caught.value.try_}"
+    assert model.asked == []
+
+
+def test_a_model_that_is_best_with_short_parts_gets_them(tmp_path: Path):
+    wording(tmp_path, part=420)
+    model = Scribe(first_sentences, limit=20_000, info=fake_info(path=str(tmp_path)))
+    assert planned(list(summarize(model, [TEN]))).mode == "map"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "kvcli.wording/2"}', '{"schema": "kvcli.wording/1", "x": 1}'])
+def test_a_damaged_wording_is_an_error(tmp_path: Path, text: str):
+    (tmp_path / "summarize.json").write_text(text)
+    with pytest.raises(BadModel):
+        summary_of(Scribe(first_sentences, info=fake_info(path=str(tmp_path))), [TEN])
+
+
+def test_an_answer_settles_line_by_line():
+    answer = "- One.\n- Two.\nMore of it. And\nmore.\n\nNext. Par"
+    assert [answer[: settled(answer[:n])] for n in (6, 7, 20, 36, 37, len(answer))] == [
+        "", "- One.\n", "- One.\n- Two.\n", "- One.\n- Two.\n", answer[:37], answer[:37],
+    ]  # fmt: skip
+
+
+# --- helpers
+
+
+def planned(events: list[Event]):  # type: ignore[no-untyped-def]
+    assert isinstance(events[0], Planned)
+    return events[0].plan
+
+
+def done(events: list[Event]):  # type: ignore[no-untyped-def]
+    assert isinstance(events[-1], Done)
+    return events[-1].summary
