@@ -25,7 +25,7 @@ FLOORS = [
         "forward model policies rope seam weights",
         "drafts prune",
         "build conversation kvcli local relief schemas session steady transcript world",
-        "bench calibrate fit heads quality",  # what measures and foretells
+        "bench calibrate fit heads quality summarize",  # what measures, foretells and asks more than one question
         "__main__ cli commands render",
     )
 ]

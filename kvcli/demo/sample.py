@@ -100,8 +100,7 @@ def _typeset(canvas: object, page: Page, size: tuple[float, float], of: int) -> 
     )
     heading = ParagraphStyle("heading", parent=body, fontName="Helvetica-Bold", fontSize=12, leading=16, spaceBefore=6)
     flow = [
-        Paragraph(_hyphenated(p.removeprefix("## ")), heading if p.startswith("## ") else body)
-        for p in page.paragraphs
+        Paragraph(_hyphenated(p.removeprefix("## ")), heading if p.startswith("## ") else body) for p in page.paragraphs
     ]
     frame = Frame(42, 40, width - 84, height - 88, showBoundary=0)
     frame.addFromList([KeepInFrame(width - 96, height - 100, flow, mode="shrink")], canvas)
