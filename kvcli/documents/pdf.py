@@ -34,6 +34,7 @@ def read(file: IO[bytes], job: Job) -> Parsed:
     n_pages = len(document)
     if not n_pages:
         raise damaged(job.name, "a PDF", "it has no pages")
+    refuse_too_much(job.name, 0, 0 if job.spans else n_pages)
     wanted = chosen(job.spans, n_pages, job.name) if job.spans else list(range(1, n_pages + 1))
     around = sorted(
         {n for page in _ends(wanted) for n in range(page - NEAR, page + NEAR + 1) if 0 < n <= n_pages} | set(wanted)

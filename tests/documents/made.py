@@ -238,8 +238,8 @@ def hyphenated(rng: Random) -> Made:
     sheet.lines(lines)
     text = (
         "The well-known keeper wrote of long-term repairs and of the information that the northern survey had "
-        "gathered. A well-known engine, a careful measurement, and in 2019-2020 the Anglo-Saxon bridge; long-term contracts "
-        "(state-of-the-art pressure signals), every contract and measurement. The state of the art is known."
+        "gathered. A well-known engine, a careful measurement, and in 2019-2020 the Anglo-Saxon bridge; long-term "
+        "contracts (state-of-the-art pressure signals), every contract and measurement. The state of the art is known."
     )
     sheet.lines(["The state of the art is known."], y=560)
     return Made(sheet.save(), [text])
