@@ -105,6 +105,8 @@ def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None)
             size += len(chunk)
             if size > most:  # a pipe or a device does not tell its size beforehand
                 raise too_large(job.name, size, most)
+            if S_ISREG(before.st_mode) and size > before.st_size:  # it may grow as fast as it is read
+                raise changed(job.name)
             chunk = stream.read(CHUNK)
         after = os.fstat(stream.fileno())
         if S_ISREG(after.st_mode) and (before.st_mtime_ns, size) != (after.st_mtime_ns, after.st_size):

@@ -37,7 +37,7 @@ def epub(
     opf = (
         f'<?xml version="1.0"?>{dtd}<package xmlns="http://www.idpf.org/2007/opf" version="3.0"><metadata '
         'xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>A Book of Rivers</dc:title></metadata>'
-        f'<manifest>{items}<item id="nav" href="nav.xhtml" media-type="application/xhtml+xml" properties="nav"/></manifest>'
+        f'<manifest>{items}<item id="nav" href="nav.xhtml" media-type="{XHTML}" properties="nav"/></manifest>'
         f"<spine>{refs}</spine></package>"
     )
     folder = package.rpartition("/")[0]
