@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcli.documents import BUNDLED, MAX_BYTES, Document, decode, document_of, read_document, too_large
+from kvcli.documents import (
+    BUNDLED,
+    MAX_BYTES,
+    Document,
+    decode,
+    document_of,
+    listed,
+    read_document,
+    split_pages,
+    too_large,
+)
 from kvcli.errors import BadInput, UsageError
 from kvcli.world import World
 
@@ -31,11 +41,14 @@ def read_question(
 ) -> Question:
     """Collect what was given. Documents first: a wrong name should not wait for standard input."""
     documents = [read_file(world, name) for name in files]
+    for document in documents:
+        tell_notes(world, document)
     system_text = read_system(world, system, system_file)
     if prompt is not None and prompt != "-":
         if has_piped_input(world) and (data := read_stdin(world)).strip():
             documents.append(document_of(data, STDIN))
             tell(world, f"{STDIN} is attached as a document: {len(data):,} bytes")
+            tell_notes(world, documents[-1])
         text: str | None = well_formed(prompt, "the prompt")
     elif prompt == "-" or not world.is_tty("stdin"):
         text = decode(read_stdin(world), STDIN).rstrip("\n")
@@ -49,11 +62,24 @@ def read_question(
 
 
 def read_file(world: World, name: str) -> Document:
-    """A document by its path, relative to where the user is, or the bundled one."""
+    """A document by its path, relative to where the user is, or the bundled one; `paper.pdf:3-9` for pages of it."""
     if name == "-":
         hint = "leave it out: with -p, standard input is attached by itself"
         raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
-    return read_document(name if name == BUNDLED else world.cwd / Path(name).expanduser(), name=name)
+    bundled = split_pages(name)[0] == BUNDLED
+    return read_document(name if bundled else world.cwd / Path(name).expanduser(), name=name)
+
+
+def notes_of(document: Document) -> list[str]:
+    """What the user should know of a document as it was read, a sentence each."""
+    empty = document.without_text
+    said = f"{document.name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}, perhaps scanned"
+    return [*([said] if empty else []), *document.notes]
+
+
+def tell_notes(world: World, document: Document) -> None:
+    for note in notes_of(document):
+        tell(world, note)
 
 
 def read_system(world: World, text: str | None, file: str | None) -> str | None:

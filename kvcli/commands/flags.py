@@ -29,7 +29,7 @@ def _model(*names: str, **more: Any) -> Any:
 
 _MODEL = "demo, a folder, a Hugging Face id, or a name from your config."
 _PROMPT = "Ask this and end; - reads standard input."
-_FILE = "Attach a text file; demo:report is an example. Repeatable."
+_FILE = "Attach a file; paper.pdf:3-9 for pages of it; demo:report is an example. Repeatable."
 _SPEC = "Guess tokens and check several at once; the text stays the same."
 
 ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]

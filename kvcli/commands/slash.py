@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.commands.ask import read_file
+from kvcli.commands.ask import notes_of, read_file
 from kvcli.errors import BadInput, UsageError
 from kvcli.render import figures as f
 from kvcli.render import tables
@@ -149,13 +149,15 @@ def _edit(repl: Repl, _: str) -> None:
 # --- documents and settings
 
 
-@slash("file", "PATH", "attach a text file to the next question", completes="path")
+@slash("file", "PATH", "attach a file to the next question; paper.pdf:3-9 for pages", completes="path")
 def _file(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
-        raise UsageError("which file?", try_=["/file report.md", "/file demo:report"])
+        raise UsageError("which file?", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"])
     document = read_file(repl.world, path)
     repl.chat.attach(document)
+    for note in notes_of(document):
+        repl.warn(neutralise(note))
     tokens = document.tokens(repl.chat.model.tokenizer)
     name = neutralise(document.name, one_line=True)
     repl.say(f"attached {name} · {_counted(document.lines, 'line')} · {_counted(tokens, 'token')}")

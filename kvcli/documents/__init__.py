@@ -7,7 +7,7 @@ memory and time are bounded (outside.py), and their parsers are imported nowhere
 from kvcli.documents.decode import decode
 from kvcli.documents.document import Counter, Document, Section, Unit, mark, marked, with_documents
 from kvcli.documents.outside import Limits
-from kvcli.documents.pages import listed, parse_pages
+from kvcli.documents.pages import listed, parse_pages, split_pages
 from kvcli.documents.read import BUNDLED, MAX_BYTES, document_of, read_document, too_large
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "marked",
     "parse_pages",
     "read_document",
+    "split_pages",
     "too_large",
     "with_documents",
 ]

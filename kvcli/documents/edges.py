@@ -18,16 +18,17 @@ GAP = 1.3  # times the usual distance of rows, between what runs and the text
 NUMBER = re.compile(r"\d+|\b[ivxlc]{1,7}\b", re.IGNORECASE)
 ROMAN = {"i": 1, "v": 5, "x": 10, "l": 50, "c": 100}
 
+COUNTS = "\0"  # begins the key of a line with a page number in a place of its own
+
 Key = tuple[str, str]  # the edge, and the line with its page number taken out
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One row near an edge, and whether only more such rows and a gap lie between it and the text."""
+    """One row near an edge, and what would make it a running one."""
 
     row: Row
     keys: tuple[Key, ...]
-    apart: bool
 
 
 def without_running(pages: Sequence[tuple[int, Sequence[Piece]]]) -> Iterator[list[Piece]]:
@@ -48,13 +49,13 @@ def _running(pages: Sequence[tuple[int, Sequence[Edge]]]) -> set[Key]:
         counts = Counter(key for edges in turn for key in {k for edge in edges for k in edge.keys})
         beyond = Counter(key for edges in other for key in {k for edge in edges for k in edge.keys})
         for key, n in counts.items():
-            if n > MOST * len(turn) and n + beyond[key] >= FEW:
+            if (n > MOST * len(turn) or key[1].startswith(COUNTS)) and n + beyond[key] >= FEW:
                 found.add(key)
     return found
 
 
 def _edges(number: int, pieces: Sequence[Piece]) -> list[Edge]:
-    """The rows near the top and the bottom of a page, each as what would make it a running one."""
+    """The rows near the top and the bottom of a page."""
     ordered = rows(pieces)
     if len(ordered) < 2:
         return []
@@ -66,25 +67,28 @@ def _edges(number: int, pieces: Sequence[Piece]) -> list[Edge]:
         wide = [i for i, gap in enumerate(gaps[:DEPTH]) if gap > GAP * usual]
         for i, row in enumerate(order[:DEPTH]):
             apart = bool(wide) and i <= max(wide)
-            found.append(Edge(row, tuple((edge, key) for key in _keys(row_text(row), number, apart)), apart))
+            found.append(Edge(row, tuple((edge, key) for key in _keys(row, number, apart))))
     return found
 
 
-def _keys(text: str, page: int, apart: bool) -> Iterator[str]:
+def _keys(row: Row, page: int, apart: bool) -> Iterator[str]:
     """The line itself, and for each number in it the line with that number as its distance from the page.
 
     A line of the text that only looks alike but for its numbers is no header, so a number must count with the pages;
-    and it must stand apart from the text, or say nothing beside the number.
+    and the line must stand apart from the text, or say nothing beside the number.
     """
-    line = " ".join(text.split()).casefold()
+    line = " ".join(row_text(row).split()).casefold()
     if not line:
         return
     yield line
+    alone = {piece.text.strip(" -–—.|[]()").casefold() for piece in row}
     for found in NUMBER.finditer(line):
         value = _value(found[0])
         rest = line[: found.start()] + "#" + line[found.end() :]
         if value is not None and (apart or len(re.findall(r"[^\W\d_]", rest)) <= len("page of")):
-            yield f"{rest} {value - page:+d}"
+            # front matter and chapters have headers of their own, so such a line need not recur on most pages
+            counts = COUNTS if apart and found[0] in alone else ""
+            yield f"{counts}{rest} {value - page:+d}"
 
 
 def _value(word: str) -> int | None:

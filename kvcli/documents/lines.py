@@ -7,7 +7,7 @@ text is turned.
 from __future__ import annotations
 
 import itertools
-import unicodedata
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -39,26 +39,30 @@ class Piece:
 
 
 Row = list[Piece]
+RTL = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew, Arabic and their neighbours
 
 
 def rows(pieces: Sequence[Piece]) -> list[Row]:
     """Pieces that stand beside each other, rows from top to bottom, each from left to right (or right to left)."""
     found: list[Row] = []
-    for piece in sorted(pieces, key=lambda p: p.middle):
-        if found and _beside(found[-1], piece):
+    top = bottom = lower = 0.0
+    for piece in sorted(pieces, key=lambda p: p.y0 + p.y1):
+        y0, y1 = piece.y0, piece.y1
+        if found and min(bottom, y1) - max(top, y0) > SAME_ROW * min(lower, y1 - y0):
             found[-1].append(piece)
+            top, bottom, lower = min(top, y0), max(bottom, y1), min(lower, y1 - y0)
         else:
             found.append([piece])
-    return [sorted(row, key=lambda p: p.x0, reverse=is_rtl(row)) for row in found]
+            top, bottom, lower = y0, y1, y1 - y0
+    return [sorted(row, key=lambda p: p.x0, reverse=is_rtl(row)) if len(row) > 1 else row for row in found]
 
 
 def reading_order(pieces: Sequence[Piece]) -> list[Row]:
     """All rows in reading order: columns one after the other where the page has columns, else from top to bottom."""
-    if len(pieces) < 2 * COLUMN_LINES:
-        return rows(pieces)
-    gutter = _gutter(pieces)
+    found = rows(pieces)
+    gutter = _gutter(pieces, found)
     if gutter is None:
-        return rows(pieces)
+        return found
     above, left, right, below = gutter
     sides = (right, left) if is_rtl(pieces) else (left, right)
     return [row for part in (above, *sides, below) for row in reading_order(part)]
@@ -92,23 +96,16 @@ def paragraphs(ordered: Sequence[Row]) -> list[list[str]]:
 def is_rtl(pieces: Sequence[Piece]) -> bool:
     """Whether most letters are written from right to left."""
     text = "".join(p.text for p in pieces)
-    if text.isascii():
-        return False
-    right = sum(unicodedata.bidirectional(c) in ("R", "AL") for c in text)
-    return 2 * right > sum(c.isalpha() for c in text)
+    right = 0 if text.isascii() else sum(map(len, RTL.findall(text)))
+    return bool(right) and 2 * right > sum(c.isalpha() for c in text)
 
 
-def _beside(row: Row, piece: Piece) -> bool:
-    top, bottom = min(p.y0 for p in row), max(p.y1 for p in row)
-    shared = min(bottom, piece.y1) - max(top, piece.y0)
-    lower = min(min(p.height for p in row), piece.height)
-    return shared > SAME_ROW * lower
-
-
-def _gutter(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]] | None:
+def _gutter(
+    pieces: Sequence[Piece], found: Sequence[Row]
+) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]] | None:
     """What is above, left of, right of and below the gutter with most lines beside it; None without columns."""
     best: tuple[int, tuple[list[Piece], ...]] | None = None
-    for x in _candidates(pieces):
+    for x in _candidates(found):
         crossing = sorted((p for p in pieces if p.x0 < x < p.x1), key=lambda p: p.middle)
         edges = [float("-inf"), *(p.middle for p in crossing), float("inf")]
         for top, bottom in itertools.pairwise(edges):
@@ -126,10 +123,10 @@ def _gutter(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece], list[Pie
     return above, left, right, below
 
 
-def _candidates(pieces: Sequence[Piece]) -> list[int]:
+def _candidates(found: Sequence[Row]) -> list[int]:
     """Where a gutter may run: the middles of gaps between neighbours in a row, the frequent ones first."""
     counts: dict[int, int] = {}
-    for row in rows(pieces):
+    for row in found:
         across = sorted(row, key=lambda p: p.x0)
         for a, b in itertools.pairwise(across):
             if b.x0 - a.x1 > 0.5 * min(a.height, b.height):

@@ -162,7 +162,9 @@ def _ended(process: subprocess.Popen[bytes], answer: _Answer, job: Job, limits: 
     if process.returncode == -signal.SIGXCPU:
         return too_slow(job.name, f"more than {limits.cpu} seconds of processor time")
     if process.returncode < 0:
-        return crashed(job.name, f"its parser was ended by {signal.Signals(-process.returncode).name}")
+        name = signal.Signals(-process.returncode).name
+        most = f"{limits.memory / 2**20:,.0f} MiB"
+        return crashed(job.name, f"its parser broke off ({name}): it is damaged, or needs more than {most} of memory")
     return crashed(job.name, f"its parser ended with status {process.returncode}")
 
 

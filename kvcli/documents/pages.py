@@ -45,7 +45,7 @@ def chosen(spans: Sequence[Span], n_pages: int, name: str) -> list[int]:
                 code="no_such_page",
                 lines=[f"it has {n_pages:,} page{'s' * (n_pages != 1)}"],
                 detail={"page": beyond, "pages": n_pages},
-                try_=[f"--pages {min(first, n_pages)}-{n_pages}" if n_pages > 1 else "leave the pages out"],
+                try_=[f"pages 1-{n_pages}" if n_pages > 1 else "leave the pages out"],
             )
     return sorted({page for first, last in spans for page in range(first, (last or n_pages) + 1)})
 

@@ -21,6 +21,7 @@ class Job:
     kind: str
     spans: tuple[Span, ...] = ()  # none: all pages
     password: str | None = None
+    typed: bool = False  # whether the user said what it is
 
 
 @dataclass(slots=True)

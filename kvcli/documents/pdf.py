@@ -22,6 +22,8 @@ from kvcli.documents.repair import Words, clean, mended
 
 NEAR = 8  # pages around the chosen ones that are looked at too, to know what runs along the edges
 SPLIT = re.compile("\r\n|\r|\n|\ufffe")
+WIDE = 1.0  # width of a letter in heights from which on a run is looked at for gaps inside it
+UNKNOWN = re.compile("[\ufffd\ue000-\uf8ff]+")
 QUARTER = 1.5707963267948966
 UNREADABLE = 0.3  # share of letters without a meaning in Unicode from which on a page is said to be garbled
 
@@ -32,6 +34,7 @@ def read(file: IO[bytes], job: Job) -> Parsed:
     n_pages = len(document)
     if not n_pages:
         raise damaged(job.name, "a PDF", "it has no pages")
+    refuse_too_much(job.name, 0, 0 if job.spans else n_pages)
     wanted = chosen(job.spans, n_pages, job.name) if job.spans else list(range(1, n_pages + 1))
     around = sorted(
         {n for page in _ends(wanted) for n in range(page - NEAR, page + NEAR + 1) if 0 < n <= n_pages} | set(wanted)
@@ -121,7 +124,7 @@ def _pieces(text_page: Any) -> tuple[list[Piece], bool]:
     text = text_page.get_text_range()
     if len(text) != n:  # then places in the text are not places on the page
         text = "".join(chr(raw.FPDFText_GetUnicode(text_page, i) or 32) for i in range(n))
-    unknown = sum(c == "\ufffd" or "\ue000" <= c <= "\uf8ff" for c in text) if not text.isascii() else 0
+    unknown = sum(map(len, UNKNOWN.findall(text)))
     turned: dict[int, list[Piece]] = {}
     for start, end in _runs(text):
         first = next((i for i in range(start, end) if not text[i].isspace()), None)
@@ -159,25 +162,30 @@ def _split(text_page: Any, text: str, start: int, end: int, angle: int) -> list[
     boxes = _rects(text_page, start, end - start, angle)
     if not boxes:
         return []
-    if all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
+    loose = sum(b[2] - b[0] for b in boxes) > WIDE * (end - start) * max(b[3] - b[1] for b in boxes)
+    if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
         found = clean(text[start:end].strip(" "))
         return [_piece(found, boxes)] if found else []
-    pieces, part, held = [], start, None
-    for i in range(start, end):
+    return list(_letter_by_letter(text_page, text, range(start, end), angle))
+
+
+def _letter_by_letter(text_page: Any, text: str, run: range, angle: int) -> Iterator[Piece]:
+    """A run in pieces, by the place of every letter."""
+    letters: list[str] = []
+    boxes: list[Box] = []
+    for i in run:
         if text[i].isspace() or text[i] == "\ufffe":
+            letters.append(text[i])
             continue
-        box = _char_box(text_page, i, angle)
-        if held is not None and not _goes_on(held, box):
-            pieces.append((part, i))
-            part = i
-        held = box
-    pieces.append((part, end))
-    made = []
-    for a, b in pieces:
-        found, boxes = clean(text[a:b].strip(" ")), _rects(text_page, a, b - a, angle)
-        if found and boxes:
-            made.append(_piece(found, boxes))
-    return made
+        box = _letter(text_page, i, angle)
+        if boxes and not _goes_on(boxes[-1], box):
+            if found := clean("".join(letters).strip(" ")):
+                yield _piece(found, boxes)
+            letters, boxes = [], []
+        letters.append(text[i])
+        boxes.append(box)
+    if boxes and (found := clean("".join(letters).strip(" "))):
+        yield _piece(found, boxes)
 
 
 Box = tuple[float, float, float, float]
@@ -193,24 +201,23 @@ def _goes_on(a: Box, b: Box) -> bool:
     """Whether a box continues the line of another: at the same height, without a wide gap."""
     height = max(a[3] - a[1], b[3] - b[1])
     shared = min(a[3], b[3]) - max(a[1], b[1])
-    gap = max(b[0] - a[2], a[0] - b[2])
-    return gap < 1.2 * height and shared > -0.4 * height
+    return max(b[0] - a[2], a[0] - b[2]) < 1.2 * height and shared > -0.4 * height
 
 
 def _rects(text_page: Any, start: int, count: int, angle: int) -> list[Box]:
-    n = raw.FPDFText_CountRects(text_page, start, count)
     left, top, right, bottom = (ctypes.c_double() for _ in range(4))
     boxes = []
-    for i in range(n):
+    for i in range(raw.FPDFText_CountRects(text_page, start, count)):
         if raw.FPDFText_GetRect(text_page, i, left, top, right, bottom):
             boxes.append(_turn((left.value, bottom.value, right.value, top.value), angle))
     return boxes
 
 
-def _char_box(text_page: Any, i: int, angle: int) -> Box:
-    left, right, bottom, top = (ctypes.c_double() for _ in range(4))
-    raw.FPDFText_GetCharBox(text_page, i, left, right, bottom, top)
-    return _turn((left.value, bottom.value, right.value, top.value), angle)
+def _letter(text_page: Any, i: int, angle: int) -> Box:
+    """The place of a letter with the room its font gives it."""
+    box = raw.FS_RECTF()
+    raw.FPDFText_GetLooseCharBox(text_page, i, box)
+    return _turn((box.left, box.bottom, box.right, box.top), angle)
 
 
 def _turn(box: Box, angle: int) -> Box:
@@ -218,8 +225,8 @@ def _turn(box: Box, angle: int) -> Box:
     left, bottom, right, top = box
     if angle == 0:
         return left, -top, right, -bottom
-    if angle == 1:  # written upwards or downwards: see QUARTER
-        return bottom, left, top, right
+    if angle == 1:  # written downwards
+        return -top, -right, -bottom, -left
     if angle == 2:
         return -right, bottom, -left, top
-    return -top, -right, -bottom, -left
+    return bottom, left, top, right

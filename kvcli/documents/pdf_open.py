@@ -42,7 +42,7 @@ def _why(job: Job, error: int) -> BadInput:
             f"{job.name} is encrypted",
             code="encrypted",
             lines=["it opens with a password only"],
-            try_=["--password-file FILE, the password on its first line"],
+            try_=["kvcli summarize --password-file FILE", "a copy saved without its password"],
         )
     if error == raw.FPDF_ERR_PASSWORD:
         return BadInput(

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from kvcli.documents.document import Section, marked
+from kvcli.documents.document import Section, Unit, marked
 from kvcli.documents.pages import chosen
 from kvcli.documents.parsed import Job, Parsed, refuse_pages, refuse_too_much
 
@@ -30,9 +30,17 @@ def parse_plain(text: str, job: Job) -> Parsed:
     if len(headed) > 1:
         sections = number(headed)
         return Parsed(job.kind, "heading", sections, title=headed[0][0] if headed[0][0] != OPENING else headed[1][0])
-    sections = [Section(i, label, body) for i, (label, body) in enumerate(_blocks(text), 1)]
+    unit, sections = sections_of([("", text)])
     refuse_too_much(job.name, len(text), len(sections))
-    return Parsed(job.kind, "line", sections)
+    return Parsed(job.kind, unit, sections)
+
+
+def sections_of(headed: Sequence[tuple[str, str]]) -> tuple[Unit, list[Section]]:
+    """Sections under headings, an empty one being that of the opening; blocks of lines where nothing is headed."""
+    if len(headed) > 1:
+        return "heading", number(headed)
+    text = headed[0][1] if headed else ""
+    return "line", [Section(i, label, body) for i, (label, body) in enumerate(_blocks(text), 1)]
 
 
 def number(headed: Sequence[tuple[str, str]]) -> list[Section]:

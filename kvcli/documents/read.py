@@ -43,9 +43,10 @@ def read_document(
     """
     file, spans = _place(path, pages)
     shown = name or str(path)
-    if spans and name and not pages:
-        shown = split_pages(name)[0]
-    job = Job(shown, check_type(type) or "", spans, password)
+    if spans and not pages:
+        shown = split_pages(shown)[0]
+    kind = check_type(type)
+    job = Job(shown, kind or "", spans, password, typed=kind is not None)
     called = BUNDLED if file == BUNDLED else Path(file).name
     found = _bundled() if file == BUNDLED else Path(file).expanduser()
     try:
@@ -69,7 +70,8 @@ def document_of(
     limits: Limits | None = None,
 ) -> Document:
     """A document from bytes already read, standard input for example."""
-    job = Job(name, check_type(type) or sniff(data[:HEAD], name), parse_pages(pages) if pages else (), password)
+    kind, spans = check_type(type), parse_pages(pages) if pages else ()
+    job = Job(name, kind or sniff(data[:HEAD], name), spans, password, typed=kind is not None)
     if job.kind in ("text", "markdown"):
         return _text(data, job)
     with tempfile.TemporaryFile() as copy:
@@ -103,6 +105,8 @@ def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None)
             size += len(chunk)
             if size > most:  # a pipe or a device does not tell its size beforehand
                 raise too_large(job.name, size, most)
+            if S_ISREG(before.st_mode) and size > before.st_size:  # it may grow as fast as it is read
+                raise changed(job.name)
             chunk = stream.read(CHUNK)
         after = os.fstat(stream.fileno())
         if S_ISREG(after.st_mode) and (before.st_mtime_ns, size) != (after.st_mtime_ns, after.st_size):
@@ -135,7 +139,7 @@ def _outside(file: IO[bytes], job: Job, sha256: str, limits: Limits | None) -> D
 
 
 def _document(job: Job, text: str, sha256: str, parsed: Parsed) -> Document:
-    note = disagreement(job.name, parsed.kind)
+    note = None if job.typed else disagreement(job.name, parsed.kind)
     return Document(
         job.name,
         text,

@@ -13,9 +13,10 @@ HYPHENS = "-\u2010" + SOFT + BREAK
 # ligatures of Latin type, and the shapes that letters of Arabic and Hebrew take in print
 SHAPES = re.compile("[\ufb00-\ufb06\ufb13-\ufb17\ufb1d-\ufdff\ufe70-\ufeff]+")
 # controls but tab and newline, and signs that steer direction or mark the order of bytes
+PAIR = re.compile("[\ud800-\udfff]")
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
 WORD = re.compile(r"[^\W\d_]+(?:[-’'][^\W\d_]+)*")
-HEAD = re.compile(rf"([^\W_]+(?:-[^\W_]+)*)[{HYPHENS}]$")
+HEAD = re.compile(r"[^\W_]+(?:-[^\W_]+)*$")
 TAIL = re.compile(r"[^\W_]+(?:[-’'][^\W_]+)*")
 MARKS = re.compile(r"^\[((?:p\.|§|l\.) [^\]\n]*)\](?=[ \t]*$)", re.M)
 
@@ -24,6 +25,8 @@ def clean(text: str) -> str:
     """Letters for ligatures and shapes, no soft hyphens, no signs that nobody sees; breaks of words stay marked."""
     if text.isascii() and text.isprintable():
         return text
+    if PAIR.search(text):  # letters beyond the first plane, as two halves
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     text = SHAPES.sub(lambda m: unicodedata.normalize("NFKC", m[0]), text.replace("\u00a0", " ").replace("\t", " "))
     if text.endswith((SOFT, BREAK)):
         return UNSEEN.sub("", text[:-1].replace(SOFT, "")) + SOFT
@@ -68,7 +71,7 @@ def mended(paragraphs: Sequence[Sequence[str]], words: Words) -> str:
     """Lines in paragraphs as text; a word broken at the end of a line is whole again, at the end of that line."""
     lines: list[str] = []
     for i, paragraph in enumerate(paragraphs):
-        broken = bool(i and lines and HEAD.search(lines[-1]) and paragraph and paragraph[0][:1].islower())
+        broken = bool(i and lines and _broken(lines[-1]) and paragraph and paragraph[0][:1].islower())
         if i and not broken:
             lines.append("")
         for line in paragraph:
@@ -78,12 +81,21 @@ def mended(paragraphs: Sequence[Sequence[str]], words: Words) -> str:
     return unmarked("\n".join(line.rstrip(SOFT) + ("-" if line.endswith(SOFT) else "") for line in lines))
 
 
+def _broken(line: str) -> str | None:
+    """The beginning of the word that breaks at the end of a line."""
+    if not line.endswith(tuple(HYPHENS)):
+        return None
+    found = HEAD.search(line[:-1].rsplit(None, 1)[-1] if len(line) > 1 else "")
+    return found[0] if found else None
+
+
 def _joined(lines: list[str], line: str, words: Words) -> str:
     """Completes the word at the end of the lines so far, and returns what is left of the next line."""
-    head, tail = HEAD.search(lines[-1]), TAIL.match(line)
+    head = _broken(lines[-1])
+    tail = TAIL.match(line) if head else None
     if not head or not tail:
         return line
-    hyphen = words.joint(head[1], tail[0])
+    hyphen = words.joint(head, tail[0])
     rest = line[tail.end() :]
     punctuation = re.match(r"[^\w\s]*", rest)
     end = tail.end() + (punctuation.end() if punctuation else 0)

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from kvcli.documents.outside import crashed, too_heavy
 from kvcli.documents.parsed import Job, Parsed, damaged
+from kvcli.documents.sniff import WORDS
 from kvcli.errors import BadInput, KvcliError
 
 READERS = ("pdf", "html", "epub", "docx")
@@ -49,7 +50,16 @@ def parse(file: IO[bytes], job: Job) -> Parsed:
         kind = kind_of(file, job.name)
     if kind not in READERS:
         raise BadInput(f"there is no reader for {kind}", code="unknown_type")
-    parsed: Parsed = import_module(f"kvcli.documents.{kind}").read(file, job)
+    try:
+        reader = import_module(f"kvcli.documents.{kind}")
+    except ModuleNotFoundError as error:
+        raise BadInput(
+            f"{job.name} is {WORDS[kind]}, whose reader is not installed",
+            code="missing_extra",
+            lines=[f"there is no module {error.name}"],
+            try_=["pip install 'kvcli[docs]'"],
+        ) from None
+    parsed: Parsed = reader.read(file, job)
     return parsed
 
 

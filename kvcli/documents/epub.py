@@ -1,0 +1,141 @@
+"""EPUB: the chapters of its spine in order, each a page of HTML in an archive."""
+
+from __future__ import annotations
+
+import posixpath
+import zipfile
+from typing import IO, Any
+from urllib.parse import unquote
+
+from lxml import etree
+
+from kvcli.documents.markup import read_markup
+from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_pages, refuse_too_much
+from kvcli.documents.plain import number
+from kvcli.documents.repair import clean
+from kvcli.documents.zipped import member, open_zip
+from kvcli.errors import BadInput
+
+CONTAINER = "META-INF/container.xml"
+LOCKED = "META-INF/encryption.xml"
+PAGES = ("application/xhtml+xml", "text/html", "application/xml", "text/xml")
+
+
+def read(file: IO[bytes], job: Job) -> Parsed:
+    """One section a chapter, named by the book's table of contents, else by its first heading."""
+    refuse_pages(job.name, job.spans, "it is an EPUB, whose pages depend on the screen")
+    with open_zip(file, job.name) as archive:
+        package = _package(archive, job.name)
+        book = parse_xml(member(archive, package, job.name), job.name)
+        items = _items(book, package, job.name)
+        spine = _spine(book, items)
+        _refuse_locked(archive, spine, job.name)
+        names = _contents(archive, items, job.name)
+        chapters: list[tuple[str, str]] = []
+        size = 0
+        for path in spine:
+            title, headed = read_markup(member(archive, path, job.name), job.name, "an EPUB")
+            if not headed:
+                continue  # a cover, a picture
+            first = next((heading for heading, _ in headed if heading), None)
+            label = names.get(path) or first or title or f"Chapter {len(chapters) + 1}"
+            chapters.append((label, "\n\n".join(body for _, body in headed)))
+            size += len(chapters[-1][1])
+            refuse_too_much(job.name, size, len(chapters))
+    if not chapters:
+        raise no_text(job.name, "its chapters hold pictures only")
+    return Parsed("epub", "chapter", number(chapters), title=_title(book))
+
+
+def parse_xml(data: bytes, name: str) -> Any:
+    """XML without entities, without a network, and no deeper than libxml2 finds safe."""
+    parser = etree.XMLParser(resolve_entities=False, huge_tree=False, no_network=True, load_dtd=False, remove_pis=True)
+    try:
+        root = etree.fromstring(data, parser)
+    except (etree.XMLSyntaxError, ValueError) as error:
+        raise damaged(name, "an EPUB", f"its XML is broken: {error}"[:200]) from None
+    declared = root.getroottree().docinfo.internalDTD
+    if declared is not None and list(declared.iterentities()):
+        raise damaged(name, "an EPUB", "it declares entities of its own, which can be made to fill memory")
+    return root
+
+
+def _all(element: Any, tag: str) -> list[Any]:
+    """Descendants by name, whatever their namespace."""
+    return [e for e in element.iter("{*}" + tag) if isinstance(e.tag, str)]
+
+
+def _package(archive: zipfile.ZipFile, name: str) -> str:
+    roots = _all(parse_xml(member(archive, CONTAINER, name), name), "rootfile")
+    path = roots[0].get("full-path") if roots else None
+    if not path:
+        raise damaged(name, "an EPUB", f"{CONTAINER} names no book")
+    return _inside("", path, name)
+
+
+def _inside(folder: str, href: str, name: str) -> str:
+    """A link as a path in the archive; refuses one that leads out of it."""
+    path = posixpath.normpath(posixpath.join(folder, unquote(href.partition("#")[0])))
+    if path.startswith(("/", "..")) or "\0" in path:
+        raise damaged(name, "an EPUB", f"a path in it leads outside: {href[:80]!r}")
+    return path
+
+
+def _items(book: Any, package: str, name: str) -> dict[str, tuple[str, str, str]]:
+    """id -> path, media type, properties."""
+    folder = posixpath.dirname(package)
+    found = {}
+    for item in _all(book, "item"):
+        href = item.get("href")
+        if item.get("id") and href and "://" not in href:
+            path = _inside(folder, href, name)
+            found[item.get("id")] = path, item.get("media-type", ""), item.get("properties", "")
+    return found
+
+
+def _spine(book: Any, items: dict[str, tuple[str, str, str]]) -> list[str]:
+    """Paths of the chapters in order, each once: a book that names one a thousand times is no longer for it."""
+    refs = [items.get(ref.get("idref", "")) for ref in _all(book, "itemref")]
+    return list(dict.fromkeys(item[0] for item in refs if item and item[1] in PAGES))
+
+
+def _refuse_locked(archive: zipfile.ZipFile, spine: list[str], name: str) -> None:
+    if LOCKED not in archive.namelist():
+        return
+    locked = {
+        unquote(e.get("URI", "")) for e in _all(parse_xml(member(archive, LOCKED, name), name), "CipherReference")
+    }
+    if locked & set(spine):
+        raise BadInput(f"{name} is encrypted", code="encrypted", lines=["its chapters are under copy protection (DRM)"])
+
+
+def _contents(archive: zipfile.ZipFile, items: dict[str, tuple[str, str, str]], name: str) -> dict[str, str]:
+    """Chapter names by path, from the navigation page or the older NCX file; a book may have neither."""
+    names: dict[str, str] = {}
+    for path, kind, properties in items.values():
+        folder = posixpath.dirname(path)
+        if kind != "application/x-dtbncx+xml" and "nav" not in properties.split():
+            continue
+        try:
+            root = parse_xml(member(archive, path, name), name)
+            for link in _all(root, "a"):
+                _name(names, folder, link.get("href"), "".join(link.itertext()), name)
+            for point in _all(root, "navPoint"):
+                content = next(iter(_all(point, "content")), None)
+                words = next(iter(_all(point, "text")), None)
+                if content is not None and words is not None:
+                    _name(names, folder, content.get("src"), "".join(words.itertext()), name)
+        except BadInput:
+            continue  # the chapters can be read without their names
+    return names
+
+
+def _name(names: dict[str, str], folder: str, href: str | None, words: str, name: str) -> None:
+    label = clean(" ".join(words.split()))
+    if href and label:
+        names.setdefault(_inside(folder, href, name), label)
+
+
+def _title(book: Any) -> str | None:
+    titles = [clean(" ".join("".join(e.itertext()).split())) for e in _all(book, "title")]
+    return next(filter(None, titles), None)

@@ -1,0 +1,88 @@
+"""EPUB and DOCX files written here."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+
+CONTAINER = (
+    '<?xml version="1.0"?><container version="1.0" xmlns="urn:oasis:names:tc:opendocument:xmlns:container">'
+    '<rootfiles><rootfile full-path="{}" media-type="application/oebps-package+xml"/></rootfiles></container>'
+)
+PAGE = '<html xmlns="http://www.w3.org/1999/xhtml"><head><title>t</title></head><body>{}</body></html>'
+XHTML = "application/xhtml+xml"
+CHAPTERS = {
+    "text/one.xhtml": "<h1>The river</h1><p>Ice on the river.</p>",
+    "text/two.xhtml": "<h1>The bridge</h1><p>The bridge held.</p><h2>Repairs</h2><p>It was mended.</p>",
+    "text/three.xhtml": "<p>A last word.</p>",
+}
+CONTENTS = {"text/one.xhtml": "Of the river", "text/two.xhtml#top": "Of the bridge"}
+
+
+def epub(
+    chapters: Mapping[str, str] | None = None,
+    *,
+    package: str = "OEBPS/book.opf",
+    hrefs: Mapping[str, str] | None = None,
+    more: Mapping[str, str | bytes] | None = None,
+    dtd: str = "",
+) -> bytes:
+    """A book with these chapters by path below the package's folder; `hrefs` says other links for some."""
+    chapters = CHAPTERS if chapters is None else chapters
+    links = {path: (hrefs or {}).get(path, path) for path in chapters}
+    items = "".join(f'<item id="c{i}" href="{link}" media-type="{XHTML}"/>' for i, link in enumerate(links.values()))
+    refs = "".join(f'<itemref idref="c{i}"/>' for i in range(len(chapters)))
+    nav = "".join(f'<li><a href="{href}">{name}</a></li>' for href, name in CONTENTS.items())
+    opf = (
+        f'<?xml version="1.0"?>{dtd}<package xmlns="http://www.idpf.org/2007/opf" version="3.0"><metadata '
+        'xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>A Book of Rivers</dc:title></metadata>'
+        f'<manifest>{items}<item id="nav" href="nav.xhtml" media-type="{XHTML}" properties="nav"/></manifest>'
+        f"<spine>{refs}</spine></package>"
+    )
+    folder = package.rpartition("/")[0]
+    base = f"{folder}/" if folder else ""
+    files: dict[str, str | bytes] = {
+        "mimetype": "application/epub+zip",
+        "META-INF/container.xml": CONTAINER.format(package),
+        package: opf,
+        f"{base}nav.xhtml": f'<html xmlns="http://www.w3.org/1999/xhtml"><body><nav><ol>{nav}</ol></nav></body></html>',
+    }
+    for path, body in chapters.items():
+        files[base + path] = PAGE.format(body)
+    return zipped(files | dict(more or {}))
+
+
+def zipped(files: Mapping[str, str | bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def docx_file() -> bytes:
+    """Headings, a table, a list, and text in tracked changes."""
+    import docx
+    from docx.oxml import parse_xml
+    from docx.oxml.ns import nsdecls
+
+    document = docx.Document()
+    document.core_properties.title = "A letter about rivers"
+    document.add_paragraph("Before all headings.")
+    document.add_heading("Methods", 1)
+    document.add_paragraph("We measured the ef\ufb01cient gauge.")
+    table = document.add_table(rows=2, cols=2)
+    for i, word in enumerate(("depot", "stock", "Gimness", "59")):
+        table.cell(i // 2, i % 2).text = word
+    document.add_heading("Results", 2)
+    paragraph = document.add_paragraph("It was ")
+    w = nsdecls("w")
+    paragraph._p.append(parse_xml(f"<w:del {w}><w:r><w:delText>bad</w:delText></w:r></w:del>"))
+    paragraph._p.append(parse_xml(f"<w:ins {w}><w:r><w:t>good</w:t></w:r></w:ins>"))
+    paragraph._p.append(parse_xml(f"<w:r {w}><w:rPr><w:vanish/></w:rPr><w:t>secret</w:t></w:r>"))
+    document.add_heading("Results", 2)
+    document.add_paragraph("Said again.")
+    out = io.BytesIO()
+    document.save(out)
+    return out.getvalue()
