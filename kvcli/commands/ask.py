@@ -66,7 +66,7 @@ def read_file(world: World, name: str) -> Document:
     if name == "-":
         hint = "leave it out: with -p, standard input is attached by itself"
         raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
-    bundled = split_pages(name)[0] == BUNDLED
+    bundled = split_pages(name)[0] in BUNDLED
     return read_document(name if bundled else world.cwd / Path(name).expanduser(), name=name)
 
 

@@ -96,7 +96,14 @@ def _typeset(canvas: object, page: Page, size: tuple[float, float], of: int) -> 
     canvas.line(48, height - 39, width - 48, height - 39)
     canvas.drawCentredString(width / 2, 26, f"Page {page.number} of {of}")
     body = ParagraphStyle(
-        "body", fontName="Times-Roman", fontSize=10, leading=13, alignment=TA_JUSTIFY, spaceAfter=6, splitLongWords=0
+        "body",
+        fontName="Times-Roman",
+        fontSize=10,
+        leading=13,
+        alignment=TA_JUSTIFY,
+        spaceAfter=6,
+        splitLongWords=0,
+        embeddedHyphenation=1,
     )
     heading = ParagraphStyle("heading", parent=body, fontName="Helvetica-Bold", fontSize=12, leading=16, spaceBefore=6)
     flow = [
@@ -114,10 +121,10 @@ def _hyphenated(text: str) -> str:
 
 
 def _syllables(word: str) -> str:
-    """A soft hyphen before each consonant that a vowel follows, three letters from either end at least."""
+    """A soft hyphen before each consonant that a vowel follows, some letters from either end."""
     found = ""
     for i, letter in enumerate(word):
-        inside = 3 <= i <= len(word) - 3
+        inside = 3 <= i <= len(word) - 4
         if inside and letter not in VOWELS and word[i + 1] in VOWELS:
             found += "\N{SOFT HYPHEN}"
         found += letter

@@ -21,7 +21,7 @@ from kvcli.errors import BadInput, UsageError
 
 MAX_BYTES = 64 * 2**20  # of a text; a page of HTML or an archive may be no larger either
 MAX_PDF = 512 * 2**20  # pictures are not read, so a PDF may be large
-BUNDLED = "demo:report"  # the example document, by name
+BUNDLED = ("demo:report", "demo:pdf")  # the example documents, by name
 CHUNK = 1 << 20
 
 
@@ -35,7 +35,7 @@ def read_document(
     type: str | None = None,
     limits: Limits | None = None,
 ) -> Document:
-    """Read a PDF, HTML, EPUB, DOCX, markdown or text file, or the bundled example `demo:report`.
+    """Read a PDF, HTML, EPUB, DOCX, markdown or text file, or a bundled example: `demo:report`, `demo:pdf`.
 
     `paper.pdf:3-9` reads those pages, as `pages` does, unless a file of that whole name exists. What the file is shows
     in its content first; `type` overrides that. Messages call the file by `name`, as the user typed it; the document
@@ -47,8 +47,8 @@ def read_document(
         shown = split_pages(shown)[0]
     kind = check_type(type)
     job = Job(shown, kind or "", spans, password, typed=kind is not None)
-    called = BUNDLED if file == BUNDLED else Path(file).name
-    found = _bundled() if file == BUNDLED else Path(file).expanduser()
+    called = file if file in BUNDLED else Path(file).name
+    found = _bundled(file) if file in BUNDLED else Path(file).expanduser()
     try:
         if found.is_dir():
             raise BadInput(f"{shown} is a folder, not a file", code="is_a_folder", try_=[f"a file in it: {shown}/FILE"])
@@ -154,10 +154,10 @@ def _document(job: Job, text: str, sha256: str, parsed: Parsed) -> Document:
     )
 
 
-def _bundled() -> Path:
-    from kvcli.demo import report_path
+def _bundled(name: str) -> Path:
+    from kvcli.demo import report_path, sample_path
 
-    return report_path()
+    return sample_path() if name == "demo:pdf" else report_path()
 
 
 def too_large(name: str, size: int, limit: int) -> BadInput:
@@ -183,7 +183,7 @@ def _similar(file: Path) -> list[str]:
     from difflib import get_close_matches
 
     try:
-        names = [BUNDLED, *(entry.name for entry in file.parent.iterdir())]
+        names = [*BUNDLED, *(entry.name for entry in file.parent.iterdir())]
     except OSError:
-        names = [BUNDLED]
+        names = list(BUNDLED)
     return [f"did you mean {match}?" for match in get_close_matches(file.name, names, 1)]
