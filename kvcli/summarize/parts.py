@@ -91,8 +91,8 @@ def cut(pieces: Sequence[Piece], most: int, count: Count, *, cite: bool = True, 
         middle = (low + high) // 2
         low, high = (low, middle) if len(_packed(atoms, middle)) <= n else (middle + 1, high)
     packed = [_joined(group) for group in _packed(atoms, high)]
-    heads = [[], *(_tail(before, overlap, count, cite) for before in packed[:-1])]
-    return [Part(i, (*head, *group), cite) for i, (head, group) in enumerate(zip(heads, packed, strict=True), 1)]
+    heads = [_tail(before, overlap, count, cite) for before in [[], *packed[:-1]]]
+    return [Part(i, (*head, *group), cite) for i, (head, group) in enumerate(zip(heads, packed, strict=False), 1)]
 
 
 def flow(text: str) -> str:
