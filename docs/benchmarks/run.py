@@ -40,6 +40,8 @@ RESULTS = {
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "profiling": "python tests/bench/profiling.py",
     "draft-overhead": "python tests/bench/draft_overhead.py",
+    "citations": "python tests/bench/citations.py --grid",
+    "summarize": "python tests/bench/summarize.py --chunk 0 2500",
 }
 
 

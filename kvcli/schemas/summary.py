@@ -134,7 +134,7 @@ def plan_document(plan: Plan, sources: Sequence[SourceFacts]) -> SummaryPlanDocu
             part=part.number,
             first=part.span[0].label,
             last=part.span[1].label,
-            document_=part.span[0].document or None,
+            document=part.span[0].document or None,
             prompt=prompt,
         )
         for part, prompt in zip(plan.parts, plan.prompts, strict=True)
@@ -180,7 +180,7 @@ def _cite(cite: Cite, checked: bool) -> CiteFacts:
         page=_page(cite.place),
         unit=cite.place.unit,
         label=cite.place.label,
-        document_=cite.place.document or None,
+        document=cite.place.document or None,
         confirmed=cite.confirmed if checked else None,
         corrected=cite.corrected,
         instead_of=cite.instead_of,

@@ -1,26 +1,32 @@
 """Summaries of generated PDFs by the bundled model: findings told, citations right, before and after the check.
 
-python tests/bench/summarize.py --n 21 --json docs/benchmarks/summarize.json
+    python tests/bench/summarize.py [--n 21] [--chunk 0 2500] [--out FILE]
+
+Whole documents, and with --chunk also in parts. The first is the shipped demo:pdf. Prints a line each, then JSON on the
+last line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import time
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import kvcli
-from kvcli.demo.report import Finding
-from kvcli.demo.sample import SEED, pdf_bytes, write_sample
-from kvcli.documents import document_of
-from kvcli.local import Model
-from kvcli.summarize.request import Request
-from kvcli.summarize.result import Point, Summary
-from kvcli.summarize.run import summary_of
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import kvcli  # noqa: E402
+from kvcli.demo.report import Finding  # noqa: E402
+from kvcli.demo.sample import SEED, pdf_bytes, write_sample  # noqa: E402
+from kvcli.documents import document_of  # noqa: E402
+from kvcli.local import Model  # noqa: E402
+from kvcli.summarize.request import Request  # noqa: E402
+from kvcli.summarize.result import Point, Summary  # noqa: E402
+from kvcli.summarize.run import summary_of  # noqa: E402
+from tests.bench.decode import machine  # noqa: E402
 
 
 def is_told(finding: Finding, points: Sequence[Point]) -> Point | None:
@@ -52,43 +58,36 @@ def count(summary: Summary, findings: Sequence[Finding]) -> dict[str, int]:
 def one(model: Model, seed: int, request: Request) -> dict[str, Any]:
     sample = write_sample(seed)
     document = document_of(pdf_bytes(sample), f"seed-{seed}.pdf")
-    began = time.perf_counter()
     summary = summary_of(model, [document], request)
     figures = count(summary, sample.findings)
     is_all = figures["told"] == figures["points"] == figures["findings"] == figures["pages_right"]
     prompts = [answered.turn.stats.prompt for answered in summary.turns]
-    seconds = round(time.perf_counter() - began, 1)
-    return {"seed": seed, "perfect": is_all, **figures, "prompts": prompts, "seconds": seconds}
+    return {"seed": seed, "perfect": is_all, **figures, "prompts": prompts}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=21)
-    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--chunk", type=int, nargs="*", default=[0], help="tokens of a part; 0 = whole")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    found: dict[str, Any] = {"schema": "kvcli.bench.summarize/1", "shipped_seed": SEED, "runs": {}}
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found: dict[str, Any] = {
+        "schema": "kvcli.bench.summarize/1",
+        "environment": machine(),
+        "shipped_seed": SEED,
+        "runs": [],
+    }
     with kvcli.load("demo") as model:
-        for chunk in options.chunk:
+        for chunk in args.chunk:
             rows = []
-            for seed in range(options.seed, options.seed + options.n):
+            for seed in range(SEED, SEED + args.n):
                 rows.append(one(model, seed, Request(chunk=chunk or None)))
                 print(chunk or "whole", json.dumps(rows[-1]), flush=True)
-            found["runs"][str(chunk or "whole")] = {
-                "documents": len(rows),
-                "perfect": sum(row["perfect"] for row in rows),
-                **{
-                    k: sum(row[k] for row in rows)
-                    for k in rows[0]
-                    if isinstance(rows[0][k], int) and k not in ("seed", "perfect")
-                },
-                "rows": rows,
-            }
-            print(json.dumps({k: v for k, v in found["runs"][str(chunk or "whole")].items() if k != "rows"}))
-    if options.json:
-        text = re.sub(r"\n {5,}", " ", json.dumps(found, indent=1))
-        options.json.write_text(text + "\n", encoding="utf-8")
+            sums = {key: sum(row[key] for row in rows) for key in rows[0] if key not in ("seed", "prompts")}
+            found["runs"].append({"chunk": chunk or None, "documents": len(rows), **sums, "rows": rows})
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

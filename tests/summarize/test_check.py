@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcli.summarize.cases import KINDS, cases
 from kvcli.summarize.check import Checker, Claim, Passage
 from kvcli.summarize.cites import Bracket, Place, find, write
-from kvcli.summarize.measure import is_right, judged
 from kvcli.summarize.words import units, words
+from tests.bench.citations import is_right, judged
+from tests.summarize.cases import KINDS, cases
 
 EACH = 24  # cases of each kind, 264 in all
 

@@ -9,11 +9,16 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from kvcli.summarize.cases import Case, Wanted, cases
-from kvcli.summarize.check import WITH_NUMBERS, WITHOUT, Checker
-from kvcli.summarize.cites import Bracket, Place
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvcli.summarize.check import WITH_NUMBERS, WITHOUT, Checker  # noqa: E402
+from kvcli.summarize.cites import Bracket, Place  # noqa: E402
+from tests.bench.decode import machine  # noqa: E402
+from tests.summarize.cases import Case, Wanted, cases  # noqa: E402
 
 GRID = (0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
 
@@ -51,25 +56,27 @@ def grid(chosen: Sequence[Case]) -> list[dict[str, float]]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None, out: Callable[[str], object] = sys.stdout.write) -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvcli.summarize.measure", description=__doc__)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=40, help="cases of each kind")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--grid", action="store_true", help="also try other shares, on half as many cases of another seed"
-    )
-    options = parser.parse_args(arguments)
+    parser.add_argument("--grid", action="store_true", help="also try other shares, on half as many of another seed")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
     found: dict[str, object] = {
-        "schema": "kvcli.citations/1",
-        "n": options.n,
-        "seed": options.seed,
+        "schema": "kvcli.bench.citations/1",
+        "environment": machine(),
+        "n": args.n,
+        "seed": args.seed,
         "with_numbers": WITH_NUMBERS,
         "without": WITHOUT,
-        "by_kind": table(cases(options.n, options.seed)),
+        "by_kind": table(cases(args.n, args.seed)),
     }
-    if options.grid:
-        found["grid"] = grid(list(cases(max(1, options.n // 2), options.seed + 1)))
-    out(json.dumps(found, indent=1) + "\n")
+    if args.grid:
+        found["grid"] = grid(list(cases(max(1, args.n // 2), args.seed + 1)))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
