@@ -142,8 +142,15 @@ class Checker:
         if len(found) == 2 and found[1] == found[0] + 1 and self.seams[found[0]] is not None:
             own = [i for i in found if any(self._has(claim.words, unit) for unit in self.passages[i].units)]
             found = own if len(own) == 1 else found[:1] if not own else found
+        if len(found) > 1:  # several are near it; does one have all of it?
+            found = [i for i in found if self._has_all(claim, i)]
         places = {(self.passages[i].place.document, self.passages[i].place.label) for i in found}
         return found[0] if len(places) == 1 else None
+
+    def _has_all(self, claim: Claim, i: int) -> bool:
+        """Whether one sentence of a passage has every word of the claim."""
+        keys = {word.key for word in claim.words}
+        return any(keys <= unit.keys for unit in self.passages[i].units)
 
     def _units(self, at: Collection[int]) -> list[Unit]:
         """Sentences of these passages, those included that begin or end on the next page."""
@@ -200,9 +207,12 @@ def _seam(before: Passage, after: Passage) -> Passage | None:
 
 
 def _stands_alone(part: Sequence[Word], text: str) -> bool:
-    """Whether a part of a claim can be looked for by itself: three words beside its numbers and their units."""
+    """Whether a part of a claim can be looked for by itself: three words, at most one of them a number.
+
+    The unit behind a number counts for nothing.
+    """
     telling = {word.key for i, word in enumerate(part) if not word.is_number and not _measures(part, i, text)}
-    return len(telling) >= 3
+    return len(telling) >= 2 and len(telling) + any(word.is_number for word in part) >= 3
 
 
 def _measures(part: Sequence[Word], i: int, text: str) -> bool:

@@ -21,7 +21,8 @@ _LETTER = rf"(?:(?!{_CJK})\w)"
 _WORD = re.compile(rf"{_CJK}|{_LETTER}+(?:['’.,]{_LETTER}+)*")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _FULL = r"\u3002\uff01\uff1f"  # full stop, exclamation and question mark of Chinese and Japanese
-_ENDS = re.compile(rf"[.!?…{_FULL}]+[\"')\]”’»]*(?=\s|\Z)|[{_FULL}]|\n\s*\n|\n(?=\s*(?:[-*•–]|\d+[.)])\s)")
+_HEADED = r"(?m:^#{1,6}[ \t][^\n]*(?:\n|\Z))"  # a heading of markdown is a sentence, and so is each item of a list
+_ENDS = re.compile(rf"{_HEADED}|[.!?…{_FULL}]+[\"')\]”’»]*(?=\s|\Z)|[{_FULL}]|\n\s*\n|\n(?=\s*(?:[-*•–]|\d+[.)])\s)")
 _STARTS = re.compile(rf"(?:\A|[.!?:…{_FULL}]|\n\s*\n)[\s\"'(“\u2018«*#•–-]*\Z")
 
 COUNTED = {w: str(n) for n, w in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}

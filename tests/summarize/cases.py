@@ -68,6 +68,8 @@ def shortened(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None
     for cut in (" while ", " because ", ", the last", " and the "):
         if cut in sentence:
             return sentence.partition(cut)[0] + ".", page
+    if re.match(r"The .+ of .+ is ", sentence):
+        return None  # without its value it says nothing
     kept = sentence.removesuffix(".").split()
     return (" ".join(kept[:-1]) + ".", page) if len(kept) > 6 else None
 

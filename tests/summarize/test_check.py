@@ -74,6 +74,11 @@ def test_a_sentence_over_two_pages_is_on_both():
     assert [shown(texts, f"{claim} [p. {n}]") for n in (1, 2, 3)] == ["[p. 1]", "[p. 2]", "[p. 1]"]
 
 
+def test_a_heading_is_a_sentence_of_its_own():
+    found = [unit.line.split() for unit in units("## Depths of wells\nThe pump leaked.\n# More\n- Red\n- Blue")]
+    assert found == [["depth", "well"], ["pump", "leak"], [], ["red"], ["blu"]]
+
+
 def test_numbers_of_the_citations_in_a_text_count_for_nothing():
     assert shown(["The pump leaked for a day [p. 4]."], "The pump leaked for 4 days [p. 1]") == "[p. 1?]"
 
