@@ -40,6 +40,7 @@ RESULTS = {
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "profiling": "python tests/bench/profiling.py",
     "draft-overhead": "python tests/bench/draft_overhead.py",
+    "extract": "python tests/bench/extract.py",
 }
 
 

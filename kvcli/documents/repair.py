@@ -16,6 +16,7 @@ SHAPES = re.compile("[\ufb00-\ufb06\ufb13-\ufb17\ufb1d-\ufdff\ufe70-\ufeff]+")
 PAIR = re.compile("[\ud800-\udfff]")
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
 WORD = re.compile(r"[^\W\d_]+(?:[-’'][^\W\d_]+)*")
+BROKEN = re.compile(rf"[^\W\d_]+[{HYPHENS}]$", re.M)
 HEAD = re.compile(r"[^\W_]+(?:-[^\W_]+)*$")
 TAIL = re.compile(r"[^\W_]+(?:[-’'][^\W_]+)*")
 MARKS = re.compile(r"^\[((?:p\.|§|l\.) [^\]\n]*)\](?=[ \t]*$)", re.M)
@@ -42,15 +43,20 @@ class Words:
     """The words of a document, which decide whether a hyphen at the end of a line is part of one."""
 
     def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
+        self._lines: list[str] = []
+        self._seen: Counter[str] | None = None
 
     def add(self, lines: Iterable[str]) -> None:
-        """Count the words of lines; those broken at the end of a line count for nothing."""
-        for line in lines:
-            found = WORD.findall(line)
-            if found and line.rstrip()[-1:] in HYPHENS:
-                found.pop()
-            self.seen.update(word.casefold() for word in found)
+        """Take in lines; they are counted when the first broken word asks."""
+        self._lines.extend(lines)
+
+    @property
+    def seen(self) -> Counter[str]:
+        """How often each word stands in the lines; one that is broken at the end of a line counts for nothing."""
+        if self._seen is None:
+            text = BROKEN.sub("", "\n".join(self._lines).casefold())
+            self._seen = Counter(WORD.findall(text))
+        return self._seen
 
     def joint(self, head: str, tail: str) -> str:
         """What stands between the halves of a word: nothing, or the hyphen it is written with."""

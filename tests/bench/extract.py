@@ -107,6 +107,7 @@ def main() -> None:
         }
         for side, found in times.items()
     ]
+    rows[0] |= {f"{who}_mib": round(memory[who] / 2**20, 1) for who in ("parent", "worker")}
     print(f"{args.pages:,} pages   seconds   best   of the processor")
     for row in rows:
         print(f"{row['side']:11} {row['seconds']:8.2f} {row['best']:6.2f} {row['cpu']:8.2f}")
