@@ -7,7 +7,7 @@ from typing import IO, Any
 
 from kvcli.documents.document import Section
 from kvcli.documents.edges import without_running
-from kvcli.documents.lines import Piece, paragraphs, reading_order
+from kvcli.documents.lines import Line, Piece, paragraphs, reading_order
 from kvcli.documents.pages import chosen, listed
 from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_too_much
 from kvcli.documents.pdf_open import open_pdf
@@ -68,7 +68,7 @@ def _sections(pages: Sequence[Page]) -> Iterator[Section]:
 def _text(pieces: Sequence[Piece], fields: Sequence[str], words: Words) -> str:
     parts = paragraphs(reading_order(pieces)) if pieces else []
     if fields:
-        parts.append(list(fields))
+        parts.append([Line(text) for text in fields])
     return mended(parts, words).strip()
 
 

@@ -7,6 +7,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvcli.documents.lines import Line
+
 SOFT = "\u00ad"
 BREAK = "\ufffe"  # what pdfium writes for a hyphen at the end of a line
 HYPHENS = "-\u2010" + SOFT + BREAK
@@ -73,17 +75,22 @@ class Words:
         return "-" if len(last) > 2 and len(first) > 2 and self.seen[last] and self.seen[first] else ""
 
 
-def mended(paragraphs: Sequence[Sequence[str]], words: Words) -> str:
-    """Lines in paragraphs as text; a word broken at the end of a line is whole again, at the end of that line."""
+def mended(paragraphs: Sequence[Sequence[Line]], words: Words) -> str:
+    """Lines in paragraphs as text: broken words whole again, and lines that ended for want of room in one."""
     lines: list[str] = []
+    goes_on = False
     for i, paragraph in enumerate(paragraphs):
-        broken = bool(i and lines and _broken(lines[-1]) and paragraph and paragraph[0][:1].islower())
+        broken = bool(lines and _broken(lines[-1]) and paragraph and paragraph[0].text[:1].islower())
         if i and not broken:
             lines.append("")
+            goes_on = False
         for line in paragraph:
-            line = _joined(lines, line.strip(), words) if lines else line.strip()
-            if line:
-                lines.append(line)
+            rest = _joined(lines, line.text.strip(), words) if lines else line.text.strip()
+            if rest and goes_on and lines:
+                lines[-1] += f" {rest}"
+            elif rest:
+                lines.append(rest)
+            goes_on = line.goes_on
     return unmarked("\n".join(line.rstrip(SOFT) + ("-" if line.endswith(SOFT) else "") for line in lines))
 
 
