@@ -238,6 +238,10 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Decoding over 16,384 stored tokens on a random 152M Llama, by how they are stored",
         ["side", "mib", "step_ms", "step_speedup", "with_boundaries_speedup", "rows8_speedup"],
     ),
+    "kvcli.bench.extract/1": (
+        "Seconds until 200 pages of PDF are text, and MiB at most for 2,000 pages",
+        ["side", "seconds", "best", "cpu", "parent_mib", "worker_mib"],
+    ),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],
@@ -348,6 +352,29 @@ def families(_: str) -> str:
     return f"{len(names)} designs: {', '.join(f'`{name}`' for name in names)}."
 
 
+def bounds(_: str) -> str:
+    """The limits of reading documents, as the code has them."""
+    from kvcli.documents import parsed, read, zipped
+    from kvcli.documents.outside import Limits
+
+    limits, mib = Limits(), 2**20
+    rows = [
+        ("a PDF file", f"{read.MAX_PDF / mib:,.0f} MiB"),
+        ("any other file", f"{read.MAX_BYTES / mib:,.0f} MiB"),
+        ("memory of the process that parses (address space)", f"{limits.memory / mib:,.0f} MiB"),
+        ("its processor time", f"{limits.cpu} s"),
+        ("its time by the clock", f"{limits.wall:g} s"),
+        ("its answer", f"{limits.output / mib:,.0f} MiB"),
+        ("text of a document", f"{parsed.MAX_CHARACTERS:,} characters"),
+        ("sections of a document", f"{parsed.MAX_SECTIONS:,}"),
+        ("files in an archive", f"{zipped.MAX_MEMBERS:,}"),
+        ("an archive, unpacked", f"{zipped.MAX_TOTAL / mib:,.0f} MiB"),
+        ("one file of it that is read", f"{zipped.MAX_MEMBER / mib:,.0f} MiB"),
+        (f"its unpacked to its packed size, above {zipped.SMALL / mib:,.0f} MiB", f"{zipped.MAX_RATIO}"),
+    ]
+    return "\n".join(["| what | at most |", "|---|---|", *(f"| {what} | {most} |" for what, most in rows)])
+
+
 def example(where: str) -> str:
     """A Python file without its docstring, and what it prints."""
     code = (ROOT / where).read_text(encoding="utf-8").partition('"""\n\n')[2].strip()
@@ -364,6 +391,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "exits": exits,
     "codes": codes,
     "bench": bench,
+    "bounds": bounds,
     "families": families,
     "example": example,
 }

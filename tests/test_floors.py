@@ -41,6 +41,7 @@ ONLY = {
     | {"bench", "build", "calibrate", "heads", "quality", "session"},
     "triton": {"kernels"},
     "bitsandbytes": {"weights"},
+    **{parser: {"documents"} for parser in ("pypdfium2", "bs4", "lxml", "markdownify", "docx")},
 }
 METHODS = {"drafts", "policies", "prune"}  # folders of registered methods; each has a base.py that anyone above may use
 
@@ -128,4 +129,4 @@ def test_quick_commands_leave_torch_alone(args: list[str]):
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "typer" in loaded
-    assert not loaded & {"torch", "transformers", "bitsandbytes"}
+    assert not loaded & {"torch", "transformers", "bitsandbytes", "pypdfium2", "lxml", "bs4", "docx"}

@@ -42,6 +42,7 @@ RESULTS = {
     "draft-overhead": "python tests/bench/draft_overhead.py",
     "citations": "python tests/bench/citations.py --grid",
     "summarize": "python tests/bench/summarize.py --chunk 0 2500",
+    "extract": "python tests/bench/extract.py",
 }
 
 

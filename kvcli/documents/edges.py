@@ -27,6 +27,7 @@ Key = tuple[str, str]  # the edge, and the line with its page number taken out
 class Edge:
     """One row near an edge, and what would make it a running one."""
 
+    side: str  # "top" or "bottom"
     row: Row
     keys: tuple[Key, ...]
 
@@ -36,9 +37,17 @@ def without_running(pages: Sequence[tuple[int, Sequence[Piece]]]) -> Iterator[li
     looked = [(number, pieces, _edges(number, pieces)) for number, pieces in pages]
     running = _running([(number, edges) for number, _, edges in looked])
     for _, pieces, edges in looked:
-        gone = {id(piece) for edge in edges if running & set(edge.keys) for piece in edge.row}
+        gone = {id(piece) for row in _outermost(edges, running) for piece in row}
         rest = [piece for piece in pieces if id(piece) not in gone]
         yield rest or list(pieces)
+
+
+def _outermost(edges: Sequence[Edge], running: set[Key]) -> Iterator[Row]:
+    """The rows that run, from either edge up to the first that does not."""
+    for side in ("top", "bottom"):
+        inwards = (edge for edge in edges if edge.side == side)
+        for edge in itertools.takewhile(lambda edge: running & set(edge.keys), inwards):
+            yield edge.row
 
 
 def _running(pages: Sequence[tuple[int, Sequence[Edge]]]) -> set[Key]:
@@ -67,7 +76,7 @@ def _edges(number: int, pieces: Sequence[Piece]) -> list[Edge]:
         wide = [i for i, gap in enumerate(gaps[:DEPTH]) if gap > GAP * usual]
         for i, row in enumerate(order[:DEPTH]):
             apart = bool(wide) and i <= max(wide)
-            found.append(Edge(row, tuple((edge, key) for key in _keys(row, number, apart))))
+            found.append(Edge(edge, row, tuple((edge, key) for key in _keys(row, number, apart))))
     return found
 
 

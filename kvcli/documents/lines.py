@@ -16,6 +16,7 @@ COLUMN_LINES = 3  # pieces that each side of a gutter must have
 PROSE = 18  # median characters of a line in a column; the cells of a table are shorter
 SAME_ROW = 0.5  # share of the lower piece's height that two pieces must overlap
 PARAGRAPH = 1.45  # times the usual distance of lines
+FULL = 24  # characters that a line has at least if it ends for want of room; titles and tables have fewer
 ENDS = (".", "!", "?", ":", "”", '"', ")", "。", "؟")  # a paragraph may end with these
 
 
@@ -39,7 +40,17 @@ class Piece:
 
 
 Row = list[Piece]
+Block = list[Row]  # a column, or a page without columns
+ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}|[a-zA-Z])[.)])\s")  # begins an entry of a list
 RTL = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew, Arabic and their neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The text of a row, and whether it ends only because there was no more room."""
+
+    text: str
+    goes_on: bool = False
 
 
 def rows(pieces: Sequence[Piece]) -> list[Row]:
@@ -57,15 +68,15 @@ def rows(pieces: Sequence[Piece]) -> list[Row]:
     return [sorted(row, key=lambda p: p.x0, reverse=is_rtl(row)) if len(row) > 1 else row for row in found]
 
 
-def reading_order(pieces: Sequence[Piece]) -> list[Row]:
+def reading_order(pieces: Sequence[Piece]) -> list[Block]:
     """All rows in reading order: columns one after the other where the page has columns, else from top to bottom."""
     found = rows(pieces)
     gutter = _gutter(pieces, found)
     if gutter is None:
-        return found
+        return [found] if found else []
     above, left, right, below = gutter
     sides = (right, left) if is_rtl(pieces) else (left, right)
-    return [row for part in (above, *sides, below) for row in reading_order(part)]
+    return [block for part in (above, *sides, below) for block in reading_order(part)]
 
 
 def row_text(row: Row) -> str:
@@ -78,19 +89,40 @@ def row_text(row: Row) -> str:
     return text
 
 
-def paragraphs(ordered: Sequence[Row]) -> list[list[str]]:
+def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
     """The text of rows in reading order, parted where the distance to the row above is more than usual."""
-    tops = [min(p.y0 for p in row) for row in ordered]
+    ordered = [(row, block) for block in blocks for row in block]
+    tops = [min(p.y0 for p in row) for row, _ in ordered]
     steps = [b - a for a, b in itertools.pairwise(tops)]
     usual = median([step for step in steps if step > 0] or [0.0])
-    parts: list[list[str]] = []
-    for i, row in enumerate(ordered):
+    margins = {id(block): _margins(block) for block in blocks}
+    parts: list[list[Line]] = []
+    for i, (row, block) in enumerate(ordered):
         step = steps[i - 1] if i else 0.0
-        goes_on = step < 0 and parts and not parts[-1][-1].rstrip().endswith(ENDS)  # in the next column
+        goes_on = step < 0 and parts and not parts[-1][-1].text.rstrip().endswith(ENDS)  # in the next column
         if not parts or (step < 0 and not goes_on) or (usual and step > PARAGRAPH * usual):
             parts.append([])
-        parts[-1].append(row_text(row))
+        below = ordered[i + 1][0] if i + 1 < len(ordered) else None
+        parts[-1].append(Line(row_text(row), below is not None and _is_full(row, below, margins[id(block)])))
     return parts
+
+
+def _margins(block: Block) -> tuple[float, float]:
+    return min(p.x0 for row in block for p in row), max(p.x1 for row in block for p in row)
+
+
+def _is_full(row: Row, below: Row, margins: tuple[float, float]) -> bool:
+    """Whether the first word below had no room in the row, so that the line is broken for want of space only."""
+    if len(row) > 1 or len(below) > 1 or len(row[0].text) < FULL or ITEM.match(below[0].text):
+        return False
+    here, there = row[0], below[0]
+    first = there.text.split(None, 1)[0]
+    word = (there.x1 - there.x0) * len(first) / len(there.text)
+    rtl = is_rtl(row)
+    room = here.x0 - margins[0] if rtl else margins[1] - here.x1
+    indented = here.x1 - there.x1 if rtl else there.x0 - here.x0
+    same_size = 0.6 < here.height / max(there.height, 0.1) < 1.7
+    return room < word + 0.2 * here.height and (indented < here.height or there.y0 < here.y0) and same_size
 
 
 def is_rtl(pieces: Sequence[Piece]) -> bool:

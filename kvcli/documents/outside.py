@@ -30,7 +30,6 @@ BOOT = (
     "from kvcli.documents.worker import main; sys.exit(main(sys.argv[2:]))"
 )
 CHUNK = 1 << 16
-SAID = 2000  # bytes kept of what the child says on its standard error
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def parse_outside(file: IO[bytes], job: Job, limits: Limits | None = None) -> Pa
         [sys.executable, "-I", "-S", "-c", BOOT, json.dumps(_path()), str(file.fileno())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         pass_fds=[file.fileno()],
         start_new_session=True,  # a group to kill, and Ctrl-C stays with the parent
     )
@@ -64,10 +63,7 @@ def parse_outside(file: IO[bytes], job: Job, limits: Limits | None = None) -> Pa
             process.stdin.close()
         for line in _lines(process, limits, job):
             answer.take(line)
-        process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        pass  # it said all it had to and does not end: killed below
-    finally:
+    finally:  # an end of its output is the end of the process, or of its usefulness
         _kill(process)
     if answer.parsed is None:
         raise _ended(process, answer, job, limits)
@@ -82,7 +78,6 @@ class _Answer:
         self.sections: list[Section] = []
         self.characters = 0
         self.parsed: Parsed | None = None
-        self.said = b""
 
     def take(self, line: bytes) -> None:
         try:
@@ -126,32 +121,33 @@ def _error(value: dict[str, Any]) -> BadInput:
 def _lines(process: subprocess.Popen[bytes], limits: Limits, job: Job) -> Iterator[bytes]:
     """Whole lines of the child's answer until it ends; refuses an answer that is too long or comes too late."""
     assert process.stdout
-    assert process.stderr
-    deadline, rest, seen = time.monotonic() + limits.wall, b"", 0
+    deadline, held, seen = time.monotonic() + limits.wall, list[bytes](), 0
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        selector.register(process.stderr, selectors.EVENT_READ)
-        while selector.get_map():
+        while True:
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if time.monotonic() >= deadline:
                 raise too_slow(job.name, f"more than {limits.wall:g} seconds")
-            for key, _ in ready:
-                data = os.read(key.fd, CHUNK)
-                if not data:
-                    selector.unregister(key.fileobj)
-                elif key.fileobj is process.stdout:
-                    seen += len(data)
-                    if seen > limits.output:
-                        raise crashed(job.name, f"its parser wrote more than {limits.output / 2**20:,.0f} MiB")
-                    *lines, rest = (rest + data).split(b"\n")
-                    yield from lines
+            if not ready:
+                continue
+            data = os.read(process.stdout.fileno(), CHUNK)
+            if not data:
+                return
+            seen += len(data)
+            if seen > limits.output:
+                raise crashed(job.name, f"its parser wrote more than {limits.output / 2**20:,.0f} MiB")
+            held.append(data)
+            if b"\n" in data:
+                *lines, rest = b"".join(held).split(b"\n")
+                held = [rest]
+                yield from lines
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
+    for stream in (process.stdin, process.stdout):
         if stream:
             with suppress(BrokenPipeError):
                 stream.close()

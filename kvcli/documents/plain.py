@@ -29,7 +29,8 @@ def parse_plain(text: str, job: Job) -> Parsed:
     headed = list(_headed(text)) if job.kind == "markdown" else []
     if len(headed) > 1:
         sections = number(headed)
-        return Parsed(job.kind, "heading", sections, title=headed[0][0] if headed[0][0] != OPENING else headed[1][0])
+        title = headed[0][0] if headed[0][0] != OPENING else headed[1][0]
+        return Parsed(job.kind, "heading", sections, title=clean_label(title))
     unit, sections = sections_of([("", text)])
     refuse_too_much(job.name, len(text), len(sections))
     return Parsed(job.kind, unit, sections)

@@ -7,6 +7,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvcli.documents.lines import Line
+
 SOFT = "\u00ad"
 BREAK = "\ufffe"  # what pdfium writes for a hyphen at the end of a line
 HYPHENS = "-\u2010" + SOFT + BREAK
@@ -16,6 +18,7 @@ SHAPES = re.compile("[\ufb00-\ufb06\ufb13-\ufb17\ufb1d-\ufdff\ufe70-\ufeff]+")
 PAIR = re.compile("[\ud800-\udfff]")
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
 WORD = re.compile(r"[^\W\d_]+(?:[-’'][^\W\d_]+)*")
+BROKEN = re.compile(rf"[^\W\d_]+[{HYPHENS}]$", re.M)
 HEAD = re.compile(r"[^\W_]+(?:-[^\W_]+)*$")
 TAIL = re.compile(r"[^\W_]+(?:[-’'][^\W_]+)*")
 MARKS = re.compile(r"^\[((?:p\.|§|l\.) [^\]\n]*)\](?=[ \t]*$)", re.M)
@@ -42,15 +45,20 @@ class Words:
     """The words of a document, which decide whether a hyphen at the end of a line is part of one."""
 
     def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
+        self._lines: list[str] = []
+        self._seen: Counter[str] | None = None
 
     def add(self, lines: Iterable[str]) -> None:
-        """Count the words of lines; those broken at the end of a line count for nothing."""
-        for line in lines:
-            found = WORD.findall(line)
-            if found and line.rstrip()[-1:] in HYPHENS:
-                found.pop()
-            self.seen.update(word.casefold() for word in found)
+        """Take in lines; they are counted when the first broken word asks."""
+        self._lines.extend(lines)
+
+    @property
+    def seen(self) -> Counter[str]:
+        """How often each word stands in the lines; one that is broken at the end of a line counts for nothing."""
+        if self._seen is None:
+            text = BROKEN.sub("", "\n".join(self._lines).casefold())
+            self._seen = Counter(WORD.findall(text))
+        return self._seen
 
     def joint(self, head: str, tail: str) -> str:
         """What stands between the halves of a word: nothing, or the hyphen it is written with."""
@@ -67,17 +75,22 @@ class Words:
         return "-" if len(last) > 2 and len(first) > 2 and self.seen[last] and self.seen[first] else ""
 
 
-def mended(paragraphs: Sequence[Sequence[str]], words: Words) -> str:
-    """Lines in paragraphs as text; a word broken at the end of a line is whole again, at the end of that line."""
+def mended(paragraphs: Sequence[Sequence[Line]], words: Words) -> str:
+    """Lines in paragraphs as text: broken words whole again, and lines that ended for want of room in one."""
     lines: list[str] = []
+    goes_on = False
     for i, paragraph in enumerate(paragraphs):
-        broken = bool(i and lines and _broken(lines[-1]) and paragraph and paragraph[0][:1].islower())
+        broken = bool(lines and _broken(lines[-1]) and paragraph and paragraph[0].text[:1].islower())
         if i and not broken:
             lines.append("")
+            goes_on = False
         for line in paragraph:
-            line = _joined(lines, line.strip(), words) if lines else line.strip()
-            if line:
-                lines.append(line)
+            rest = _joined(lines, line.text.strip(), words) if lines else line.text.strip()
+            if rest and goes_on and lines:
+                lines[-1] += f" {rest}"
+            elif rest:
+                lines.append(rest)
+            goes_on = line.goes_on
     return unmarked("\n".join(line.rstrip(SOFT) + ("-" if line.endswith(SOFT) else "") for line in lines))
 
 
