@@ -89,7 +89,7 @@ def _keys(row: Row, page: int, apart: bool) -> Iterator[str]:
     line = " ".join(row_text(row).split()).casefold()
     if not line:
         return
-    yield line
+    yield f"{line} {max(piece.height for piece in row):.0f}"  # a title is set larger than the header that repeats it
     alone = {piece.text.strip(" -–—.|[]()").casefold() for piece in row}
     for found in NUMBER.finditer(line):
         value = _value(found[0])

@@ -16,6 +16,7 @@ COLUMN_LINES = 3  # pieces that each side of a gutter must have
 PROSE = 18  # median characters of a line in a column; the cells of a table are shorter
 SAME_ROW = 0.5  # share of the lower piece's height that two pieces must overlap
 PARAGRAPH = 1.45  # times the usual distance of lines
+SLACK = 1.0  # heights: the widest line of a ragged column may itself end before the margin
 FULL = 24  # characters that a line has at least if it ends for want of room; titles and tables have fewer
 ENDS = (".", "!", "?", ":", "”", '"', ")", "。", "؟")  # a paragraph may end with these
 
@@ -41,7 +42,7 @@ class Piece:
 
 Row = list[Piece]
 Block = list[Row]  # a column, or a page without columns
-ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}|[a-zA-Z])[.)])\s")  # begins an entry of a list
+ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}(\.\d{1,3})*|[a-zA-Z])[.)])\s")  # begins an entry of a list
 RTL = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew, Arabic and their neighbours
 
 
@@ -122,7 +123,7 @@ def _is_full(row: Row, below: Row, margins: tuple[float, float]) -> bool:
     room = here.x0 - margins[0] if rtl else margins[1] - here.x1
     indented = here.x1 - there.x1 if rtl else there.x0 - here.x0
     same_size = 0.6 < here.height / max(there.height, 0.1) < 1.7
-    return room < word + 0.2 * here.height and (indented < here.height or there.y0 < here.y0) and same_size
+    return room < word + SLACK * here.height and (indented < here.height or there.y0 < here.y0) and same_size
 
 
 def is_rtl(pieces: Sequence[Piece]) -> bool:
