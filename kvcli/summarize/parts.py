@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 Count = Callable[[str], int]
 
-FULL = 0.6  # of the usual width: a line as long as that goes on in the next one
-SAMPLE = 0.9  # the usual width is that of the line which so many are no longer than
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -30,7 +27,6 @@ class Piece:
     section: Section
     start: int
     end: int
-    wrapped: bool  # its lines were broken to fit a page
 
     @property
     def place(self) -> Place:
@@ -39,8 +35,7 @@ class Piece:
     @property
     def text(self) -> str:
         """What a model reads of it."""
-        text = self.section.text[self.start : self.end].strip()
-        return flow(text) if self.wrapped else text
+        return self.section.text[self.start : self.end].strip()
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ def pieces_of(documents: Sequence[Document]) -> list[Piece]:
     """All sections, whole. Names stand in citations only where there are several documents, and differ."""
     names = _names(documents)
     return [
-        Piece(name, document.unit, section, 0, len(section.text), document.kind == "pdf")
+        Piece(name, document.unit, section, 0, len(section.text))
         for name, document in zip(names, documents, strict=True)
         for section in document.sections
         if section.text.strip()
@@ -93,18 +88,6 @@ def cut(pieces: Sequence[Piece], most: int, count: Count, *, cite: bool = True, 
     packed = [_joined(group) for group in _packed(atoms, high)]
     heads = [_tail(before, overlap, count, cite) for before in [[], *packed[:-1]]]
     return [Part(i, (*head, *group), cite) for i, (head, group) in enumerate(zip(heads, packed, strict=False), 1)]
-
-
-def flow(text: str) -> str:
-    """Lines of a page as paragraphs: a line that fills the width goes on in the next; short ones stay, as in tables."""
-    lines = text.split("\n")
-    widths = sorted(len(line) for line in lines if line.strip())
-    usual = widths[int(SAMPLE * (len(widths) - 1))] if widths else 0
-    found = ""
-    for line in lines:
-        found += line.rstrip()
-        found += " " if len(line) >= FULL * usual and line.strip() else "\n"
-    return re.sub(r" *\n", "\n", found).replace(" \n", "\n").strip()
 
 
 def _atoms(piece: Piece, most: int, count: Count, cite: bool) -> Iterator[tuple[Piece, int]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvcli.documents import Document, Section, mark
 from kvcli.schemas.fit import PassTime
 from kvcli.summarize.cites import Place, find, write
-from kvcli.summarize.parts import Part, cut, flow, pieces_of, shown
+from kvcli.summarize.parts import Part, cut, pieces_of, shown
 from kvcli.summarize.plan import Window, make_plan
 from kvcli.summarize.request import Request
 from tests.summarize.scribe import Scribe, first_sentences, paged
@@ -68,17 +68,6 @@ def test_overlap_repeats_whole_sentences():
         assert count(shown(head, True)) <= 10
 
 
-def test_lines_of_a_page_flow():
-    page = (
-        "Field report\n\nThe stone tower at Stultov shifted at low\ntide, and the pump\nfailed. It was repaired the day"
-        "\nafter.\n\nred   12\nblue   9\n"
-    )
-    assert flow(page) == (
-        "Field report\n\nThe stone tower at Stultov shifted at low tide, and the pump\nfailed. It was repaired the day "
-        "after.\n\nred   12\nblue   9"
-    )
-
-
 def test_documents_of_one_name_are_told_apart():
     twice = [paged("One pump.", name="a.pdf"), paged("Two pumps.", name="a.pdf")]
     assert [piece.document for piece in pieces_of(twice)] == ["a.pdf", "a.pdf (2)"]
@@ -95,11 +84,6 @@ def test_nothing_is_lost(pages: list[str], most: int):
     pieces = pieces_of([document])
     parts = cut(pieces, most, len)
     assert said(parts) == "".join(section.text for section in sections if section.text.strip())
-
-
-@given(st.text())
-def test_flow_keeps_all_words(text: str):
-    assert flow(text).split() == text.split()
 
 
 def test_no_prompt_is_longer_than_the_window():
