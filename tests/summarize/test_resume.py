@@ -15,8 +15,11 @@ from kvcli.api import Live
 from kvcli.documents import read_document
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done, PartBegan
+from kvcli.summarize.plan import Window, make_plan
+from kvcli.summarize.prompt import Wording, part_messages
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summarize
+from kvcli.text import render_prompt
 
 ROOT = Path(__file__).parents[2]
 BRIEF = {"sample.max_new_tokens": 24}  # the answers themselves do not matter here
@@ -55,3 +58,17 @@ def test_killed_in_part_three_of_five(tmp_path: Path, name: str):
     assert isinstance(events[-1], Done)
     assert sum(isinstance(event, Live) for event in events) == 3  # turns of the model
     assert [answered.is_cached for answered in events[-1].summary.turns] == [True, True, False, False, False]
+
+
+def test_parts_reuse_what_all_of_them_share():
+    """The rules before the text are read once; later parts find them in memory."""
+    request, document = Request(chunk=CHUNK), read_document("demo:report")
+    with kvcli.load("demo", set=BRIEF) as model:
+        plan = make_plan([document], request, Window.of(model), Wording(merges=False))
+        events = list(summarize(model, [document], plan=plan))
+        rules = part_messages(plan.wording, request, "", plan.unit)[:1]
+        shared = len(render_prompt(model.tokenizer, rules))
+    assert isinstance(events[-1], Done)
+    cached = [answered.turn.stats.cached for answered in events[-1].summary.turns]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 0.9 * shared > 50
