@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, End, Text, Turn
 from kvcli.summarize.check import Checker, Passage
-from kvcli.summarize.cites import same, write
+from kvcli.summarize.cites import write
 from kvcli.summarize.events import (
     Done,
     Event,
@@ -21,6 +21,7 @@ from kvcli.summarize.events import (
     Said,
     Stopped,
 )
+from kvcli.summarize.pen import Pen, unique
 from kvcli.summarize.plan import Plan, Window, make_plan
 from kvcli.summarize.points import point_of, split
 from kvcli.summarize.prompt import Messages, merge_messages, part_messages, wording_of
@@ -117,7 +118,7 @@ class _Run:
         messages = part_messages(plan.wording, self.request, part.text, plan.unit, part.number, of)
         kept = self._kept(messages)
         yield PartBegan(part, of, plan.prompts[part.number - 1], kept is not None)
-        pen = _Pen(self._pointer(part.passages), is_final=of == 1)
+        pen = Pen(self._pointer(part.passages), is_final=of == 1)
         turn = yield from self._turn(messages, kept, pen)
         answered = Answered(turn, (part.number, part.number), False, kept is not None)
         self._note(answered, pen, f"part {part.number} of {of}" if of > 1 else "the answer")
@@ -158,14 +159,14 @@ class _Run:
         yield MergeBegan(number, len(inputs), len(self._ids(messages)), kept is not None)
         cited = {place for point in inputs for c in point.cites if c.confirmed for place in [c.place]}
         allowed = [p for p in passages if p.place in cited]
-        pen = _Pen(self._pointer(allowed), is_final=is_final)
+        pen = Pen(self._pointer(allowed), is_final=is_final)
         turn = yield from self._turn(messages, kept, pen)
         answered = Answered(turn, span, True, kept is not None)
         self._note(answered, pen, f"merge {number}")
         yield MergeEnded(number, tuple(pen.points), answered, time.perf_counter() - began)
         return pen.points
 
-    def _turn(self, messages: Messages, kept: Turn | None, pen: _Pen) -> Generator[Event, None, Turn]:
+    def _turn(self, messages: Messages, kept: Turn | None, pen: Pen) -> Generator[Event, None, Turn]:
         """Ask, or take what an earlier run was told. The points come as soon as they are complete."""
         if kept is not None:
             yield from pen.write(kept.text, whole=True)
@@ -226,59 +227,12 @@ class _Run:
             groups[-1].append(i)
         return groups
 
-    def _note(self, answered: Answered, pen: _Pen, what: str) -> None:
+    def _note(self, answered: Answered, pen: Pen, what: str) -> None:
         self.turns.append(answered)
         if answered.turn.finish == "length":
             self.notes.append(f"{what} was cut at {self.plan.answer:,} tokens; a greater --length allows more")
         if note := _repeated(pen.repeated):
             self.notes.append(f"{what}: {note}")
-
-
-class _Pen:
-    """Points of an answer as it grows; those that are final are said at once, each only once."""
-
-    def __init__(self, points_of: Callable[[str], list[Point]], *, is_final: bool) -> None:
-        self.points: list[Point] = []
-        self.repeated = 0
-        self._points_of, self._is_final = points_of, is_final
-        self._taken = 0  # characters of the answer
-
-    def write(self, answer: str, *, whole: bool = False) -> Iterator[Said]:
-        end = len(answer) if whole else settled(answer)
-        if end <= self._taken:
-            return
-        fresh = self._points_of(answer[self._taken : end])
-        self._taken = end
-        kept = unique([*self.points, *fresh])
-        self.repeated += len(self.points) + len(fresh) - len(kept)
-        new = kept[len(self.points) :]
-        self.points = kept
-        if self._is_final:
-            for point in new:
-                yield Said(point)
-
-
-def settled(answer: str) -> int:
-    """How much of a growing answer will be split as it is now: up to its last whole bullet, heading or paragraph."""
-    end = answer.rfind("\n") + 1
-    while end:
-        line = answer[answer.rfind("\n", 0, end - 1) + 1 : end].strip()
-        if not line or line[0] in "-*•#" or line[0].isdigit():
-            return end
-        end = answer.rfind("\n", 0, end - 1) + 1
-    return 0
-
-
-def unique(points: Sequence[Point]) -> list[Point]:
-    """Without those that say again what one before them said."""
-    seen: set[str] = set()
-    found = []
-    for point in points:
-        key = same(point.text)
-        if key not in seen or point.kind == "heading":
-            found.append(point)
-        seen.add(key)
-    return found
 
 
 def _for_merge(point: Point) -> str:

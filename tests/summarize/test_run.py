@@ -11,8 +11,9 @@ from kvcli.api import Text
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done, Event, MergeBegan, PartBegan, Planned, Said, Stopped
+from kvcli.summarize.pen import settled
 from kvcli.summarize.request import Request, length_of
-from kvcli.summarize.run import settled, summarize, summary_of
+from kvcli.summarize.run import summarize, summary_of
 from tests.fake_model import fake_info
 from tests.summarize.scribe import Scribe, first_sentences, paged
 
