@@ -8,7 +8,7 @@ each. That says that the page has the words of the claim; it is no proof that th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +23,7 @@ WIDEST = 5  # pages; a range of more says too little about where something stand
 # Shares of a claim's weight that a sentence must have: the middle of those with which `python tests/bench/citations.py`
 # --grid found no error, see docs/benchmarks/citations.json
 WITH_NUMBERS = 0.65  # where it has numbers or names, all of which must be there
-WITHOUT = 0.7
+WITHOUT = 0.8
 
 _PARTS = re.compile(r"[;.](?=\s)|,?\s\b(?:and|but|while|whereas|with)\b", re.IGNORECASE)
 _QUOTED = re.compile(r"[\"“„«]([^\"“”„«»]{8,})[\"”“»]")
@@ -69,6 +69,17 @@ class Judged:
     text: str
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a sentence must have of some words: all `musts`, and a share of the weights."""
+
+    musts: frozenset[str]
+    weights: Mapping[str, float]
+
+    def share(self, unit: Unit) -> float:
+        return sum(w for key, w in self.weights.items() if key in unit.keys) / (sum(self.weights.values()) or 1.0)
+
+
 class Checker:
     """Holds claims against the passages of one part."""
 
@@ -109,17 +120,17 @@ class Checker:
         lines = [unit.line for unit in sentences]
         if not all(any(f" {quoted} " in line for line in lines) for quoted in claim.quoted):
             return False
-        if any(self._has(claim.words, unit) for unit in sentences):
+        if self._any_has(claim.words, sentences):
             return True
         return 1 < len(claim.parts) <= MOST_PARTS and self._has_parts(claim, sentences)
 
     def quote(self, claim: str, at: Collection[int]) -> Quote | None:
         """The sentence of these passages that has most of the claim, exactly as it stands there."""
-        said = Claim.of(claim).words
+        wanted = self._wanted(Claim.of(claim).words)
         best, most = None, 0.0
         for i in sorted(at):
             for unit in self.passages[i].units:
-                share = self._share(said, unit)
+                share = wanted.share(unit)
                 if share > most:
                     best, most = (self.passages[i], unit), share
         if best is None:
@@ -140,7 +151,7 @@ class Checker:
         """The one passage that has the claim. A sentence that runs over a page's end stands where it begins."""
         found = [i for i in range(len(self.passages)) if self.supports(claim, [i])]
         if len(found) == 2 and found[1] == found[0] + 1 and self.seams[found[0]] is not None:
-            own = [i for i in found if any(self._has(claim.words, unit) for unit in self.passages[i].units)]
+            own = [i for i in found if self._any_has(claim.words, self.passages[i].units)]
             found = own if len(own) == 1 else found[:1] if not own else found
         if len(found) > 1:  # several are near it; does one have all of it?
             found = [i for i in found if self._has_all(claim, i)]
@@ -168,20 +179,20 @@ class Checker:
             for start in sorted(reached):
                 piece = [word for part in claim.parts[start:end] for word in part]
                 whole = n == end - start  # which was looked for already
-                if not whole and _stands_alone(piece, claim.text) and any(self._has(piece, u) for u in sentences):
+                if not whole and _stands_alone(piece, claim.text) and self._any_has(piece, sentences):
                     reached.add(end)
                     break
         return n in reached
 
-    def _has(self, said: Sequence[Word], unit: Unit) -> bool:
-        musts = [word.key for word in said if self.lexicon.kind(word) != "word"]
-        if any(key not in unit.keys for key in musts):
-            return False
-        return self._share(said, unit) >= self.shares[0 if musts else 1]
+    def _any_has(self, said: Sequence[Word], sentences: Sequence[Unit]) -> bool:
+        """Whether one of these sentences has all numbers and names, and enough of the rest."""
+        wanted = self._wanted(said)
+        least = self.shares[0 if wanted.musts else 1]
+        return any(wanted.musts <= unit.keys and wanted.share(unit) >= least for unit in sentences)
 
-    def _share(self, said: Sequence[Word], unit: Unit) -> float:
-        weights = {word.key: self.lexicon.weight(word.key) for word in said}
-        return sum(w for key, w in weights.items() if key in unit.keys) / (sum(weights.values()) or 1.0)
+    def _wanted(self, said: Sequence[Word]) -> Wanted:
+        musts = frozenset(word.key for word in said if self.lexicon.kind(word) != "word")
+        return Wanted(musts, {word.key: self.lexicon.weight(word.key) for word in said})
 
 
 def _names(asked: Place, place: Place) -> bool:
