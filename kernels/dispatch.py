@@ -41,6 +41,6 @@ def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[st
 def _decide_packed(dtype: torch.dtype) -> tuple[str, str]:
     if dtype in (torch.float64, torch.float32):
         return "reference", f"plain PyTorch: {str(dtype).removeprefix('torch.')} is held to in full"
-    if why := import_module("kvcli.kernels.attend_packed.cpu").why_not():
+    if why := import_module("kvcli.kernels.attend_packed.probe").why_not():
         return "reference", f"plain PyTorch: {why}"
     return "cpu", "integer products for few rows over 8-bit slots, tried at start; otherwise codes widened in stretches"
