@@ -27,6 +27,7 @@ RESULTS = {
     " --quality-lengths 2k",
     "decode": "python tests/bench/decode.py",
     "ngram": "python tests/bench/ngram.py --reps 9",
+    "ngram-replay": "python tests/bench/ngram_replay.py",
     "live-row": "python tests/bench/live_row.py",
     "fit": "python tests/bench/fit.py",
     "fafo": "python tests/bench/fafo.py --reps 4",
