@@ -174,10 +174,22 @@ def layer_bytes(kv: Kv, memory: Memory, heads: int, dim: int, number: int, slots
 
     `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
     """
-    step, top = (STEP, slots) if is_ladder(kv, memory) else (Dense.STEP, slots)
-    if is_packed(kv):
-        top = min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh)
+    step, top = (STEP if is_ladder(kv, memory) else Dense.STEP), in_top(kv, slots, fresh)
     return -(-top // step) * step * wide(heads, dim, number) + (slots - top) * narrow(kv, heads, dim, number)
+
+
+def index_bytes(kv: Kv, per_slot: float, heads: int, slots: int, fresh: int) -> int:
+    """What recall knows a layer by, for planning; layers that read everything have no index.
+
+    `per_slot`: bytes beside a slot of one KV head, `profile.recall.per_slot(head_dim, number)`.
+    """
+    below = slots - in_top(kv, slots, fresh) if is_packed(kv) else slots
+    return int(below * heads * per_slot)
+
+
+def in_top(kv: Kv, slots: int, fresh: int) -> int:
+    """Of so many slots a head, those in full precision."""
+    return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if is_packed(kv) else slots
 
 
 def wide(heads: int, dim: int, number: int) -> int:
