@@ -96,7 +96,8 @@ class Session:
         while self.committed < whole:
             end = min(self.committed + self.chunk, whole)
             rows = Rows.chain(self.ids[self.committed : end], self.committed, self.lm.device)
-            p = Pass(rows, self.kv, self.view, self.heard.of_chunk(self.committed, rows.n_rows))
+            heard = self.heard.of_chunk(self.committed, rows.n_rows)
+            p = Pass(rows, self.kv, self.view, heard, is_prompt=True)
             run(self.lm, p, rows.ids[:0])
             self.boundary = end  # a chunk's end is a boundary
             self._commit(p, list(range(rows.n_rows)))
@@ -211,7 +212,7 @@ class Session:
         """Pieces of the text once more, behind all of it; nothing of these passes is stored."""
         for start, end in policy.rereads(self.committed):
             rows = Rows.chain(self.ids[start:end], self.committed, self.lm.device)
-            p = Pass(rows, self.kv, hear=list(range(rows.n_rows)))
+            p = Pass(rows, self.kv, hear=list(range(rows.n_rows)), is_prompt=True)
             run(self.lm, p, rows.ids[:0])
             for layer, (q, (k, v)) in enumerate(zip(p.queries, p.fresh, strict=True)):
                 slots = self.kv.slots(layer)

@@ -139,6 +139,28 @@ class Disk:
         """The n slots that each head stored last."""
         return last(self.slots(layer), n)
 
+    def positions(self, layer: int) -> Tensor:
+        """pos [K, S] of all slots, -1 = forgotten."""
+        none = torch.empty(self._heads, 0, dtype=torch.int32)
+        return torch.cat([none, *(extent.slots.pos for extent in self._layers[layer])], 1)
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none: no other part of the file is read, whole pages aside."""
+        k, v = (torch.zeros(*index.shape, self._dim, dtype=self.dtype) for _ in "kv")
+        pos, first = torch.full_like(index, -1, dtype=torch.int32), 0
+        for s in (extent.slots for extent in self._layers[layer]):
+            heads, to = ((index >= first) & (index < first + s.n_slots)).nonzero(as_tuple=True)
+            at = index[heads, to] - first
+            k[heads, to], v[heads, to], pos[heads, to] = s.k[heads, at], s.v[heads, at], s.pos[heads, at]
+            first += s.n_slots
+        return Slots(k, v, pos)
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        """The first n slots of one head, as a copy in memory."""
+        found = [extent.slots for extent in self._layers[layer]]
+        mine = [[t[head : head + 1] for t in (s.k, s.v, s.pos)] for s in found]
+        return Slots(*(torch.cat(ts, 1)[:, :n] for ts in zip(*mine, strict=True)))
+
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False. Their place is used again once an extent is empty."""
         fell = compact(self.slots(layer), ~mask)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +41,7 @@ class Tally:
 
 
 class Recall:
-    """A tier whose rows read a part of it; those of a prompt that `expect` announced read everything.
+    """A tier whose rows read a part of it; those of a text that is being read leave nothing out.
 
     Layers with a sliding window, and those not listed, read everything.
     """
@@ -56,12 +55,10 @@ class Recall:
         *,
         epsilon: float | None = None,
         source: Source | None = None,
-        prefetch: bool = False,
     ) -> None:
         """`epsilon`: a row whose missed softmax mass, of what is stored, may be more reads everything instead.
 
-        `source`: a cheaper way to some slots of the tier than all of them. `prefetch`: while a layer is read, tell it
-        what the next one will probably want.
+        `source`: a cheaper way to some slots of the tier than all of them.
         """
         assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
@@ -69,14 +66,12 @@ class Recall:
         self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
         self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
         self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
-        self._next = dict(pairwise(self._pages)) if prefetch else {}
-        self._announced = 0  # positions below are of a prompt
         self.tally = Tally()
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, and what since."""
         pages = self._pages.get(layer)
-        if pages is None or pages.reads_all or sight.window is not None or int(pos[0]) < self._announced:
+        if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
             return self._tier.attend(layer, q, sight, pos)
         old = [self._recall(layer, pages, q[:, a : a + ROWS], sight) for a in range(0, q.shape[1], ROWS)]
         parts = [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
@@ -84,16 +79,6 @@ class Recall:
             s = _near(self._tier.newest(layer, self._late[layer]), q)
             parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None)))
         return parts
-
-    def likely(self, layer: int) -> Tensor | None:
-        """[K, M] indices of slots that the next pass probably reads in this layer, -1 = none: those of the last one,
-        guesses included, as their queries are the next pass's. None where nothing was chosen yet."""
-        chosen = self._chosen.get(layer)
-        return None if chosen is None else self._pages[layer].slots_of(padded(chosen))
-
-    def expect(self, n: int) -> None:
-        """A text of n tokens is about to be read: its rows, all but the last, read everything."""
-        self._announced = n - 1
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store accepted rows, which all rows read until the next boundary."""
@@ -120,18 +105,18 @@ class Recall:
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots; what is left is summarized anew."""
+        if layer in self._pages and bool(((self._source.positions(layer) >= 0) & ~mask).any()):
+            self._pages[layer].clear()  # first: should the tier fail half way, nothing refers to what it held
         fell = self._tier.keep(layer, mask)
-        if fell.n_slots and layer in self._pages:
-            self._pages[layer].clear()
         self._learn([layer])
         return fell
 
     def crop(self, n: int) -> None:
         """Forget positions from n on."""
+        before = {layer: self._source.positions(layer).clone() for layer, p in self._pages.items() if p.whole.numel()}
         self._tier.crop(n)
-        self._announced = min(self._announced, n)
-        for pages in self._pages.values():
-            pages.crop(n)
+        for layer, pos in before.items():
+            self._pages[layer].crop(pos, self._source.positions(layer))
         self._learn(self._pages)
 
     def usage(self) -> list[Usage]:
@@ -193,15 +178,13 @@ class Recall:
             part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 
     def _count(self, layer: int, chosen: Tensor) -> None:
-        """Note what a pass chose [K, N, P], and have the next layer's likely choice fetched."""
+        """Note what a pass chose [K, N, P]."""
         union, before = chosen.any(1), self._chosen.get(layer)
         self.tally.asked += chosen.shape[0] * chosen.shape[1]
         self.tally.pages += int(union.sum())
         if before is not None:
             self.tally.again += int((union & before).sum())
         self._chosen[layer] = union
-        if layer in self._next and (ahead := self.likely(self._next[layer])) is not None:
-            self._source.warm(self._next[layer], ahead)
 
 
 def _choose(score: Tensor, pages: Pages) -> Tensor:

@@ -11,12 +11,16 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import SLACK, Floor, Ladder, Rung
+from kvcli.kv.ladder import SLACK, Ladder, Rung
 from kvcli.kv.shortage import Shortage
 from kvcli.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.kv.slots import Store
+    from collections.abc import Sequence
+
+    from kvcli.kv.recall_settings import Chosen
+    from kvcli.kv.recall_source import Shelf
+    from kvcli.kv.slots import Sight, Store
     from kvcli.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
@@ -36,6 +40,8 @@ class Plan:
     device: torch.device  # that computes
     kv: Kv
     memory: Memory
+    recall: Chosen  # how the rungs below the top are read, or the one tier where there is no other
+    sights: Sequence[Sight]  # by layer
     chunk: int  # tokens read in one pass
     held: int = 0  # bytes of the device that the store in use takes, which this one is to replace
 
@@ -45,20 +51,25 @@ class Plan:
             self._refuse_host()
         self._check_steps()
         if not is_ladder(self.kv, self.memory):
-            return self._dense(self.device)
+            dense = self._dense(self.device)
+            return self.recall.over(dense, dense, self.sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
         if self.is_packed:
-            below.append(Rung(self._packed(self.device), self._on_device, self.kv.group))
-        if size_of(self.memory.host):
-            below.append(Rung(self._host(), self._tokens(size_of(self.memory.host)), self.kv.group))
+            below.append(self._rung(self._packed(self.device), self._on_device, self.kv.group))
+        if self._host_bytes:
+            below.append(self._rung(self._host(), self._host_tokens, self.kv.group))
         if size_of(self.memory.disk):
-            below.append(Rung(self._disk(), size_of(self.memory.disk) // (self.n_layers * self._wide)))
+            below.append(self._rung(self._disk(), self._disk_tokens))
         holds = self.kv.residual if self.is_packed else self._on_device
-        return Ladder(top, below, holds=holds, group=self.kv.group if below else 1, sinks=self.kv.sinks)
+        ladder = Ladder(top, below, holds=holds, group=self.kv.group if below else 1, sinks=self.kv.sinks)
+        return ladder if below else self.recall.over(ladder, top, self.sights)
+
+    def _rung(self, tier: Shelf, holds: int | None, group: int = 1) -> Rung:
+        return Rung(self.recall.below(tier, self.sights), holds, group)
 
     def _refuse_host(self) -> None:
         steps = [step for step in self.memory.ladder if step.startswith("memory.host")]
-        if size_of(self.memory.host) or steps:
+        if self._host_bytes or steps:
             asked = f"memory.ladder has {steps[0]}" if steps else f"memory.host = {self.memory.host}"
             raise BadConfig(
                 f"{asked}, but keys and values are in host memory already",
@@ -82,6 +93,34 @@ class Plan:
     @cached_property
     def _on_device(self) -> int | None:
         """Slots a head for which the device has room beside the top, or in the top itself; None = no limit."""
+        left = self._left
+        if left is None:
+            return None
+        has_more = self._host_bytes > 0 or size_of(self.memory.disk) > 0
+        left -= (self._host_tokens + self._disk_tokens) * self._index
+        of_its_own = self._index if self.is_packed or not has_more else 0  # a top with rungs below is read in full
+        tokens = left // (self.n_layers * self._narrow + of_its_own)
+        return tokens * SLACK // (SLACK + 1) if has_more else tokens
+
+    @cached_property
+    def _host_tokens(self) -> int:
+        """Slots a head for which there is room in host memory, and on the device for their index."""
+        return self._indexed(self._tokens(self._host_bytes))
+
+    @cached_property
+    def _disk_tokens(self) -> int:
+        """The same on the disk."""
+        return self._indexed(size_of(self.memory.disk) // (self.n_layers * self._wide), self._host_tokens)
+
+    def _indexed(self, tokens: int, before: int = 0) -> int:
+        """So many slots, or as many as half of the device's room has an index for, beside that of those `before`."""
+        if not tokens or not self._index:
+            return tokens
+        return max(1, min(tokens, (self._left or 0) // 2 // self._index - before))
+
+    @cached_property
+    def _left(self) -> int | None:
+        """Bytes of the device beside what the top takes between two boundaries; None = no limit."""
         room = self._room()
         if room is None:
             return None
@@ -97,24 +136,35 @@ class Plan:
                 detail={"need": need, "room": room},
                 try_=[f"--set memory.device={_mib(2 * need)}MiB", f"--set prefill.chunk={max(1, self.chunk // 4)}"],
             )
-        tokens = self._tokens(left)
-        return tokens * SLACK // (SLACK + 1) if size_of(self.memory.host) or size_of(self.memory.disk) else tokens
+        return left
 
     def _room(self) -> int | None:
         """Bytes of the device that keys and values may take; None = no limit."""
         if self.memory.device != "auto":
             return size_of(self.memory.device)
-        if not size_of(self.memory.host) and not size_of(self.memory.disk):
+        if not self._host_bytes and not size_of(self.memory.disk):
             return None
         if self.device.type == "cuda":
             free = int(torch.cuda.mem_get_info(self.device)[0])
         else:
             free = int(psutil.virtual_memory().available)
-        free += self.held
-        return free - min(KEPT_FREE, free // 10)
+        return _spared(free + self.held)
+
+    @cached_property
+    def _host_bytes(self) -> int:
+        """Bytes of host memory for what a GPU has no room for."""
+        if self.memory.host != "auto":
+            return size_of(self.memory.host)
+        return _spared(int(psutil.virtual_memory().available)) if self.device.type == "cuda" else 0
 
     def _tokens(self, nbytes: int) -> int:
         return nbytes // (self.n_layers * self._narrow)
+
+    @property
+    def _index(self) -> int:
+        """Bytes of recall's index beside a slot of all heads and layers; it lies on the device."""
+        per_head = self.recall.per_slot(self.head_dim, self.dtype.itemsize)
+        return round(len(self.recall.layers(self.sights)) * self.n_kv_heads * per_head)
 
     @property
     def _wide(self) -> int:
@@ -129,7 +179,7 @@ class Plan:
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
         return Dense(self.n_layers, self.n_kv_heads, self.head_dim, self.dtype, device, step=step)
 
-    def _packed(self, device: torch.device) -> Floor:
+    def _packed(self, device: torch.device) -> Shelf:
         from kvcli.kv.packed import Packed
 
         return Packed(
@@ -144,13 +194,13 @@ class Plan:
             rotate=self.kv.rotate,
         )
 
-    def _host(self) -> Floor:
+    def _host(self) -> Shelf:
         from kvcli.kv.host import Host
 
         cpu = torch.device("cpu")
         return Host(self._packed(cpu) if self.is_packed else self._dense(cpu), self.device)
 
-    def _disk(self) -> Floor:
+    def _disk(self) -> Shelf:
         from kvcli.kv.disk import Disk
         from kvcli.kv.host import Host
 
@@ -166,7 +216,7 @@ def is_packed(kv: Kv) -> bool:
 def is_ladder(kv: Kv, memory: Memory) -> bool:
     """Whether these keys ask for more than one dense tier that grows as it likes."""
     is_plain = kv.k_bits == kv.v_bits == 16 and memory.device == "auto"
-    return not is_plain or size_of(memory.host) > 0 or size_of(memory.disk) > 0
+    return not is_plain or memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
 
 
 def layer_bytes(kv: Kv, memory: Memory, heads: int, dim: int, number: int, slots: int, fresh: int) -> int:
@@ -205,6 +255,11 @@ def narrow(kv: Kv, heads: int, dim: int, number: int) -> int:
     for b, group in ((kv.k_bits, kv.group), (kv.v_bits, min(kv.group, dim))):
         bits += 8 * number if b == 16 else 8 + 16 / dim if b == 8 else b + 32 / group
     return int(heads * dim * bits / 8) + POSITION
+
+
+def _spared(free: int) -> int:
+    """Of what is free, what keys and values may take."""
+    return free - min(KEPT_FREE, free // 10)
 
 
 def _mib(nbytes: int) -> int:
