@@ -107,6 +107,14 @@ def memory_clashes(profile: Profile) -> list[Clash]:
     return found
 
 
+def cautions(profile: Profile, device: str) -> list[str]:
+    """What the user should know of a profile on a device of this type, one line each."""
+    found = [profile.policy.caution] if profile.policy.caution else []
+    if profile.memory.host == "auto" and device != "cuda":
+        found.append("memory.host = auto holds nothing here: without a GPU keys and values are in host memory already")
+    return found
+
+
 def store(lm: LM, profile: Profile, held: int = 0) -> Store:
     """An empty store as `[kv]` and `[memory]` want it; raises BadConfig or Shortage where that cannot be.
 

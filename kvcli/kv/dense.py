@@ -70,6 +70,7 @@ class Dense:
     in the last digits from the key that a pass saw fresh: a store for moving keys, not one for exact texts.
     """
 
+    is_far = False
     STEP = 256  # slots; copying 16k slots every 256 tokens costs 0.3 % of decoding them
 
     def __init__(

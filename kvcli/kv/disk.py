@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
+from kvcli.kv.folder import temporary_folder
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Usage, compact, last, visible
-
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are no disk
 
 
 @dataclass(slots=True)
@@ -51,6 +49,7 @@ class _Extent:
 class Disk:
     """Keys and values in a file of at most `most` bytes, in the numbers `dtype`; read and computed on the CPU."""
 
+    is_far = False  # the page cache keeps it
     FIRST, LARGEST = 256, 4096  # slots of an extent: a layer's grow with what it holds
 
     def __init__(
@@ -249,20 +248,3 @@ def _places(extents: list[_Extent], n: int) -> list[tuple[_Extent, int, int]]:
             found.append((extent, a, b))
         a = b
     return found
-
-
-def temporary_folder() -> Path:
-    """The system's folder for large temporary files that is on a disk; raises Shortage if there is none."""
-    found = [Path("/var/tmp"), Path(tempfile.gettempdir())]
-    for folder in found:
-        if folder.is_dir() and _file_system(folder) not in IN_MEMORY:
-            return folder
-    names = ", ".join(map(str, found))
-    raise Shortage("memory.disk has no disk to use", lines=[f"{names}: kept in memory, or not there"])
-
-
-def _file_system(folder: Path) -> str:
-    """The kind of file system a folder lies on."""
-    at = folder.resolve()
-    mounts = [p for p in psutil.disk_partitions(all=True) if at.is_relative_to(p.mountpoint)]
-    return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""

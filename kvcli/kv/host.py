@@ -58,6 +58,8 @@ class Staging:
 class Host:
     """A tier on the CPU that answers rows of `device`."""
 
+    is_far = True  # across the bus
+
     def __init__(self, tier: Shelf, device: torch.device | str) -> None:
         self._tier, self._device = tier, torch.device(device)
         self.staging = Staging()

@@ -26,6 +26,8 @@ class Packed:
     Every head has its own length in memory. Refuses by name what its layouts cannot hold.
     """
 
+    is_far = False
+
     def __init__(
         self,
         n_layers: int,

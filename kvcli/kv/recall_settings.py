@@ -40,6 +40,9 @@ class Chosen(Protocol):
     def per_slot(self, head_dim: int, number: int) -> float:
         """Bytes of index beside each slot of a KV head whose numbers take so many bytes: for the plan of memory."""
 
+    def near(self, head_dim: int, number: int) -> float:
+        """Bytes kept where rows are computed, beside each slot of a KV head that lies far from there."""
+
 
 @dataclass(frozen=True)
 class Everything:
@@ -63,6 +66,9 @@ class Everything:
         return []
 
     def per_slot(self, head_dim: int, number: int) -> float:
+        return 0.0
+
+    def near(self, head_dim: int, number: int) -> float:
         return 0.0
 
 
@@ -92,6 +98,9 @@ class _Part:
 
     def layers(self, sights: Sequence[Sight]) -> list[int]:
         return [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight.window is None]
+
+    def near(self, head_dim: int, number: int) -> float:
+        return self.fraction * 2 * head_dim * number
 
     def index(self) -> Index:
         """How pages are known."""

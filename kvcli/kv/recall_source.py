@@ -13,6 +13,10 @@ from kvcli.kv.slots import Slots, Tier, picked
 class Source(Protocol):
     """Slots of a tier by their index, in the order in which `slots` shows them, without all of them being shown."""
 
+    @property
+    def is_far(self) -> bool:
+        """Does it pay to keep what a pass read for the next one?"""
+
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots, -1 = empty."""
 
@@ -29,6 +33,8 @@ class Shelf(Floor, Source, Protocol):
 
 class Whole:
     """Any tier, by the slots that it shows: what its own way to a few of them must agree with."""
+
+    is_far = False
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import SLACK, Ladder, Rung
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.room import Room
 from kvcli.schema import size_of
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
 EVERY = 64  # tokens between two boundaries of a ladder, where no policy wants them closer
-KEPT_FREE = 1 << 30  # bytes of a device that keys and values leave alone where its size is not given, or a tenth
 POSITION = 4  # bytes
 
 
@@ -55,12 +53,12 @@ class Plan:
             return self.recall.over(dense, dense, self.sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
         if self.is_packed:
-            below.append(self._rung(self._packed(self.device), self._on_device, self.kv.group))
-        if self._host_bytes:
-            below.append(self._rung(self._host(), self._host_tokens, self.kv.group))
+            below.append(self._rung(self._packed(self.device), self._room.on_device, self.kv.group))
+        if self._room.host_bytes:
+            below.append(self._rung(self._host(), self._room.in_host, self.kv.group))
         if size_of(self.memory.disk):
-            below.append(self._rung(self._disk(), self._disk_tokens))
-        holds = self.kv.residual if self.is_packed else self._on_device
+            below.append(self._rung(self._disk(), self._room.on_disk))
+        holds = self.kv.residual if self.is_packed else self._room.on_device
         ladder = Ladder(top, below, holds=holds, group=self.kv.group if below else 1, sinks=self.kv.sinks)
         return ladder if below else self.recall.over(ladder, top, self.sights)
 
@@ -69,7 +67,7 @@ class Plan:
 
     def _refuse_host(self) -> None:
         steps = [step for step in self.memory.ladder if step.startswith("memory.host")]
-        if self._host_bytes or steps:
+        if self._room.host_bytes or steps:
             asked = f"memory.ladder has {steps[0]}" if steps else f"memory.host = {self.memory.host}"
             raise BadConfig(
                 f"{asked}, but keys and values are in host memory already",
@@ -91,80 +89,30 @@ class Plan:
         return is_packed(self.kv)
 
     @cached_property
-    def _on_device(self) -> int | None:
-        """Slots a head for which the device has room beside the top, or in the top itself; None = no limit."""
-        left = self._left
-        if left is None:
-            return None
-        has_more = self._host_bytes > 0 or size_of(self.memory.disk) > 0
-        left -= (self._host_tokens + self._disk_tokens) * self._index
-        of_its_own = self._index if self.is_packed or not has_more else 0  # a top with rungs below is read in full
-        tokens = left // (self.n_layers * self._narrow + of_its_own)
-        return tokens * SLACK // (SLACK + 1) if has_more else tokens
-
-    @cached_property
-    def _host_tokens(self) -> int:
-        """Slots a head for which there is room in host memory, and on the device for their index."""
-        return self._indexed(self._tokens(self._host_bytes))
-
-    @cached_property
-    def _disk_tokens(self) -> int:
-        """The same on the disk."""
-        return self._indexed(size_of(self.memory.disk) // (self.n_layers * self._wide), self._host_tokens)
-
-    def _indexed(self, tokens: int, before: int = 0) -> int:
-        """So many slots, or as many as half of the device's room has an index for, beside that of those `before`."""
-        if not tokens or not self._index:
-            return tokens
-        return max(1, min(tokens, (self._left or 0) // 2 // self._index - before))
-
-    @cached_property
-    def _left(self) -> int | None:
-        """Bytes of the device beside what the top takes between two boundaries; None = no limit."""
-        room = self._room()
-        if room is None:
-            return None
-        # what is read or written between two boundaries lies in the top before it can go anywhere
-        before = self.kv.sinks + self.kv.group + max(self.chunk, EVERY) + STEP
-        before += self.kv.residual if self.is_packed else 0
-        left = room - before * self.n_layers * self._wide
-        if left < self.n_layers * self._narrow:
-            need = (before + 1) * self.n_layers * self._wide
-            raise Shortage(
-                f"memory.device = {self.memory.device} has no room for a text",
-                lines=[f"{before:,} tokens are stored between two boundaries: {_mib(need)} MiB of {_mib(room)} MiB"],
-                detail={"need": need, "room": room},
-                try_=[f"--set memory.device={_mib(2 * need)}MiB", f"--set prefill.chunk={max(1, self.chunk // 4)}"],
-            )
-        return left
-
-    def _room(self) -> int | None:
-        """Bytes of the device that keys and values may take; None = no limit."""
-        if self.memory.device != "auto":
-            return size_of(self.memory.device)
-        if not self._host_bytes and not size_of(self.memory.disk):
-            return None
-        if self.device.type == "cuda":
-            free = int(torch.cuda.mem_get_info(self.device)[0])
-        else:
-            free = int(psutil.virtual_memory().available)
-        return _spared(free + self.held)
-
-    @cached_property
-    def _host_bytes(self) -> int:
-        """Bytes of host memory for what a GPU has no room for."""
-        if self.memory.host != "auto":
-            return size_of(self.memory.host)
-        return _spared(int(psutil.virtual_memory().available)) if self.device.type == "cuda" else 0
-
-    def _tokens(self, nbytes: int) -> int:
-        return nbytes // (self.n_layers * self._narrow)
+    def _room(self) -> Room:
+        wide_, narrow_ = (self.n_layers * n for n in (self._wide, self._narrow))
+        heads = len(self.recall.layers(self.sights)) * self.n_kv_heads
+        index, near = (
+            heads * of(self.head_dim, self.dtype.itemsize) for of in (self.recall.per_slot, self.recall.near)
+        )
+        return Room(
+            self.memory,
+            self.device,
+            wide_,
+            narrow_,
+            round(index),
+            round(index + (near if self.device.type != "cpu" else 0)),
+            self._between,
+            self.chunk,
+            self.is_packed,
+            self.held,
+        )
 
     @property
-    def _index(self) -> int:
-        """Bytes of recall's index beside a slot of all heads and layers; it lies on the device."""
-        per_head = self.recall.per_slot(self.head_dim, self.dtype.itemsize)
-        return round(len(self.recall.layers(self.sights)) * self.n_kv_heads * per_head)
+    def _between(self) -> int:
+        """Slots a head in the top before they can go anywhere: what is read or written between two boundaries too."""
+        before = self.kv.sinks + self.kv.group + max(self.chunk, EVERY) + STEP
+        return before + (self.kv.residual if self.is_packed else 0)
 
     @property
     def _wide(self) -> int:
@@ -255,12 +203,3 @@ def narrow(kv: Kv, heads: int, dim: int, number: int) -> int:
     for b, group in ((kv.k_bits, kv.group), (kv.v_bits, min(kv.group, dim))):
         bits += 8 * number if b == 16 else 8 + 16 / dim if b == 8 else b + 32 / group
     return int(heads * dim * bits / 8) + POSITION
-
-
-def _spared(free: int) -> int:
-    """Of what is free, what keys and values may take."""
-    return free - min(KEPT_FREE, free // 10)
-
-
-def _mib(nbytes: int) -> int:
-    return -(-nbytes // (1 << 20))
