@@ -238,6 +238,10 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Decoding over 16,384 stored tokens on a random 152M Llama, by how they are stored",
         ["side", "mib", "step_ms", "step_speedup", "with_boundaries_speedup", "rows8_speedup"],
     ),
+    "kvcli.bench.recall_tiers/1": (
+        "Facts of a report of 4,400 tokens found again by the demo model, and bytes of a token",
+        ["store", "recall", "right", "same", "bytes", "cpu", "packed", "disk", "index"],
+    ),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],

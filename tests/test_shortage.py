@@ -43,10 +43,9 @@ STORES: dict[str, tuple[Make, Policy | None]] = {
     "three": (three, None),
     "on_disk": (on_disk, None),
     "packed": (PACKED["packed_4_2"], None),
-    "recalled": (lambda shape, dtype: recalled(shape, dtype, "minmax", "host"), None),
-    "recalled_disk": (lambda shape, dtype: recalled(shape, dtype, "certified", "disk"), Ragged()),
+    "recalled": (lambda shape, dtype: recalled(shape, dtype, "minmax", "three"), Ragged()),
 }
-ROUNDING = ("three", "packed", "recalled")  # in which the moment of moving down decides what is rounded
+ROUNDING = ("three", "packed")  # in which the moment of moving down decides what is rounded
 EVERY = 6
 
 
