@@ -242,6 +242,10 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Six modules of the standard library, replayed with pretended pass times",
         ["a further row", "settings", "gain", "tokens_per_pass", "drafted_share", "guesses_per_pass"],
     ),
+    "kvcli.bench.recall_tiers/1": (
+        "Facts of a report of 4,400 tokens found again by the demo model, and bytes of a token",
+        ["store", "recall", "right", "same", "bytes", "cpu", "packed", "disk", "index"],
+    ),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],

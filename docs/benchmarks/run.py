@@ -36,6 +36,7 @@ RESULTS = {
     "row-cost": "python tests/bench/row_cost.py",
     "kv-memory": "python tests/bench/kv_memory.py",
     "kv-speed": "python tests/bench/kv_speed.py",
+    "recall-tiers": "python tests/bench/recall_tiers.py",
     "kv-quality": "kvcli bench demo --profiles exact,balanced,lean,fastgen,fastgen-paper,snap,expected,streaming"
     " --ctx 1k --reps 1 --no-memory --quality niah_single,niah_multikey,vt --quality-lengths 2k --quality-n 24",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
