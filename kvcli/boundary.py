@@ -65,7 +65,7 @@ class Boundary:
         """Pieces of the text once more, behind all of it; nothing of these passes is stored."""
         for start, end in policy.rereads(len(self.ids)):
             rows = Rows.chain(self.ids[start:end], len(self.ids), self.lm.device)
-            p = Pass(rows, self.kv, hear=list(range(rows.n_rows)))
+            p = Pass(rows, self.kv, hear=list(range(rows.n_rows)), is_prompt=True)
             run(self.lm, p, rows.ids[:0])
             for layer, (q, (k, v)) in enumerate(zip(p.queries, p.fresh, strict=True)):
                 slots = self.kv.slots(layer)

@@ -76,20 +76,13 @@ def clashes(profile: Profile) -> list[Clash]:
 
 
 def recall_clashes(profile: Profile) -> list[Clash]:
-    """Of `[recall]`: what it promises, and what it can read a part of."""
+    """Of `[recall]`: what it promises."""
     from kvcli.profile import Clash
 
-    found, method = [], profile.recall.method
+    found = []
     if PROMISES.index(profile.exactness) < PROMISES.index(profile.recall.promise):
         because = "which reads a part of what is stored"
         found.append(Clash("exactness", "recall.method", f'"{profile.exactness}" cannot be kept', because))
-    if method != "none":
-        plain = {"kv": type(profile.kv)(), "memory": type(profile.memory)()}
-        rungs = ["kv.k_bits", "kv.v_bits", "memory.device", "memory.host", "memory.disk"]
-        for table, _, key in (dotted.partition(".") for dotted in rungs):
-            if getattr(getattr(profile, table), key) != getattr(plain[table], key):
-                cannot = f'"{method}" reads a part of one dense tier only'
-                found.append(Clash("recall.method", f"{table}.{key}", cannot, "which makes several tiers"))
     return found
 
 
@@ -107,12 +100,18 @@ def memory_clashes(profile: Profile) -> list[Clash]:
             found.append(Clash("exactness", "memory.ladder", cannot, rounds))
     for step in memory.ladder:
         key, _, value = step.partition("=")
-        if profile.recall.method != "none" and key.startswith(("kv.", "memory.")):
-            found.append(Clash("recall.method", "memory.ladder", f'"{step}" cannot be taken', "and several tiers"))
         if key in bits and int(value) >= bits[key]:
             found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f"which is {bits[key]} already"))
     if memory.ladder and memory.on_shortage == "fail":
         found.append(Clash("memory.ladder", "memory.on_shortage", "no step is ever taken", 'which is "fail"'))
+    return found
+
+
+def cautions(profile: Profile, device: str) -> list[str]:
+    """What the user should know of a profile on a device of this type, one line each."""
+    found = [profile.policy.caution] if profile.policy.caution else []
+    if profile.memory.host == "auto" and device != "cuda":
+        found.append("memory.host = auto holds nothing here: without a GPU keys and values are in host memory already")
     return found
 
 
@@ -126,10 +125,19 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
     from kvcli.kv.tiers import Plan
 
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
-    shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim)
-    plain = Plan(*shape, dtype, lm.device, profile.kv, profile.memory, profile.prefill.chunk, held).store()
-    over: Store = profile.recall.over(plain, lm.sights)
-    return over
+    return Plan(
+        lm.n_layers,
+        lm.n_kv_heads,
+        lm.head_dim,
+        dtype,
+        lm.device,
+        profile.kv,
+        profile.memory,
+        profile.recall.settings,
+        lm.sights,
+        profile.prefill.chunk,
+        held,
+    ).store()
 
 
 def every(profile: Profile) -> int | None:

@@ -127,6 +127,11 @@ class Model:
         asked = self.profile.context.limit
         return self.lm.limit if asked == "auto" else min(int(asked), self.lm.limit)
 
+    @property
+    def cautions(self) -> list[str]:
+        """What the user should know of the profile on this device, one line each."""
+        return build.cautions(self.profile, self.lm.device.type)
+
     def with_profile(self, profile: Profile) -> Model:
         """The same weights under another profile, with nothing read yet. Refuses a change of `load`."""
         if profile.load != self.profile.load:

@@ -97,7 +97,8 @@ class Session:
         while self.committed < whole:
             end = min(self.committed + self.chunk, whole)
             rows = Rows.chain(self.ids[self.committed : end], self.committed, self.lm.device)
-            p = Pass(rows, self.kv, self.view, self.heard.of_chunk(self.committed, rows.n_rows))
+            heard = self.heard.of_chunk(self.committed, rows.n_rows)
+            p = Pass(rows, self.kv, self.view, heard, is_prompt=True)
             run(self.lm, p, rows.ids[:0])
             self.boundary = end  # a chunk's end is a boundary
             self._commit(p, list(range(rows.n_rows)))

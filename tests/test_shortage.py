@@ -30,6 +30,7 @@ from tests.fake_device import FakeDevice
 from tests.policies import Ragged
 from tests.test_exact import DRAFTERS, prompt
 from tests.test_ladder import PACKED, on_disk, rounding, three, two_dense
+from tests.test_recall_rungs import ladder as recalled
 
 torch.set_num_threads(1)
 SAMPLED = Sampler(temperature=0.9, repetition_penalty=1.2, seed=3)
@@ -42,8 +43,10 @@ STORES: dict[str, tuple[Make, Policy | None]] = {
     "three": (three, None),
     "on_disk": (on_disk, None),
     "packed": (PACKED["packed_4_2"], None),
+    "recalled": (lambda shape, dtype: recalled(shape, dtype, "minmax", "host"), None),
+    "recalled_disk": (lambda shape, dtype: recalled(shape, dtype, "certified", "disk"), Ragged()),
 }
-ROUNDING = ("three", "packed")  # in which the moment of moving down decides what is rounded
+ROUNDING = ("three", "packed", "recalled")  # in which the moment of moving down decides what is rounded
 EVERY = 6
 
 

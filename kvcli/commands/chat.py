@@ -103,9 +103,9 @@ def answer(
         talk = Chat(model, question.system, folder=world.paths.data / "chats")
         for document in question.documents:
             talk.attach(document)
-        caution = (profile.policy.caution,) if profile.policy.caution else ()
-        for note in (*run.notes, *caution, *model.info.notes) if not screen.quiet and not world.options.json else ():
-            print_note(screen.err, note)
+        if not screen.quiet and not world.options.json:
+            for note in (*run.notes, *model.cautions, *model.info.notes):
+                print_note(screen.err, note)
         if question.text is None:
             return converse(setup, run, model, talk, screen)
         return ask_once(world, run, talk, question.text, screen, stream)

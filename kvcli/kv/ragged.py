@@ -122,10 +122,23 @@ class Ragged:
 
     def slots(self) -> Slots:
         """What is held: a copy, padded to the longest head."""
-        at = torch.arange(self.length, device=self.pos.device)
-        full = at < self._ends.new_tensor(self._lengths).unsqueeze(1)  # [K, S]
-        at = self._ends.new_tensor(self._extents.start).unsqueeze(1) + at * full
+        at, full = self._places(self._all())
         return Slots(self.k[at], self.v[at], self.pos[at].masked_fill(~full, -1))
+
+    def positions(self) -> Tensor:
+        """The same, positions alone."""
+        at, full = self._places(self._all())
+        return self.pos[at].masked_fill(~full, -1)
+
+    def gather(self, index: Tensor) -> Slots:
+        """A copy of slots index [K, M]."""
+        at, full = self._places(index)
+        return Slots(self.k[at], self.v[at], self.pos[at].masked_fill(~full, -1))
+
+    def head(self, head: int, n: int) -> Slots:
+        """As views."""
+        piece = slice(self._extents.start[head], self._extents.start[head] + min(n, self._lengths[head]))
+        return Slots(*(t[piece].unsqueeze(0) for t in (self.k, self.v, self.pos)))
 
     def newest(self, n: int) -> Slots:
         """The last n of each head, as a copy."""
@@ -172,6 +185,15 @@ class Ragged:
         self.k.index_copy_(0, at, k.to(self.k.dtype))
         self.v.index_copy_(0, at, v.to(self.v.dtype))
         self.pos.index_copy_(0, at, pos.to(torch.int32))
+
+    def _all(self) -> Tensor:
+        """[K, S]: the index of every slot, as far as the longest head goes."""
+        return torch.arange(self.length, device=self.pos.device).expand(len(self._lengths), -1)
+
+    def _places(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Where slots index [K, M] of each head lie, and whether there are such [K, M]."""
+        full = (index >= 0) & (index < self._ends.new_tensor(self._lengths).unsqueeze(1))
+        return self._ends.new_tensor(self._extents.start).unsqueeze(1) + index * full, full
 
     def _make_room(self, lengths: list[int]) -> None:
         if any(n > room for n, room in zip(lengths, self._extents.room, strict=True)):

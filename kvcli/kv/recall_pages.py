@@ -62,11 +62,12 @@ class Pages:
         """[K, P]: pages that there are."""
         return self.last >= 0
 
-    def crop(self, n: int) -> None:
-        """Positions from n on are gone: so is, in each head, all from the first page that held one of them."""
-        if self.whole.numel():
-            stays = ((self.last < n) & self.held).cumprod(1)  # [K, P]
-            self._cut(stays.sum(1))
+    def crop(self, before: Tensor, after: Tensor) -> None:
+        """Slots are gone, and others may have moved: in each head, all from the first page in which positions [K, S]
+        differ."""
+        n = min(before.shape[1], after.shape[1])
+        same = (before[:, :n] == after[:, :n]).cumprod(1).sum(1)  # [K] slots
+        self._cut(torch.minimum(self.whole, same.to(self.whole) // self.index.page))
 
     def settle(self, layer: int, source: Source) -> None:
         """A boundary: know every page there is now, and what is always read until the next one."""
@@ -122,10 +123,10 @@ class Pages:
             self.whole = self.whole + (fresh >= 0).sum(1)
 
     def _write(self, layer: int, source: Source, fresh: Tensor) -> None:
-        k, pos = source.keys(layer, self.slots_of(fresh))
+        s = source.gather(layer, self.slots_of(fresh))
         shape, device = (*fresh.shape, self.index.page), self.ends.device
-        pos = pos.to(device).view(shape)
-        k = _filled(k.to(device).view(*shape, -1), pos)
+        pos = s.pos.to(device).view(shape)
+        k = _filled(s.k.to(device).view(*shape, -1), pos)
         if not self.kept:
             self.shared = self.index.learn(k.flatten(1, 2))
             self._learned = k.shape[1] * k.shape[2]
