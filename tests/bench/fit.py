@@ -29,9 +29,10 @@ CONTEXTS = {"demo": (2048, 8000), "random 152M": (2048, 8192, 16384)}
 
 def text_of(n: int) -> str:
     """The bundled report, again and again, to n tokens of the demo model, which both models read."""
+    from transformers import AutoTokenizer
+
     from kvcli.demo import weights_dir
     from kvcli.documents import BUNDLED, read_document
-    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(weights_dir())
     text = read_document(BUNDLED, name=BUNDLED).text
