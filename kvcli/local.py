@@ -92,6 +92,7 @@ class Model:
         self.session = self.open()
         # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
+        self.fits = 0  # tokens for which memory has room, by that estimate; 0 = nobody looked
         self.answering: object = None  # the stream whose answer the session holds
 
     def __enter__(self) -> Model:
@@ -201,7 +202,7 @@ class Model:
         if outside := [i for i in ids if not 0 <= i < self.lm.vocab]:
             raise BadInput(f"token {outside[0]} is none of the model's {self.lm.vocab:,}", code="no_such_token")
         sample = self.profile.sample
-        window = Window(self.limit, self.lm.limit, self.profile.context.reserve)
+        window = Window(self.limit, self.lm.limit, self.profile.context.reserve, self.fits)
         asked = Asked(
             ids,
             chat_spans(self.tokenizer, messages, ids) if messages and self.session.policy is not None else [],

@@ -14,6 +14,7 @@ class Window:
     limit: int  # of prompt and answer, by the profile
     most: int  # by the model
     reserve: int  # left to an answer, unless it is to be shorter
+    fits: int = 0  # for which memory has room; 0 = nobody looked
 
     def room(self, prompt: int, new: int) -> int:
         """How long an answer to be of `new` tokens may get; refuses a prompt that leaves too little."""
@@ -33,9 +34,12 @@ class Window:
         return min(new, self.limit - prompt)
 
     def _ways_out(self, prompt: int, reserve: int) -> list[str]:
-        ways = []
-        if prompt + reserve <= self.most:
+        """What is enough when it is typed: for this prompt, in this model and in this machine's memory."""
+        ways, most = [], min(self.most, self.fits or self.most)
+        if prompt + reserve <= most:
             ways.append(f"--ctx {prompt + reserve}")
+        elif max(prompt, self.limit) < most:
+            ways.append(f"--ctx {most} --max-new-tokens {most - prompt}")
         if prompt < self.limit:
             ways.append(f"--max-new-tokens {self.limit - prompt}")
         return [*ways, "attach a shorter document", "/drop or /undo in a chat"]

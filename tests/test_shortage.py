@@ -218,7 +218,10 @@ def test_without_a_step_the_error_says_what_fits_and_hands_back_the_answer(
     assert error.code == "out_of_memory"
     assert error.detail["answer"] == "".join(said)
     assert want.text.startswith("".join(said))
-    assert f"--ctx {error.detail['tokens']}" in error.try_
+    room = error.detail["tokens"] - len(text())  # less than an answer is left otherwise
+    assert error.try_[0] == f"--ctx {error.detail['tokens']} --max-new-tokens {room}"
+    shorter = model(context={"limit": error.detail["tokens"]}).generate(text(), max_new_tokens=room)
+    assert shorter.ids == want.ids[:room]
     assert error.detail["tokens"] == m.session.committed > len(text())
     check_model(m)
     monkeypatch.undo()

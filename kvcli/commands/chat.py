@@ -99,7 +99,7 @@ def answer(
         profile = run.profile
         model = setup.load(profile, tell)
     with model:
-        model.foretell = run.foretell
+        model.foretell, model.fits = run.foretell, run.fits
         talk = Chat(model, question.system, folder=world.paths.data / "chats")
         for document in question.documents:
             talk.attach(document)

@@ -135,6 +135,10 @@ class Chosen(Protocol):
         """How many slots a head holds at most while n tokens are read, the last chunk aside."""
 
     @property
+    def is_uneven(self) -> bool:
+        """May heads keep different numbers of slots?"""
+
+    @property
     def caution(self) -> str:
         """What a user should know before using it, in words; "" = nothing."""
 
@@ -155,6 +159,10 @@ class Everything:
 
     def reading(self, n: int) -> int:
         return n
+
+    @property
+    def is_uneven(self) -> bool:
+        return False
 
     @property
     def caution(self) -> str:

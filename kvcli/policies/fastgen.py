@@ -116,6 +116,10 @@ class FastGen:
         return n
 
     @property
+    def is_uneven(self) -> bool:
+        return True
+
+    @property
     def caution(self) -> str:
         return ""
 
