@@ -89,6 +89,12 @@ class Heads(Plain):
         names = self.settings.candidates
         return {i: [names[c] for c in layer.chosen] for i, layer in self._layers.items()}
 
+    def kept_at(self, recovery: float) -> float:
+        """Share of the stored tokens that heads would keep by this recovery, as last measured; 1 if never."""
+        some = [(layer, self._cheapest(layer, i, recovery)) for i, layer in self._layers.items()]
+        kept = sum(int(layer.cost[c, j]) for layer, chosen in some for j, c in enumerate(chosen))
+        return kept / sum(int(layer.cost[-1].sum()) for layer, _ in some) if some else 1.0
+
     def look(self, s: Slots, at: Moment) -> None:
         """With a common budget, heads of all layers are measured before any is judged."""
         if self._is_due(at):
@@ -104,7 +110,7 @@ class Heads(Plain):
             return s.pos >= 0
         if not self.looks and self._is_due(at):
             layer = self._measure(s, at)
-            layer.chosen = self._cheapest(layer, at.layer)
+            layer.chosen = self._cheapest(layer, at.layer, self.settings.recovery)
         if at.layer not in self._layers:  # no prompt was ever read
             return s.pos >= 0
         return self._mask(self._layers[at.layer], s, at)
@@ -152,12 +158,12 @@ class Heads(Plain):
         far, upto = found.far * weight, at.kinds.shape[0]
         return Scores(far, q_pos, upto, sets, settings.score_decay, is_rate=rate)
 
-    def _cheapest(self, layer: Layer, i: int) -> list[int]:
+    def _cheapest(self, layer: Layer, i: int, recovery: float) -> list[int]:
         """The cheapest candidate of each head that recovers enough; everything always does."""
         last, n_kv = layer.value.shape[0] - 1, layer.value.shape[1]
-        if self.settings.recovery >= 1:  # a token without attention on the measured rows may get some later
+        if recovery >= 1:  # a token without attention on the measured rows may get some later
             return [last] * n_kv
-        enough = layer.value >= self.settings.recovery
+        enough = layer.value >= recovery
         enough[last] = True
         best = layer.cost.double().masked_fill(~enough, torch.inf).argmin(0).tolist()
         return [last if self._is_full(i, j) else c for j, c in enumerate(best)]
