@@ -49,7 +49,7 @@ class FastGen:
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
     protect: bool = True  # keep the system prompt and tool text in every head
     punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share of the prompt only ends of sentences and lines
-    probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 32 on a CPU
+    probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 16 on a CPU
     crossfit: bool = True  # choose frequent tokens on other rows than they are measured on
     gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
     headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep everything; empty = none

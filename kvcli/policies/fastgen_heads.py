@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcli.model import LM
     from kvcli.policies.fastgen import FastGen
 
-ROWS_ON_CPU = 32  # spread over the second half of a prompt: more of them would be felt beside reading it
+ROWS_ON_CPU = 16  # spread over the second half of a prompt, and as many newest: docs/policies.md says what more of them see
 LEAST = 16  # rows below which a later prompt is not measured: heads stay with what they chose
 
 

@@ -20,6 +20,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
@@ -40,18 +41,21 @@ from kvcli.policies.fastgen import FastGen  # noqa: E402
 from kvcli.quality.answer import kept  # noqa: E402
 from kvcli.quality.fingerprint import fingerprint  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
+from kvcli.rows import Rows  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 
 HELD_OUT = 5_000  # seed of the texts
 MAPPED = 1024  # tokens of the texts that the head map is made from
 BITS = {"int8": (8, 8), "4 + 4 bits": (4, 4), "4 + 2 bits": (4, 2)}
-RIVALS = ("fastgen + map", "fastgen-paper", "snap", "expected", "kvzip", "keydiff", "h2o", "streaming", "random")
+RIVALS = ("fastgen + map", "fastgen-paper", "snap", "expected", "kvzip", "streaming", "random")
 ALLOCS = ("ada", "global", "uniform", "pyramid")
-SHARED = ("snap", "expected", "keydiff", "kvzip")  # methods whose allocations are compared
+SHARED = ("snap", "expected", "keydiff")  # methods whose allocations are compared
 FINE = 2**-10  # of T
 SINKS, NEWEST = 4, 64  # that lots leave alone
 
 Outcome = dict[str, Any]  # right [4], kept, bytes, and t where T was found
+Sides = Iterator[tuple[str, Outcome]]
+Answer = Callable[[dict[str, Any]], tuple[Outcome, Any]]  # changes of the profile -> what came of it, and the session
 
 
 class Known:
@@ -74,10 +78,32 @@ class Known:
         return self._found[key]
 
 
-def answered(model: Any, sample: Sample, changes: dict[str, Any]) -> tuple[Outcome, Any]:
+class Text:
+    """One text, run through the model once for all sides: what is stored of it, and all its queries."""
+
+    def __init__(self, model: Any, sample: Sample) -> None:
+        self.ids, self.n = sample.context, len(sample.context) - 1
+        self.rows = Rows.chain(self.ids[:-1], 0, model.lm.device)
+        self._pass = Pass(self.rows, model.open().kv, hear=list(range(self.n)))
+        run(model.lm, self._pass, self.rows.ids[:0])
+
+    def read_by(self, session: Any) -> None:
+        """What `session.feed` does with a text of one chunk."""
+        assert self.n <= session.chunk
+        session.ids = list(self.ids)
+        session.heard.begin(self.n)
+        own = Pass(self.rows, session.kv, hear=session.heard.of_chunk(0, self.n))
+        own.fresh = self._pass.fresh
+        own.queries = [q[:, own.hear] for q in self._pass.queries] if own.hear is not None else []
+        session.boundary = self.n
+        session._commit(own, list(range(self.n)))
+        session.settle("read")
+
+
+def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
     """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
     session = model.with_profile(model.profile.replace(exactness="approx", **changes)).session
-    session.feed(sample.context)
+    (text or Text(model, sample)).read_by(session)
     rows, scored = sample.rows(model.lm.device), sample.scored()
     logits = run(model.lm, Pass(rows, session.kv), torch.tensor([row for row, _ in scored]))
     hits = (logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
@@ -108,49 +134,48 @@ def rival(name: str, share: float, n: int, lot: int, mapped: str) -> dict[str, A
     return {"name": name, "keep": share}
 
 
-def published(model: Any, sample: Sample, share: float) -> Outcome:
+def published(answer: Answer, share: float) -> Outcome:
     """FastGen as published, with the lowest T at which its heads keep this share."""
     policy = {"name": "fastgen", "paper": True, "every": 1}
-    _, session = answered(model, sample, {"policy": policy})
+    _, session = answer({"policy": policy})
     low, high = 0.0, 1.0  # too little; enough
     while high - low > FINE:
         middle = (low + high) / 2
         low, high = (low, middle) if session.policy.kept_at(middle) >= share else (middle, high)
-    outcome, _ = answered(model, sample, {"policy": policy | {"recovery": high}})
+    outcome, _ = answer({"policy": policy | {"recovery": high}})
     return outcome | {"t": high}
 
 
-def sides(model: Any, sample: Sample, i: int, shares: list[float], known: Known, mapped: str) -> Iterator[tuple[str, Outcome]]:
-    """All sides of one text."""
-    yield "full", known.of(f"{i} full", lambda: answered(model, sample, {})[0])
+def sides(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+    """All sides of one text of n tokens."""
+    yield "full", known.of(f"{i} full", lambda: answer({})[0])
     for name, (k, v) in BITS.items():
         change = {"kv": {"k_bits": k, "v_bits": v}}
-        yield name, known.of(f"{i} {name}", lambda change=change: answered(model, sample, change)[0])
+        yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
     shipped = {"policy": {"name": "fastgen", "paper": True, "recovery": 0.95, "every": 1}}
-    yield "fastgen-paper T 0.95", known.of(f"{i} paper", lambda: answered(model, sample, shipped)[0])
+    yield "fastgen-paper T 0.95", known.of(f"{i} paper", lambda: answer(shipped)[0])
     for share in shares:
         first = {"policy": {"name": "fastgen", "keep": share}}
-        ours = known.of(f"{i} fastgen {share}", lambda first=first: answered(model, sample, first)[0])
+        ours = known.of(f"{i} fastgen {share}", lambda first=first: answer(first)[0])
         yield f"fastgen {share:.0%}", ours
         for name in RIVALS:
 
             def make(name: str = name, share: float = ours["kept"]) -> Outcome:
                 if name == "fastgen-paper":
-                    return published(model, sample, share)
-                policy = rival(name, share, len(sample.context) - 1, i, mapped)
-                return answered(model, sample, {"policy": policy})[0]
+                    return published(answer, share)
+                return answer({"policy": rival(name, share, n, i, mapped)})[0]
 
             yield f"{name} {share:.0%}", known.of(f"{i} {name} {share}", make)
 
 
-def shared(model: Any, sample: Sample, i: int, shares: list[float], known: Known, _: str) -> Iterator[tuple[str, Outcome]]:
+def shared(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
     """Methods by who shares the budget."""
     for share in shares:
         for name in SHARED:
             for alloc in ALLOCS:
                 policy = {"policy": {"name": name, "keep": share, "alloc": alloc}}
                 side = f"{name} {share:.0%} {alloc}"
-                yield side, known.of(f"{i} {side}", lambda policy=policy: answered(model, sample, policy)[0])
+                yield side, known.of(f"{i} {side}", lambda policy=policy: answer(policy)[0])
 
 
 def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[Outcome] | None) -> dict[str, Any]:
@@ -184,6 +209,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text, answers included")
     parser.add_argument("--shares", default="0.5,0.25", help="that FastGen keeps")
     parser.add_argument("--allocs", action="store_true", help="compare who shares the budget")
+    parser.add_argument("--part", default="1/1", help="K/N: each Nth text from the Kth on; parts share one --partial")
     parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -194,8 +220,14 @@ def main() -> None:
     mapped = head_map(model, known.path.with_suffix(".map.json"))
     found: dict[str, list[Outcome]] = {}
     shares = [float(share) for share in args.shares.split(",")]
+    part, of = map(int, args.part.split("/"))
     for i, sample in enumerate(samples(model, args.texts, args.length, HELD_OUT)):
-        for side, outcome in (shared if args.allocs else sides)(model, sample, i, shares, known, mapped):
+        if i % of != part - 1:
+            continue
+        text = lru_cache(1)(lambda sample=sample: Text(model, sample))  # not run at all where everything is known
+        answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
+        each = (shared if args.allocs else sides)(answer, len(sample.context) - 1, i, shares, known, mapped)
+        for side, outcome in each:
             found.setdefault(side, []).append(outcome)
         print(f"\r{i + 1} of {args.texts} texts", end="", file=sys.stderr, flush=True)
     rows = table(found)
