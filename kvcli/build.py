@@ -68,6 +68,7 @@ def clashes(profile: Profile) -> list[Clash]:
         cannot = f'"{profile.exactness}" cannot be kept'
         found.append(Clash("exactness", "kv.dtype", cannot, "which may round keys and values"))
     found += memory_clashes(profile)
+    found += idle_keys(profile)
     if profile.exactness != "approx" and profile.policy.policy() is not None:
         because = "which forgets part of the text"
         found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
@@ -114,6 +115,23 @@ def memory_clashes(profile: Profile) -> list[Clash]:
     if memory.ladder and memory.on_shortage == "fail":
         found.append(Clash("memory.ladder", "memory.on_shortage", "no step is ever taken", 'which is "fail"'))
     return found
+
+
+def idle_keys(profile: Profile) -> list[Clash]:
+    """Keys of `[kv]` that say how to pack or move, where nothing is ever packed or moved."""
+    from kvcli.profile import Clash
+    from kvcli.schema import size_of
+
+    kv, memory = profile.kv, profile.memory
+    packs = min(kv.k_bits, kv.v_bits) < 16 or any(step.startswith(("kv.k_bits", "kv.v_bits")) for step in memory.ladder)
+    moves = size_of(memory.host) or size_of(memory.disk) or any(step.startswith("memory.") for step in memory.ladder)
+    acts = {"rotate": packs, "residual": packs, "group": packs or moves, "sinks": packs or moves}
+    plain, because = type(kv)(), "so nothing is packed"
+    return [
+        Clash(f"kv.{key}", "kv.k_bits", f"{getattr(kv, key)!r} changes nothing".replace("'", '"'), because)
+        for key, does in acts.items()
+        if not does and getattr(kv, key) != getattr(plain, key)
+    ]
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> Store:
@@ -203,6 +221,7 @@ def front(lm: LM, kv: Store, policy: Policy, every: int) -> Front:
             sight.scale,
             sight.softcap,
             sight.window,
+            lm.sinks[layer],
         )
         return policy.keep(s, at)
 

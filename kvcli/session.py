@@ -17,6 +17,7 @@ from kvcli.heard import Heard
 from kvcli.kinds import Span, kinds_of
 from kvcli.kv.slots import Lens, Slots, Store
 from kvcli.policies.base import Moment, Phase, Policy
+from kvcli.replay import Replay
 from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
 from kvcli.stats import Step
@@ -174,7 +175,8 @@ class Session:
         return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
 
     def _evict(self, policy: Policy, phase: Phase) -> None:
-        kinds = kinds_of(self.ids[: self.committed], self.kinds, self.spans)
+        wanted = self.committed if policy.wants_kinds or policy.guard.kinds else 0
+        kinds = kinds_of(self.ids[:wanted], self.kinds, self.spans if wanted else [])
 
         def moment(layer: int, slots: Slots) -> Moment:
             sight, protected = self.lm.sights[layer], policy.guard.covers(slots, kinds)
@@ -191,6 +193,7 @@ class Session:
                 sight.scale,
                 sight.softcap,
                 sight.window,
+                self.lm.sinks[layer],
             )
 
         def choose(layer: int, slots: Slots) -> Tensor:
@@ -205,7 +208,12 @@ class Session:
             for layer in range(self.lm.n_layers):
                 slots = self.kv.slots(layer)
                 policy.look(slots, moment(layer, slots))
+        if phase == "read" and (n := min(policy.replays, self.committed // 2)):
+            stored = self.ids[: self.committed]
+            policy.settle_on(Replay(self.lm, self.kv, stored, self.committed - n, moment))
         self.kv.settle(choose)
+        if phase == "read" and not policy.lasting:
+            self.heard.forget()
 
     def _reread(self, policy: Policy, moment: Callable[[int, Slots], Moment]) -> None:
         """Pieces of the text once more, behind all of it; nothing of these passes is stored."""

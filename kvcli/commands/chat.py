@@ -121,7 +121,10 @@ def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen,
         if world.options.json:
             from kvcli.commands.turn_json import Run, print_events, print_turn
 
-            under = Run(profile.name, profile.spec.method, profile.hash, profile.exactness, notes=talk.notes)
+            said = profile.policy.caution
+            under = Run(
+                profile.name, profile.spec.method, profile.hash, profile.exactness, notes=talk.notes, caution=said
+            )
             turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
         else:
             from kvcli.render.live import Look
