@@ -121,9 +121,13 @@ def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen,
         if world.options.json:
             from kvcli.commands.turn_json import Run, print_events, print_turn
 
-            said = profile.policy.caution
             under = Run(
-                profile.name, profile.spec.method, profile.hash, profile.exactness, notes=talk.notes, caution=said
+                profile.name,
+                profile.spec.method,
+                profile.hash,
+                profile.exactness,
+                caution=profile.policy.caution,
+                notes=talk.notes,
             )
             turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
         else:

@@ -82,7 +82,7 @@ class Policy(Protocol):
 
     @property
     def replays(self) -> int:
-        """How many of the newest tokens of a prompt to predict again before it chooses; 0 = none, and no `settle_on`."""
+        """How many of the newest tokens of a prompt to predict again before it chooses; 0 = none."""
 
     def probes(self, n: int) -> Sequence[int]:
         """Positions of a prompt of n tokens whose queries it wants to see once that is read."""

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from kvcli.model import LM
     from kvcli.policies.fastgen import FastGen
 
-ROWS_ON_CPU = (
-    16  # spread over the second half of a prompt, and as many newest: docs/policies.md says what more of them see
-)
+ROWS_ON_CPU = 16  # spread over the second half of a prompt, and as many newest: more would be felt beside reading it
 TRIALS = 6  # of T; each is a short pass
 LEAST = 16  # rows below which a later prompt is not measured: heads stay with what they chose
 
@@ -41,7 +39,7 @@ class Heads(Plain):
         self.guard = Guard(settings.sinks, settings.guarded, kinds)
         self.looks = settings.keep > 0 or settings.recovery == "auto"
         self.replays = settings.replay if settings.recovery == "auto" else 0
-        self.recovery = 1.0 if settings.recovery == "auto" else settings.recovery  # T in force
+        self.recovery = settings.least  # T in force
         self._full = full
         self._layers: dict[int, Layer] = {}
         self._unshared = False  # measured, and no budget shared out since
@@ -73,8 +71,7 @@ class Heads(Plain):
     def start(self) -> None:
         """Another text."""
         self._layers, self._unshared = {}, False
-        if self.replays:
-            self.recovery = 1.0
+        self.recovery = self.settings.least
 
     def chosen(self) -> dict[int, list[str]]:
         """By layer, the candidate of each KV head; sliding layers and texts not yet read have none."""

@@ -6,8 +6,8 @@ Four numbers are hidden in each held-out text, one in each quarter of it, and al
 read and compressed: nothing saw the questions before. An answer is right if greedy decoding writes the number token for
 token. FastGen compresses first, to each of `shares`; what it kept of that very text is what all others then get, the
 published FastGen by the T at which its heads keep at least as much. "map" is FastGen with the head map that
-`kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts: the
-four questions about one text are not independent. `--allocs` compares who shares the budget instead.
+`kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts:
+the four questions about one text are not independent. `--allocs` compares who shares the budget instead.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
 machine or its load. Prints a table, then JSON on the last line.

@@ -2,9 +2,9 @@
 
     python tests/bench/probe_rows.py [--texts 24] [--rows 8,16,32,64,128] [--out FILE]
 
-The demo model reads held-out texts. Recovered attention (mean of the worst tenth) is measured on so many rows spread over
-the second half and as many newest ones (32 at most), and on every row of the second half; then heads choose by a budget,
-and hidden facts are asked for. Counts do not depend on the machine. Prints a table, then JSON on the last line.
+The demo model reads held-out texts. Recovered attention (mean of the worst tenth) is measured on so many rows spread
+over the second half and as many newest ones (32 at most), and on every row of the second half; then heads choose by a
+budget, and hidden facts are asked for. Counts do not depend on the machine. Prints a table, then JSON on the last line.
 """
 
 from __future__ import annotations
