@@ -5,6 +5,7 @@ Imports torch only when something is built, so that a profile can be read and re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -126,9 +127,9 @@ def idle_keys(profile: Profile) -> list[Clash]:
     packs = min(kv.k_bits, kv.v_bits) < 16 or any(step.startswith(("kv.k_bits", "kv.v_bits")) for step in memory.ladder)
     moves = size_of(memory.host) or size_of(memory.disk) or any(step.startswith("memory.") for step in memory.ladder)
     acts = {"rotate": packs, "residual": packs, "group": packs or moves, "sinks": packs or moves}
-    plain, because = type(kv)(), "so nothing is packed"
+    plain, vain = type(kv)(), "changes nothing while kv.k_bits and kv.v_bits are 16"
     return [
-        Clash(f"kv.{key}", "kv.k_bits", f"{getattr(kv, key)!r} changes nothing".replace("'", '"'), because)
+        Clash(f"kv.{key}", "kv.k_bits", f"{json.dumps(getattr(kv, key))} {vain}", "so nothing is packed")
         for key, does in acts.items()
         if not does and getattr(kv, key) != getattr(plain, key)
     ]
