@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvcli.boundary import Boundary
 from kvcli.drafts.base import Drafter
 from kvcli.forward import Pass, run
 from kvcli.heard import Heard
 from kvcli.kinds import Span, kinds_of
-from kvcli.kv.slots import Lens, Slots, Store
-from kvcli.policies.base import Moment, Phase, Policy
-from kvcli.replay import Replay
+from kvcli.kv.slots import Choose, Lens, Slots, Store
+from kvcli.policies.base import Phase, Policy
 from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
 from kvcli.stats import Step
@@ -126,10 +126,9 @@ class Session:
         """A boundary: the past may change now, and only now."""
         if phase != "answering":
             self._n_prompt = self.committed
-        if self.policy is not None:
-            self._evict(self.policy, phase)
-        else:
-            self.kv.settle(None)
+        self.kv.settle(None if self.policy is None else self._choice(self.policy, phase))
+        if phase == "read" and self.policy is not None and not self.policy.lasting:
+            self.heard.forget()
         self.boundary = self._next_boundary()
 
     def rewind(self, n: int) -> int:
@@ -174,57 +173,19 @@ class Session:
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
         return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
 
-    def _evict(self, policy: Policy, phase: Phase) -> None:
-        wanted = self.committed if policy.wants_kinds or policy.guard.kinds else 0
-        kinds = kinds_of(self.ids[:wanted], self.kinds, self.spans if wanted else [])
+    def _choice(self, policy: Policy, phase: Phase) -> Choose:
+        """What stays; notes whether anything goes, before it does."""
+        stored = self.ids[: self.committed]
+        is_told = policy.wants_kinds or bool(policy.guard.kinds)
+        kinds = kinds_of(stored, self.kinds, self.spans) if is_told else kinds_of([], None, [])
+        choose = Boundary(self.lm, self.kv, self.heard, stored, kinds, phase, self._n_prompt).ask(policy)
 
-        def moment(layer: int, slots: Slots) -> Moment:
-            sight, protected = self.lm.sights[layer], policy.guard.covers(slots, kinds)
-            q, pos = self.heard.of(layer, slots.k)
-            return Moment(
-                layer,
-                self.lm.n_layers,
-                phase,
-                self._n_prompt,
-                q,
-                pos,
-                kinds,
-                protected,
-                sight.scale,
-                sight.softcap,
-                sight.window,
-                self.lm.sinks[layer],
-            )
-
-        def choose(layer: int, slots: Slots) -> Tensor:
-            at = moment(layer, slots)
-            mask = policy.keep(slots, at) | at.protected
+        def noted(layer: int, slots: Slots) -> Tensor:
+            mask = choose(layer, slots)
             self._is_whole = self._is_whole and bool((mask | (slots.pos < 0)).all())
             return mask
 
-        if phase == "read":
-            self._reread(policy, moment)
-        if policy.looks:
-            for layer in range(self.lm.n_layers):
-                slots = self.kv.slots(layer)
-                policy.look(slots, moment(layer, slots))
-        if phase == "read" and (n := min(policy.replays, self.committed // 2)):
-            stored = self.ids[: self.committed]
-            policy.settle_on(Replay(self.lm, self.kv, stored, self.committed - n, moment))
-        self.kv.settle(choose)
-        if phase == "read" and not policy.lasting:
-            self.heard.forget()
-
-    def _reread(self, policy: Policy, moment: Callable[[int, Slots], Moment]) -> None:
-        """Pieces of the text once more, behind all of it; nothing of these passes is stored."""
-        for start, end in policy.rereads(self.committed):
-            rows = Rows.chain(self.ids[start:end], self.committed, self.lm.device)
-            p = Pass(rows, self.kv, hear=list(range(rows.n_rows)))
-            run(self.lm, p, rows.ids[:0])
-            for layer, (q, (k, v)) in enumerate(zip(p.queries, p.fresh, strict=True)):
-                slots = self.kv.slots(layer)
-                fresh = Slots(k, v, rows.pos.expand(k.shape[0], -1))
-                policy.reread(slots, fresh, replace(moment(layer, slots), q=q, q_pos=rows.pos))
+        return noted
 
     def _commit(self, p: Pass, path: list[int]) -> None:
         p.commit(path, self.boundary - self.committed)

@@ -24,7 +24,7 @@ FLOORS = [
         "api heard kinds kv machine memory rows sample stats strict ties token_kinds verify",
         "forward model policies replay rope seam weights",
         "drafts prune",
-        "build conversation kvcli local relief schemas session steady transcript world",
+        "boundary build conversation kvcli local relief schemas session steady transcript turn window world",
         "bench calibrate fit heads quality",  # what measures and foretells
         "__main__ cli commands render",
     )
@@ -38,7 +38,7 @@ ONLY = {
     | FLOORS[2]
     | FLOORS[3]
     | FLOORS[4]
-    | {"bench", "build", "calibrate", "heads", "quality", "session"},
+    | {"bench", "boundary", "build", "calibrate", "heads", "quality", "session"},
     "triton": {"kernels"},
     "bitsandbytes": {"weights"},
 }
