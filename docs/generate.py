@@ -263,7 +263,7 @@ def bench(where: str) -> str:
     ]
     lines += ["|" + "---|" * len(names)]
     lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
-    return "\n".join([*lines, "", "Ranges are the lowest and highest repetition."])
+    return "\n".join([*lines, "", result.get("note", "Ranges are the lowest and highest repetition.")])
 
 
 def _turned(result: dict[str, Any]) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def main() -> None:
     result = {
         "title": f"Right answers about {args.texts} held-out texts of {args.length} tokens, {what}",
         "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": "python tests/bench/kv_quality.py " + " ".join(sys.argv[1:]),
+        "command": f"python tests/bench/kv_quality.py --texts {args.texts}" + " --allocs" * args.allocs,
         "rows": rows,
         "note": "Brackets: 95 % paired bootstrap over texts.",
         "t": {side: [o["t"] for o in outcomes] for side, outcomes in found.items() if "t" in outcomes[0]},

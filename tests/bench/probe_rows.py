@@ -79,7 +79,7 @@ def main() -> None:
     result = {
         "title": "What FastGen sees by the number of rows it measures",
         "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": "python tests/bench/probe_rows.py " + " ".join(sys.argv[1:]),
+        "command": f"python tests/bench/probe_rows.py --texts {args.texts}",
         "rows": rows,
         "note": "distance: mean difference of recovered attention to that of all rows of the second half.",
     }

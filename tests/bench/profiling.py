@@ -3,8 +3,9 @@
     python tests/bench/profiling.py [--prompts 2048,16384] [--reps 2] [--device cpu] [--paper] [--out FILE]
 
 The random 152M Llama of the benchmarks. Each repetition reads the prompt twice, in turns: with everything kept, and
-with the policy; a short prompt warms both up. Measuring is timed inside the policy (its looks and choices when the prompt has been read), hearing the
-probed rows is the rest of the difference. Prints a table, then JSON on the last line.
+with the policy; a short prompt warms both up. Measuring is timed inside the policy (its looks and choices when the
+prompt has been read), hearing the probed rows is the rest of the difference. Prints a table, then JSON on the last
+line.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from kvcli.policies.fastgen import FastGen  # noqa: E402
 from kvcli.sample import Sampler  # noqa: E402
 from kvcli.session import Session  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
-
 
 WARM = 512  # tokens
 
