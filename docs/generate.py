@@ -271,8 +271,10 @@ def bench(where: str) -> str:
     ]
     lines += ["|" + "---|" * len(names)]
     lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
-    if any(isinstance(row.get(name), list) for row in rows for name in names):
-        lines += ["", "Ranges are the lowest and highest repetition."]
+    note = "Ranges are the lowest and highest repetition."
+    has_ranges = any(isinstance(row.get(name), list) for row in rows for name in names)
+    if note := result.get("note", note if has_ranges else ""):
+        lines += ["", note]
     return "\n".join(lines)
 
 

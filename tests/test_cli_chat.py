@@ -244,6 +244,18 @@ def test_streamed_json_is_one_event_a_line(machine):
     assert "".join(e["text"] for e in events if e["event"] == "text") == ANSWER == events[-1]["turn"]["text"]
 
 
+@pytest.mark.parametrize(("profile", "warns"), [("snap", True), ("ngram", False)])
+def test_what_a_policy_may_lose_is_said_on_the_screen_and_in_the_json(machine, profile, warns):
+    warning = "what a later question needs may be gone"
+    assert (warning in " ".join(machine("chat", "-p", "Hi", "-P", profile).err.split())) == warns
+    assert warning not in machine("chat", "-p", "Hi", "-P", profile, "--quiet").err
+    done = machine("chat", "-p", "Hi", "-P", profile, "--json")
+    said = [event["text"] for event in json.loads(done.out)["events"] if event["kind"] == "caution"]
+    assert [warning in text for text in said] == [True] * warns
+    assert warning not in done.err
+    validate("turn", json.loads(done.out))
+
+
 def test_streamed_json_tells_the_figures_now_and_then(machine):
     machine.model = Loaded(answer="one two three four", delay=0.3)
     kinds = [json.loads(x)["event"] for x in machine("chat", "-p", "Hi", "--json", "--stream").out.splitlines()]

@@ -37,8 +37,9 @@ RESULTS = {
     "kv-memory": "python tests/bench/kv_memory.py",
     "kv-speed": "python tests/bench/kv_speed.py",
     "recall-tiers": "python tests/bench/recall_tiers.py",
-    "kv-quality": "kvcli bench demo --profiles exact,balanced,lean,fastgen,fastgen-paper,snap,expected,streaming"
-    " --ctx 1k --reps 1 --no-memory --quality niah_single,niah_multikey,vt --quality-lengths 2k --quality-n 24",
+    "kv-quality": "python tests/bench/kv_quality.py",
+    "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
+    "probe-rows": "python tests/bench/probe_rows.py",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "profiling": "python tests/bench/profiling.py",
     "draft-overhead": "python tests/bench/draft_overhead.py",

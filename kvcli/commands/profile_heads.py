@@ -162,6 +162,11 @@ def _settings(profile: Profile, chosen: dict[str, object]) -> FastGen:
         settings = profile.replace(policy=given).policy.settings if given else profile.policy.settings
     else:
         settings = profile.replace(exactness="approx", policy={"name": "fastgen", **given}).policy.settings
+    if settings.recovery == "auto":
+        raise UsageError(
+            'policy.recovery = "auto" is found while a text is read under the profile: here it has to be a number',
+            try_=["--recovery 0.8", "--keep 0.5"],
+        )
     return settings
 
 
