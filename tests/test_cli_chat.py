@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from kvcli import build
 from kvcli.api import Turn
 from kvcli.commands.setup import Setup
 from kvcli.commands.turn_json import Run, turn_document
@@ -31,7 +32,12 @@ LONG = "Repeat this: " + "one two three four. " * 60
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     made = Machine(tmp_path)
-    monkeypatch.setattr(Setup, "load", lambda self, profile, tell=None: made.model)
+
+    def load(self, profile, tell=None):
+        made.model.cautions = build.cautions(profile, "cpu")
+        return made.model
+
+    monkeypatch.setattr(Setup, "load", load)
     return made
 
 
