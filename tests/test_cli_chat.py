@@ -52,6 +52,7 @@ def test_the_answer_alone_on_stdout_and_figures_on_stderr(machine):
     done = machine("chat", "-p", "How deep?")
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
     assert "tokens in" in done.err
+    assert "note: only a fake" in done.err, "what a profile does not do on this device"
 
 
 def test_no_escape_codes_outside_a_terminal(machine):
