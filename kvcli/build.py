@@ -102,6 +102,8 @@ def memory_clashes(profile: Profile) -> list[Clash]:
             found.append(Clash("exactness", "memory.ladder", cannot, rounds))
     for step in memory.ladder:
         key, _, value = step.partition("=")
+        if key == "kv.residual" and not _packs(profile):
+            found.append(Clash("memory.ladder", "kv.k_bits", f'"{step}" frees nothing', "so nothing is packed"))
         if key in bits and int(value) >= bits[key]:
             found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f"which is {bits[key]} already"))
     if memory.ladder and memory.on_shortage == "fail":
@@ -123,7 +125,7 @@ def idle_keys(profile: Profile) -> list[Clash]:
     from kvcli.schema import size_of
 
     kv, memory = profile.kv, profile.memory
-    packs = min(kv.k_bits, kv.v_bits) < 16 or any(step.startswith(("kv.k_bits", "kv.v_bits")) for step in memory.ladder)
+    packs = _packs(profile)
     moves = memory.host == "auto" or size_of(memory.host) or size_of(memory.disk)
     moves = moves or any(step.startswith("memory.") for step in memory.ladder)
     acts = {"rotate": packs, "residual": packs, "group": packs or moves, "sinks": packs or moves}
@@ -133,6 +135,12 @@ def idle_keys(profile: Profile) -> list[Clash]:
         for key, does in acts.items()
         if not does and getattr(kv, key) != getattr(plain, key)
     ]
+
+
+def _packs(profile: Profile) -> bool:
+    """Is anything packed, now or when memory runs out?"""
+    steps = [step.startswith(("kv.k_bits", "kv.v_bits")) for step in profile.memory.ladder]
+    return min(profile.kv.k_bits, profile.kv.v_bits) < 16 or any(steps)
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> Store:

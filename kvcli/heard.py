@@ -31,8 +31,9 @@ class Heard:
 
     def forget(self) -> None:
         """Let go of what was probed, the latest aside."""
-        self._probed = set()
-        self._hold(range(max(0, len(self.pos) - self.recent), len(self.pos)))
+        first = max(0, len(self.pos) - self.recent)
+        self._q = [q[:, first:].clone() for q in self._q] if first < len(self.pos) else []
+        self.pos, self._probed = self.pos[first:], set()
 
     def begin(self, n: int) -> None:
         """A prompt is about to be read, behind which the text has n tokens in store."""
@@ -60,16 +61,9 @@ class Heard:
         stay = [i for i, at_pos in enumerate(pos) if i >= late or at_pos in self._probed]
         fresh = [q[:, [at[row] for row in rows]] for q in p.queries]
         old = self._q or [q[:, :0] for q in fresh]
-        self._q = [torch.cat((a, b), 1) for a, b in zip(old, fresh, strict=True)]
-        self.pos = pos
+        self._q = [torch.cat((a, b), 1)[:, stay] for a, b in zip(old, fresh, strict=True)]
+        self.pos = [pos[i] for i in stay]
         self._any = self._any or bool(pos)
-        self._hold(stay)
-
-    def _hold(self, stay: Sequence[int]) -> None:
-        """On to these of what is held."""
-        if len(stay) < len(self.pos):
-            self._q = [q[:, stay] for q in self._q] if stay else []
-            self.pos = [self.pos[i] for i in stay]
 
     def of(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """q [H, w, D] of this layer and their positions [w]; like `like` [.., D] where there are none."""

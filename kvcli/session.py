@@ -128,9 +128,9 @@ class Session:
         if phase != "answering":
             self._n_prompt = self.committed
         self.kv.settle(None if self.policy is None else self._choice(self.policy, phase))
+        self.boundary = self._next_boundary()
         if phase == "read" and self.policy is not None and not self.policy.lasting:
             self.heard.forget()
-        self.boundary = self._next_boundary()
 
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""

@@ -25,7 +25,7 @@ from tests import families
 from tests.policies import KeepAll
 from tests.test_fastgen import SMALL, count, lm, prompt, session
 
-AUTO = dataclasses.replace(SMALL, recovery="auto", replay=12)
+AUTO = dataclasses.replace(SMALL, recovery="auto", replay=12, kl_max=1.0)
 
 
 # --- T by calibration

@@ -41,7 +41,7 @@ class FastGen:
 
     criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst tenth, 5th percentile
     recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = 0.8  # attention a head must keep; auto = by kl_max
-    kl_max: Annotated[float, Range(above=0)] = 0.02  # of auto: nats a token that predictions may lose
+    kl_max: Annotated[float, Range(above=0)] = 0.005  # of auto: nats a token that predictions may lose
     replay: Annotated[int, Range(1)] = 64  # of auto: newest tokens of a prompt that are predicted again
     keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads, instead; 0 = by recovery
     policies: tuple[Candidate, ...] = CANDIDATES  # what heads choose from, special tokens included; everything is last

@@ -27,7 +27,7 @@ from kvcli.heads.sample import Sample, samples  # noqa: E402
 from kvcli.policies.fastgen import FastGen  # noqa: E402
 from kvcli.policies.recovery import recover  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
-from tests.bench.kv_quality import HELD_OUT, answered  # noqa: E402
+from tests.bench.kv_quality import HELD_OUT, Text, answered  # noqa: E402
 
 LENGTH, KEEP = 2048, (0.5, 0.4)
 
@@ -63,6 +63,7 @@ def main() -> None:
     model = load("demo", "exact")
     counts = [int(n) for n in args.rows.split(",")]
     texts = samples(model, args.texts, LENGTH, HELD_OUT + 1)
+    read = [(sample, Text(model, sample)) for sample in texts]
     measured = [errors(model, sample, counts) for sample in texts]
     rows = []
     for n in counts:
@@ -71,7 +72,7 @@ def main() -> None:
         row["same choice"] = round(fmean(m[n][1] for m in measured), 3)
         for keep in KEEP:
             policy = {"policy": {"name": "fastgen", "keep": keep, "probe_rows": n}}
-            right = fmean(fmean(answered(model, sample, policy)[0]["right"]) for sample in texts)
+            right = fmean(fmean(answered(model, sample, policy, text)[0]["right"]) for sample, text in read)
             row[f"accuracy at {keep:.0%}"] = round(right, 4)
         rows.append(row)
         print(json.dumps(row), flush=True)
