@@ -6,6 +6,7 @@ every decoder layer hands through to it. Layers, rotary embeddings, norms and th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +28,20 @@ class _Enough(Exception):
 class Pass:
     """One trip of rows through the model; what it made stays here until its rows are accepted."""
 
-    def __init__(self, rows: Rows, past: Store, view: Readable | None = None, hear: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        past: Store,
+        view: Readable | None = None,
+        hear: list[int] | None = None,
+        *,
+        is_prompt: bool = False,
+    ) -> None:
         self.rows = rows
         self.past = past  # what tree rows read
         self.view = view  # what scout rows read; None = past
         self.hear = hear  # rows whose queries to hold on to, for policies; None = none
+        self.is_prompt = is_prompt  # the rows are of a text being read: no tier leaves anything out for them
         self.fresh: list[tuple[Tensor, Tensor]] = []  # per layer k, v [K, N, D], never in the store
         self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
         self.last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
@@ -51,6 +61,8 @@ class Pass:
             self.queries.append(q[:, self.hear])  # a copy: a slice would keep all rows alive
         if layer == self.last:
             raise _Enough
+        if self.is_prompt:
+            sight = replace(sight, is_prompt=True)
         parts = self.past.attend(layer, q[:, :tree], sight, pos[:tree])
         if tree < self.rows.n_rows:
             scouts = (self.view or self.past).attend(layer, q[:, tree:], sight, pos[tree:])

@@ -10,35 +10,28 @@ The library never prints and never exits; the commands do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from kvcli import build, steady
-from kvcli.api import Cancel, End, Events, Finish, Live, ModelInfo, Prompt, Read, Text, Turn
-from kvcli.errors import BadConfig, BadInput, ContextOverflow
-from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import nbytes
-from kvcli.memory import peak_bytes
+from kvcli import build
+from kvcli.api import Cancel, End, Events, ModelInfo, Prompt, Turn
+from kvcli.errors import BadConfig, BadInput
 from kvcli.schema import ORDER
-from kvcli.stats import Stats
-from kvcli.text import Detokenizer, Messages, StopStrings
+from kvcli.text import Messages, StopStrings
 from kvcli.token_kinds import chat_spans, kinds_by_id
 from kvcli.tokenizer import load_tokenizer
+from kvcli.turn import Answering, Asked
+from kvcli.window import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.conversation import Chat
     from kvcli.drafts.base import Costs
-    from kvcli.kinds import Span
     from kvcli.model import LM
     from kvcli.profile import Profile
     from kvcli.session import Session
-
-
-MEASURE_EVERY = 0.1  # seconds
 
 
 def load(
@@ -99,8 +92,8 @@ class Model:
         self.session = self.open()
         # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
-        self._answering: object = None  # the stream whose answer the session holds
-        self._measured = 0.0  # when memory was last looked at
+        self.fits = 0  # tokens for which memory has room, by that estimate; 0 = nobody looked
+        self.answering: object = None  # the stream whose answer the session holds
 
     def __enter__(self) -> Model:
         return self
@@ -135,6 +128,11 @@ class Model:
         asked = self.profile.context.limit
         return self.lm.limit if asked == "auto" else min(int(asked), self.lm.limit)
 
+    @property
+    def cautions(self) -> list[str]:
+        """What the user should know of the profile on this device, one line each."""
+        return build.cautions(self.profile, self.lm.device.type)
+
     def with_profile(self, profile: Profile) -> Model:
         """The same weights under another profile, with nothing read yet. Refuses a change of `load`."""
         if profile.load != self.profile.load:
@@ -155,7 +153,7 @@ class Model:
         kept = [table for table in ORDER if table not in ("spec", "sample", "context")]  # these leave the past alone
         if other.lm is not self.lm or any(getattr(self.profile, t) != getattr(other.profile, t) for t in kept):
             return False
-        other._answering = None  # a stream of it that is under way ends with an error that says why
+        other.answering = None  # a stream of it that is under way ends with an error that says why
         self.session.take(other.session)
         return True
 
@@ -203,141 +201,23 @@ class Model:
             messages = [{"role": "user", "content": prompt}]
         if outside := [i for i in ids if not 0 <= i < self.lm.vocab]:
             raise BadInput(f"token {outside[0]} is none of the model's {self.lm.vocab:,}", code="no_such_token")
-        new = self._room(len(ids), self.profile.sample.max_new_tokens if max_new_tokens is None else max_new_tokens)
-        stops = () if ignore_eos else self.lm.stop_ids
-        strings = StopStrings([stop] if isinstance(stop, str) else stop)
-        seed = self.profile.sample.seed if seed is None else seed
-        spans = chat_spans(self.tokenizer, messages, ids) if messages and self.session.policy is not None else []
-        return self._answer(ids, spans, new, stops, strings, _latched(cancel or (lambda: False)), seed)
+        sample = self.profile.sample
+        window = Window(self.limit, self.lm.limit, self.profile.context.reserve, self.fits)
+        asked = Asked(
+            ids,
+            chat_spans(self.tokenizer, messages, ids) if messages and self.session.policy is not None else [],
+            window.room(len(ids), sample.max_new_tokens if max_new_tokens is None else max_new_tokens),
+            () if ignore_eos else self.lm.stop_ids,
+            StopStrings([stop] if isinstance(stop, str) else stop),
+            cancel or (lambda: False),
+            replace(self.session.sampler, seed=sample.seed if seed is None else seed),
+        )
+        return Answering(self, asked).events()
 
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier, and what scouts read as one more."""
         view = self.session.view.usage() if self.session.view is not None else []
         return [asdict(use) for use in [*self.session.kv.usage(), *view]]
-
-    def _room(self, prompt: int, new: int) -> int:
-        """How many tokens the answer may have; refuses a prompt that leaves too little."""
-        if not prompt:
-            raise BadInput("there is nothing to ask", code="empty_prompt")
-        if new < 1:
-            raise BadInput(f"max_new_tokens = {new}: an answer has at least one token", code="bad_length")
-        reserve = min(new, self.profile.context.reserve)
-        if prompt + reserve > self.limit:
-            fits = "" if self.limit < self.lm.limit else " (the model's limit)"
-            raise ContextOverflow(
-                "the conversation is longer than the window",
-                lines=[f"{prompt:,} tokens of text + {reserve:,} for the answer > {self.limit:,}{fits}"],
-                detail={"prompt": prompt, "reserve": reserve, "limit": self.limit},
-                try_=self._ways_out(prompt, reserve),
-            )
-        return min(new, self.limit - prompt)
-
-    def _ways_out(self, prompt: int, reserve: int) -> list[str]:
-        ways = []
-        if prompt + reserve <= self.lm.limit:
-            ways.append(f"--ctx {prompt + reserve}")
-        if prompt < self.limit:
-            ways.append(f"--max-new-tokens {self.limit - prompt}")
-        return [*ways, "attach a shorter document", "/drop or /undo in a chat"]
-
-    def _answer(
-        self,
-        ids: list[int],
-        spans: list[Span],
-        new: int,
-        stops: Collection[int],
-        strings: StopStrings,
-        cancel: Cancel,
-        seed: int,
-    ) -> Events:
-        session = self.session
-        self._answering = me = object()
-        try:
-            session.sampler = replace(session.sampler, seed=seed)
-            cached = session.resume(ids)
-            session.spans = spans
-            stats = Stats(prompt=len(ids), cached=cached, limit=self.limit, load=self.info.load_seconds)
-            reading, writing = self._read(ids, stats, cancel), self._write(new, stops, strings, cancel, stats)
-            for event in chain([Live(stats)], reading, writing):
-                yield event
-                if self._answering is not me and not isinstance(event, End):
-                    raise BadInput("another answer began before this one ended", code="interleaved")
-        except (GeneratorExit, Shortage):  # the session survives a lack of memory
-            raise
-        except BaseException:
-            if self._answering is me:
-                session.rewind(0)  # whatever broke, the next question starts from a past that is right
-            raise
-
-    def _read(self, ids: list[int], stats: Stats, cancel: Cancel) -> Events:
-        began = time.perf_counter()
-        for done in steady.read(self, ids, stats):
-            stats.read = time.perf_counter() - began
-            self._measure(stats)
-            yield Read(done, stats.prompt, stats.cached, stats.read)
-            if cancel():
-                return
-        stats.read = time.perf_counter() - began
-        self._measure(stats, at_once=True)
-        yield Read(stats.prompt, stats.prompt, stats.cached, stats.read)
-
-    def _write(self, new: int, stops: Collection[int], strings: StopStrings, cancel: Cancel, stats: Stats) -> Events:
-        words, said, answer = Detokenizer(self.tokenizer), list[str](), list[int]()
-        before = self.session.drafter.report()
-        finish: Finish = "length"
-        shown = 0  # tokens of the answer that went out with a piece
-        for added in steady.answer(self, new, stops, cancel, stats, said):
-            if added:
-                stats.first_token = stats.first_token or stats.read + stats.decode
-            self._measure(stats)
-            piece = ""
-            for i in added:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
-                answer.append(i)
-                piece += strings.push(words.push([i] if i not in stops else []))
-                if strings.is_hit:
-                    break
-            if piece:
-                said.append(piece)
-                yield Text(piece, tuple(answer[shown:]))
-                shown = len(answer)
-            if strings.is_hit or (added and added[-1] in stops):
-                finish = "stop"
-                break
-        if finish == "length" and len(answer) < min(new, self.limit - stats.prompt):
-            finish = "interrupted"
-        rest = strings.push(words.finish()) + strings.finish()
-        if rest:
-            said.append(rest)
-            yield Text(rest, tuple(answer[shown:]))
-        self._measure(stats, at_once=True)
-        if self.foretell is not None:
-            stats.estimate, stats.available = self.foretell(self.profile, stats.context)
-        if (report := self.session.drafter.report()) is not None and before is not None:
-            stats.hear(before, report)
-        yield End(Turn("".join(said), tuple(answer), finish, stats))
-
-    def _measure(self, stats: Stats, at_once: bool = False) -> None:
-        """Memory as it is now; as often as people can read it, since asking takes a tenth of a small model's pass."""
-        stats.context = len(self.session.ids)
-        if not at_once and time.perf_counter() - self._measured < MEASURE_EVERY:
-            return
-        self._measured = time.perf_counter()
-        stats.kv = nbytes(self.session.kv, self.session.view)
-        slot = 2 * 2 * self.lm.n_layers * self.lm.n_kv_heads * self.lm.head_dim
-        stats.kv_fp16 = slot * self.session.committed
-        stats.peak = peak_bytes(self.lm.device)
-
-
-def _latched(cancel: Cancel) -> Cancel:
-    """The same, but what was cancelled once stays cancelled: a text that was half read must not be continued."""
-    is_over = False
-
-    def asked() -> bool:
-        nonlocal is_over
-        is_over = is_over or cancel()
-        return is_over
-
-    return asked
 
 
 def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

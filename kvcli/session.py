@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvcli.boundary import Boundary
 from kvcli.drafts.base import Drafter
 from kvcli.forward import Pass, run
 from kvcli.heard import Heard
 from kvcli.kinds import Span, kinds_of
-from kvcli.kv.slots import Lens, Slots, Store
-from kvcli.policies.base import Moment, Phase, Policy
+from kvcli.kv.slots import Choose, Lens, Slots, Store
+from kvcli.policies.base import Phase, Policy
 from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
 from kvcli.stats import Step
@@ -96,7 +97,8 @@ class Session:
         while self.committed < whole:
             end = min(self.committed + self.chunk, whole)
             rows = Rows.chain(self.ids[self.committed : end], self.committed, self.lm.device)
-            p = Pass(rows, self.kv, self.view, self.heard.of_chunk(self.committed, rows.n_rows))
+            heard = self.heard.of_chunk(self.committed, rows.n_rows)
+            p = Pass(rows, self.kv, self.view, heard, is_prompt=True)
             run(self.lm, p, rows.ids[:0])
             self.boundary = end  # a chunk's end is a boundary
             self._commit(p, list(range(rows.n_rows)))
@@ -125,11 +127,10 @@ class Session:
         """A boundary: the past may change now, and only now."""
         if phase != "answering":
             self._n_prompt = self.committed
-        if self.policy is not None:
-            self._evict(self.policy, phase)
-        else:
-            self.kv.settle(None)
+        self.kv.settle(None if self.policy is None else self._choice(self.policy, phase))
         self.boundary = self._next_boundary()
+        if phase == "read" and self.policy is not None and not self.policy.lasting:
+            self.heard.forget()
 
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
@@ -173,50 +174,19 @@ class Session:
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
         return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
 
-    def _evict(self, policy: Policy, phase: Phase) -> None:
-        kinds = kinds_of(self.ids[: self.committed], self.kinds, self.spans)
+    def _choice(self, policy: Policy, phase: Phase) -> Choose:
+        """What stays; notes whether anything goes, before it does."""
+        stored = self.ids[: self.committed]
+        is_told = policy.wants_kinds or bool(policy.guard.kinds)
+        kinds = kinds_of(stored, self.kinds, self.spans) if is_told else kinds_of([], None, [])
+        choose = Boundary(self.lm, self.kv, self.heard, stored, kinds, phase, self._n_prompt).ask(policy)
 
-        def moment(layer: int, slots: Slots) -> Moment:
-            sight, protected = self.lm.sights[layer], policy.guard.covers(slots, kinds)
-            q, pos = self.heard.of(layer, slots.k)
-            return Moment(
-                layer,
-                self.lm.n_layers,
-                phase,
-                self._n_prompt,
-                q,
-                pos,
-                kinds,
-                protected,
-                sight.scale,
-                sight.softcap,
-                sight.window,
-            )
-
-        def choose(layer: int, slots: Slots) -> Tensor:
-            at = moment(layer, slots)
-            mask = policy.keep(slots, at) | at.protected
+        def noted(layer: int, slots: Slots) -> Tensor:
+            mask = choose(layer, slots)
             self._is_whole = self._is_whole and bool((mask | (slots.pos < 0)).all())
             return mask
 
-        if phase == "read":
-            self._reread(policy, moment)
-        if policy.looks:
-            for layer in range(self.lm.n_layers):
-                slots = self.kv.slots(layer)
-                policy.look(slots, moment(layer, slots))
-        self.kv.settle(choose)
-
-    def _reread(self, policy: Policy, moment: Callable[[int, Slots], Moment]) -> None:
-        """Pieces of the text once more, behind all of it; nothing of these passes is stored."""
-        for start, end in policy.rereads(self.committed):
-            rows = Rows.chain(self.ids[start:end], self.committed, self.lm.device)
-            p = Pass(rows, self.kv, hear=list(range(rows.n_rows)))
-            run(self.lm, p, rows.ids[:0])
-            for layer, (q, (k, v)) in enumerate(zip(p.queries, p.fresh, strict=True)):
-                slots = self.kv.slots(layer)
-                fresh = Slots(k, v, rows.pos.expand(k.shape[0], -1))
-                policy.reread(slots, fresh, replace(moment(layer, slots), q=q, q_pos=rows.pos))
+        return noted
 
     def _commit(self, p: Pass, path: list[int]) -> None:
         p.commit(path, self.boundary - self.committed)

@@ -39,7 +39,7 @@ def read(owner: Owner, ids: Sequence[int], stats: Stats) -> Iterator[int]:
             lack = _lack(error)
         _relieve(owner, lack, stats, "read" if session.committed == len(ids) - 1 else "reading")
         if len(ids) >= owner.limit:
-            raise _explained(owner, lack)
+            raise _explained(owner, lack, stats.prompt)
 
 
 def answer(
@@ -93,10 +93,10 @@ def _relieve(owner: Owner, lack: Shortage, stats: Stats, phase: Phase, said: Seq
     if found.steps:
         stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(found.steps)} from here on")
     if not found.is_over:
-        raise _explained(owner, lack, said)
+        raise _explained(owner, lack, stats.prompt, said)
 
 
-def _explained(owner: Owner, lack: Shortage, said: Sequence[str] = ()) -> Shortage:
+def _explained(owner: Owner, lack: Shortage, prompt: int, said: Sequence[str] = ()) -> Shortage:
     """The lack with what there was room for, and what would need less."""
     session, profile = owner.session, owner.profile
     held = sum(nbytes(session.kv, session.view).values())
@@ -104,7 +104,7 @@ def _explained(owner: Owner, lack: Shortage, said: Sequence[str] = ()) -> Shorta
     if session.committed:
         lines.append(f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB")
     detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(said)}
-    ways = [f"--ctx {most}"] if (most := lack.most or session.committed) else []
+    ways = _shorter(lack.most or session.committed, prompt, profile)
     ways += ["--set memory.device=auto"] if profile.memory.device != "auto" else []
     if profile.kv.k_bits == profile.kv.v_bits == 16:
         rounding = "--set exactness=approx " if profile.exactness == "exact" else ""
@@ -112,3 +112,12 @@ def _explained(owner: Owner, lack: Shortage, said: Sequence[str] = ()) -> Shorta
     ways += ["--set memory.disk=8GiB"] if not size_of(profile.memory.disk) else []
     ways += [f"--set prefill.chunk={profile.prefill.chunk // 4}"] if profile.prefill.chunk >= 4 else []
     return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)
+
+
+def _shorter(most: int, prompt: int, profile: Profile) -> list[str]:
+    """A window of `most` tokens, if it leaves an answer to a prompt of so many."""
+    room = most - prompt
+    if room < 1:
+        return []
+    enough = room >= min(profile.context.reserve, profile.sample.max_new_tokens)
+    return [f"--ctx {most}" if enough else f"--ctx {most} --max-new-tokens {room}"]

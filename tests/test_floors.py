@@ -22,9 +22,9 @@ FLOORS = [
         "config demo documents files headers layers problems profile profile_file refusals resolve schema settings "
         "source text tokenizer toml_places values",
         "api heard kinds kv machine memory rows sample stats strict ties token_kinds verify",
-        "forward model policies rope seam weights",
+        "forward model policies replay rope seam weights",
         "drafts prune",
-        "build conversation kvcli local relief schemas session steady transcript world",
+        "boundary build conversation kvcli local relief schemas session steady transcript turn window world",
         "bench calibrate fit heads quality summarize",  # what measures, foretells and asks more than one question
         "__main__ cli commands render",
     )
@@ -38,7 +38,7 @@ ONLY = {
     | FLOORS[2]
     | FLOORS[3]
     | FLOORS[4]
-    | {"bench", "build", "calibrate", "heads", "quality", "session"},
+    | {"bench", "boundary", "build", "calibrate", "heads", "quality", "session"},
     "triton": {"kernels"},
     "bitsandbytes": {"weights"},
     **{parser: {"documents"} for parser in ("pypdfium2", "bs4", "lxml", "markdownify", "docx")},

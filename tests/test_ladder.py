@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcli.build import view
 from kvcli.drafts.base import Drafter, Off
 from kvcli.kernels.merge import merge
-from kvcli.kv import disk
+from kvcli.kv import disk, folder
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host, Staging
@@ -298,6 +298,7 @@ def test_a_copy_of_a_store_has_a_file_of_its_own() -> None:
     kv.keep(1, kv.slots(1).pos % 3 == 0)
     twin = copy.deepcopy(kv)
     torch.testing.assert_close(read(twin), read(kv))
+    assert torch.equal(twin.slots(1).pos, kv.slots(1).pos), "others are found by their place behind forgotten ones"
     twin.crop(5)
     assert positions(kv) == [list(range(0, 20, 3))] * K
     assert positions(twin) == [[0, 3]] * K
@@ -351,8 +352,8 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert disk._file_system(Path("/")) not in disk.IN_MEMORY
-    monkeypatch.setattr(disk, "_file_system", lambda folder: "tmpfs")
+    assert folder._file_system(Path("/")) not in folder.IN_MEMORY
+    monkeypatch.setattr(folder, "_file_system", lambda _: "tmpfs")
     with pytest.raises(Shortage, match="no disk"):
         a_disk()
 

@@ -172,6 +172,29 @@ def test_a_prompt_beyond_the_window_is_refused_with_the_numbers_before_it_is_rea
     assert turn.finish == "length"
 
 
+def test_what_an_overflow_proposes_is_enough_when_typed() -> None:
+    most = lm().limit
+    for length, limit, fits, proposed in (
+        (50, 64, 0, ["--ctx 66", "--max-new-tokens 14"]),
+        (70, 64, 0, ["--ctx 86"]),  # longer than the window
+        (70, 64, 80, ["--ctx 80 --max-new-tokens 10"]),  # memory has room for the prompt, and for a shorter answer
+        (90, 64, 80, []),
+        (50, 64, 64, ["--max-new-tokens 14"]),
+        (most - 4, 64, 0, [f"--ctx {most} --max-new-tokens 4"]),
+        (most, most, 0, []),
+    ):
+        m = model(context={"limit": limit, "reserve": 16})
+        m.fits = fits
+        with pytest.raises(ContextOverflow) as caught:
+            m.stream(prompt(length), max_new_tokens=1000)
+        typed = [way for way in caught.value.try_ if way.startswith("--")]
+        assert typed == proposed, (length, limit, fits)
+        for way in typed:
+            asked = dict(zip(*[iter(way.split())] * 2, strict=True))
+            again = model(context={"limit": int(asked.get("--ctx", limit)), "reserve": 16})
+            again.stream(prompt(length), max_new_tokens=int(asked.get("--max-new-tokens", 1000)))
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(BadInput, match="nothing to ask"):
         model().generate([])

@@ -255,9 +255,7 @@ def test_windows_and_prompts_read_everything(name: str) -> None:
         torch.testing.assert_close(merge(kv.attend(0, q, sight, pos)), merge(kv._tier.attend(0, q, sight, pos)))
     whole, part = (merge(store.attend(0, q, Sight(0.3), pos)) for store in (kv._tier, kv))
     assert not torch.allclose(part, whole)
-    kv.expect(88)  # the rows at 83 to 86 are of a prompt, the one at 87 is pending
-    torch.testing.assert_close(merge(kv.attend(0, q, Sight(0.3), pos)), whole)
-    torch.testing.assert_close(merge(kv.attend(0, q, Sight(0.3), pos + 4)), part)
+    torch.testing.assert_close(merge(kv.attend(0, q, Sight(0.3, is_prompt=True), pos)), whole)
 
 
 # ---- certificates ----
@@ -424,29 +422,6 @@ def test_bytes_are_what_the_tensors_hold() -> None:
     assert nbytes(kv)["index"] < 200
 
 
-def test_a_slow_tier_hears_a_layer_ahead_what_the_last_pass_read() -> None:
-    asked: list[tuple[int, Tensor]] = []
-
-    class Slow(Whole):
-        def warm(self, layer: int, index: Tensor) -> None:
-            asked.append((layer, index))
-
-    store = Dense(3, K, D, torch.float64)
-    kv = RecallStore(store, MinMax(3), SMALL, [0, 2], source=Slow(store), prefetch=True)
-    for layer in range(3):
-        kv.append(layer, randn(K, 90, D, seed=layer), randn(K, 90, D), torch.arange(90))
-    kv.settle(None)
-    q = rows(2)
-    for _ in range(2):
-        for layer in range(3):
-            kv.attend(layer, q, Sight(0.3), torch.tensor([90, 91]))
-    assert [layer for layer, _ in asked] == [2]  # nothing was known in the first pass
-    likely = kv.likely(2)
-    assert likely is not None
-    assert torch.equal(asked[0][1], likely)
-    assert kv.tally.again == kv.tally.pages / 2 > 0
-
-
 # ---- profiles ----
 
 
@@ -479,16 +454,6 @@ def test_a_promise_that_recall_cannot_keep_is_refused_by_name(exactness: str, me
     assert "recall.method" in told
 
 
-@pytest.mark.parametrize("other", [{"kv": {"k_bits": 8}}, {"memory": {"disk": "1GiB"}}, {"memory": {"device": "1GiB"}}])
-def test_tiers_that_recall_does_not_read_are_refused_by_name(other: dict[str, dict[str, object]]) -> None:
-    ((table, settings),) = other.items()
-    with pytest.raises(KvcliError) as refused:
-        profile(method="minmax").replace(**other)
-    told = "\n".join([str(refused.value), *refused.value.lines])
-    assert "recall.method" in told
-    assert f"{table}.{next(iter(settings))}" in told
-
-
 def test_a_profile_reads_through_its_table() -> None:
     model = test_exact.lm("dense", "fp32")
     small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
@@ -505,7 +470,7 @@ def test_a_profile_reads_through_its_table() -> None:
 def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     chosen = profile(method=method, floor=64, page=4, dense_layers=0).recall.settings
     store = Dense(1, K, D, torch.float32)
-    kv = chosen.over(store, [Sight(0.25)])
+    kv = chosen.over(store, store, [Sight(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), torch.arange(4000))
     kv.settle(None)
     assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.per_slot(D, 4), rel=0.01)

@@ -30,6 +30,7 @@ from tests.fake_device import FakeDevice
 from tests.policies import Ragged
 from tests.test_exact import DRAFTERS, prompt
 from tests.test_ladder import PACKED, on_disk, rounding, three, two_dense
+from tests.test_recall_rungs import ladder as recalled
 
 torch.set_num_threads(1)
 SAMPLED = Sampler(temperature=0.9, repetition_penalty=1.2, seed=3)
@@ -42,6 +43,7 @@ STORES: dict[str, tuple[Make, Policy | None]] = {
     "three": (three, None),
     "on_disk": (on_disk, None),
     "packed": (PACKED["packed_4_2"], None),
+    "recalled": (lambda shape, dtype: recalled(shape, dtype, "minmax", "three"), Ragged()),
 }
 ROUNDING = ("three", "packed")  # in which the moment of moving down decides what is rounded
 EVERY = 6
@@ -165,7 +167,7 @@ def listen(events: Iterable[Event], said: list[str]) -> None:
         said += [event.text] if isinstance(event, Text) else []
 
 
-STEPS = ["prefill.chunk=-50%", "kv.residual=64", "context.limit=-50%", "memory.disk=1GiB"]
+STEPS = ["prefill.chunk=-50%", "context.limit=-50%", "memory.disk=1GiB"]
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 7, 20, 40])
@@ -216,7 +218,10 @@ def test_without_a_step_the_error_says_what_fits_and_hands_back_the_answer(
     assert error.code == "out_of_memory"
     assert error.detail["answer"] == "".join(said)
     assert want.text.startswith("".join(said))
-    assert f"--ctx {error.detail['tokens']}" in error.try_
+    room = error.detail["tokens"] - len(text())  # less than an answer is left otherwise
+    assert error.try_[0] == f"--ctx {error.detail['tokens']} --max-new-tokens {room}"
+    shorter = model(context={"limit": error.detail["tokens"]}).generate(text(), max_new_tokens=room)
+    assert shorter.ids == want.ids[:room]
     assert error.detail["tokens"] == m.session.committed > len(text())
     check_model(m)
     monkeypatch.undo()
@@ -236,7 +241,7 @@ def test_a_step_that_packs_shrinks_what_is_stored_and_the_answer_goes_on(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small: dict[str, Any] = {"residual": 16, "group": 16}
-    want = model(kv=small).generate(text(), max_new_tokens=20)
+    want = model().generate(text(), max_new_tokens=20)
     m = model(memory={"ladder": ["kv.k_bits=8", "kv.v_bits=2"]}, kv=small)
     failing(m, monkeypatch, at)
     turn = m.generate(text(), max_new_tokens=20)
@@ -330,6 +335,7 @@ def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
         ({"exactness": "exact", "kv": {"v_bits": 2}}, "kv.v_bits"),
         ({"exactness": "exact", "memory": {"ladder": ["kv.v_bits=2"]}}, "memory.ladder"),
         ({"kv": {"v_bits": 4}, "memory": {"ladder": ["kv.v_bits=4"]}}, "frees nothing"),
+        ({"memory": {"ladder": ["kv.residual=64"]}}, "frees nothing"),
         ({"memory": {"ladder": ["kv.v_bits=4"], "on_shortage": "fail"}}, "no step is ever taken"),
         ({"memory": {"ladder": ["policy.name=snap"]}}, "a list of steps"),
         ({"memory": {"ladder": ["prefill.chunk=-50%", "kv.v_bits=3"]}}, "a list of steps"),

@@ -28,7 +28,12 @@ def greedy(profile: Profile) -> Profile:
 
 def plain(profile: Profile) -> Profile:
     """How the same weights write by themselves: everything read, everything kept, nothing guessed."""
-    kept = {"kv": {"dtype": "auto"}, "policy": {"name": "none"}, "recall": {"method": "none"}}
+    kept = {
+        "kv": {"dtype": "auto", "k_bits": 16, "v_bits": 16},
+        "memory": {"ladder": []},
+        "policy": {"name": "none"},
+        "recall": {"method": "none"},
+    }
     return profile.replace(exactness="exact", **kept, spec={"method": "off"}, sample=dict(GREEDY))
 
 

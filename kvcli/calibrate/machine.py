@@ -19,17 +19,24 @@ EDGE = 1024  # of the square matrices that are multiplied
 CALLS = 2000  # tiny operations timed together
 REPS = 5
 
-# A fresh process that does what a run does, and says what it holds beside the model.
+# A fresh process in which the demo model answers as in a terminal, and what it held beside model, keys and values.
 _BARE = """
-import psutil, kvcli
-from kvcli.local import load
-model = load("demo", "exact", set={"load.device": "cpu"})
-print(psutil.Process().memory_info().rss - model.info.weight_bytes)
+import json, tempfile
+from io import StringIO
+from pathlib import Path
+from kvcli import cli, source
+from kvcli.world import Paths, World
+with tempfile.TemporaryDirectory() as home:
+    out, environ = StringIO(), {"KVCLI_HOME": home}
+    world = World(StringIO(), out, StringIO(), environ, Path(home), Paths.of(environ))
+    cli.run("--json --offline chat demo -P exact --device cpu -p Hello".split(), world)
+held = json.loads(out.getvalue())["memory"]
+print(held["peak_bytes"] - held["kv_bytes"] - source.find("demo").nbytes)
 """
 
 
 def bare_process() -> int:
-    """Bytes of a process that loaded a model, without the model."""
+    """Bytes of a command that answered, without its model and what it keeps of the text."""
     done = subprocess.run([sys.executable, "-c", _BARE], capture_output=True, text=True, check=False, cwd=_root())
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:]

@@ -99,13 +99,13 @@ def answer(
         profile = run.profile
         model = setup.load(profile, tell)
     with model:
-        model.foretell = run.foretell
+        model.foretell, model.fits = run.foretell, run.fits
         talk = Chat(model, question.system, folder=world.paths.data / "chats")
         for document in question.documents:
             talk.attach(document)
-        caution = (profile.policy.caution,) if profile.policy.caution else ()
-        for note in (*run.notes, *caution, *model.info.notes) if not screen.quiet and not world.options.json else ():
-            print_note(screen.err, note)
+        if not screen.quiet and not world.options.json:
+            for note in (*run.notes, *model.cautions, *model.info.notes):
+                print_note(screen.err, note)
         if question.text is None:
             return converse(setup, run, model, talk, screen)
         return ask_once(world, run, talk, question.text, screen, stream)
@@ -121,7 +121,14 @@ def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen,
         if world.options.json:
             from kvcli.commands.turn_json import Run, print_events, print_turn
 
-            under = Run(profile.name, profile.spec.method, profile.hash, profile.exactness, notes=talk.notes)
+            under = Run(
+                profile.name,
+                profile.spec.method,
+                profile.hash,
+                profile.exactness,
+                cautions=talk.model.cautions,
+                notes=talk.notes,
+            )
             turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
         else:
             from kvcli.render.live import Look

@@ -29,6 +29,7 @@ class Prepared:
 
     profile: Profile
     estimate: int = 0  # bytes with a full window; 0 = no estimate
+    fits: int = 0  # tokens, by the same estimate
     notes: tuple[str, ...] = ()
     outlook: Outlook | None = None
     _is_noted: bool = False  # that the log cannot be written, said once
@@ -78,4 +79,4 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
     if note:
         setup.fitted = plan.need.context
     notes = (*outlook.notes, *([note] if note else []))
-    return Prepared(setup.narrowed(profile), plan.total, notes, outlook)
+    return Prepared(setup.narrowed(profile), plan.total, plan.most, notes, outlook)

@@ -88,5 +88,7 @@ def binding(wrong: Plan) -> str:
         return "the program itself"
     if parts.base + parts.weights > wrong.usable:
         return "weights"
+    if parts.over:
+        return "the room that memory.device, host and disk leave to keys and values"
     sizes = {"keys and values": parts.kv, "working memory": parts.working}
     return max(sizes, key=lambda name: sizes[name])

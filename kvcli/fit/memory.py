@@ -6,17 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.fit.working import check_bytes, working_bytes
+from kvcli.fit.working import check_bytes, product_bytes, working_bytes
 from kvcli.kv.tiers import EVERY
 
 if TYPE_CHECKING:
+    from kvcli.fit.places import Caps
     from kvcli.fit.shape import Shape
     from kvcli.fit.weights import Weights
 
 GIB = 1 << 30
 POSITION = 4  # bytes of a slot's position
-KEPT_FREE = GIB  # at most; less where there is little, because an estimate is good to a tenth
-UNSURE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,8 @@ class Run:
     number: int  # bytes of a number the model computes in
     kv_number: int  # bytes of a stored number, as the newest tokens have it
     layer: Callable[[int, int], int]  # bytes of a layer with so many slots a head, so many of them just stored
+    index: Callable[[int, int], int]  # of the same slots in all layers, what recall knows them by
+    caps: Caps
     chunk: int  # tokens read in one pass
     rows: int  # rows of a decoding pass, at most
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
@@ -34,7 +35,9 @@ class Run:
     between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
-    base: int  # of a process that loaded a model, without the model
+    base: int  # of a command that answered, without its model and what it keeps of the text
+    is_uneven: bool = False  # heads keep different numbers of slots, in full precision
+    is_packed: bool = False  # linear layers run on packed weights
     check: bool = True  # compare with the stock model after loading
 
 
@@ -50,6 +53,9 @@ class Need:
     working: int
     loading: int  # at the highest moment of loading
     mapped: int  # of `loading`: pages of the weight files, which the system takes back when it needs them
+    host: int = 0  # keys and values in host memory behind a GPU
+    disk: int = 0  # and on the disk
+    over: int = 0  # and those for which `[memory]` leaves no room
 
     @property
     def running(self) -> int:
@@ -80,18 +86,14 @@ def tokens_in(room: float, per_token: float) -> int:
     return max(0, int(room // per_token)) if per_token else 0
 
 
-def kept_free(available: int) -> int:
-    """Of what is available, the part that no plan uses."""
-    return min(KEPT_FREE, int(UNSURE * available))
-
-
 def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     """What a text of `context` tokens needs."""
     chunk = min(run.chunk, context)
     held = run.slots(context)
     if run.between is not None:  # what pushes others out is stored before they are forgotten
         held = min(context, max(held + max(chunk, run.between), run.reading(context) + chunk))
-    kv = shape.layers * run.layer(held, max(chunk, run.between or EVERY))
+    fresh = max(chunk, run.between or EVERY)
+    kv = shape.layers * run.layer(held, fresh) + run.index(held, fresh)
     working = working_bytes(
         shape,
         chunk=chunk,
@@ -101,10 +103,15 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         kv_number=run.kv_number,
         device=run.device,
     )
+    if run.device == "cpu" and run.number == 2:
+        uneven = shape.layers * shape.kv_heads if run.is_uneven else 0
+        working += product_bytes(run.rows, run.slots(context), uneven, is_packed=run.is_packed)
     copied = run.copied(held)
     view = kv_bytes(shape, copied, run.kv_number) + copied * shape.layers * POSITION
     on_cpu = run.device == "cpu"
     base = run.base if on_cpu else 0  # on a GPU only what lies there counts
+    draft = view + (run.tables(context) if on_cpu else 0)
+    places = run.caps.spread(kv, base + weights.memory + draft + working)
     check = check_bytes(shape, run.number) if run.check else 0
     mapped = weights.files if on_cpu else 0
     # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
@@ -113,11 +120,14 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         context=context,
         base=base,
         weights=weights.memory,
-        kv=kv,
-        draft=view + (run.tables(context) if on_cpu else 0),
+        kv=places.device,
+        draft=draft,
         working=working,
-        loading=base + whole + mapped + check,
+        loading=base + whole + mapped + max(check, weights.packing if on_cpu else 0),
         mapped=mapped,
+        host=places.host,
+        disk=places.disk,
+        over=places.over,
     )
 
 
@@ -125,7 +135,8 @@ def largest(shape: Shape, weights: Weights, run: Run, room: int, most: int, scal
     """The longest context, at most `most` tokens, whose need times `scale` is within `room`; 0 = none."""
 
     def fits(n: int) -> bool:
-        return scale * need(shape, weights, run, n).least <= room
+        found = need(shape, weights, run, n)
+        return scale * found.least <= room and not found.over
 
     if not most or not fits(1):
         return 0

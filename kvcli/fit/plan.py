@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadInput, BadModel, UsageError
 from kvcli.fit import memory, weights
+from kvcli.fit.places import Caps
+from kvcli.fit.room import kept_free
 from kvcli.fit.shape import Shape, is_complete, shape_of
-from kvcli.kv.tiers import POSITION, layer_bytes, narrow
+from kvcli.kv.slots import Sight
+from kvcli.kv.tiers import POSITION, index_bytes, is_packed, layer_bytes, narrow, wide
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
     from kvcli.profile import Profile
     from kvcli.source import Source
 
-# Bytes of a process that imported what a run imports and loaded a model, without that model: measured with torch
+# Bytes of a command that answered, without its model and what it keeps of the text: measured with torch
 # 2.13 for CPUs and transformers 5 on Linux. `kvcli bench --calibrate` measures it here.
-BASE = 445 << 20
+BASE = 463 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +81,16 @@ class Plan:
     @property
     def usable(self) -> int:
         """Of the room, what a plan may use."""
-        return self.room.available - memory.kept_free(self.room.available)
+        return self.room.available - kept_free(self.room.available)
 
     @property
     def fits(self) -> bool:
-        return self.least <= self.usable and self.need.context <= self.limit
+        return self.least <= self.usable and not self.need.over and self.need.context <= self.limit
 
     @property
     def missing(self) -> int:
         """Bytes too few; 0 where it fits."""
-        return max(0, self.least - self.usable)
+        return max(0, self.least - self.usable, self.need.over)
 
 
 def subject_of(source: Source) -> Subject:
@@ -118,11 +121,16 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     heavy = weights.weigh(
         subject.held, shape, number=number, quant=load.quant, device=room.kind, given=subject.is_quantized
     )
+    usable = room.available - kept_free(room.available)
+    of_slot = (shape.kv_heads, shape.head_dim, kv_number)
+    below = narrow(profile.kv, *of_slot)
     run = memory.Run(
         device=room.kind,
         number=number,
         kv_number=kv_number,
-        layer=partial(layer_bytes, profile.kv, profile.memory, shape.kv_heads, shape.head_dim, kv_number),
+        layer=partial(layer_bytes, profile.kv, profile.memory, *of_slot),
+        index=_index(profile, shape, kv_number),
+        caps=Caps.of(profile.memory, room, int(usable / facts.scale), wide(*of_slot) / below),
         chunk=profile.prefill.chunk,
         rows=profile.spec.rows,
         slots=profile.policy.slots,
@@ -131,9 +139,10 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         tables=profile.spec.tables,
         copied=profile.spec.copied,
         base=facts.base,
+        is_uneven=profile.policy.is_uneven and not is_packed(profile.kv),
+        is_packed=load.quant != "none",
         check=load.verify,
     )
-    usable = room.available - memory.kept_free(room.available)
     most = memory.largest(shape, heavy, run, usable, shape.limit, facts.scale)
     if context is None:
         asked = profile.context.limit
@@ -147,10 +156,17 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         facts=facts,
         most=most,
         limit=shape.limit,
-        per_token=shape.layers * (narrow(profile.kv, shape.kv_heads, shape.head_dim, kv_number) - POSITION),
+        per_token=shape.layers * (below - POSITION),
         weights=heavy,
         run=run,
     )
+
+
+def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], int]:
+    """Slots a head, and those of them just stored -> bytes that recall knows them by, in all layers."""
+    layers = len(profile.recall.layers([Sight(1.0, window=window) for window in shape.windows]))
+    per_slot = profile.recall.per_slot(shape.head_dim, number)
+    return lambda slots, fresh: layers * index_bytes(profile.kv, per_slot, shape.kv_heads, slots, fresh)
 
 
 def refuse_quant(subject: Subject, quant: str, kind: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli import __version__
 from kvcli.fit.advice import binding, changes
-from kvcli.fit.memory import kept_free
+from kvcli.fit.room import kept_free
 from kvcli.fit.speed import speed
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
 
@@ -61,7 +61,7 @@ def _entry(
         fits=plan.fits,
         weights=parts.weights,
         kv=parts.kv,
-        kv_tiers={plan.room.kind: parts.kv},
+        kv_tiers={plan.room.kind: parts.kv} | {k: n for k, n in (("host", parts.host), ("disk", parts.disk)) if n},
         kv_per_token=plan.per_token,
         draft=parts.draft,
         working=parts.working,

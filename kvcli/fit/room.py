@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvcli.errors import UsageError
@@ -16,6 +16,10 @@ _LIMITS = (  # of the container this process may be in: most, used, and the fiel
 )
 
 
+KEPT_FREE = 1 << 30  # bytes, at most; less where there is little, because an estimate is good to a tenth
+UNSURE = 0.1
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """Where a model would run."""
@@ -24,6 +28,7 @@ class Room:
     available: int  # bytes there
     name: str = ""
     is_described: bool = False  # not of this machine, but as --vram or --ram say
+    host: int = 0  # of a GPU: bytes of host memory behind it that keys and values may take
 
     @property
     def kind(self) -> str:
@@ -43,7 +48,13 @@ def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
         found["cpu"] = Room("cpu", ram, is_described=True)
     if vram is not None:
         found = {"cpu": found["cpu"], "cuda:0": Room("cuda:0", max(0, vram - CONTEXT), is_described=True)}
-    return found
+    behind = found["cpu"].available - kept_free(found["cpu"].available)
+    return {kind: replace(room, host=0 if room.kind == "cpu" else behind) for kind, room in found.items()}
+
+
+def kept_free(available: int) -> int:
+    """Of what is available, the part that no plan uses."""
+    return min(KEPT_FREE, int(UNSURE * available))
 
 
 def choose(found: dict[str, Room], device: str) -> Room:

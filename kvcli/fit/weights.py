@@ -21,6 +21,7 @@ BYTES = {
 _IN_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 _NOT_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 _EXPERT = re.compile(r"expert")
+_ROUNDING = 8  # bytes of each number of a weight that is being packed: itself and what it is rounded to, in float32
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a float per 256 of those
 
 
@@ -42,6 +43,7 @@ class Weights:
     files: int  # read, and mapped while loading
     converted: bool  # the numbers change while loading, so that both forms exist at once
     read: int  # a token's pass reads these; fewer than `memory` where there are experts
+    packing: int = 0  # beside them, while the largest is packed
 
 
 def of_files(source: Source) -> tuple[Held, ...]:
@@ -97,12 +99,14 @@ def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, devi
     plain = [h.nbytes if given or not h.is_float else math.prod(h.shape) * number for h in held]
     files = sum(h.nbytes for h in held)
     memory = sum(sizes)
+    packed = [math.prod(h.shape) for h in held if h.packs and h.is_float] if quant != "none" and not given else []
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
     return Weights(
         memory=memory,
         files=files,
         converted=sum(plain) != files,
         read=int(memory * share),
+        packing=_ROUNDING * max(packed, default=0),
     )
 
 

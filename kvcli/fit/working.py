@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcli.kernels.attend.cpu import FEW
+from kvcli.kernels.attend.cpu import FEW, MANY
 from kvcli.kernels.attend.reference import BLOCK
 
 if TYPE_CHECKING:
     from kvcli.fit.shape import Shape
+
+# Products of 16-bit matrices on a CPU: oneDNN compiles one for each shape that it meets and keeps the last thousand.
+PRODUCT = 2 * (1 << 20) // 3  # bytes of one
+KEPT = 1024
+LINEAR = 6  # shapes of weights in a decoder
+WIDTHS = 5  # of passes with drafts that an answer of some lines meets, beside plain ones
+AGAIN = 2  # of these, those that meet all heads of unequal length
 
 WIDE = 4  # bytes of a float32, in which parts are merged and scores are summed
 CHECK = 16  # rows that are compared with the stock model after loading
@@ -33,6 +40,18 @@ def working_bytes(shape: Shape, *, chunk: int, rows: int, slots: int, number: in
 def logits_bytes(shape: Shape, rows: int) -> int:
     """Logits as the model gives them, in float32 for the sampler, and their noise."""
     return 3 * rows * shape.vocab * WIDE
+
+
+def product_bytes(rows: int, slots: int, uneven: int, *, is_packed: bool) -> int:
+    """Products that 16-bit numbers on a CPU bring beside those of plain passes.
+
+    `uneven`: heads that differ in length, about `slots` each; `is_packed`: linear layers have kernels of their own.
+    """
+    drafts = min(rows - 1, WIDTHS)
+    count = 0 if is_packed else LINEAR * drafts
+    if slots >= MANY:  # a score and a sum for each head; shorter ones are read in another way
+        count += 2 * uneven * (AGAIN if drafts else 1)
+    return PRODUCT * min(KEPT, count)
 
 
 def check_bytes(shape: Shape, number: int) -> int:

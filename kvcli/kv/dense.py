@@ -41,6 +41,15 @@ class Held(Protocol):
     def newest(self, n: int) -> Slots:
         """The n slots that each head stored last."""
 
+    def positions(self) -> Tensor:
+        """pos [K, S], -1 = empty."""
+
+    def gather(self, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none, as a copy."""
+
+    def head(self, head: int, n: int) -> Slots:
+        """The first n slots of one head."""
+
     def crop(self, n: int) -> bool:
         """Forget positions n and later in place; False, and nothing done, if this form cannot."""
 
@@ -61,6 +70,7 @@ class Dense:
     in the last digits from the key that a pass saw fresh: a store for moving keys, not one for exact texts.
     """
 
+    is_far = False
     STEP = 256  # slots; copying 16k slots every 256 tokens costs 0.3 % of decoding them
 
     def __init__(
@@ -126,6 +136,18 @@ class Dense:
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last."""
         return self._turned(layer, self._slabs[layer].newest(n))
+
+    def positions(self, layer: int) -> Tensor:
+        """pos [K, S] of all slots, -1 = empty."""
+        return self._slabs[layer].positions()
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none: a copy."""
+        return self._turned(layer, self._slabs[layer].gather(index))
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        """The first n slots of one head."""
+        return self._turned(layer, self._slabs[layer].head(head, n))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False and give their memory back; returns what fell out."""

@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
+from kvcli.kv.folder import temporary_folder
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Usage, compact, last, visible
-
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are no disk
 
 
 @dataclass(slots=True)
@@ -51,6 +49,7 @@ class _Extent:
 class Disk:
     """Keys and values in a file of at most `most` bytes, in the numbers `dtype`; read and computed on the CPU."""
 
+    is_far = False  # the page cache keeps it
     FIRST, LARGEST = 256, 4096  # slots of an extent: a layer's grow with what it holds
 
     def __init__(
@@ -75,12 +74,12 @@ class Disk:
         self._layers: list[list[_Extent]] = [[] for _ in range(n_layers)]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Disk:
-        """A file of its own with the same slots."""
+        """A file of its own with the same slots in the same places, forgotten ones too."""
         n_layers = len(self._layers)
         new = Disk(n_layers, self._heads, self._dim, self.dtype, self._most, self._writes, self._folder)
         for layer, extents in enumerate(self._layers):
             for extent in extents:
-                new.take(layer, extent.slots)
+                new._store(layer, extent.slots)
         return new
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
@@ -97,7 +96,10 @@ class Disk:
 
     def take(self, layer: int, slots: Slots) -> None:
         """Write these slots to the file. All of them are stored, or none and Shortage is raised."""
-        s = compact(slots, slots.pos >= 0) if bool((slots.pos < 0).any()) else slots
+        self._store(layer, compact(slots, slots.pos >= 0) if bool((slots.pos < 0).any()) else slots)
+
+    def _store(self, layer: int, s: Slots) -> None:
+        """As they are."""
         n, held = s.n_slots, self._layers[layer]
         if self.written + n * self._per_slot > self._writes:
             raise Shortage("memory.disk_writes is used up", detail={"written": self.written, "most": self._writes})
@@ -138,6 +140,28 @@ class Disk:
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last."""
         return last(self.slots(layer), n)
+
+    def positions(self, layer: int) -> Tensor:
+        """pos [K, S] of all slots, -1 = forgotten."""
+        none = torch.empty(self._heads, 0, dtype=torch.int32)
+        return torch.cat([none, *(extent.slots.pos for extent in self._layers[layer])], 1)
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none: no other part of the file is read, whole pages aside."""
+        k, v = (torch.zeros(*index.shape, self._dim, dtype=self.dtype) for _ in "kv")
+        pos, first = torch.full_like(index, -1, dtype=torch.int32), 0
+        for s in (extent.slots for extent in self._layers[layer]):
+            heads, to = ((index >= first) & (index < first + s.n_slots)).nonzero(as_tuple=True)
+            at = index[heads, to] - first
+            k[heads, to], v[heads, to], pos[heads, to] = s.k[heads, at], s.v[heads, at], s.pos[heads, at]
+            first += s.n_slots
+        return Slots(k, v, pos)
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        """The first n slots of one head, as a copy in memory."""
+        found = [extent.slots for extent in self._layers[layer]]
+        mine = [[t[head : head + 1] for t in (s.k, s.v, s.pos)] for s in found]
+        return Slots(*(torch.cat(ts, 1)[:, :n] for ts in zip(*mine, strict=True)))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False. Their place is used again once an extent is empty."""
@@ -227,20 +251,3 @@ def _places(extents: list[_Extent], n: int) -> list[tuple[_Extent, int, int]]:
             found.append((extent, a, b))
         a = b
     return found
-
-
-def temporary_folder() -> Path:
-    """The system's folder for large temporary files that is on a disk; raises Shortage if there is none."""
-    found = [Path("/var/tmp"), Path(tempfile.gettempdir())]
-    for folder in found:
-        if folder.is_dir() and _file_system(folder) not in IN_MEMORY:
-            return folder
-    names = ", ".join(map(str, found))
-    raise Shortage("memory.disk has no disk to use", lines=[f"{names}: kept in memory, or not there"])
-
-
-def _file_system(folder: Path) -> str:
-    """The kind of file system a folder lies on."""
-    at = folder.resolve()
-    mounts = [p for p in psutil.disk_partitions(all=True) if at.is_relative_to(p.mountpoint)]
-    return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""

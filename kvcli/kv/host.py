@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.merge import Part
-from kvcli.kv.ladder import Floor
+from kvcli.kv.recall_source import Shelf
 from kvcli.kv.slots import Sight, Slots, Usage
 
 
@@ -58,7 +58,9 @@ class Staging:
 class Host:
     """A tier on the CPU that answers rows of `device`."""
 
-    def __init__(self, tier: Floor, device: torch.device | str) -> None:
+    is_far = True  # across the bus
+
+    def __init__(self, tier: Shelf, device: torch.device | str) -> None:
         self._tier, self._device = tier, torch.device(device)
         self.staging = Staging()
 
@@ -86,6 +88,16 @@ class Host:
 
     def newest(self, layer: int, n: int) -> Slots:
         return self._up(self._tier.newest(layer, n))
+
+    def positions(self, layer: int) -> Tensor:
+        return self._tier.positions(layer).to(self._device)
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Only those come up."""
+        return self._up(self._tier.gather(layer, index.cpu()))
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        return self._up(self._tier.head(layer, head, n))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """What fell out stays in host memory: nobody reads it there."""

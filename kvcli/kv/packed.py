@@ -26,6 +26,8 @@ class Packed:
     Every head has its own length in memory. Refuses by name what its layouts cannot hold.
     """
 
+    is_far = False
+
     def __init__(
         self,
         n_layers: int,
@@ -85,12 +87,10 @@ class Packed:
 
     def slots(self, layer: int) -> Slots:
         """What this layer holds, unpacked: a copy, padded to the longest head; holes have position -1."""
-        heads, n = self._layers[layer], self.n_slots(layer)
-        k, v = (self._empty.new_zeros(len(heads), n, self._empty.shape[2]) for _ in "kv")
-        pos = heads[0].pos.new_full((len(heads), n), -1)
-        for j, head in enumerate(heads):
+        pos = self.positions(layer)
+        k, v = (self._empty.new_zeros(*pos.shape, self._empty.shape[2]) for _ in "kv")
+        for j, head in enumerate(self._layers[layer]):
             k[j, : head.length], v[j, : head.length] = (self._turned(t) for t in head.numbers())
-            pos[j, : head.length] = head.pos
         return Slots(k, v, pos)
 
     def newest(self, layer: int, n: int) -> Slots:
@@ -100,6 +100,31 @@ class Packed:
         wide = order.unsqueeze(2).expand(-1, -1, s.k.shape[2])
         found = Slots(s.k.gather(1, wide), s.v.gather(1, wide), s.pos.gather(1, order))
         return compact(found, found.pos >= 0)
+
+    def positions(self, layer: int) -> Tensor:
+        """pos [K, S] of all slots; holes and what is behind shorter heads have -1."""
+        heads = self._layers[layer]
+        pos = heads[0].pos.new_full((len(heads), self.n_slots(layer)), -1)
+        for j, head in enumerate(heads):
+            pos[j, : head.length] = head.pos
+        return pos
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none: no others are unpacked."""
+        k, v = (self._empty.new_zeros(*index.shape, self._empty.shape[2]) for _ in "kv")
+        pos = torch.full_like(index, -1, dtype=torch.int32)
+        for j, head in enumerate(self._layers[layer]):
+            held = (index[j] >= 0) & (index[j] < head.length)
+            at = index[j, held]
+            k[j, held], v[j, held] = (self._turned(t).to(t.dtype) for t in head.numbers_at(at))
+            pos[j, held] = head.pos[at]
+        return Slots(k, v, pos)
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        """The first n slots of one head, unpacked."""
+        of = self._layers[layer][head]
+        k, v = (self._turned(t).to(t.dtype)[:n].unsqueeze(0) for t in of.numbers())
+        return Slots(k, v, of.pos[:n].unsqueeze(0))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False; returns what fell out, unpacked.

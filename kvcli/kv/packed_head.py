@@ -80,6 +80,14 @@ class Head:
         k = torch.cat([unpack_keys(self.keys, like), self.rest]) if self.rest.shape[0] else unpack_keys(self.keys, like)
         return k, unpack_values(self.values, like, self.length)
 
+    def numbers_at(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [m, D] of slots `at` [m]; no others are unpacked."""
+        full = self.length - self.rest.shape[0]
+        waits = at >= full
+        k = self.rest.new_empty(at.shape[0], self.rest.shape[1])
+        k[~waits], k[waits] = unpack_keys(self._keys_at(at[~waits]), self.rest), self.rest[at[waits] - full]
+        return k, unpack_values(_pick_values(self.values, at), self.rest, at.shape[0])
+
     def since(self, first: int) -> PackedHead:
         """The slots from about `first` on: at most so many are left out as whole groups and lanes allow."""
         if first == 0:
@@ -102,6 +110,15 @@ class Head:
     @property
     def _groups(self) -> int:
         return (self.length - self.rest.shape[0]) // self._form.group
+
+    def _keys_at(self, at: Tensor) -> Rounded:
+        """Packed keys `at` [m]; where slots share scales, each has a copy of its group's."""
+        if not self._form.is_grouped:
+            return _pick(self.keys, at)
+        assert self.keys.scale is not None
+        assert self.keys.zero is not None
+        group = at // self._form.group
+        return Rounded(self.keys.bits, self.keys.codes[at], self.keys.scale[group], self.keys.zero[group])
 
     def _packed(self, keys: Rounded, rest: Tensor, k: Tensor) -> tuple[Rounded, Tensor]:
         """keys and rest with k [M, D] behind them: packed as far as groups are full."""

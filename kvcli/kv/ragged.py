@@ -1,8 +1,8 @@
 """One layer whose heads hold different slots: they lie end to end, each with a length of its own.
 
 What one head forgets is free for good: a layer takes the bytes of its slots, one position each, and a little spare
-room per head. Heads of about the same length get the same room and are read as one batch, without a mask; others one
-by one.
+room per head. Heads of about the same length get the same room and are read as one batch, without a mask; where most
+heads have a length of their own, all are read one by one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_apart import attend_apart
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.slab import rises, seen
@@ -77,6 +78,9 @@ class Ragged:
         """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
         if not self.length:
             return []
+        if 2 * len(self._runs) > len(self._lengths) and sight.window is None and rotary is None:
+            spans = list(zip(self._extents.start, self._lengths, strict=True))
+            return [attend_apart(q, self.k, self.v, spans, sight.scale, softcap=sight.softcap)]
         as_they_lie = self._moved(q, self._order)
         group, first, parts = q.shape[0] // len(self._lengths), 0, list[Part]()
         for heads in self._runs:
@@ -122,10 +126,23 @@ class Ragged:
 
     def slots(self) -> Slots:
         """What is held: a copy, padded to the longest head."""
-        at = torch.arange(self.length, device=self.pos.device)
-        full = at < self._ends.new_tensor(self._lengths).unsqueeze(1)  # [K, S]
-        at = self._ends.new_tensor(self._extents.start).unsqueeze(1) + at * full
+        at, full = self._places(self._all())
         return Slots(self.k[at], self.v[at], self.pos[at].masked_fill(~full, -1))
+
+    def positions(self) -> Tensor:
+        """The same, positions alone."""
+        at, full = self._places(self._all())
+        return self.pos[at].masked_fill(~full, -1)
+
+    def gather(self, index: Tensor) -> Slots:
+        """A copy of slots index [K, M]."""
+        at, full = self._places(index)
+        return Slots(self.k[at], self.v[at], self.pos[at].masked_fill(~full, -1))
+
+    def head(self, head: int, n: int) -> Slots:
+        """As views."""
+        piece = slice(self._extents.start[head], self._extents.start[head] + min(n, self._lengths[head]))
+        return Slots(*(t[piece].unsqueeze(0) for t in (self.k, self.v, self.pos)))
 
     def newest(self, n: int) -> Slots:
         """The last n of each head, as a copy."""
@@ -172,6 +189,15 @@ class Ragged:
         self.k.index_copy_(0, at, k.to(self.k.dtype))
         self.v.index_copy_(0, at, v.to(self.v.dtype))
         self.pos.index_copy_(0, at, pos.to(torch.int32))
+
+    def _all(self) -> Tensor:
+        """[K, S]: the index of every slot, as far as the longest head goes."""
+        return torch.arange(self.length, device=self.pos.device).expand(len(self._lengths), -1)
+
+    def _places(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Where slots index [K, M] of each head lie, and whether there are such [K, M]."""
+        full = (index >= 0) & (index < self._ends.new_tensor(self._lengths).unsqueeze(1))
+        return self._ends.new_tensor(self._extents.start).unsqueeze(1) + index * full, full
 
     def _make_room(self, lengths: list[int]) -> None:
         if any(n > room for n, room in zip(lengths, self._extents.room, strict=True)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
 from kvcli.kv.index import Index
+from kvcli.kv.recall_near import Near
 from kvcli.kv.recall_pages import Budget, Pages, padded
 from kvcli.kv.recall_source import Source, Whole
 from kvcli.kv.slots import Sight, Slots, Usage, visible
@@ -42,7 +42,7 @@ class Tally:
 
 
 class Recall:
-    """A tier whose rows read a part of it; those of a prompt that `expect` announced read everything.
+    """A tier whose rows read a part of it; those of a text that is being read leave nothing out.
 
     Layers with a sliding window, and those not listed, read everything.
     """
@@ -56,44 +56,31 @@ class Recall:
         *,
         epsilon: float | None = None,
         source: Source | None = None,
-        prefetch: bool = False,
     ) -> None:
         """`epsilon`: a row whose missed softmax mass, of what is stored, may be more reads everything instead.
 
-        `source`: a cheaper way to some slots of the tier than all of them. `prefetch`: while a layer is read, tell it
-        what the next one will probably want.
+        `source`: a cheaper way to some slots of the tier than all of them.
         """
         assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
         self._source = source or Whole(tier)
+        self._near = Near(self._source) if self._source.is_far else None
         self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
         self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
         self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
-        self._next = dict(pairwise(self._pages)) if prefetch else {}
-        self._announced = 0  # positions below are of a prompt
         self.tally = Tally()
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, and what since."""
         pages = self._pages.get(layer)
-        if pages is None or pages.reads_all or sight.window is not None or int(pos[0]) < self._announced:
+        if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
             return self._tier.attend(layer, q, sight, pos)
         old = [self._recall(layer, pages, q[:, a : a + ROWS], sight) for a in range(0, q.shape[1], ROWS)]
         parts = [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
         if self._late[layer]:
-            s = _near(self._tier.newest(layer, self._late[layer]), q)
+            s = _here(self._tier.newest(layer, self._late[layer]), q)
             parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None)))
         return parts
-
-    def likely(self, layer: int) -> Tensor | None:
-        """[K, M] indices of slots that the next pass probably reads in this layer, -1 = none: those of the last one,
-        guesses included, as their queries are the next pass's. None where nothing was chosen yet."""
-        chosen = self._chosen.get(layer)
-        return None if chosen is None else self._pages[layer].slots_of(padded(chosen))
-
-    def expect(self, n: int) -> None:
-        """A text of n tokens is about to be read: its rows, all but the last, read everything."""
-        self._announced = n - 1
 
     def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store accepted rows, which all rows read until the next boundary."""
@@ -120,32 +107,41 @@ class Recall:
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots; what is left is summarized anew."""
+        if layer in self._pages and bool(((self._source.positions(layer) >= 0) & ~mask).any()):
+            self._pages[layer].clear()  # first: should the tier fail half way, nothing refers to what it held
+            self._forget(layer)
         fell = self._tier.keep(layer, mask)
-        if fell.n_slots and layer in self._pages:
-            self._pages[layer].clear()
         self._learn([layer])
         return fell
 
     def crop(self, n: int) -> None:
         """Forget positions from n on."""
+        before = {layer: self._source.positions(layer).clone() for layer, p in self._pages.items() if p.whole.numel()}
+        for layer in self._pages:
+            self._forget(layer)
         self._tier.crop(n)
-        self._announced = min(self._announced, n)
-        for pages in self._pages.values():
-            pages.crop(n)
+        for layer, pos in before.items():
+            self._pages[layer].crop(pos, self._source.positions(layer))
         self._learn(self._pages)
 
     def usage(self) -> list[Usage]:
-        """The tier's, and the index as a tier of its own."""
-        index = [
-            Usage(layer, "index", p.last.shape[1] * self._index.page, _nbytes(p.tensors))
-            for layer, p in self._pages.items()
-        ]
-        return [*self._tier.usage(), *index]
+        """The tier's, the index as a tier of its own, and what is kept near for the next pass as another."""
+        found = self._tier.usage()
+        for layer, p in self._pages.items():
+            found.append(Usage(layer, "index", p.last.shape[1] * self._index.page, _nbytes(p.tensors)))
+            if self._near is not None:
+                found.append(Usage(layer, "near", 0, self._near.nbytes(layer)))
+        return found
+
+    def _forget(self, layer: int) -> None:
+        if self._near is not None:
+            self._near.forget(layer)
 
     def _learn(self, layers: Collection[int]) -> None:
         """A boundary of these layers."""
         for layer in layers:
             if layer in self._pages:
+                self._forget(layer)
                 self._pages[layer].settle(layer, self._source)
                 self._late[layer] = 0
                 self._chosen.pop(layer, None)
@@ -171,7 +167,7 @@ class Recall:
         union = padded(chosen.any(1))  # [K, U]
         behind = pages.behind()
         index = torch.cat((pages.slots_of(union), behind), 1)
-        s = _near(self._source.gather(layer, index), q)
+        s = _here((self._near or self._source).gather(layer, index), q)
         n_rows = q.shape[1]
         mine = chosen.gather(2, union.clamp(min=0).unsqueeze(1).expand(-1, n_rows, -1))  # [K, N, U]
         mine = mine.repeat_interleave(self._index.page, 2)
@@ -185,7 +181,7 @@ class Recall:
         """Rewrite `part` [K, G, N, ..] where rows [K, G, N, D] are `refused` [K, N]: there they read everything."""
         self.tally.streamed += int(refused.sum())
         for j in refused.any(1).nonzero().flatten().tolist():
-            s = _near(self._source.head(layer, j, int(pages.ends[j])), rows)
+            s = _here(self._source.head(layer, j, int(pages.ends[j])), rows)
             mine = refused[j]
             q = rows[j][:, mine]
             mask = visible(s.pos, s.pos.new_zeros(q.shape[1]), None)
@@ -193,15 +189,13 @@ class Recall:
             part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 
     def _count(self, layer: int, chosen: Tensor) -> None:
-        """Note what a pass chose [K, N, P], and have the next layer's likely choice fetched."""
+        """Note what a pass chose [K, N, P]."""
         union, before = chosen.any(1), self._chosen.get(layer)
         self.tally.asked += chosen.shape[0] * chosen.shape[1]
         self.tally.pages += int(union.sum())
         if before is not None:
             self.tally.again += int((union & before).sum())
         self._chosen[layer] = union
-        if layer in self._next and (ahead := self.likely(self._next[layer])) is not None:
-            self._source.warm(self._next[layer], ahead)
 
 
 def _choose(score: Tensor, pages: Pages) -> Tensor:
@@ -223,7 +217,7 @@ def _refused(missed: Tensor, lse: Tensor, epsilon: float) -> Tensor:
     return (~(share <= epsilon) & (missed != -torch.inf)).any(1)
 
 
-def _near(s: Slots, like: Tensor) -> Slots:
+def _here(s: Slots, like: Tensor) -> Slots:
     """On the device that computes."""
     return Slots(*(t.to(like.device) for t in (s.k, s.v, s.pos)))
 

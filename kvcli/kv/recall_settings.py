@@ -11,14 +11,14 @@ from kvcli.schema import Exactness, Range
 if TYPE_CHECKING:
     from kvcli.kv.index import Index
     from kvcli.kv.ladder import Floor
-    from kvcli.kv.recall_source import Source
+    from kvcli.kv.recall_source import Shelf, Source
     from kvcli.kv.slots import Sight, Store
 
 PER_PAGE = 10  # bytes of a page: its first and last position, and whether rows may choose it
 
 
 class Chosen(Protocol):
-    """What a method of the table is. `sights` are those of the layers, `source` a cheap way to a few slots."""
+    """What a method of the table is. `sights` are those of the layers."""
 
     @property
     def promise(self) -> Exactness:
@@ -28,14 +28,20 @@ class Chosen(Protocol):
     def every(self) -> int | None:
         """Tokens between two boundaries while answering; None = it needs none."""
 
-    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
-        """A whole store, read through these settings."""
+    def over(self, store: Store, source: Source, sights: Sequence[Sight]) -> Store:
+        """A store of one tier, read through these settings; `source`: the way to a few of its slots."""
 
-    def below(self, tier: Floor, sights: Sequence[Sight], source: Source | None = None) -> Floor:
+    def below(self, tier: Shelf, sights: Sequence[Sight]) -> Floor:
         """A lower rung of a ladder, read through these settings."""
+
+    def layers(self, sights: Sequence[Sight]) -> list[int]:
+        """Those in which rows read a part."""
 
     def per_slot(self, head_dim: int, number: int) -> float:
         """Bytes of index beside each slot of a KV head whose numbers take so many bytes: for the plan of memory."""
+
+    def near(self, head_dim: int, number: int) -> float:
+        """Bytes kept where rows are computed, beside each slot of a KV head that lies far from there."""
 
 
 @dataclass(frozen=True)
@@ -50,36 +56,51 @@ class Everything:
     def every(self) -> int | None:
         return None
 
-    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
+    def over(self, store: Store, source: Source, sights: Sequence[Sight]) -> Store:
         return store
 
-    def below(self, tier: Floor, sights: Sequence[Sight], source: Source | None = None) -> Floor:
+    def below(self, tier: Shelf, sights: Sequence[Sight]) -> Floor:
         return tier
 
+    def layers(self, sights: Sequence[Sight]) -> list[int]:
+        return []
+
     def per_slot(self, head_dim: int, number: int) -> float:
+        return 0.0
+
+    def near(self, head_dim: int, number: int) -> float:
         return 0.0
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Keys of all methods that read a part. A prompt is read in full, unless a policy forgets some of it meanwhile."""
+    """Keys of all methods that read a part: of one tier where there is one, else of all below the top.
+
+    The rows of a prompt leave nothing out.
+    """
 
     fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # of the stored tokens that a KV head reads for a row
-    floor: Annotated[int, Range(1)] = 1024  # tokens it reads at least; a text no longer is read in full
+    floor: Annotated[int, Range(1)] = 1024  # tokens it reads at least; a tier that holds no more is read in full
     sinks: Annotated[int, Range(0)] = 16  # first tokens, always read
     recent: Annotated[int, Range(0)] = 64  # newest tokens, always read; so are those since the last boundary
     dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read everything: their attention is spread widely
     every: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
 
-    def over(self, store: Store, sights: Sequence[Sight], source: Source | None = None) -> Store:
+    def over(self, store: Store, source: Source, sights: Sequence[Sight]) -> Store:
         from kvcli.kv.recall_store import RecallStore
 
-        return RecallStore(store, **self._how(sights, source))
+        return RecallStore(store, **self._how(source, sights))
 
-    def below(self, tier: Floor, sights: Sequence[Sight], source: Source | None = None) -> Floor:
+    def below(self, tier: Shelf, sights: Sequence[Sight]) -> Floor:
         from kvcli.kv.recall import Recall
 
-        return Recall(tier, **self._how(sights, source))
+        return Recall(tier, **self._how(tier, sights))
+
+    def layers(self, sights: Sequence[Sight]) -> list[int]:
+        return [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight.window is None]
+
+    def near(self, head_dim: int, number: int) -> float:
+        return self.fraction * 2 * head_dim * number
 
     def index(self) -> Index:
         """How pages are known."""
@@ -89,16 +110,15 @@ class _Part:
         """Softmax mass that a row may miss; None = nobody counts."""
         return None
 
-    def _how(self, sights: Sequence[Sight], source: Source | None) -> dict[str, Any]:
+    def _how(self, source: Source, sights: Sequence[Sight]) -> dict[str, Any]:
         from kvcli.kv.recall_pages import Budget
 
         return {
             "index": self.index(),
             "budget": Budget(self.fraction, self.floor, self.sinks, self.recent),
-            "layers": [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight.window is None],
+            "layers": self.layers(sights),
             "epsilon": self.allowance(),
             "source": source,
-            "prefetch": source is not None,
         }
 
 

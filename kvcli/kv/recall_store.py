@@ -1,4 +1,4 @@
-"""Recall over a whole store, for a past that is one tier; on a ladder, its lower rungs recall instead."""
+"""Recall over a whole store, for a past that is one tier; on a ladder of several, the lower ones recall instead."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class RecallStore(Recall):
         return self._store.changes
 
     def reserve(self, n: int) -> None:
-        """Room for a text of n tokens, which is about to be read."""
-        self.expect(n)
+        """Room for n slots a head."""
         self._store.reserve(n)
 
     def settle(self, choose: Choose | None) -> None:

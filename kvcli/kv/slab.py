@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
-from kvcli.kv.slots import Sight, Slots
+from kvcli.kv.slots import Sight, Slots, picked
 
 
 @dataclass(slots=True)
@@ -92,6 +92,18 @@ class Slab:
         """The last n, as views."""
         s, first = self.slots(), max(0, self.length - n)
         return Slots(s.k[:, first:], s.v[:, first:], s.pos[:, first:])
+
+    def positions(self) -> Tensor:
+        """As a view."""
+        return self.slots().pos
+
+    def gather(self, index: Tensor) -> Slots:
+        """A copy of slots index [K, M]."""
+        return picked(self.slots(), index)
+
+    def head(self, head: int, n: int) -> Slots:
+        """As views."""
+        return Slots(*(t[head : head + 1, :n] for t in (self.k, self.v, self.slots().pos)))
 
     def crop(self, n: int) -> bool:
         """Forget positions n and later in place, if slots lie in order; else nothing, and the answer is False."""

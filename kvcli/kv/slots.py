@@ -33,6 +33,7 @@ class Sight:
     scale: float
     softcap: float = 0.0  # > 0: scores are bent by softcap * tanh(score / softcap) (Gemma 2)
     window: int | None = None  # tokens: a row at position p sees positions > p - window; None = all
+    is_prompt: bool = False  # the rows are of a text being read: nothing stored is left out for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,16 @@ def last(s: Slots, n: int) -> Slots:
         held = s.pos >= 0
         return compact(s, held.sum(1, keepdim=True) - held.cumsum(1) < n)
     return Slots(s.k[:, first:], s.v[:, first:], s.pos[:, first:])
+
+
+def picked(s: Slots, index: Tensor) -> Slots:
+    """Slots index [K, M] of each head, -1 = none (its numbers are any slot's): copied head by head, rows as a whole."""
+    at = index.clamp(min=0)
+    k, v = (t.new_empty(*index.shape, t.shape[2]) for t in (s.k, s.v))
+    for t, out in ((s.k, k), (s.v, v)):
+        for j in range(index.shape[0]):
+            torch.index_select(t[j], 0, at[j], out=out[j])
+    return Slots(k, v, s.pos.gather(1, at).masked_fill(index < 0, -1))
 
 
 def compact(s: Slots, mask: Tensor) -> Slots:

@@ -6,22 +6,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import SLACK, Floor, Ladder, Rung
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.room import Room
 from kvcli.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.kv.slots import Store
+    from collections.abc import Sequence
+
+    from kvcli.kv.recall_settings import Chosen
+    from kvcli.kv.recall_source import Shelf
+    from kvcli.kv.slots import Sight, Store
     from kvcli.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
 EVERY = 64  # tokens between two boundaries of a ladder, where no policy wants them closer
-KEPT_FREE = 1 << 30  # bytes of a device that keys and values leave alone where its size is not given, or a tenth
 POSITION = 4  # bytes
 
 
@@ -36,6 +38,8 @@ class Plan:
     device: torch.device  # that computes
     kv: Kv
     memory: Memory
+    recall: Chosen  # how the rungs below the top are read, or the one tier where there is no other
+    sights: Sequence[Sight]  # by layer
     chunk: int  # tokens read in one pass
     held: int = 0  # bytes of the device that the store in use takes, which this one is to replace
 
@@ -45,20 +49,25 @@ class Plan:
             self._refuse_host()
         self._check_steps()
         if not is_ladder(self.kv, self.memory):
-            return self._dense(self.device)
+            dense = self._dense(self.device)
+            return self.recall.over(dense, dense, self.sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
         if self.is_packed:
-            below.append(Rung(self._packed(self.device), self._on_device, self.kv.group))
-        if size_of(self.memory.host):
-            below.append(Rung(self._host(), self._tokens(size_of(self.memory.host)), self.kv.group))
+            below.append(self._rung(self._packed(self.device), self._room.on_device, self.kv.group))
+        if self._room.host_bytes:
+            below.append(self._rung(self._host(), self._room.in_host, self.kv.group))
         if size_of(self.memory.disk):
-            below.append(Rung(self._disk(), size_of(self.memory.disk) // (self.n_layers * self._wide)))
-        holds = self.kv.residual if self.is_packed else self._on_device
-        return Ladder(top, below, holds=holds, group=self.kv.group if below else 1, sinks=self.kv.sinks)
+            below.append(self._rung(self._disk(), self._room.on_disk))
+        holds = self.kv.residual if self.is_packed else self._room.on_device
+        ladder = Ladder(top, below, holds=holds, group=self.kv.group if below else 1, sinks=self.kv.sinks)
+        return ladder if below else self.recall.over(ladder, top, self.sights)
+
+    def _rung(self, tier: Shelf, holds: int | None, group: int = 1) -> Rung:
+        return Rung(self.recall.below(tier, self.sights), holds, group)
 
     def _refuse_host(self) -> None:
         steps = [step for step in self.memory.ladder if step.startswith("memory.host")]
-        if size_of(self.memory.host) or steps:
+        if self._room.host_bytes or steps:
             asked = f"memory.ladder has {steps[0]}" if steps else f"memory.host = {self.memory.host}"
             raise BadConfig(
                 f"{asked}, but keys and values are in host memory already",
@@ -80,41 +89,30 @@ class Plan:
         return is_packed(self.kv)
 
     @cached_property
-    def _on_device(self) -> int | None:
-        """Slots a head for which the device has room beside the top, or in the top itself; None = no limit."""
-        room = self._room()
-        if room is None:
-            return None
-        # what is read or written between two boundaries lies in the top before it can go anywhere
+    def _room(self) -> Room:
+        wide_, narrow_ = (self.n_layers * n for n in (self._wide, self._narrow))
+        heads = len(self.recall.layers(self.sights)) * self.n_kv_heads
+        index, near = (
+            heads * of(self.head_dim, self.dtype.itemsize) for of in (self.recall.per_slot, self.recall.near)
+        )
+        return Room(
+            self.memory,
+            self.device,
+            wide_,
+            narrow_,
+            round(index),
+            round(index + (near if self.device.type != "cpu" else 0)),
+            self._between,
+            self.chunk,
+            self.is_packed,
+            self.held,
+        )
+
+    @property
+    def _between(self) -> int:
+        """Slots a head in the top before they can go anywhere: what is read or written between two boundaries too."""
         before = self.kv.sinks + self.kv.group + max(self.chunk, EVERY) + STEP
-        before += self.kv.residual if self.is_packed else 0
-        left = room - before * self.n_layers * self._wide
-        if left < self.n_layers * self._narrow:
-            need = (before + 1) * self.n_layers * self._wide
-            raise Shortage(
-                f"memory.device = {self.memory.device} has no room for a text",
-                lines=[f"{before:,} tokens are stored between two boundaries: {_mib(need)} MiB of {_mib(room)} MiB"],
-                detail={"need": need, "room": room},
-                try_=[f"--set memory.device={_mib(2 * need)}MiB", f"--set prefill.chunk={max(1, self.chunk // 4)}"],
-            )
-        tokens = self._tokens(left)
-        return tokens * SLACK // (SLACK + 1) if size_of(self.memory.host) or size_of(self.memory.disk) else tokens
-
-    def _room(self) -> int | None:
-        """Bytes of the device that keys and values may take; None = no limit."""
-        if self.memory.device != "auto":
-            return size_of(self.memory.device)
-        if not size_of(self.memory.host) and not size_of(self.memory.disk):
-            return None
-        if self.device.type == "cuda":
-            free = int(torch.cuda.mem_get_info(self.device)[0])
-        else:
-            free = int(psutil.virtual_memory().available)
-        free += self.held
-        return free - min(KEPT_FREE, free // 10)
-
-    def _tokens(self, nbytes: int) -> int:
-        return nbytes // (self.n_layers * self._narrow)
+        return before + (self.kv.residual if self.is_packed else 0)
 
     @property
     def _wide(self) -> int:
@@ -129,7 +127,7 @@ class Plan:
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
         return Dense(self.n_layers, self.n_kv_heads, self.head_dim, self.dtype, device, step=step)
 
-    def _packed(self, device: torch.device) -> Floor:
+    def _packed(self, device: torch.device) -> Shelf:
         from kvcli.kv.packed import Packed
 
         return Packed(
@@ -144,13 +142,13 @@ class Plan:
             rotate=self.kv.rotate,
         )
 
-    def _host(self) -> Floor:
+    def _host(self) -> Shelf:
         from kvcli.kv.host import Host
 
         cpu = torch.device("cpu")
         return Host(self._packed(cpu) if self.is_packed else self._dense(cpu), self.device)
 
-    def _disk(self) -> Floor:
+    def _disk(self) -> Shelf:
         from kvcli.kv.disk import Disk
         from kvcli.kv.host import Host
 
@@ -166,7 +164,7 @@ def is_packed(kv: Kv) -> bool:
 def is_ladder(kv: Kv, memory: Memory) -> bool:
     """Whether these keys ask for more than one dense tier that grows as it likes."""
     is_plain = kv.k_bits == kv.v_bits == 16 and memory.device == "auto"
-    return not is_plain or size_of(memory.host) > 0 or size_of(memory.disk) > 0
+    return not is_plain or memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
 
 
 def layer_bytes(kv: Kv, memory: Memory, heads: int, dim: int, number: int, slots: int, fresh: int) -> int:
@@ -174,10 +172,22 @@ def layer_bytes(kv: Kv, memory: Memory, heads: int, dim: int, number: int, slots
 
     `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
     """
-    step, top = (STEP, slots) if is_ladder(kv, memory) else (Dense.STEP, slots)
-    if is_packed(kv):
-        top = min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh)
+    step, top = (STEP if is_ladder(kv, memory) else Dense.STEP), in_top(kv, slots, fresh)
     return -(-top // step) * step * wide(heads, dim, number) + (slots - top) * narrow(kv, heads, dim, number)
+
+
+def index_bytes(kv: Kv, per_slot: float, heads: int, slots: int, fresh: int) -> int:
+    """What recall knows a layer by, for planning; layers that read everything have no index.
+
+    `per_slot`: bytes beside a slot of one KV head, `profile.recall.per_slot(head_dim, number)`.
+    """
+    below = slots - in_top(kv, slots, fresh) if is_packed(kv) else slots
+    return int(below * heads * per_slot)
+
+
+def in_top(kv: Kv, slots: int, fresh: int) -> int:
+    """Of so many slots a head, those in full precision."""
+    return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if is_packed(kv) else slots
 
 
 def wide(heads: int, dim: int, number: int) -> int:
@@ -193,7 +203,3 @@ def narrow(kv: Kv, heads: int, dim: int, number: int) -> int:
     for b, group in ((kv.k_bits, kv.group), (kv.v_bits, min(kv.group, dim))):
         bits += 8 * number if b == 16 else 8 + 16 / dim if b == 8 else b + 32 / group
     return int(heads * dim * bits / 8) + POSITION
-
-
-def _mib(nbytes: int) -> int:
-    return -(-nbytes // (1 << 20))

@@ -42,6 +42,10 @@ class Random(Plain):
         return self.slots(n)
 
     @property
+    def is_uneven(self) -> bool:
+        return False
+
+    @property
     def caution(self) -> str:
         return ""
 

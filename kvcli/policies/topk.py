@@ -73,6 +73,10 @@ class TopK:
         return self.slots(n) if self.per_chunk else n
 
     @property
+    def is_uneven(self) -> bool:
+        return self.alloc != "uniform"
+
+    @property
     def caution(self) -> str:
         """What a user should know before compressing a text to ask about it later; empty = nothing."""
         if not self.sees_question:

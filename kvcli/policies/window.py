@@ -40,6 +40,10 @@ class Window(Plain):
         return self.slots(n)
 
     @property
+    def is_uneven(self) -> bool:
+        return False
+
+    @property
     def caution(self) -> str:
         return ""
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 GIB, MIB = 1 << 30, 1 << 20
 STEADY = 1.5  # of an undisturbed machine, the slowest turn over the fastest is less
 TRY = "  try: "
+_AWAY = {"host": "in host memory", "disk": "on the disk"}
 MEASURE = "not calibrated, so no times: kvcli bench --calibrate"
 DESCRIBED = "no times: a machine that is only described cannot be calibrated"
 
@@ -67,19 +68,42 @@ def _plans(document: FitDocument, width: int) -> Iterator[list[Span]]:
 
     names = ["profile", "ctx", "weights", "kv", "draft", "program", "working", "peak", "fits", "largest"]
     rows = [[*_cells(plan, size)] for plan in document.plans]
-    table = columns([names, *rows])
+    yield from _table(names, rows, [plan.fits for plan in document.plans], width)
     kept = f"{word}; {size(document.free_bytes)} available, of which {size(document.kept_free)} are kept free"
-    if max(map(cells, table)) < width:
-        for i, line in enumerate(table):
-            yield [(line, "dim" if not i else "" if document.plans[i - 1].fits else "yellow")]
-    else:  # too narrow for a table: a block for each plan
-        for row in rows:
-            yield [(f"{row[0]} at {row[1]}", "bold")]
-            left = max(map(cells, names))
-            for name, cell in zip(names[2:], row[2:], strict=True):
-                yield [(f"  {name}{' ' * (left - cells(name))}  {cell}", "")]
     for line in fold(kept, max(20, width - 1)):
         yield [(line.rstrip(), "dim")]
+
+
+def _table(names: list[str], rows: list[list[str]], fits: list[bool], width: int) -> Iterator[list[Span]]:
+    """A table; too wide for one, what all plans have in common is said once below; else a block for each plan."""
+    shared = [i for i in range(1, len(names)) if len(rows) > 1 and len({row[i] for row in rows}) == 1]
+    for left_out in ([], shared):
+        shown = [i for i in range(len(names)) if i not in left_out]
+        table = columns([[row[i] for i in shown] for row in (names, *rows)])
+        if max(map(cells, table)) < width:
+            for i, line in enumerate(table):
+                yield [(line, "dim" if not i else "" if fits[i - 1] else "yellow")]
+            break
+    else:
+        yield from _blocks(names, rows, shown, fits, width)
+    if left_out:
+        said = [f"{names[i]} {rows[0][i]}" for i in left_out]
+        for line in joined([f"the same for all: {said[0]}", *said[1:]], width):
+            yield [(line, "dim")]
+
+
+def _blocks(
+    names: list[str], rows: list[list[str]], shown: list[int], fits: list[bool], width: int
+) -> Iterator[list[Span]]:
+    left = max(map(cells, names))
+    for row, does in zip(rows, fits, strict=True):
+        title = f"{row[0]} at {row[1]}" if 1 in shown else row[0]
+        yield [(title, "bold" if does else "yellow")]
+        facts = [i for i in shown if i > 1]
+        if len(rows) == 1:  # there is room below each other
+            yield from ([(f"  {names[i]}{' ' * (left - cells(names[i]))}  {row[i]}", "")] for i in facts)
+        else:
+            yield from ([(f"  {line}", "")] for line in joined([f"{names[i]} {row[i]}" for i in facts], width - 2))
 
 
 def _cells(plan: FitPlan, size: object) -> Iterator[str]:
@@ -126,6 +150,10 @@ def _foot(document: FitDocument) -> Iterator[str]:
         yield f"calibrated {_age(document.calibrated)}"
     elif not timed:
         yield DESCRIBED if document.described else MEASURE
+    for plan in document.plans:
+        away = [f"{f.long_size(n)} {_AWAY[where]}" for where, n in plan.kv_tiers.items() if where in _AWAY]
+        if away:
+            yield f"{plan.profile} at {f.count(plan.ctx)}: of keys and values, {' and '.join(away)} are not in kv"
     yield from dict.fromkeys(_past(plan) for plan in document.plans if plan.runs)
     yield from (f"note: {neutralise(note, one_line=True)}" for note in document.notes)
 

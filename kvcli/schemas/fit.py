@@ -45,8 +45,10 @@ class FitPlan(Json):
     ctx: Count = Field(description="tokens")
     fits: bool
     weights: Bytes
-    kv: Bytes = Field(description="keys and values of the whole context, spare room included")
-    kv_tiers: dict[str, Bytes]
+    kv: Bytes = Field(
+        description="keys and values on the device, of the whole context, with spare room and recall's index"
+    )
+    kv_tiers: dict[str, Bytes] = Field(description="the same by where they lie: the device, host behind a GPU, disk")
     kv_per_token: Bytes
     draft: Bytes
     working: Bytes = Field(description="one pass: activations, scores, logits, and what the allocator keeps")
@@ -126,7 +128,7 @@ class CalibrationDocument(Json):
     device: str
     threads: Count
     torch: str
-    base_bytes: Bytes = Field(description="a process that loaded a model, without the model")
+    base_bytes: Bytes = Field(description="a command that answered, without its model and what it keeps of the text")
     bandwidth: Rate = Field(description="reading memory of the device, bytes a second")
     gemm: dict[str, Rate] = Field(min_length=1, description="FLOP a second of a large product, by dtype")
     launch: Seconds = Field(description="one operation on almost nothing")

@@ -1,16 +1,18 @@
-"""Peak memory as `kvcli fit` foretells it against what fresh processes use.
+"""Peak memory as `kvcli fit` foretells it against what `kvcli chat` uses, under every shipped profile.
 
     python tests/bench/fit.py [--profiles exact,ngram,streaming] [--base] [--out FILE]
 
-The demo model at 512, 2k and 6k tokens, the random 152M Llama at 512, 4k and 16k. Each process loads the model, reads
-so many random tokens and decodes 16; its VmHWM is the measured peak. Estimates use the shipped figure for a bare
-process, or with --base one measured first. Prints a table, then JSON on the last line.
+The demo model at 2k and nearly 8k tokens, the random 152M Llama at 2k, 8k and 16k. Each figure is of a command of its
+own with nothing known of this machine, which reads a report of so many tokens and answers in at most 16; its VmHWM is
+the measured peak. Estimates use the shipped figure for a bare command, or with --base one measured first. Prints a
+table, then JSON on the last line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,43 +23,56 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 NEW = 16
-CONTEXTS = {"demo": (512, 2048, 6000), "random 152M": (512, 4096, 16384)}
-
-_RUN = """
-import sys, torch
-from kvcli.local import load
-from kvcli.memory import peak_bytes
-folder, profile, n, new = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-model = load(folder, profile, set={"load.device": "cpu"})
-ids = torch.randint(8, model.lm.vocab, (n - new,), generator=torch.Generator().manual_seed(1)).tolist()
-model.session.feed(ids)
-for step in model.session.stream(new):
-    pass
-print(peak_bytes(torch.device("cpu")))
-"""
+AROUND = 64  # tokens of the chat template, the question and the answer, at most
+CONTEXTS = {"demo": (2048, 8000), "random 152M": (2048, 8192, 16384)}
 
 
-def measured(folder: str, profile: str, n: int) -> int:
-    """Peak bytes of a process of its own."""
-    words = [sys.executable, "-c", _RUN, folder, profile, str(n), str(NEW)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1])
+def text_of(n: int) -> str:
+    """The bundled report, again and again, to n tokens of the demo model, which both models read."""
+    from transformers import AutoTokenizer
+
+    from kvcli.demo import weights_dir
+    from kvcli.documents import BUNDLED, read_document
+
+    tokenizer = AutoTokenizer.from_pretrained(weights_dir())
+    text = read_document(BUNDLED, name=BUNDLED).text
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = ids * (n // len(ids) + 1)
+    return str(tokenizer.decode(ids[:n]))
 
 
-def compare(name: str, folder: str, profiles: list[str], base: int) -> list[dict[str, Any]]:
+def measured(model: str, profile: str, text: str) -> tuple[int, int]:
+    """Tokens in memory and peak bytes of a command of its own."""
+    with tempfile.TemporaryDirectory() as home:
+        file = Path(home, "report.md")
+        file.write_text(text, encoding="utf-8")
+        words = ["--json", "--offline", "chat", model, "-P", profile, "-f", str(file), "-p", "List its findings."]
+        words += ["--device", "cpu", "--max-new-tokens", str(NEW)]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": home}
+        done = subprocess.run(
+            [sys.executable, "-m", "kvcli", *words], cwd=home, env=env, capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        sys.exit(f"{model} under {profile}: {done.stdout}{done.stderr}")
+    turn = json.loads(done.stdout)
+    return turn["tokens"]["context"], turn["memory"]["peak_bytes"]
+
+
+def compare(name: str, model: str, profiles: list[str], base: int) -> list[dict[str, Any]]:
     """A row for each profile and context."""
     from kvcli import source
     from kvcli.fit.plan import Facts, plan, subject_of
     from kvcli.fit.room import Room
     from kvcli.profile import Profile
 
-    subject = subject_of(source.find(folder))
+    subject = subject_of(source.find(model))
     rows = []
-    for profile in profiles:
-        for n in CONTEXTS[name]:
-            found = plan(subject, Profile.load(profile), Room("cpu", 1 << 40), n, Facts(base))
-            peak = measured(folder, profile, n)
-            row = {"model": name, "profile": profile, "context": n} | {
+    for n in CONTEXTS[name]:
+        text = text_of(n - AROUND)
+        for profile in profiles:
+            context, peak = measured(model, profile, text)
+            found = plan(subject, Profile.load(profile), Room("cpu", 1 << 40), context, Facts(base))
+            row = {"model": name, "profile": profile, "context": context} | {
                 f"{what}_mib": round(size / 2**20, 1)
                 for what, size in (
                     ("weights", found.need.weights),
@@ -70,7 +85,7 @@ def compare(name: str, folder: str, profiles: list[str], base: int) -> list[dict
             row["measured_over_estimate"] = round(peak / found.total, 3)
             rows.append(row)
             print(
-                f"{name:<12} {profile:<10} {n:>6,}  {found.total / 2**20:>8,.1f}  {peak / 2**20:>8,.1f}"
+                f"{name:<12} {profile:<14} {context:>6,}  {found.total / 2**20:>8,.1f}  {peak / 2**20:>8,.1f}"
                 f"  {row['measured_over_estimate']:.3f}",
                 flush=True,
             )
@@ -79,8 +94,8 @@ def compare(name: str, folder: str, profiles: list[str], base: int) -> list[dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profiles", default="exact,ngram,streaming")
-    parser.add_argument("--base", action="store_true", help="measure a bare process first")
+    parser.add_argument("--profiles", help="commas between; every shipped one unless given")
+    parser.add_argument("--base", action="store_true", help="measure a bare command first")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -90,8 +105,9 @@ def main() -> None:
     from tests.bench.random_model import write
 
     base = bare_process() if args.base else BASE
-    print(f"{'model':<12} {'profile':<10} {'tokens':>6}  {'estimate':>8}  {'measured':>8}  ratio     (MiB)")
-    profiles = args.profiles.split(",")
+    shipped = sorted(file.stem for file in (ROOT / "kvcli/profiles").glob("*.toml"))
+    profiles = args.profiles.split(",") if args.profiles else shipped
+    print(f"{'model':<12} {'profile':<14} {'tokens':>6}  {'estimate':>8}  {'measured':>8}  ratio     (MiB)")
     rows = compare("demo", "demo", profiles, base)
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
@@ -101,7 +117,7 @@ def main() -> None:
         "title": "Peak memory, estimated and measured",
         "command": "python tests/bench/fit.py" + (" --base" if args.base else ""),
         "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, "
-        f"transformers {about['transformers']}, commit {about['commit']}, bare process {base / 2**20:.0f} MiB",
+        f"transformers {about['transformers']}, commit {about['commit']}, bare command {base / 2**20:.0f} MiB",
         "rows": rows,
     }
     if args.out:

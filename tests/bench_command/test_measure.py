@@ -11,12 +11,25 @@ import pytest
 
 from kvcli.bench.compare import acceptance, paired, verdict
 from kvcli.bench.measure import Case, Plan, Series, measure
+from kvcli.bench.profile_side import plain
 from kvcli.bench.side import Sample
 from kvcli.commands.bench import measure as measure_command
 from kvcli.errors import ExitStatus
+from kvcli.layers import builtin_files
 from kvcli.profile import Profile
 from kvcli.stats import Stats
 from tests.bench_command.sides import Paced, document, measured
+
+
+@pytest.mark.parametrize("name", [file.profile for file in builtin_files()])
+def test_every_shipped_profile_can_be_held_against_plain_decoding(name):
+    found = plain(Profile.load(name))
+    assert (found.exactness, found.policy.method, found.recall.method, found.spec.method) == (
+        "exact",
+        *["none"] * 2,
+        "off",
+    )
+    assert found.load == Profile.load(name).load
 
 
 def test_repetitions_take_turns_and_begin_with_another_side_each_time():

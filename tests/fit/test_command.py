@@ -48,6 +48,26 @@ def test_every_profile_in_one_table(machine):
     assert max(map(len, done.out.splitlines())) < 100
 
 
+def test_what_all_plans_share_is_said_once_where_the_table_is_too_wide(machine):
+    machine.environ["COLUMNS"] = "80"
+    lines = machine("fit", "demo", "--all", "--ctx", "4k", "--ram", "8GiB").out.splitlines()
+    heads, rows = lines[2].split(), [line.split() for line in lines[3 : 3 + len(SHIPPED)]]
+    assert [row[0] for row in rows] == SHIPPED
+    assert {len(row) for row in rows} == {len(heads)}
+    (shared,) = [line for line in lines if line.startswith("the same for all: ")]
+    assert {"ctx 4,096", "fits yes"} <= set(shared.removeprefix("the same for all: ").split(" · "))
+    assert not {"ctx", "fits"} & set(heads)
+
+
+def test_without_room_for_any_table_each_plan_is_a_block(machine):
+    machine.environ["COLUMNS"] = "40"
+    lines = machine("fit", "demo", "--all", "--ctx", "4k", "--ram", "8GiB").out.splitlines()
+    assert [line for line in lines if line in SHIPPED] == SHIPPED
+    said = [line for line in lines if line.startswith("  ")]
+    assert sum("peak " in line for line in said) == len(SHIPPED)
+    assert any(line.startswith("the same for all: ctx 4,096") for line in lines)
+
+
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
 @pytest.mark.parametrize("args", [("--all",), ("--ctx", "1m"), ("--ram", "0.5GiB", "--ctx", "8k")])
 def test_no_line_is_wider_than_the_terminal(machine, columns, args):
@@ -64,7 +84,7 @@ def test_json_is_the_schema_and_adds_up(machine):
     for plan in found["plans"]:
         running = sum(plan[part] for part in ("base", "weights", "kv", "draft", "working"))
         assert plan["total"] == max(running, plan["loading"])
-        assert plan["kv"] == sum(plan["kv_tiers"].values())
+        assert plan["kv_tiers"] == {"cpu": plan["kv"]}
         assert plan["fits"] == (plan["missing"] == 0) == (plan["binding"] is None)
 
 
@@ -92,6 +112,19 @@ def test_beyond_the_models_limit(machine):
     done = machine("fit", "demo", "--ctx", "1m", "--ram", "64GiB")
     assert done.exit == 5
     assert "the model was made for 8,192 tokens" in done.out
+
+
+def test_what_lies_on_the_disk_is_no_memory_and_is_listed(machine):
+    machine.environ["COLUMNS"] = "100"
+    args = ("demo", "--ctx", "8k", "-P", "exact", "--ram", "8GiB", "--set", "memory.device=16MiB")
+    (capped,) = document(machine("fit", *args, "--json"))["plans"]
+    assert (capped["kv"], capped["fits"], capped["max_ctx"] < 8192) == (16 << 20, False, True)
+    assert "memory.device" in capped["binding"]
+    (spread,) = document(machine("fit", *args, "--set", "memory.disk=1GiB", "--json"))["plans"]
+    assert (spread["fits"], spread["max_ctx"], spread["kv_tiers"]["cpu"]) == (True, 8192, 16 << 20)
+    (plain,) = document(machine("fit", *args[:-2], "--json"))["plans"]
+    assert sum(spread["kv_tiers"].values()) == plain["kv"]
+    assert "on the disk" in machine("fit", *args, "--set", "memory.disk=1GiB").out
 
 
 def test_a_card_that_is_described(machine):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcli.errors import BadModel
-from kvcli.fit.memory import GIB, kept_free, kv_bytes, tokens_in
+from kvcli.fit.memory import GIB, kv_bytes, tokens_in
+from kvcli.fit.room import kept_free
 from kvcli.fit.shape import Shape, shape_of
 from kvcli.fit.speed import at, reading_flop
 from kvcli.fit.weights import of_shape, weigh

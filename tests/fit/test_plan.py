@@ -12,6 +12,7 @@ from kvcli.fit.before import Outlook
 from kvcli.fit.memory import GIB, largest, need
 from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room, choose, container_room, size
+from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
 from kvcli.kv.slots import nbytes
 from kvcli.kv.tiers import EVERY, STEP, wide
 from kvcli.local import load
@@ -87,6 +88,39 @@ def test_a_policy_bounds_what_is_kept_and_a_chunk_comes_on_top(demo):
 def test_evictions_that_are_rare_let_more_gather_than_a_chunk(demo):
     rare = PROFILES["streaming"].replace(policy={"every": 4096})
     assert planned(demo, rare, 8192).need.kv > planned(demo, "streaming", 8192).need.kv
+
+
+def test_heads_of_unequal_length_and_drafts_bring_products_of_their_own(demo):
+    drafts, plain = planned(demo, "ngram", 8192).need.working, planned(demo, "exact", 8192).need.working
+    assert drafts == plain + LINEAR * WIDTHS * PRODUCT
+    uneven = PROFILES["ngram"].replace(policy={"name": "snap"}, exactness="approx")
+    heads = demo.shape.layers * demo.shape.kv_heads
+    assert planned(demo, uneven, 8192).need.working == drafts + 2 * AGAIN * heads * PRODUCT
+    even = PROFILES["ngram"].replace(policy={"name": "snap", "alloc": "uniform"}, exactness="approx")
+    assert planned(demo, even, 8192).need.working == drafts
+    wide = PROFILES["ngram"].replace(load={"dtype": "fp32"})  # whose products are not compiled
+    assert planned(demo, wide).need.working == planned(demo, wide.replace(spec={"method": "off"})).need.working
+
+
+def test_the_index_of_recall_is_in_memory_too(demo):
+    plain = PROFILES["exact"].replace(exactness="approx")
+    reads = plain.replace(recall={"method": "sketch"})
+    layers = demo.shape.layers - reads.recall.dense_layers
+    index = int(4096 * layers * demo.shape.kv_heads * reads.recall.per_slot(demo.shape.head_dim, 2))
+    assert planned(demo, reads).need.kv == planned(demo, plain).need.kv + index
+
+
+def test_older_tokens_go_to_host_memory_behind_a_gpu_and_no_further_than_there_is_room(demo):
+    card = PROFILES["exact"].replace(memory={"host": "auto"})
+    whole = plan(demo, PROFILES["exact"], Room("cuda:0", 8 * GIB), 8192, Facts()).need
+    free = int((whole.running - whole.kv // 2) / 0.9)  # room for half of the keys and values
+    small = plan(demo, card, Room("cuda:0", free, host=whole.kv), 8192, Facts())
+    assert small.fits
+    assert small.need.host > whole.kv // 3
+    assert small.need.kv + small.need.host >= whole.kv - STEP * small.per_token
+    none = plan(demo, card, Room("cuda:0", free, host=whole.kv // 4), 8192, Facts())
+    assert (none.fits, none.need.over > 0, none.missing > 0) == (False, True, True)
+    assert 0 < none.most < 8192
 
 
 def test_a_dtype_that_is_not_the_files_makes_a_second_copy_while_loading(demo):

@@ -1,0 +1,78 @@
+"""A boundary: what a policy is shown of a text before it says what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvcli.forward import Pass, run
+from kvcli.heard import Heard
+from kvcli.kv.slots import Choose, Slots, Store
+from kvcli.policies.base import Moment, Phase, Policy
+from kvcli.replay import Replay
+from kvcli.rows import Rows
+
+if TYPE_CHECKING:
+    from kvcli.model import LM
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A text between two passes, all of whose tokens are stored."""
+
+    lm: LM
+    kv: Store
+    heard: Heard
+    ids: Sequence[int]
+    kinds: Tensor  # [T] int8, by position; [0] for a policy that asks for none
+    phase: Phase
+    n_prompt: int
+
+    def ask(self, policy: Policy) -> Choose:
+        """What to settle with: the policy's choice and its guard's, once it has seen all that it wants to see."""
+        if self.phase == "read":
+            self._reread(policy)
+        if policy.looks:
+            for layer in range(self.lm.n_layers):
+                slots = self.kv.slots(layer)
+                policy.look(slots, self._moment(policy, layer, slots))
+        if self.phase == "read" and (n := min(policy.replays, len(self.ids) // 2)):
+            policy.settle_on(Replay(self.lm, self.kv, self.ids, len(self.ids) - n, partial(self._moment, policy)))
+
+        def choose(layer: int, slots: Slots) -> Tensor:
+            at = self._moment(policy, layer, slots)
+            return policy.keep(slots, at) | at.protected
+
+        return choose
+
+    def _moment(self, policy: Policy, layer: int, slots: Slots) -> Moment:
+        sight, (q, pos) = self.lm.sights[layer], self.heard.of(layer, slots.k)
+        return Moment(
+            layer,
+            self.lm.n_layers,
+            self.phase,
+            self.n_prompt,
+            q,
+            pos,
+            self.kinds,
+            policy.guard.covers(slots, self.kinds),
+            sight.scale,
+            sight.softcap,
+            sight.window,
+            self.lm.sinks[layer],
+        )
+
+    def _reread(self, policy: Policy) -> None:
+        """Pieces of the text once more, behind all of it; nothing of these passes is stored."""
+        for start, end in policy.rereads(len(self.ids)):
+            rows = Rows.chain(self.ids[start:end], len(self.ids), self.lm.device)
+            p = Pass(rows, self.kv, hear=list(range(rows.n_rows)), is_prompt=True)
+            run(self.lm, p, rows.ids[:0])
+            for layer, (q, (k, v)) in enumerate(zip(p.queries, p.fresh, strict=True)):
+                slots = self.kv.slots(layer)
+                fresh = Slots(k, v, rows.pos.expand(k.shape[0], -1))
+                policy.reread(slots, fresh, replace(self._moment(policy, layer, slots), q=q, q_pos=rows.pos))

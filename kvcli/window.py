@@ -1,0 +1,45 @@
+"""The window: how many tokens a prompt leaves to its answer, and the ways out when they are too few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcli.errors import BadInput, ContextOverflow
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens."""
+
+    limit: int  # of prompt and answer, by the profile
+    most: int  # by the model
+    reserve: int  # left to an answer, unless it is to be shorter
+    fits: int = 0  # for which memory has room; 0 = nobody looked
+
+    def room(self, prompt: int, new: int) -> int:
+        """How long an answer to be of `new` tokens may get; refuses a prompt that leaves too little."""
+        if not prompt:
+            raise BadInput("there is nothing to ask", code="empty_prompt")
+        if new < 1:
+            raise BadInput(f"max_new_tokens = {new}: an answer has at least one token", code="bad_length")
+        reserve = min(new, self.reserve)
+        if prompt + reserve > self.limit:
+            fits = "" if self.limit < self.most else " (the model's limit)"
+            raise ContextOverflow(
+                "the conversation is longer than the window",
+                lines=[f"{prompt:,} tokens of text + {reserve:,} for the answer > {self.limit:,}{fits}"],
+                detail={"prompt": prompt, "reserve": reserve, "limit": self.limit},
+                try_=self._ways_out(prompt, reserve),
+            )
+        return min(new, self.limit - prompt)
+
+    def _ways_out(self, prompt: int, reserve: int) -> list[str]:
+        """What is enough when it is typed: for this prompt, in this model and in this machine's memory."""
+        ways, most = [], min(self.most, self.fits or self.most)
+        if prompt + reserve <= most:
+            ways.append(f"--ctx {prompt + reserve}")
+        elif max(prompt, self.limit) < most:
+            ways.append(f"--ctx {most} --max-new-tokens {most - prompt}")
+        if prompt < self.limit:
+            ways.append(f"--max-new-tokens {self.limit - prompt}")
+        return [*ways, "attach a shorter document", "/drop or /undo in a chat"]

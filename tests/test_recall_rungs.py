@@ -1,0 +1,338 @@
+"""Recall on a ladder: a tier's own way to a few slots is the plain one, and any drafter gives the plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli import build
+from kvcli.build import view
+from kvcli.drafts.base import Drafter, Off
+from kvcli.kernels.merge import merge
+from kvcli.kv.dense import Dense
+from kvcli.kv.disk import Disk
+from kvcli.kv.host import Host
+from kvcli.kv.index import Index
+from kvcli.kv.index_certified import Certified
+from kvcli.kv.index_minmax import MinMax
+from kvcli.kv.index_sketch import Sketch
+from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.packed import Packed
+from kvcli.kv.recall import Recall
+from kvcli.kv.recall_pages import Budget
+from kvcli.kv.recall_source import Shelf, Whole
+from kvcli.kv.room import Room
+from kvcli.kv.slots import Sight, Slots, nbytes
+from kvcli.local import Model
+from kvcli.model import LM
+from kvcli.profile import Profile, load_profile
+from kvcli.schema import Memory
+from kvcli.session import Session
+from tests import families, small_tokenizers, test_exact
+from tests.policies import KeepAll, Ragged
+
+torch.set_num_threads(1)
+K, D, L = 2, 16, 2
+H = 2 * K
+BIG = 1 << 30
+Shape = tuple[int, int, int]
+Make = Callable[[Shape, torch.dtype], Shelf]
+
+
+def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Make:
+    return lambda shape, dtype: Packed(*shape, dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
+
+
+SHELVES: dict[str, Make] = {
+    "dense": lambda shape, dtype: Dense(*shape, dtype, step=8),
+    "packed_8": packed(8, 8),
+    "packed_4_2": packed(4, 2, "hadamard"),
+    "packed_16_4": packed(16, 4),
+    "packed_2_16": packed(2, 16),
+    "host": lambda shape, dtype: Host(packed(4, 4)(shape, dtype), "cpu"),
+    "disk": lambda shape, dtype: Disk(*shape, dtype, BIG, BIG),
+}
+SMALL = Budget(fraction=0.1, floor=4, sinks=2, recent=3)
+INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+
+
+def some(n: int, at: int = 0, dtype: torch.dtype = torch.float64) -> Slots:
+    g = torch.Generator().manual_seed(at)
+    k, v = torch.randn(2, K, n, D, generator=g, dtype=torch.float64).to(dtype).unbind(0)
+    return Slots(k, v, torch.arange(at, at + n).expand(K, -1))
+
+
+def uneven(s: Slots) -> Tensor:
+    return torch.stack([s.pos[j] % (4 - j) != 1 for j in range(K)])
+
+
+def holed(tier: Shelf) -> None:
+    """Slots that came at several times, some of them forgotten again, different ones in each head."""
+    for at, n in ((0, 130), (130, 150), (280, 21)):
+        tier.take(1, some(n, at))
+    tier.keep(1, uneven(tier.slots(1)))
+    tier.take(1, some(9, 301))
+
+
+@pytest.mark.parametrize("is_holed", [False, True])
+@pytest.mark.parametrize("name", SHELVES)
+def test_a_few_slots_are_those_that_the_tier_shows(name: str, is_holed: bool) -> None:
+    tier = SHELVES[name]((L, K, D), torch.float64)
+    if is_holed:
+        holed(tier)
+    else:
+        tier.take(1, some(61))
+    plain, s = Whole(tier), tier.slots(1)
+    assert torch.equal(tier.positions(1), s.pos)
+    index = torch.randint(-1, s.n_slots, (K, 40), generator=torch.Generator().manual_seed(1))
+    index[:, 5:8] = -1
+    got, want = tier.gather(1, index), plain.gather(1, index)
+    assert torch.equal(got.pos, want.pos)
+    full = want.pos >= 0
+    assert bool(full.any())
+    assert torch.equal(got.k[full], want.k[full])
+    assert torch.equal(got.v[full], want.v[full])
+    assert bool(got.k.isfinite().all() & got.v.isfinite().all())
+    for head in range(K):
+        one, all_ = (source.head(1, head, s.n_slots - 3) for source in (tier, plain))
+        held = all_.pos[0] >= 0
+        n = one.n_slots  # a head need not be padded to the longest
+        assert not bool(held[n:].any())
+        assert torch.equal(one.pos[0], all_.pos[0, :n])
+        assert torch.equal(one.k[0, held[:n]], all_.k[0, held])
+        assert torch.equal(one.v[0, held[:n]], all_.v[0, held])
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+@pytest.mark.parametrize("name", SHELVES)
+def test_a_tier_read_in_its_own_way_is_read_as_in_the_plain_one(name: str, epsilon: float | None) -> None:
+    parts = []
+    for own in (True, False):
+        tier = SHELVES[name]((L, K, D), torch.float64)
+        kv = Recall(tier, Certified(3), SMALL, [1], epsilon=epsilon, source=tier if own else Whole(tier))
+        holed(kv)
+        q = torch.randn(H, 5, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        q *= torch.tensor([0.1, 9, 1, 12, 9]).unsqueeze(1)  # flat rows read everything where that is asked of them
+        parts.append(merge(kv.attend(1, q, Sight(0.3), torch.arange(400, 405))))
+        whole = merge(tier.attend(1, q, Sight(0.3), torch.arange(400, 405)))
+        assert not torch.allclose(parts[-1], whole), "a part was read"
+        prompt = merge(kv.attend(1, q, Sight(0.3, is_prompt=True), torch.arange(400, 405)))
+        assert torch.equal(prompt, whole)
+        assert 0 < kv.tally.streamed < kv.tally.asked if epsilon else not kv.tally.streamed
+    torch.testing.assert_close(parts[0], parts[1])
+
+
+def test_what_a_pass_read_of_a_far_tier_is_fetched_once() -> None:
+    tier = SHELVES["host"]((L, K, D), torch.float64)
+    kv = Recall(tier, MinMax(3), SMALL, [1], source=tier)
+    plain = Recall(tier, MinMax(3), SMALL, [1], source=Whole(tier))
+    holed(kv)
+    plain._learn([1])
+    g, base = torch.Generator().manual_seed(3), torch.randn(H, 1, D, dtype=torch.float64)
+    for n in (1, 4, 1, 70, 2):
+        q = base + 0.5 * torch.randn(H, n, D, generator=g, dtype=torch.float64)
+        got, want = (merge(one.attend(1, q, Sight(0.3), torch.arange(400, 400 + n))) for one in (kv, plain))
+        torch.testing.assert_close(got, want)
+    near = kv._near
+    assert near is not None
+    assert 0 < near.fetched < 0.6 * near.asked
+    assert nbytes(kv)["near"] == near.nbytes(1) > 0
+    kv.take(1, some(5, 310))
+    assert nbytes(kv)["near"] == 0
+    assert plain._near is None
+
+
+@pytest.mark.parametrize("name", SHELVES)
+@pytest.mark.parametrize("n", [0, 3, 133, 200, 280, 301])
+def test_an_undo_leaves_what_was_learned_of_what_remains(name: str, n: int) -> None:
+    """Few bits may be rounded anew when a group falls apart: then its pages are known by their first rounding."""
+    tier = SHELVES[name]((L, K, D), torch.float64)
+    kv = Recall(tier, MinMax(3), SMALL, [1], source=tier)
+    holed(kv)
+    kv.crop(n)
+    fresh = Recall(tier, MinMax(3), SMALL, [1], source=tier)
+    fresh._learn([1])
+    for each in (kv, fresh):
+        assert each._pages[1].reads_all == (n <= 3)
+    for a, b in ((kv._pages[1].first, fresh._pages[1].first), (kv._pages[1].last, fresh._pages[1].last)):
+        if n > 3:
+            assert torch.equal(a, b)
+
+
+# ---- whole texts ----
+
+
+def ladder(shape: Shape, dtype: torch.dtype, index: str, rungs: str) -> Ladder:
+    def read(make: Make) -> Recall:
+        tier = make(shape, dtype)
+        epsilon = 0.3 if index == "certified" else None
+        return Recall(tier, INDEXES[index], SMALL, range(1, shape[0]), epsilon=epsilon, source=tier)
+
+    if rungs == "three":
+        below = [
+            Rung(read(SHELVES["packed_8"]), 14, 4),
+            Rung(read(SHELVES["host"]), 14, 4),
+            Rung(read(SHELVES["disk"])),
+        ]
+    else:
+        below = [Rung(read(SHELVES[rungs]))]
+    return Ladder(Dense(*shape, dtype), below, holds=5, group=4, sinks=1)
+
+
+RUNGS = {"packed_8": "certified", "packed_4_2": "sketch", "host": "minmax", "disk": "certified", "three": "minmax"}
+POLICIES: dict[str, Any] = {"all": None, "ragged": Ragged()}
+
+
+@cache
+def lm(dtype: str) -> LM:
+    return test_exact.lm("dense", dtype)
+
+
+def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> tuple[list[int], Ladder]:
+    model = lm(dtype)
+    kv = ladder((model.n_layers, model.n_kv_heads, model.head_dim), model.dtype, RUNGS[rungs], rungs)
+    session = Session(
+        model,
+        kv,
+        drafter,
+        test_exact.SAMPLERS[sampler],
+        view=view(model, kv, drafter),
+        policy=POLICIES[policy],
+        every=8,
+        chunk=13,
+    )
+    session.feed(test_exact.prompt())
+    list(session.stream(test_exact.NEW, stop={test_exact.STOP}))
+    return session.ids, kv
+
+
+@cache
+def plain(rungs: str, policy: str, sampler: str, dtype: str) -> list[int]:
+    return decode(rungs, policy, sampler, dtype, Off())[0]
+
+
+@pytest.mark.parametrize("dtype", test_exact.DTYPES)
+@pytest.mark.parametrize(("policy", "sampler"), [("all", "greedy"), ("all", "sampled"), ("ragged", "sampled")])
+@pytest.mark.parametrize("drafter", test_exact.DRAFTERS)
+@pytest.mark.parametrize("rungs", RUNGS)
+def test_any_drafter_gives_the_text_of_plain_decoding(
+    rungs: str, policy: str, drafter: str, sampler: str, dtype: str
+) -> None:
+    want = plain(rungs, policy, sampler, dtype)
+    assert decode(rungs, policy, sampler, dtype, test_exact.DRAFTERS[drafter](want))[0] == want
+
+
+@pytest.mark.parametrize("rungs", RUNGS)
+def test_every_rung_below_is_read_in_part(rungs: str) -> None:
+    """Or the table above would compare ladders that read everything."""
+    _, kv = decode(rungs, "all", "greedy", "fp64", Off())
+    read = [rung.tier for rung in kv._rungs[1:]]
+    assert all(isinstance(tier, Recall) and tier.tally.pages for tier in read)
+
+
+@pytest.mark.parametrize("policy", [None, KeepAll(), Ragged()])
+@pytest.mark.parametrize("rungs", [None, "disk"])
+def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, policy: Any) -> None:
+    model, stores = lm("fp64"), []
+    shape = (model.n_layers, model.n_kv_heads, model.head_dim)
+    small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 0}
+    for method in ("none", "minmax"):
+        settings = small if method != "none" else {}
+        profile = load_profile("exact").replace(exactness="approx", recall={"method": method} | settings)
+        recall = profile.recall.settings
+        low = Disk(*shape, model.dtype, BIG, BIG)
+        dense = Dense(*shape, model.dtype)
+        kv = recall.over(dense, dense, model.sights)
+        if rungs:
+            kv = Ladder(dense, [Rung(recall.below(low, model.sights))], holds=5, group=4, sinks=1)
+        session = Session(model, kv, Off(), test_exact.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)
+        session.feed(families.prompt(90))
+        stores.append(kv.slots(2))
+    a, b = stores
+    assert torch.equal(a.pos, b.pos)
+    torch.testing.assert_close(a.k, b.k)
+
+
+def test_a_policy_may_evict_below_what_recall_reads() -> None:
+    ids, kv = decode("disk", "ragged", "greedy", "fp64", Off())
+    assert len(ids) == len(test_exact.prompt()) + test_exact.NEW
+    assert kv.n_slots(1) < len(ids) - 5
+
+
+# ---- profiles ----
+
+
+def profile(**changes: Any) -> Profile:
+    return load_profile("exact").replace(exactness="approx", **changes)
+
+
+RECALL = {"method": "minmax", "page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kv": {"k_bits": 8, "v_bits": 8, "residual": 8, "group": 4}},
+        {"memory": {"disk": "1GiB", "device": "350KiB"}, "prefill": {"chunk": 16}},
+        {"memory": {"device": "1GiB"}},
+        {"memory": {"host": "auto"}},
+    ],
+)
+def test_a_profile_reads_a_part_of_any_ladder(other: dict[str, dict[str, object]]) -> None:
+    model = lm("fp32")
+    session = build.session(model, profile(recall=RECALL, **other))
+    session.feed(families.prompt(400))
+    list(session.stream(12))
+    index = {use.layer for use in session.kv.usage() if use.tier == "index" and use.nbytes > 100}
+    assert index == set(range(1, model.n_layers))
+
+
+def test_steps_that_make_tiers_may_be_taken_while_a_part_is_read() -> None:
+    steps = ["kv.v_bits=8", "kv.k_bits=4", "memory.disk=1GiB"]
+    assert profile(recall=RECALL, memory={"ladder": steps}).memory.ladder == tuple(steps)
+
+
+def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:
+    small = {"residual": 16, "group": 16}
+    shipped = load_profile("max-context").replace(kv=small, recall={"floor": 64})
+    model = Model(
+        LM.of(families.build("llama", vocab_size=2048, head_dim=16, max_position_embeddings=1024)),
+        small_tokenizers.demo(),
+        shipped,
+    )
+    turn = model.generate(families.prompt(300, 2048), max_new_tokens=20)
+    assert len(turn.ids) == 20
+    assert set(nbytes(model.session.kv)) == {"cpu", "packed", "index"}
+    (caution,) = model.cautions
+    assert "memory.host = auto" in caution
+    assert model.with_profile(load_profile("exact")).cautions == []
+
+
+# ---- room ----
+
+
+def room(index: int, **memory: str) -> Room:
+    return Room(Memory(**memory), torch.device("cuda"), 1000, 250, index, index, 100, 64, True, 0)  # type: ignore[arg-type]
+
+
+def test_the_index_of_what_lies_below_takes_its_room_on_the_device() -> None:
+    gib = 1 << 30
+    without, with_ = (room(index, device="1GiB", host="2GiB") for index in (0, 50))
+    assert without.in_host == with_.in_host == 2 * gib // 250
+    assert without.on_device == (gib - 100_000) // 250 * 16 // 17
+    assert with_.on_device == (gib - 100_000 - 50 * with_.in_host) // 300 * 16 // 17
+
+
+def test_where_the_index_would_fill_the_device_less_lies_below() -> None:
+    found = room(50, device="1GiB", host="100GiB", disk="1TiB")
+    left = (1 << 30) - 100_000
+    assert found.in_host == left // 2 // 50
+    assert found.on_disk == 1
+    assert found.on_device is not None
+    assert found.on_device * 300 + (found.in_host + 1) * 50 <= left
+    assert found.on_device > left // 2 // 300 * 15 // 17
