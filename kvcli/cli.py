@@ -25,6 +25,7 @@ from kvcli.world import World
 
 COMMANDS = {
     "chat": "Talk to a model, or ask it one question with -p.",
+    "summarize": "A summary of long documents, with page numbers that were checked.",
     "fit": "Whether a model, a profile and a context fit, before loading.",
     "bench": "Profiles side by side: speed, memory, agreement, quality.",
     "spec": "Drafting: what it brings here, and settings that bring more.",
@@ -38,6 +39,10 @@ HABITS = {
     "run": "chat",
     "ask": "chat",
     "generate": "chat",
+    "summary": "summarize",
+    "summarise": "summarize",
+    "tldr": "summarize",
+    "extract": "summarize",
     "list": "models list",
     "ls": "models list",
     "info": "doctor",
@@ -52,6 +57,7 @@ kvcli {version}: chat with long documents on your own machine.
 
   kvcli chat                                       talk to the bundled demo model
   kvcli chat -f report.md -p "What was decided?"   one question about a file
+  kvcli summarize paper.pdf                        a summary that names pages
   kvcli chat Qwen/Qwen3-8B -P ngram                another model, another profile
 
 kvcli --help lists all commands; kvcli chat --help what one of them takes.

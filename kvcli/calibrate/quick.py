@@ -55,6 +55,14 @@ def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[
     return passes
 
 
+def kept_times(cache: Path, machine: str, model: str) -> list[PassTime]:
+    """What an earlier look saw, by the fingerprints; nothing where there was none."""
+    try:
+        return QuickTimes.model_validate_json(file_of(cache, machine, f"{model}-quick").read_bytes()).passes
+    except (OSError, ValueError):
+        return []
+
+
 def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[PassTime]:
     """Passes of 1 to 32 rows over the first two contexts of the grid, as far as the budget goes."""
     found: list[PassTime] = []

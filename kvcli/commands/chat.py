@@ -79,27 +79,15 @@ def answer(
     setup: Setup, profile: Profile, question: Question, stats: o.StatsMode | None, stream: bool, wanted: Wanted
 ) -> int:
     """Load the model and ask it, or let the user talk to it."""
-    from kvcli.commands.outlook import prepare
+    from kvcli.commands.loading import load_model
     from kvcli.conversation import Chat
     from kvcli.render.errors import print_note
     from kvcli.render.screen import Screen
-    from kvcli.render.stream import busy_word
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
-    with busy_word(screen, f"loading {setup.name}") as busy:
-
-        def tell(text: str) -> None:  # of a download, which draws bars of its own
-            if busy is not None:
-                busy.stop()
-            if not screen.quiet:
-                print_note(screen.err, text)
-
-        run = prepare(setup, profile, wanted, tell)
-        profile = run.profile
-        model = setup.load(profile, tell)
+    run, model = load_model(setup, profile, wanted, screen)
     with model:
-        model.foretell, model.fits = run.foretell, run.fits
         talk = Chat(model, question.system, folder=world.paths.data / "chats")
         for document in question.documents:
             talk.attach(document)

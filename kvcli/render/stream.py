@@ -120,9 +120,7 @@ class TurnView:
         if self.screen.shared and self.has_said:
             tail = self.wrapper.shown(width - 1)
             rows.append(tail + self.screen.out.paint([(CURSOR, "")]) if cells(tail) < width - 1 else tail)
-        below = self._below(width)
-        if below:
-            rows.append(self.region.terminal.paint(below))
+        rows += [self.region.terminal.paint(row) for row in self._rows(width)]
         self.region.draw(lines, rows)
 
     def _take(self, width: int) -> list[str]:
@@ -130,6 +128,10 @@ class TurnView:
         while self.said:
             pieces.append(self.said.popleft())
         return self.wrapper.feed("".join(pieces), width) if pieces else []
+
+    def _rows(self, width: int) -> list[list[Span]]:
+        """What stands below the answer."""
+        return [row for row in [self._below(width)] if row]
 
     def _below(self, width: int) -> list[Span]:
         """The reading bar before the first word, the row of figures after it."""

@@ -17,7 +17,7 @@ from kvcli.schemas.heads import HeadsDocument
 from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
 from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
-from kvcli.schemas.summary import SummaryDocument, SummaryPlanDocument
+from kvcli.schemas.summary import ExtractDocument, SummaryDocument, SummaryPlanDocument
 from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
 
 DOCUMENTS: Mapping[str, Any] = {
@@ -43,6 +43,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "heads": HeadsDocument,
     "summary": SummaryDocument,
     "summary_plan": SummaryPlanDocument,
+    "extract": ExtractDocument,
 }
 
 

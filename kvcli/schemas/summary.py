@@ -105,6 +105,39 @@ class SummaryPlanDocument(Json):
     available_bytes: Bytes | None
 
 
+class SectionFacts(Json):
+    number: Count = Field(description="of the page, else 1, 2, .. in order")
+    label: str = Field(description="what a citation of it says")
+    text: str
+
+
+class Extracted(Json):
+    source: SourceFacts
+    sections: list[SectionFacts]
+
+
+class ExtractDocument(Json):
+    """Documents as they are read; printed by `kvcli summarize --extract-only`."""
+
+    schema_: Literal["kvcli.extract/1"] = Field(default="kvcli.extract/1", alias="schema")
+    kvcli: str
+    documents: list[Extracted]
+
+
+def extract_document(named: Sequence[tuple[str, Document]]) -> ExtractDocument:
+    """Documents with what the user called them."""
+    return ExtractDocument(
+        kvcli=__version__,
+        documents=[
+            Extracted(
+                source=source_facts(document, name),
+                sections=[SectionFacts(number=s.number, label=s.label, text=s.text) for s in document.sections],
+            )
+            for name, document in named
+        ],
+    )
+
+
 def summary_document(
     summary: Summary, sources: Sequence[SourceFacts], turns: Sequence[TurnDocument]
 ) -> SummaryDocument:

@@ -33,13 +33,16 @@ class Cache:
     folder: Path  # kvcli's cache folder; entries lie in a folder of it
     model: str  # fingerprint
     profile: str  # hash
+    is_fresh: bool = False  # nothing of an earlier run is taken, though this one is kept
 
     @classmethod
-    def of(cls, folder: Path, info: ModelInfo, profile: Profile) -> Cache:
-        return cls(folder / FOLDER, fingerprint(info), profile.hash)
+    def of(cls, folder: Path, info: ModelInfo, profile: Profile, *, is_fresh: bool = False) -> Cache:
+        return cls(folder / FOLDER, fingerprint(info), profile.hash, is_fresh)
 
     def get(self, messages: Sequence[Mapping[str, str]], most: int) -> Turn | None:
         """The answer to the same question under the same settings, or None."""
+        if self.is_fresh:
+            return None
         try:
             saved = json.loads(self._file(messages, most).read_text(encoding="utf-8"))
             if saved["schema"] != SCHEMA:

@@ -1,0 +1,32 @@
+"""From settings to a loaded model, with a word on the screen meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcli.commands.outlook import Prepared, Wanted
+    from kvcli.commands.setup import Setup
+    from kvcli.local import Model
+    from kvcli.profile import Profile
+    from kvcli.render.screen import Screen
+
+
+def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -> tuple[Prepared, Model]:
+    """The model, and the run as it was found to fit; its profile may have a narrower window. Raises DoesNotFit."""
+    from kvcli.commands.outlook import prepare
+    from kvcli.render.errors import print_note
+    from kvcli.render.stream import busy_word
+
+    with busy_word(screen, f"loading {setup.name}") as busy:
+
+        def tell(text: str) -> None:  # of a download, which draws bars of its own
+            if busy is not None:
+                busy.stop()
+            if not screen.quiet:
+                print_note(screen.err, text)
+
+        run = prepare(setup, profile, wanted, tell)
+        model = setup.load(run.profile, tell)
+    model.foretell, model.fits = run.foretell, run.fits
+    return run, model

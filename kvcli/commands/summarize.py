@@ -1,0 +1,84 @@
+"""`kvcli summarize`: documents in short, with the places where it says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvcli.commands import flags as f
+from kvcli.commands import summarize_options as o
+from kvcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def summarize(
+    context: typer.Context,
+    files: o.Files = None,
+    length: o.Length = None,
+    style: o.Styled = None,
+    focus: o.Focus = None,
+    lang: o.Lang = None,
+    cite: o.Cite = "page",
+    check: o.Check = True,
+    quotes: o.Quotes = False,
+    pages: o.Pages = None,
+    type_: o.Kind = None,
+    password_file: o.Password = None,
+    extract: o.Extract = "fast",
+    extract_only: o.Only = False,
+    each: o.Each = False,
+    mode: o.Mode = "auto",
+    chunk: o.Chunk = None,
+    overlap: o.Overlap = 0,
+    parallel: o.Parallel = 1,
+    fresh: o.Fresh = False,
+    output: o.Output = None,
+    format: o.Format = None,
+    model: o.ModelOption = None,
+    ctx: f.Ctx = None,
+    device: f.Device = None,
+    dtype: f.Dtype = None,
+    quant: f.Quant = None,
+    spec: f.Spec = None,
+    exact: f.Exact = False,
+    force: f.Force = False,
+    allow_pickle: f.Pickle = False,
+    stats: f.Figures = None,
+    dry_run: o.DryRun = False,
+) -> int:
+    """A summary of long documents, with page numbers that were checked.
+
+    The summary goes to stdout, all else to stderr. A citation that could not
+    be confirmed ends in "?". Parts that are done survive Ctrl-C: the same
+    command goes on from there.
+    """
+    from kvcli.commands.outlook import Wanted
+    from kvcli.commands.setup import Setup
+    from kvcli.commands.summarize_out import outlet
+    from kvcli.commands.summarize_read import How, password_of, read_all
+    from kvcli.commands.summarize_run import Job, print_text, run
+    from kvcli.render.screen import Screen
+
+    world: World = context.obj
+    o.refuse_way(extract)
+    if extract_only:
+        kept = {"files", "pages", "type_", "password_file", "extract", "extract_only", "output", "format"}
+        o.refuse_others(context, "--extract-only", kept)
+    if dry_run and output is not None:
+        raise UsageError("--dry-run prints the plan and writes no file", try_=["leave -o out"])
+    request = o.request_of(context.params)
+    out = outlet(world, format, output, files or [])
+    if out.form == "html" and (extract_only or dry_run):
+        raise UsageError("only a summary comes as html", try_=["--format md", "--format json"])
+    screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
+    setup = Setup(world, model, f.profile_flags(context.params), exact)
+    profile = setup.profile()
+    shelf = read_all(world, files or [], How(pages, type_, password_of(world, password_file)), screen)
+    job = Job(setup, profile, request, shelf, out, screen, Wanted(force, ctx == "max"), each, fresh)
+    return print_text(job) if extract_only else run(job, dry_run=dry_run)

@@ -1,0 +1,164 @@
+"""Where summaries go: standard output as they come, or a file when all of them are complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from kvcli.commands.show import print_json
+from kvcli.commands.summarize_options import Form
+from kvcli.errors import BadInput, UsageError
+from kvcli.files import write_private
+from kvcli.render.terminal import Terminal
+from kvcli.text import neutralise
+
+if TYPE_CHECKING:
+    from kvcli.schemas.base import Json
+    from kvcli.schemas.summary import SummaryDocument
+    from kvcli.summarize.result import Point
+    from kvcli.world import World
+
+ENDINGS: dict[str, Form] = {
+    "": "md", ".md": "md", ".markdown": "md", ".txt": "txt", ".text": "txt", ".json": "json", ".jsonl": "json",
+    ".html": "html", ".htm": "html",
+}  # fmt: skip
+
+
+@dataclass
+class Outlet:
+    """One place, one form."""
+
+    world: World
+    form: Form
+    file: Path | None = None
+    held: list[SummaryDocument] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # of a file in md or txt
+
+    @property
+    def writer(self) -> Callable[[Sequence[Point]], str] | None:
+        """Points as text; None where the form needs all of them first."""
+        from kvcli.render.summarize_text import WIDTH, plain_text
+        from kvcli.summarize.result import written
+
+        if self.form == "md":
+            return written
+        if self.form != "txt":
+            return None
+        out = Terminal.of(self.world, "stdout")
+        width = max(20, out.width - 1) if out.is_tty and self.file is None else WIDTH
+        return lambda points: plain_text(points, width)
+
+    @property
+    def live(self) -> Callable[[Sequence[Point]], str] | None:
+        """The writer of what goes to standard output as it comes."""
+        return self.writer if self.file is None else None
+
+    def begin(self, name: str, number: int) -> None:
+        """With --each, the name of the file heads its summary."""
+        if self.form in ("json", "html"):
+            return
+        clean = neutralise(name, one_line=True)
+        head = f"# {clean}\n\n" if self.form == "md" else f"{clean}\n{'=' * len(clean)}\n\n"
+        self._say(("\n" if number > 1 else "") + head)
+
+    def end(self, document: SummaryDocument, points: Sequence[Point]) -> None:
+        """A summary is complete."""
+        if self.form in ("json", "html"):
+            self.held.append(document)
+            if self.form == "json" and self.file is None:
+                print_json(self.world, document)
+        elif self.file is not None and self.writer is not None:
+            self.texts.append(self.writer(points))
+
+    def text(self, text: str) -> None:
+        """A text that is no summary."""
+        self._say(text)
+
+    def json(self, document: Json) -> None:
+        if self.file is None:
+            print_json(self.world, document)
+        else:
+            self.texts.append(json.dumps(document.document(), ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        """Write the file, or the page."""
+        if self.form == "html" and self.held:
+            from kvcli.render.summarize_html import html
+
+            self._say(html(self.held))
+        if self.form == "json" and self.file is not None:
+            self.texts += [json.dumps(document.document(), ensure_ascii=False) + "\n" for document in self.held]
+        if self.file is None or not self.texts:
+            return
+        try:
+            replace(self.file, "".join(self.texts))
+        except OSError as error:
+            raise _unwritable(str(self.file), error.strerror or str(error)) from None
+        if not self.world.options.quiet:
+            Terminal.of(self.world, "stderr").line((f"wrote {neutralise(str(self.file), one_line=True)}", ""))
+
+    def _say(self, text: str) -> None:
+        if self.file is not None:
+            self.texts.append(text)
+        else:
+            Terminal.of(self.world, "stdout").write(text)
+
+
+def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence[str]) -> Outlet:
+    """Refuses what cannot be written before anything is read."""
+    if world.options.json and form not in (None, "json"):
+        raise UsageError(f"--json and --format {form} exclude each other", try_=["one of the two"])
+    form = "json" if world.options.json else form
+    if output is None:
+        return Outlet(world, form or "md")
+    file = world.cwd / Path(output).expanduser()
+    ending = ENDINGS.get(file.suffix.lower())
+    if form is None and ending is None:
+        raise UsageError(
+            f"-o {output}: its ending names no format", try_=[f"--format {name}" for name in get_args(Form)]
+        )
+    if file.is_dir() or not file.parent.is_dir():
+        what = "it is a folder" if file.is_dir() else "its folder does not exist"
+        raise BadInput(f"cannot write {output}: {what}", code="file_unwritable", try_=["-o FILE in a folder"])
+    if any(_same(file, world.cwd / Path(name).expanduser()) for name in inputs):
+        raise UsageError(f"-o {output} would replace a file that is read", try_=["another name"])
+    try:
+        _try_to_write(file)
+    except OSError as error:
+        raise _unwritable(output, error.strerror or str(error)) from None
+    return Outlet(world, form or ending or "md", file)
+
+
+def replace(file: Path, text: str) -> None:
+    """In one step, for its owner alone if it is new; a link stays a link, a device or a pipe is written to."""
+    target = file.resolve()
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
+    write_private(target, text)
+    target.chmod(mode)
+
+
+def _try_to_write(file: Path) -> None:
+    target = file.resolve()
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(13, "Permission denied")
+    if not target.exists() or target.is_file():
+        tempfile.TemporaryFile(dir=target.parent).close()
+
+
+def _same(a: Path, b: Path) -> bool:
+    try:
+        return a.samefile(b)
+    except OSError:
+        return False
+
+
+def _unwritable(file: str, why: str) -> BadInput:
+    return BadInput(f"cannot write {file}: {why}", code="file_unwritable", try_=["-o FILE elsewhere"])

@@ -1,0 +1,97 @@
+"""The documents of `kvcli summarize`: read before a model loads; one that cannot be read does not stop the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.commands.ask import STDIN, read_stdin
+from kvcli.documents import BUNDLED, Document, document_of, read_document, split_pages
+from kvcli.documents.sniff import check_type
+from kvcli.errors import BadInput, KvcliError, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.render.screen import Screen
+    from kvcli.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How files are read."""
+
+    pages: str | None = None
+    type: str | None = None
+    password: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A document, and what the user called it."""
+
+    typed: str
+    document: Document
+
+
+@dataclass
+class Shelf:
+    """What was read, and what could not be."""
+
+    given: list[Given] = field(default_factory=list)
+    failed: list[tuple[str, KvcliError]] = field(default_factory=list)
+
+    @property
+    def documents(self) -> list[Document]:
+        return [one.document for one in self.given]
+
+
+def read_all(world: World, names: Sequence[str], how: How, screen: Screen) -> Shelf:
+    """All files in the order typed. Raises BadInput where none can be read; of several, the rest is read."""
+    check_type(how.type)
+    if not names:
+        raise UsageError(
+            "which file?",
+            try_=["kvcli summarize paper.pdf", "kvcli summarize - < paper.pdf", "kvcli summarize demo:pdf"],
+        )
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise UsageError(f"{twice} is named twice", try_=["each file once"])
+    shelf = Shelf()
+    for name in names:
+        try:
+            shelf.given.append(Given(name, _read(world, name, how, screen)))
+        except BadInput as error:
+            shelf.failed.append((name, error))
+    if not shelf.given and len(shelf.failed) == 1:
+        raise shelf.failed[0][1]
+    return shelf
+
+
+def _read(world: World, name: str, how: How, screen: Screen) -> Document:
+    if name == "-":
+        return document_of(read_stdin(world), STDIN, pages=how.pages, type=how.type, password=how.password)
+    from kvcli.render.stream import busy_word
+    from kvcli.text import neutralise
+
+    path: str | Path = name if split_pages(name)[0] in BUNDLED else world.cwd / Path(name).expanduser()
+    with busy_word(screen, f"reading {neutralise(name, one_line=True)}"):
+        return read_document(path, name=name, pages=how.pages, type=how.type, password=how.password)
+
+
+def password_of(world: World, file: str | None) -> str | None:
+    """The first line of the file."""
+    if file is None:
+        return None
+    path = world.cwd / Path(file).expanduser()
+    try:
+        with path.open("rb") as stream:
+            line = stream.readline(4096).decode("utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise BadInput(
+            f"cannot read the password in {file}: {why}", code="file_unreadable", try_=["--password-file FILE"]
+        ) from None
+    if not line:
+        raise BadInput(f"{file} has no password in its first line", code="empty_file", try_=["--password-file FILE"])
+    return line

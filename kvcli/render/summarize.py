@@ -1,0 +1,141 @@
+"""What `kvcli summarize` says beside the summary: the files, the plan, its parts, and what to know at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.documents import listed
+from kvcli.render import figures as f
+from kvcli.text import neutralise
+
+if TYPE_CHECKING:
+    from kvcli.documents import Document
+    from kvcli.summarize.events import MergeEnded, PartEnded
+    from kvcli.summarize.parts import Part
+    from kvcli.summarize.plan import Plan
+    from kvcli.summarize.result import Answered, Summary
+
+GIB = 1 << 30
+UNITS = {"page": "page", "heading": "section", "chapter": "chapter", "line": "line"}
+
+
+def plural(n: int, word: str) -> str:
+    return f"{f.count(n)} {word}{'s' * (n != 1)}"
+
+
+def about_file(document: Document, tokens: int | None = None) -> list[str]:
+    """`annual-report.pdf`, `214 pages`, `131,902 tokens`, `3 pages without text (12, 13, 90)`."""
+    empty = document.without_text
+    n, whole = len(document.sections) + len(empty), document.n_pages
+    if document.unit == "line":
+        size = plural(document.lines, "line")
+    else:
+        size = f"{f.count(n)} of {plural(whole, 'page')}" if whole and n < whole else plural(n, UNITS[document.unit])
+    return [
+        neutralise(document.name, one_line=True),
+        size,
+        plural(tokens, "token") if tokens is not None else "",
+        f"{plural(len(empty), 'page')} without text ({listed(empty)})" if empty else "",
+    ]
+
+
+def about_plan(plan: Plan) -> list[str]:
+    """`plan: map, 5 parts of ≤ 29,600 tokens, then 1 merge`, `it is longer than the window`, `about 4 min`, ..."""
+    n = len(plan.parts)
+    if plan.mode == "whole":
+        what = f"whole, {f.count(plan.longest)} tokens with the question"
+    else:
+        then = f", then {'at most ' * (plan.merges > 1)}{plural(plan.merges, 'merge')}" if plan.merges else ""
+        then = then or (", joined in order" if n > 1 else "")
+        what = f"map, {plural(n, 'part')} of ≤ {f.count(plan.longest)} tokens{then}"
+    return [f"plan: {what}", plan.why, about(plan.seconds), _room(plan.estimate, plan.available)]
+
+
+def about(seconds: float | None) -> str:
+    """`about 4 min`; a guess with seconds in it would promise more than it knows."""
+    if seconds is None:
+        return "not timed"
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+
+
+def _room(estimate: int, available: int) -> str:
+    return f"{estimate / GIB:.1f} of {available / GIB:.1f} GiB" if estimate and available else ""
+
+
+def stretch(part: Part) -> str:
+    """`pages 86–129` of a part, `§ Methods – § Results`, `lines 41–400`."""
+    first, last = part.span
+    a, b = neutralise(first.label, one_line=True), neutralise(last.label, one_line=True)
+    if first.document != last.document:
+        names = [neutralise(place.document, one_line=True) for place in (first, last)]
+        return f"{names[0]} {a} – {names[1]} {b}"
+    if first.unit in ("page", "line"):
+        ends = [a.partition("-")[0], b.rpartition("-")[2]]
+        return f"{first.unit} {ends[0]}" if ends[0] == ends[1] else f"{first.unit}s {ends[0]}–{ends[1]}"
+    return f"§ {a}" if a == b else f"§ {a} – § {b}"
+
+
+def part_done(event: PartEnded) -> list[str]:
+    """The line that stays when a part is done."""
+    head = f"part {event.part.number} of {event.of}"
+    return [head, stretch(event.part), plural(len(event.points), "point"), *_work(event.answered, event.seconds)]
+
+
+def merge_done(event: MergeEnded) -> list[str]:
+    return [f"merge {event.number}", plural(len(event.points), "point"), *_work(event.answered, event.seconds)]
+
+
+def _work(answered: Answered, seconds: float) -> list[str]:
+    if answered.is_cached:
+        return ["from an earlier run"]
+    stats = answered.turn.stats
+    read = f"read {f.count(stats.prompt)} tokens"
+    pace = f" at {f.rate(stats.read_tok_s)}" if stats.read > 0 else ""
+    accept = f"accept {stats.mean_acceptance_length:.2f}" if stats.drafted_passes else ""
+    wrote = f"wrote {f.count(stats.new)}" + (f" at {f.rate(stats.decode_tok_s)}" if stats.decode > 0 else "")
+    return [read + pace, wrote, accept, f.seconds(seconds)]
+
+
+def notes(summary: Summary, documents: Sequence[Document], *, cited: bool) -> Iterator[str]:
+    """What to know of a finished summary, a sentence each."""
+    yield from summary.notes
+    n = len(summary.cites)
+    if cited and not n:
+        yield "the model named no pages, so nothing could be checked"
+    if summary.unconfirmed:
+        yield f'{summary.unconfirmed} of {plural(n, "citation")} could not be confirmed, marked "?"'
+    if summary.corrected:
+        yield (
+            f"{summary.corrected} of {plural(n, 'citation')} named another place and "
+            f"{'was' if summary.corrected == 1 else 'were'} moved to the one that has the words"
+        )
+    if any(answered.is_cached for answered in summary.turns):
+        kept = sum(answered.is_cached for answered in summary.turns)
+        which = "the answer is" if len(summary.turns) == 1 else f"{kept} of {len(summary.turns)} answers are"
+        yield f"{which} from an earlier run; --fresh asks anew"
+    for document in documents:
+        if document.without_text:
+            many = len(document.without_text) > 1
+            yield (
+                f"{document.name}: page{'s' * many} {listed(document.without_text)} "
+                f"{'have' if many else 'has'} no text, perhaps scanned, and {'are' if many else 'is'} not in the "
+                "summary; ocrmypdf IN.pdf OUT.pdf adds text"
+            )
+
+
+def totals(summary: Summary) -> list[str]:
+    """The figures of several turns together."""
+    fresh = [answered.turn.stats for answered in summary.turns if not answered.is_cached]
+    read, new = sum(s.prompt - s.cached for s in fresh), sum(s.new for s in fresh)
+    reading, writing = sum(s.read for s in fresh), sum(s.decode for s in fresh)
+    peak = max((s.peak for s in fresh), default=0)
+    estimate = max((s.estimate for s in fresh), default=0)
+    return [
+        f"{plural(summary.n_parts, 'part')}, {plural(len(fresh), 'question')}",
+        f"read {f.count(read)} tokens in {f.seconds(reading)}" + (f", {f.rate(read / reading)}" if reading else ""),
+        f"wrote {f.count(new)} in {f.seconds(writing)}" + (f", {f.rate(new / writing)}" if writing else ""),
+        f"peak {f.long_size(peak)}" + (f", estimate {f.long_size(estimate)}" if estimate else "") if peak else "",
+    ]
