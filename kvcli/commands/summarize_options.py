@@ -38,7 +38,7 @@ _DRY = "Print the plan; load no weights."
 _PASSWORD = "A file whose first line opens encrypted documents."
 _TYPE = "pdf, html, epub, docx, markdown or text, whatever the file looks like."
 
-Files = Annotated[list[str] | None, typer.Argument(metavar="FILE...", help=_FILES, show_default=False)]
+Files = Annotated[list[str] | None, typer.Argument(metavar="FILE", help=_FILES, show_default=False)]
 
 Length = Annotated[str | None, _said("--length", metavar="short|medium|long|N", help="N is a number of words.")]
 Styled = Annotated[Style | None, _said("--style", help="Bullets, prose, an outline or an abstract.")]

@@ -117,6 +117,8 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
     if output is None:
         return Outlet(world, form or "md")
     file = world.cwd / Path(output).expanduser()
+    if any(_same(file, world.cwd / Path(name).expanduser()) for name in inputs):
+        raise UsageError(f"-o {output} would replace a file that is read", try_=["another name"])
     ending = ENDINGS.get(file.suffix.lower())
     if form is None and ending is None:
         raise UsageError(
@@ -125,8 +127,6 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
     if file.is_dir() or not file.parent.is_dir():
         what = "it is a folder" if file.is_dir() else "its folder does not exist"
         raise BadInput(f"cannot write {output}: {what}", code="file_unwritable", try_=["-o FILE in a folder"])
-    if any(_same(file, world.cwd / Path(name).expanduser()) for name in inputs):
-        raise UsageError(f"-o {output} would replace a file that is read", try_=["another name"])
     try:
         _try_to_write(file)
     except OSError as error:

@@ -93,15 +93,13 @@ def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
 
 
 def _print(setup: Setup, given: Sequence[Given], plan: Plan, window: Window) -> None:
-    from kvcli.render.summarize import about_file, about_plan, stretch
-    from kvcli.render.summary import joined
+    from kvcli.render.summarize import about_file, about_plan, hung, stretch
 
     out = Terminal.of(setup.world, "stdout")
-    for one in given:
-        for line in joined(about_file(one.document, one.document.tokens(window.tokenizer)), out.width):
+    sources = [about_file(one.document, one.document.tokens(window.tokenizer)) for one in given]
+    for words in [*sources, about_plan(plan)]:
+        for line in hung(words, out.width):
             out.line((line, ""))
-    for line in joined(about_plan(plan), out.width):
-        out.line((line, ""))
     if len(plan.parts) > 1:
         for part, prompt in zip(plan.parts, plan.prompts, strict=True):
             out.line((f"  part {part.number} · {stretch(part)} · {prompt:,} tokens", ""))

@@ -201,16 +201,15 @@ def _one(
 
 
 def _tell_plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> None:
-    from kvcli.render.summarize import about_file, about_plan
-    from kvcli.render.summary import joined
+    from kvcli.render.summarize import about_file, about_plan, hung
 
     if not job.tells:
         return
     err = job.screen.err
     lines = [about_file(one.document, one.document.tokens(window.tokenizer)) for one in given]
     for words in [*lines, about_plan(plan)]:
-        for i, line in enumerate(joined(words, err.width - 2)):
-            err.line(("  " * (i > 0) + line, ""))
+        for line in hung(words, err.width):
+            err.line((line, ""))
 
 
 def _tell_stopped(job: Job, view: SummaryView) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.documents import listed
 from kvcli.render import figures as f
+from kvcli.render.summary import joined
 from kvcli.text import neutralise
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 UNITS = {"page": "page", "heading": "section", "chapter": "chapter", "line": "line"}
+
+
+def hung(words: Sequence[str], width: int) -> list[str]:
+    """The words side by side; lines that follow the first stand a little to the right."""
+    return [("  " if i else "") + line for i, line in enumerate(joined(words, width - 2))]
 
 
 def plural(n: int, word: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
+from kvcli.documents import listed
 from kvcli.render.html import Markup, data_table, join, tag
 from kvcli.schemas.summary import CiteFacts, PointFacts, SourceFacts, SummaryDocument
 
@@ -93,8 +94,8 @@ def _check(document: SummaryDocument) -> Iterator[str]:
         yield f"{document.corrected} of {len(cites)} citations were moved to the place that has the words"
     for source in document.sources:
         if source.pages_without_text:
-            listed = ", ".join(map(str, source.pages_without_text))
-            yield f"{source.path}: no text on {len(source.pages_without_text)} pages, perhaps scanned: {listed}"
+            empty = source.pages_without_text
+            yield f"{source.path}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}, perhaps scanned"
 
 
 def _footer(documents: Sequence[SummaryDocument]) -> Markup:

@@ -11,8 +11,8 @@ from kvcli.render import figures as f
 from kvcli.render.errors import print_note
 from kvcli.render.live import NARROWEST, Look
 from kvcli.render.stream import TurnView
-from kvcli.render.summarize import merge_done, part_done, stretch
-from kvcli.render.summary import DOT, joined
+from kvcli.render.summarize import hung, merge_done, part_done, stretch
+from kvcli.render.summary import DOT
 from kvcli.render.tables import clip
 from kvcli.render.terminal import Span
 from kvcli.summarize.events import Done, MergeBegan, MergeEnded, PartBegan, PartEnded, Planned, Said, Stopped
@@ -67,7 +67,7 @@ class SummaryView(TurnView):
         self.step = None
         if self.tells and len(self.plan.parts) > 1:
             words = part_done(event) if isinstance(event, PartEnded) else merge_done(event)
-            for line in joined(words, self.screen.err.width):
+            for line in hung(words, self.screen.err.width):
                 self.screen.err.line((line, "dim"))
         for short in event.answered.turn.stats.shortages if self.tells and not event.answered.is_cached else ():
             print_note(self.screen.err, short)

@@ -230,7 +230,8 @@ class _Run:
     def _note(self, answered: Answered, pen: Pen, what: str) -> None:
         self.turns.append(answered)
         if answered.turn.finish == "length":
-            self.notes.append(f"{what} was cut at {self.plan.answer:,} tokens; a greater --length allows more")
+            more = "; a greater --length allows more" if "length" in self.plan.wording.follows else ""
+            self.notes.append(f"{what} was cut at {self.plan.answer:,} tokens{more}")
         if note := _repeated(pen.repeated):
             self.notes.append(f"{what}: {note}")
 
