@@ -24,7 +24,8 @@ class Terminal:
         self.emulator = pyte.Stream(self.screen)
         self.raw = ""
         home = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
-        args = ["-m", "tests.chat_driver", what, json.dumps(facts)]
+        driver = f"tests.{'summarize' if what == 'summarize' else 'chat'}_driver"
+        args = ["-m", driver, what, json.dumps(facts)]
         if history := env.pop("history", ""):
             args.append(history)
         command = [sys.executable, *args]

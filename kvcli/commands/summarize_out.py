@@ -120,6 +120,8 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
     if any(_same(file, world.cwd / Path(name).expanduser()) for name in inputs):
         raise UsageError(f"-o {output} would replace a file that is read", try_=["another name"])
     ending = ENDINGS.get(file.suffix.lower())
+    if world.options.json and file.suffix and ending not in (None, "json"):
+        raise UsageError(f"--json and -o {output} exclude each other", try_=["-o FILE.json", "leave --json out"])
     if form is None and ending is None:
         raise UsageError(
             f"-o {output}: its ending names no format", try_=[f"--format {name}" for name in get_args(Form)]

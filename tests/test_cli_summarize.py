@@ -1,0 +1,403 @@
+"""`kvcli summarize`: what goes to which stream, in which form, what is refused, and what survives Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from kvcli.api import Text
+from kvcli.commands.interrupt import Interrupt
+from kvcli.commands.setup import Setup
+from kvcli.demo.sample import write_sample
+from kvcli.schemas import DOCUMENTS
+from tests.fakes import Machine
+from tests.summarize.scribe import Scribe, first_sentences
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    "The river rose by 12 metres in March. Nobody was hurt.",
+    "The old bridge failed at noon. It was rebuilt in a year.",
+    "Fishermen caught 300 eels in May. Prices fell at once.",
+]
+MILL = ["The mill burned down on Sunday.", "It had 7 floors.", "Nobody rebuilt it."]
+POINTS = [
+    "- The river rose by 12 metres in March [p. 1].",
+    "- The old bridge failed at noon [p. 2].",
+    "- Fishermen caught 300 eels in May [p. 3].",
+]
+FILLER = " ".join(f"word{i}" for i in range(150))
+
+
+class Clerk(Scribe):
+    """A scribe as `Setup.load` would return it."""
+
+    cautions: tuple[str, ...] = ()
+
+    def __enter__(self) -> Clerk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@dataclass
+class Office(Machine):
+    """A machine whose model is a clerk. `said` holds the answer it gives."""
+
+    def __post_init__(self) -> None:
+        self.clerk = Clerk(first_sentences)
+
+    def __call__(self, *args, **more):
+        return super().__call__("summarize", *args, **more)
+
+
+@pytest.fixture
+def office(tmp_path, monkeypatch):
+    made = Office(tmp_path)
+
+    def load(self, profile, tell=None):
+        made.clerk.profile = profile
+        return made.clerk
+
+    monkeypatch.setattr(Setup, "load", load)
+    monkeypatch.setattr(Setup, "pass_times", lambda self, model: [])
+    # the demo's own wording refuses most options; the clerk follows the general one
+    monkeypatch.setattr("kvcli.commands.summarize_run._refuse_early", lambda job: None)
+    (tmp_path / "a.txt").write_text("\f".join(PAGES))
+    return made
+
+
+def long_file(office, n=5):
+    """Pages of which one fits the clerk's window at a time, three at most."""
+    pages = [f"{PAGES[i % 3].replace('March', f'March {i}')} {FILLER}" for i in range(n)]
+    (office.folder / "long.txt").write_text("\f".join(pages))
+    return ["long.txt", "--chunk", "200", "--length", "short"]
+
+
+# --- streams
+
+
+def test_the_summary_alone_on_stdout(office):
+    done = office("a.txt")
+    assert (done.exit, done.out) == (0, "\n".join(POINTS) + "\n")
+    file, plan, *_ = done.err.split("\n")
+    assert re.fullmatch(r"a\.txt · 3 pages · \d+ tokens", file)
+    assert plan.startswith("plan: whole, ")
+    assert "\x1b" not in done.err
+
+
+def test_points_come_one_by_one(office):
+    written = []
+
+    class Watched(type(office.world().stdout)):
+        def write(self, text):
+            written.append(text)
+            return super().write(text)
+
+    assert office("a.txt", stdout=Watched()).exit == 0
+    assert "".join(written).splitlines() == POINTS
+    assert [text.strip() for text in written if text.strip()] == POINTS, "a complete point in each write"
+
+
+def test_quiet_says_nothing(office):
+    done = office("a.txt", "-q")
+    assert (done.exit, done.err) == (0, "")
+    assert done.out
+
+
+def test_no_color_and_terminal_both_hold_the_points(office):
+    for environ in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        office.environ = environ
+        done = office("a.txt", tty=("stdout", "stderr"))
+        assert "\x1b" not in done.out + done.err
+        assert all(point in done.out for point in POINTS)
+
+
+def test_stdin_is_a_document(office):
+    done = office("-", stdin="\f".join(PAGES).encode())
+    assert (done.exit, done.out.splitlines()) == (0, POINTS)
+    assert "standard input · 3 pages" in done.err
+
+
+# --- citations
+
+
+def test_a_false_citation_is_marked(office):
+    office.clerk.answer = lambda prompt: "- The river rose by 99 metres in April [p. 2]."
+    done = office("a.txt", "--json")
+    document = json.loads(done.out)
+    assert "[p. 2?]" in document["text"]
+    assert document["points"][0]["cites"][0]["confirmed"] is False
+    assert document["unconfirmed"] == 1
+    plain = office("a.txt")
+    assert "[p. 2?]" in plain.out
+    assert '1 of 1 citation could not be confirmed, marked "?"' in plain.err
+
+
+def test_a_citation_of_another_page_is_moved_and_said(office):
+    office.clerk.answer = lambda prompt: "- The river rose by 12 metres in March [p. 3]."
+    done = office("a.txt")
+    assert done.out == POINTS[0] + "\n"
+    assert "1 of 1 citation named another place and was moved" in done.err
+
+
+def test_unchecked_and_uncited(office):
+    office.clerk.answer = lambda prompt: "- The river rose by 99 metres [p. 2]."
+    assert "[p. 2]." in office("a.txt", "--no-check").out
+    office.clerk.answer = lambda prompt: "- The river rose."
+    done = office("a.txt", "--cite", "none")
+    assert "named no pages" not in done.err
+    assert "[p. 1]" not in office.clerk.asked[-1]
+
+
+def test_quotes_stand_under_their_points(office):
+    assert "  > The river rose by 12 metres in March." in office("a.txt", "--quotes").out
+
+
+# --- forms
+
+
+def test_json_is_what_the_schema_says(office):
+    for args in (["--json"], ["--format", "json"]):
+        document = json.loads(office("a.txt", "--quotes", *args).out)
+        TypeAdapter(DOCUMENTS["summary"]).validate_python(document, strict=False)
+        assert document["schema"] == "kvcli.summary/1"
+        assert document["source"]["path"] == "a.txt"
+        assert [point["cites"][0]["page"] for point in document["points"]] == [1, 2, 3]
+        assert document["turns"][0]["turn"]["model"]["id"] == "demo"
+
+
+def test_txt_has_no_markup(office):
+    office.clerk.answer = lambda prompt: f"## Flood\n- The river rose by 12 metres in March [p. 1]. {FILLER}"
+    text = office("a.txt", "--format", "txt", "--style", "outline").out
+    assert text.startswith("Flood\n- The river rose")
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(line.startswith(("- ", "  ")) for line in text.splitlines()[1:])
+
+
+class Tags(HTMLParser):
+    def __init__(self, page):
+        super().__init__()
+        self.seen = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+
+def test_html_is_one_page_that_runs_nothing(office):
+    evil = "<script>alert(1)</script> & <img src=x onerror=y>"
+    office.clerk.answer = lambda prompt: f"- The river rose {evil} [p. 1].\n- The old bridge failed at noon [p. 2]."
+    done = office("a.txt", "-o", "out.html")
+    page = (office.folder / "out.html").read_text()
+    assert (done.exit, done.out) == (0, "")
+    assert "wrote" in done.err
+    tags = Tags(page).seen
+    assert not {"script", "img", "link", "iframe"} & {tag for tag, _ in tags}
+    assert not [1 for _, attrs in tags if {"src", "href", "onerror"} & set(attrs)]
+    assert "&lt;script&gt;" in page
+    assert [attrs["class"] for tag, attrs in tags if tag == "span"] == ["cite doubtful", "cite confirmed"]
+
+
+# --- files
+
+
+def test_a_file_is_replaced_at_the_end_and_kept_when_that_fails(office):
+    target = office.folder / "out.md"
+    target.write_text("before")
+    target.chmod(0o640)
+    office.clerk.answer = lambda prompt: ""
+    assert office("a.txt", "-o", "out.md").exit == 8
+    assert target.read_text() == "before"
+    office.clerk.answer = first_sentences
+    assert office("a.txt", "-o", "out.md", "--fresh").exit == 0
+    assert target.read_text().splitlines() == POINTS
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert [p.name for p in office.folder.iterdir() if "out.md" in p.name] == ["out.md"]
+
+
+def test_a_new_file_is_its_owners_and_a_link_stays_one(office):
+    (office.folder / "real.md").write_text("")
+    (office.folder / "link.md").symlink_to("real.md")
+    assert office("a.txt", "-o", "new.md").exit == 0
+    assert (office.folder / "new.md").stat().st_mode & 0o777 == 0o600
+    assert office("a.txt", "-o", "link.md").exit == 0
+    assert (office.folder / "link.md").is_symlink()
+    assert (office.folder / "real.md").read_text().splitlines() == POINTS
+
+
+def test_several_files_are_one_summary_that_names_them(office):
+    (office.folder / "b.txt").write_text("\f".join(MILL))
+    done = office("a.txt", "b.txt")
+    assert "- The mill burned down on Sunday [b.txt p. 1]." in done.out
+    assert done.out.count("\n") == 6
+
+
+def test_a_missing_file_among_several(office):
+    done = office("a.txt", "gone.pdf")
+    assert (done.exit, done.out.splitlines()) == (3, POINTS)
+    assert "no such file: gone.pdf" in done.err
+    document = json.loads(office("a.txt", "gone.pdf", "--json").out)
+    assert document["notes"] == ["gone.pdf is left out: no such file: gone.pdf"]
+
+
+def test_each_file_by_itself(office):
+    (office.folder / "b.txt").write_text("\f".join(MILL))
+    (office.folder / "cut.pdf").write_bytes(b"%PDF-1.7\n1 0 obj")
+    done = office("a.txt", "cut.pdf", "b.txt", "--each")
+    assert done.exit == 3
+    assert done.out.startswith("# a.txt\n\n- The river rose")
+    assert "\n\n# b.txt\n\n- The mill burned down on Sunday [p. 1]." in done.out
+    assert "cut.pdf cannot be read" in done.err
+    lines = [json.loads(line) for line in office("a.txt", "cut.pdf", "b.txt", "--each", "--json").out.splitlines()]
+    assert [line["schema"] for line in lines] == ["kvcli.error/1", "kvcli.summary/1", "kvcli.summary/1"]
+
+
+def test_extract_only_asks_no_model(office, monkeypatch):
+    monkeypatch.setattr(Setup, "load", None)
+    done = office("a.txt:2-3", "--extract-only")
+    assert (done.exit, done.out) == (0, f"[p. 2]\n{PAGES[1]}\n\n[p. 3]\n{PAGES[2]}\n")
+    document = json.loads(office("a.txt", "--pages", "3", "--extract-only", "--json").out)
+    assert document["documents"][0]["sections"] == [{"number": 3, "label": "3", "text": PAGES[2]}]
+
+
+def test_dry_run_loads_no_weights(machine_plan):
+    done, document = machine_plan
+    assert done.exit == 0
+    assert "plan: whole, 4,599 tokens" in done.out
+    assert (document["schema"], document["mode"], document["limit"]) == ("kvcli.summary_plan/1", "whole", 8192)
+    assert document["seconds"] is None, "nobody timed anything in this home"
+
+
+@pytest.fixture
+def machine_plan(tmp_path, monkeypatch):
+    monkeypatch.setattr(Setup, "load", None)
+    machine = Machine(tmp_path)
+    words = machine("summarize", "demo:pdf", "--dry-run")
+    return words, json.loads(machine("summarize", "demo:pdf", "--dry-run", "--json").out)
+
+
+# --- parts
+
+
+def test_parts_are_told_and_kept(office):
+    args = long_file(office)
+    first = office(*args)
+    assert first.exit == 0
+    assert "plan: map, 5 parts of" in first.err
+    assert len(re.findall(r"part \d of 5 · page \d · 1 point · read", first.err)) == 5
+    asked = len(office.clerk.asked)
+    again = office(*args)
+    assert again.out == first.out
+    assert len(office.clerk.asked) == asked
+    assert "--fresh asks anew" in again.err
+    office(*args, "--fresh")
+    assert len(office.clerk.asked) == 2 * asked
+
+
+def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch):
+    args, hear = long_file(office), []
+    monkeypatch.setattr(Interrupt, "__enter__", lambda self: hear.append(self.hear) or self)
+    stream = office.clerk.stream
+
+    def interrupted(*more, **kwargs):
+        for event in stream(*more, **kwargs):
+            if len(office.clerk.asked) == 3 and isinstance(event, Text):
+                hear[-1]()
+            yield event
+
+    monkeypatch.setattr(office.clerk, "stream", interrupted, raising=False)
+    done = office(*args, "-o", "out.md")
+    assert (done.exit, done.out) == (130, "")
+    assert "stopped: parts 1 and 2 of 5 are kept; run it again to go on" in done.err
+    assert not (office.folder / "out.md").exists()
+    monkeypatch.setattr(office.clerk, "stream", stream)
+    asked = len(office.clerk.asked)
+    again = office(*args, "-o", "out.md")
+    assert again.exit == 0
+    assert again.err.count("from an earlier run") == 3, "two parts, and the note"
+    assert len(office.clerk.asked) - asked in (3, 4), "three parts, and the merge if there is one"
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        ([], "usage", "which file"),
+        (["gone.pdf"], "file_missing", "no such file"),
+        (["."], "is_a_folder", "is a folder"),
+        (["empty.pdf"], "empty_file", "is empty"),
+        (["a.txt", "a.txt"], "usage", "named twice"),
+        (["a.txt", "--extract", "ocr"], "no_such_extract", "only fast"),
+        (["a.txt", "--extract-only", "--quotes"], "usage", "--extract-only goes without --quotes"),
+        (["a.txt", "--extract-only", "--format", "html"], "usage", "only a summary"),
+        (["a.txt", "--dry-run", "-o", "x.md"], "usage", "writes no file"),
+        (["a.txt", "-o", "."], "file_unwritable", "it is a folder"),
+        (["a.txt", "-o", "no/x.md"], "file_unwritable", "does not exist"),
+        (["a.txt", "-o", "a.txt"], "usage", "would replace a file that is read"),
+        (["a.txt", "--parallel", "2"], "parallel_local", "one part at a time"),
+        (["a.txt", "--length", "huge"], "usage", "short, medium, long"),
+        (["a.txt", "--mode", "whole", "--chunk", "99"], "usage", "has no parts"),
+        (["a.txt", "--pages", "9"], "no_such_page", "has no page 9"),
+        (["a.txt", "--pages", "x"], "bad_pages", "no range"),
+        (["a.txt", "--type", "doc"], "unknown_type", "no type"),
+        (["a.txt", "--password-file", "gone"], "file_unreadable", "cannot read the password"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(office, args, code, words):
+    (office.folder / "empty.pdf").write_bytes(b"")
+    done = office(*args)
+    assert code in done.err
+    assert words in " ".join(done.err.split())
+    assert done.exit in (2, 3)
+    assert done.out == ""
+    assert not office.clerk.asked
+    error = json.loads(office(*args, "--json").out)
+    assert error["schema"] == "kvcli.error/1"
+
+
+def test_a_form_is_named_once(office):
+    assert "its ending names no format" in office("a.txt", "-o", "x.pdf").err
+    for args in (["--format", "md"], ["-o", "x.md"]):
+        done = office("a.txt", "--json", *args)
+        assert (done.exit, "exclude each other" in done.out) == (2, True)
+    assert office("a.txt", "-o", "x.pdf", "--format", "md").exit == 0
+
+
+def test_names_other_tools_use(office):
+    done = Machine.__call__(office, "summarise", "a.txt")
+    assert done.exit == 2
+    assert "kvcli summarize" in done.err
+
+
+# --- the bundled model and its PDF
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory):
+    return Machine(tmp_path_factory.mktemp("bundled"))("summarize", "demo:pdf")
+
+
+def test_all_planted_findings_with_their_pages(bundled):
+    expected = [f"- {finding.sentence}" for finding in write_sample().findings]
+    assert len(expected) == 9
+    assert bundled.exit == 0
+    assert bundled.out.splitlines() == expected
+
+
+def test_help_leaves_torch_alone():
+    run = [sys.executable, "-X", "importtime", "-m", "kvcli", "summarize", "--help"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "--extract-only" in done.stdout
+    assert not loaded & {"torch", "transformers", "pypdfium2", "lxml"}
