@@ -75,8 +75,8 @@ def test_kvcli_alone_shows_three_examples(machine):
 def test_help_lists_what_exists_and_nothing_else(machine, capsys):
     machine("--help")
     listed = capsys.readouterr().out.partition("Commands")[2]
-    assert [name for name in ("chat", "profiles", "models", "config", "doctor") if name not in listed] == []
-    assert [name for name in ("serve", "summarize") if name in listed] == []
+    assert [name for name in ("chat", "summarize", "profiles", "models", "doctor") if name not in listed] == []
+    assert [name for name in ("serve", "sessions") if name in listed] == []
 
 
 # --- common options

@@ -34,7 +34,7 @@ def machine(tmp_path, monkeypatch):
     made = Machine(tmp_path)
 
     def load(self, profile, tell=None):
-        made.model.cautions = build.cautions(profile, "cpu")
+        made.model.cautions = (*Loaded.cautions, *build.cautions(profile, "cpu"))
         return made.model
 
     monkeypatch.setattr(Setup, "load", load)

@@ -93,13 +93,12 @@ def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
 
 
 def _print(setup: Setup, given: Sequence[Given], plan: Plan, window: Window) -> None:
-    from kvcli.render.summarize import about_file, about_plan, hung, stretch
+    from kvcli.render.summarize import about_file, hung, plan_lines, stretch
 
     out = Terminal.of(setup.world, "stdout")
     sources = [about_file(one.document, one.document.tokens(window.tokenizer)) for one in given]
-    for words in [*sources, about_plan(plan)]:
-        for line in hung(words, out.width):
-            out.line((line, ""))
+    for line in [*(line for words in sources for line in hung(words, out.width)), *plan_lines(plan, out.width)]:
+        out.line((line, ""))
     if len(plan.parts) > 1:
         for part, prompt in zip(plan.parts, plan.prompts, strict=True):
             out.line((f"  part {part.number} · {stretch(part)} · {prompt:,} tokens", ""))

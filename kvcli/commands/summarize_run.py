@@ -201,15 +201,15 @@ def _one(
 
 
 def _tell_plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> None:
-    from kvcli.render.summarize import about_file, about_plan, hung
+    from kvcli.render.summarize import about_file, hung, plan_lines
 
     if not job.tells:
         return
     err = job.screen.err
-    lines = [about_file(one.document, one.document.tokens(window.tokenizer)) for one in given]
-    for words in [*lines, about_plan(plan)]:
-        for line in hung(words, err.width):
-            err.line((line, ""))
+    sources = [about_file(one.document, one.document.tokens(window.tokenizer)) for one in given]
+    lines = [line for words in sources for line in hung(words, err.width)]
+    for line in [*lines, *plan_lines(plan, err.width)]:
+        err.line((line, ""))
 
 
 def _tell_stopped(job: Job, view: SummaryView) -> None:

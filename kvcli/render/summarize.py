@@ -46,8 +46,8 @@ def about_file(document: Document, tokens: int | None = None) -> list[str]:
     ]
 
 
-def about_plan(plan: Plan) -> list[str]:
-    """`plan: map, 5 parts of ≤ 29,600 tokens, then 1 merge`, `it is longer than the window`, `about 4 min`, ..."""
+def plan_lines(plan: Plan, width: int) -> list[str]:
+    """`plan: map, 5 parts of ≤ 29,600 tokens, then 1 merge · it is longer than the window`, below it what that takes."""
     n = len(plan.parts)
     if plan.mode == "whole":
         what = f"whole, {f.count(plan.longest)} tokens with the question"
@@ -55,7 +55,8 @@ def about_plan(plan: Plan) -> list[str]:
         then = f", then {'at most ' * (plan.merges > 1)}{plural(plan.merges, 'merge')}" if plan.merges else ""
         then = then or (", joined in order" if n > 1 else "")
         what = f"map, {plural(n, 'part')} of ≤ {f.count(plan.longest)} tokens{then}"
-    return [f"plan: {what}", plan.why, about(plan.seconds), _room(plan.estimate, plan.available)]
+    cost = joined([about(plan.seconds), _room(plan.estimate, plan.available)], width - 2)
+    return [*hung([f"plan: {what}", plan.why], width), *(f"  {line}" for line in cost)]
 
 
 def about(seconds: float | None) -> str:
