@@ -44,8 +44,6 @@ class ClosedPipe(Stream):
 class Loaded(FakeModel):
     """The fake model as `load` would return it."""
 
-    cautions = ("only a fake",)
-
     @property
     def limit(self) -> int:
         return self.info.limit

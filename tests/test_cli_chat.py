@@ -34,7 +34,7 @@ def machine(tmp_path, monkeypatch):
     made = Machine(tmp_path)
 
     def load(self, profile, tell=None):
-        made.model.cautions = (*Loaded.cautions, *build.cautions(profile, "cpu"))
+        made.model.cautions = build.cautions(profile, "cpu")
         return made.model
 
     monkeypatch.setattr(Setup, "load", load)
@@ -52,7 +52,11 @@ def test_the_answer_alone_on_stdout_and_figures_on_stderr(machine):
     done = machine("chat", "-p", "How deep?")
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
     assert "tokens in" in done.err
-    assert "note: only a fake" in done.err, "what a profile does not do on this device"
+
+
+def test_what_a_profile_does_not_do_on_this_device_is_said(machine):
+    done = machine("chat", "-p", "How deep?", "-P", "max-context")
+    assert "memory.host = auto holds nothing here" in " ".join(done.err.split())
 
 
 def test_no_escape_codes_outside_a_terminal(machine):

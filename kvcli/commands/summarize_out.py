@@ -138,21 +138,20 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
 
 def replace(file: Path, text: str) -> None:
     """In one step, for its owner alone if it is new; a link stays a link, a device or a pipe is written to."""
-    target = file.resolve()
-    if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8")
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")
         return
+    target = file.resolve()
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
     write_private(target, text)
     target.chmod(mode)
 
 
 def _try_to_write(file: Path) -> None:
-    target = file.resolve()
-    if target.exists() and not os.access(target, os.W_OK):
+    if file.exists() and not os.access(file, os.W_OK):
         raise PermissionError(13, "Permission denied")
-    if not target.exists() or target.is_file():
-        tempfile.TemporaryFile(dir=target.parent).close()
+    if not file.exists() or file.is_file():
+        tempfile.TemporaryFile(dir=file.resolve().parent).close()
 
 
 def _same(a: Path, b: Path) -> bool:
