@@ -47,7 +47,7 @@ def about_file(document: Document, tokens: int | None = None) -> list[str]:
 
 
 def plan_lines(plan: Plan, width: int) -> list[str]:
-    """`plan: map, 5 parts of ≤ 29,600 tokens, then 1 merge · it is longer than the window`, below it what that takes."""
+    """`plan: map, 5 parts of ≤ 29,600 tokens, then 1 merge · longer than the window`, below it what that takes."""
     n = len(plan.parts)
     if plan.mode == "whole":
         what = f"whole, {f.count(plan.longest)} tokens with the question"
