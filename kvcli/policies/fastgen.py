@@ -69,7 +69,7 @@ class FastGen:
             if self.paper and given not in (own, FastGen.__dataclass_fields__[key].default):
                 raise ValueError(f"paper = true has its own {key} and leaves no room for {given}")
         if self.keep and self.recovery == "auto":
-            raise ValueError(f'keep = {self.keep} is a budget and leaves nothing for recovery = "auto" to find')
+            raise ValueError(f'keep = {self.keep} is a budget and leaves nothing for recovery = "auto" to find; keep = 0 lifts it')
 
     @property
     def candidates(self) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class TopK:
             return ""
         return (
             f'policy.name = "{self.name}" keeps what the end of the prompt looks at: what a later question needs may '
-            'be gone, so for a text that is read once and asked often "expected" or "kvzip" is the better choice'
+            'be gone, so for a text that is read once and asked often "fastgen" or "kvzip" is the better choice'
         )
 
     def _shared(self) -> Alloc:
