@@ -69,7 +69,8 @@ class FastGen:
             if self.paper and given not in (own, FastGen.__dataclass_fields__[key].default):
                 raise ValueError(f"paper = true has its own {key} and leaves no room for {given}")
         if self.keep and self.recovery == "auto":
-            raise ValueError(f'keep = {self.keep} is a budget and leaves nothing for recovery = "auto" to find; keep = 0 lifts it')
+            words = 'leaves nothing for recovery = "auto" to find; keep = 0 lifts it'
+            raise ValueError(f"keep = {self.keep} is a budget and {words}")
 
     @property
     def candidates(self) -> tuple[str, ...]:
