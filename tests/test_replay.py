@@ -146,6 +146,24 @@ def test_a_text_too_short_to_predict_again_stays_whole_and_another_text_begins_a
     assert count(s) == first
 
 
+def test_where_nothing_was_measured_nothing_is_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+
+    def counted(*args: Any) -> Tensor:
+        passes.append(args)
+        return run(*args)
+
+    monkeypatch.setattr("kvcli.replay.run", counted)
+    s = session(AUTO, lm())
+    s.feed(prompt())
+    assert len(passes) == 1 + 6, "once with everything, and six halves"
+    list(s.stream(6))
+    s.feed(families.prompt(5, seed=8))
+    assert len(passes) == 1 + 6, "too short to be measured"
+    s.feed(families.prompt(80, seed=8))
+    assert len(passes) == 2 * (1 + 6)
+
+
 def test_a_budget_leaves_no_t_to_be_found() -> None:
     with pytest.raises(BadConfig) as caught:
         load_profile("fastgen").replace(policy={"recovery": "auto"})
