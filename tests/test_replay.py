@@ -288,6 +288,11 @@ def test_how_to_pack_is_refused_where_nothing_is_packed(kv: dict[str, Any]) -> N
     stepped = {"kv": kv, "memory": {"ladder": ["kv.k_bits=8"]}, "exactness": "approx"}
     for good in (packed, stepped):
         assert getattr(base.replace(**good).kv, key) == kv[key]
-    if key in ("group", "sinks"):  # these matter to a disk as well
-        assert getattr(base.replace(kv=kv, memory={"disk": "1GiB"}).kv, key) == kv[key]
+    assert ("[memory] has no budget" in said) == (key in ("group", "sinks"))
+    for memory in ({"disk": "1GiB"}, {"host": "auto"}, {"device": "1GiB"}, {"ladder": ["memory.disk=1GiB"]}):
+        if key in ("group", "sinks"):  # these matter to tiers and budgets as well
+            assert getattr(base.replace(kv=kv, memory=memory).kv, key) == kv[key]
+        else:
+            with pytest.raises(BadConfig):
+                base.replace(kv=kv, memory=memory)
     assert getattr(load_profile("balanced", sets=[f"kv.{key}={kv[key]}"]).kv, key) == kv[key]
