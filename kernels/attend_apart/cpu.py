@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def attend_apart(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    assert not softcap, "soft-capped scores are the reference's"
     h, n, d = q.shape
     m = h // len(spans) * n
     ends = [length for _, length in spans]
