@@ -100,12 +100,18 @@ def memory_clashes(profile: Profile) -> list[Clash]:
         found += [Clash("exactness", key, cannot, rounds) for key, n in bits.items() if n < 16]
         if any(step.startswith(tuple(bits)) for step in memory.ladder):
             found.append(Clash("exactness", "memory.ladder", cannot, rounds))
+    set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
     for step in memory.ladder:
         key, _, value = step.partition("=")
-        if key == "kv.residual" and not _packs(profile):
-            found.append(Clash("memory.ladder", "kv.k_bits", f'"{step}" frees nothing', "so nothing is packed"))
+        frees_nothing = f'"{step}" frees nothing'
+        if key == "kv.residual" and min(bits.values()) == 16:
+            found.append(Clash("memory.ladder", "kv.k_bits", frees_nothing, "so nothing is packed when it is taken"))
         if key in bits and int(value) >= bits[key]:
-            found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f"which is {bits[key]} already"))
+            there, n = ("memory.ladder" if set_by[key] else key), bits[key]
+            because = f'whose step "{set_by[key]}" comes before it' if set_by[key] else f"which is {n} already"
+            found.append(Clash("memory.ladder", there, frees_nothing, because))
+        elif key in bits:
+            bits[key], set_by[key] = int(value), step
     if memory.ladder and memory.on_shortage == "fail":
         found.append(Clash("memory.ladder", "memory.on_shortage", "no step is ever taken", 'which is "fail"'))
     return found
@@ -128,11 +134,15 @@ def idle_keys(profile: Profile) -> list[Clash]:
     packs = _packs(profile)
     moves = memory.host == "auto" or size_of(memory.host) or size_of(memory.disk)
     moves = moves or any(step.startswith("memory.") for step in memory.ladder)
-    acts = {"rotate": packs, "residual": packs, "group": packs or moves, "sinks": packs or moves}
-    plain, vain = type(kv)(), "changes nothing while kv.k_bits and kv.v_bits are 16"
+    moves = moves or memory.device != "auto"  # its budget counts what stays in the top
+    bits, sizes = "kv.k_bits and kv.v_bits are 16", "[memory] has no budget"
+    packing = (packs, bits, "so nothing is packed")
+    moving = (packs or moves, f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
+    acts = {"rotate": packing, "residual": packing, "group": moving, "sinks": moving}
+    plain = type(kv)()
     return [
-        Clash(f"kv.{key}", "kv.k_bits", f"{json.dumps(getattr(kv, key))} {vain}", "so nothing is packed")
-        for key, does in acts.items()
+        Clash(f"kv.{key}", "kv.k_bits", f"{json.dumps(getattr(kv, key))} changes nothing while {vain}", because)
+        for key, (does, vain, because) in acts.items()
         if not does and getattr(kv, key) != getattr(plain, key)
     ]
 

@@ -336,6 +336,8 @@ def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
         ({"exactness": "exact", "memory": {"ladder": ["kv.v_bits=2"]}}, "memory.ladder"),
         ({"kv": {"v_bits": 4}, "memory": {"ladder": ["kv.v_bits=4"]}}, "frees nothing"),
         ({"memory": {"ladder": ["kv.residual=64"]}}, "frees nothing"),
+        ({"memory": {"ladder": ["kv.residual=64", "kv.k_bits=8"]}}, "nothing is packed when it is taken"),
+        ({"memory": {"ladder": ["kv.k_bits=4", "kv.v_bits=8", "kv.k_bits=8"]}}, '"kv.k_bits=4" comes before it'),
         ({"memory": {"ladder": ["kv.v_bits=4"], "on_shortage": "fail"}}, "no step is ever taken"),
         ({"memory": {"ladder": ["policy.name=snap"]}}, "a list of steps"),
         ({"memory": {"ladder": ["prefill.chunk=-50%", "kv.v_bits=3"]}}, "a list of steps"),

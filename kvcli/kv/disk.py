@@ -146,6 +146,10 @@ class Disk:
         none = torch.empty(self._heads, 0, dtype=torch.int32)
         return torch.cat([none, *(extent.slots.pos for extent in self._layers[layer])], 1)
 
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """All n [K] slots: nothing is rounded."""
+        return n
+
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none: no other part of the file is read, whole pages aside."""
         k, v = (torch.zeros(*index.shape, self._dim, dtype=self.dtype) for _ in "kv")
