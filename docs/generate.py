@@ -238,6 +238,14 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Decoding over 16,384 stored tokens on a random 152M Llama, by how they are stored",
         ["side", "mib", "step_ms", "step_speedup", "with_boundaries_speedup", "rows8_speedup"],
     ),
+    "kvcli.bench.ngram_replay/1": (
+        "Six modules of the standard library, replayed with pretended pass times",
+        ["a further row", "settings", "gain", "tokens_per_pass", "drafted_share", "guesses_per_pass"],
+    ),
+    "kvcli.bench.recall_tiers/1": (
+        "Facts of a report of 4,400 tokens found again by the demo model, and bytes of a token",
+        ["store", "recall", "right", "same", "bytes", "cpu", "packed", "disk", "index"],
+    ),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],
@@ -263,7 +271,11 @@ def bench(where: str) -> str:
     ]
     lines += ["|" + "---|" * len(names)]
     lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
-    return "\n".join([*lines, "", "Ranges are the lowest and highest repetition."])
+    note = "Ranges are the lowest and highest repetition."
+    has_ranges = any(isinstance(row.get(name), list) for row in rows for name in names)
+    if note := result.get("note", note if has_ranges else ""):
+        lines += ["", note]
+    return "\n".join(lines)
 
 
 def _turned(result: dict[str, Any]) -> dict[str, Any]:

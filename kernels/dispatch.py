@@ -19,7 +19,9 @@ def choose(op: str, device: str, dtype: torch.dtype, softcap: bool = False) -> C
 
 def explain(device: str, dtype: torch.dtype) -> list[tuple[str, str, str]]:
     """(op, implementation, reason) for each op that dispatches; `kvcli doctor` prints it."""
-    return [(op, *_decide(op, device, dtype, False)) for op in ("attend", "attend_fresh", "attend_packed")]
+    return [
+        (op, *_decide(op, device, dtype, False)) for op in ("attend", "attend_fresh", "attend_packed", "attend_apart")
+    ]
 
 
 def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[str, str]:
@@ -33,6 +35,8 @@ def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[st
         return "reference", "plain PyTorch: this torch has no CPU flash kernel"
     if op == "attend_packed":
         return _decide_packed(dtype)
+    if op == "attend_apart":
+        return "cpu", "a product for each head, one softmax for all"
     if op == "attend":
         return "cpu", "batched products for few rows, torch's CPU flash kernel for many"
     return "cpu", "torch's CPU flash kernel for a chunk, products for a tree"
@@ -41,6 +45,6 @@ def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[st
 def _decide_packed(dtype: torch.dtype) -> tuple[str, str]:
     if dtype in (torch.float64, torch.float32):
         return "reference", f"plain PyTorch: {str(dtype).removeprefix('torch.')} is held to in full"
-    if why := import_module("kvcli.kernels.attend_packed.cpu").why_not():
+    if why := import_module("kvcli.kernels.attend_packed.probe").why_not():
         return "reference", f"plain PyTorch: {why}"
     return "cpu", "integer products for few rows over 8-bit slots, tried at start; otherwise codes widened in stretches"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from kvcli.forward import Pass, run
 from kvcli.heard import Heard
 from kvcli.kv.slots import Choose, Slots, Store
 from kvcli.policies.base import Moment, Phase, Policy
+from kvcli.replay import Replay
 from kvcli.rows import Rows
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ class Boundary:
     kv: Store
     heard: Heard
     ids: Sequence[int]
-    kinds: Tensor  # [T] int8, by position
+    kinds: Tensor  # [T] int8, by position; [0] for a policy that asks for none
     phase: Phase
     n_prompt: int
 
@@ -38,6 +40,8 @@ class Boundary:
             for layer in range(self.lm.n_layers):
                 slots = self.kv.slots(layer)
                 policy.look(slots, self._moment(policy, layer, slots))
+        if self.phase == "read" and (n := min(policy.replays, len(self.ids) // 2)):
+            policy.settle_on(Replay(self.lm, self.kv, self.ids, len(self.ids) - n, partial(self._moment, policy)))
 
         def choose(layer: int, slots: Slots) -> Tensor:
             at = self._moment(policy, layer, slots)
@@ -59,6 +63,7 @@ class Boundary:
             sight.scale,
             sight.softcap,
             sight.window,
+            self.lm.sinks[layer],
         )
 
     def _reread(self, policy: Policy) -> None:

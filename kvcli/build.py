@@ -5,6 +5,7 @@ Imports torch only when something is built, so that a profile can be read and re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -68,6 +69,7 @@ def clashes(profile: Profile) -> list[Clash]:
         cannot = f'"{profile.exactness}" cannot be kept'
         found.append(Clash("exactness", "kv.dtype", cannot, "which may round keys and values"))
     found += memory_clashes(profile)
+    found += idle_keys(profile)
     if profile.exactness != "approx" and profile.policy.policy() is not None:
         because = "which forgets part of the text"
         found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
@@ -100,6 +102,8 @@ def memory_clashes(profile: Profile) -> list[Clash]:
             found.append(Clash("exactness", "memory.ladder", cannot, rounds))
     for step in memory.ladder:
         key, _, value = step.partition("=")
+        if key == "kv.residual" and not _packs(profile):
+            found.append(Clash("memory.ladder", "kv.k_bits", f'"{step}" frees nothing', "so nothing is packed"))
         if key in bits and int(value) >= bits[key]:
             found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f"which is {bits[key]} already"))
     if memory.ladder and memory.on_shortage == "fail":
@@ -113,6 +117,30 @@ def cautions(profile: Profile, device: str) -> list[str]:
     if profile.memory.host == "auto" and device != "cuda":
         found.append("memory.host = auto holds nothing here: without a GPU keys and values are in host memory already")
     return found
+
+
+def idle_keys(profile: Profile) -> list[Clash]:
+    """Keys of `[kv]` that say how to pack or move, where nothing is ever packed or moved."""
+    from kvcli.profile import Clash
+    from kvcli.schema import size_of
+
+    kv, memory = profile.kv, profile.memory
+    packs = _packs(profile)
+    moves = memory.host == "auto" or size_of(memory.host) or size_of(memory.disk)
+    moves = moves or any(step.startswith("memory.") for step in memory.ladder)
+    acts = {"rotate": packs, "residual": packs, "group": packs or moves, "sinks": packs or moves}
+    plain, vain = type(kv)(), "changes nothing while kv.k_bits and kv.v_bits are 16"
+    return [
+        Clash(f"kv.{key}", "kv.k_bits", f"{json.dumps(getattr(kv, key))} {vain}", "so nothing is packed")
+        for key, does in acts.items()
+        if not does and getattr(kv, key) != getattr(plain, key)
+    ]
+
+
+def _packs(profile: Profile) -> bool:
+    """Is anything packed, now or when memory runs out?"""
+    steps = [step.startswith(("kv.k_bits", "kv.v_bits")) for step in profile.memory.ladder]
+    return min(profile.kv.k_bits, profile.kv.v_bits) < 16 or any(steps)
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> Store:
@@ -211,6 +239,7 @@ def front(lm: LM, kv: Store, policy: Policy, every: int) -> Front:
             sight.scale,
             sight.softcap,
             sight.window,
+            lm.sinks[layer],
         )
         return policy.keep(s, at)
 

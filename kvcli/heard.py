@@ -20,12 +20,20 @@ class Heard:
         self.pos: list[int] = []  # of what is held, rising
         self._q: list[Tensor] = []  # per layer [H, len(pos), D]
         self._probed: set[int] = set()
+        self._any = False
 
     def __bool__(self) -> bool:
-        return bool(self.pos)
+        """Was anything heard of this text, held still or not?"""
+        return self._any
 
     def clear(self) -> None:
-        self.pos, self._q = [], []
+        self.pos, self._q, self._any = [], [], False
+
+    def forget(self) -> None:
+        """Let go of what was probed, the latest aside."""
+        first = max(0, len(self.pos) - self.recent)
+        self._q = [q[:, first:].clone() for q in self._q] if first < len(self.pos) else []
+        self.pos, self._probed = self.pos[first:], set()
 
     def begin(self, n: int) -> None:
         """A prompt is about to be read, behind which the text has n tokens in store."""
@@ -55,6 +63,7 @@ class Heard:
         old = self._q or [q[:, :0] for q in fresh]
         self._q = [torch.cat((a, b), 1)[:, stay] for a, b in zip(old, fresh, strict=True)]
         self.pos = [pos[i] for i in stay]
+        self._any = self._any or bool(pos)
 
     def of(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """q [H, w, D] of this layer and their positions [w]; like `like` [.., D] where there are none."""

@@ -38,6 +38,7 @@ class LM:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.sights = shape.sights  # per layer
+        self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
         self.limit = info.limit  # tokens
         self.stop_ids = _stop_ids(model)

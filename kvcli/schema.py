@@ -104,9 +104,7 @@ class Memory:
     """Where keys and values lie, and what happens when there is no more room. Host and disk are read where they are."""
 
     device: Annotated[str, AUTO_SIZE] = "auto"  # bytes on the device that computes; auto = what is free
-    host: Annotated[str, AUTO_SIZE] = (
-        "0GiB"  # host memory for a GPU's oldest tokens; auto = what is free, none on a CPU
-    )
+    host: Annotated[str, AUTO_SIZE] = "0GiB"  # host memory for old tokens of a GPU; auto = what is free, none on a CPU
     disk: Annotated[str, SIZE] = "0GiB"  # bytes of a private temporary file for what is older still; 0GiB = none
     disk_writes: Annotated[str, SIZE] = "256GiB"  # bytes written to that file at most, as disks wear
     on_shortage: Literal["degrade", "fail"] = "degrade"  # take the steps of `ladder` in turn, or end with an error

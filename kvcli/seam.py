@@ -30,6 +30,7 @@ class Layer:
     heads: tuple[int, int, int, int]  # H, K, key size, value size
     sight: Sight
     mask: int | None  # which of the model's masks it was handed; None = none, -1 = one changed on the way
+    sink: Tensor | None  # [H] logits that take attention and give nothing
     extras: tuple[str, ...]  # what it asks of attention that nobody here serves
 
 
@@ -54,7 +55,7 @@ class Probe:
         index = int(getattr(module, "layer_idx", -1))
         sight = sight_of(query, asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window"))
         which = None if attention_mask is None else self._which(attention_mask)
-        self.layers.append(Layer(module, index, heads, sight, which, tuple(extras)))
+        self.layers.append(Layer(module, index, heads, sight, which, asked.get("s_aux"), tuple(extras)))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *_: Any, mask_function: MaskRule, device: torch.device | str = "cpu", **__: Any) -> Tensor:
@@ -75,6 +76,7 @@ class Shape:
     n_kv_heads: int
     head_dim: int
     sights: tuple[Sight, ...]
+    sinks: tuple[Tensor | None, ...]
     attentions: tuple[nn.Module, ...]
 
 
@@ -102,7 +104,8 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     if len(heads) > 1:
         _refuse(kind, "its layers differ in their heads", [f"(heads, KV heads, key size, value size): {heads}"])
     h, k, d, _ = heads[0]
-    return Shape(h, k, d, tuple(at.sight for at in layers), tuple(at.module for at in layers))
+    sights, sinks, modules = zip(*((at.sight, at.sink, at.module) for at in layers), strict=True)
+    return Shape(h, k, d, sights, sinks, modules)
 
 
 def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:

@@ -129,6 +129,8 @@ class Session:
             self._n_prompt = self.committed
         self.kv.settle(None if self.policy is None else self._choice(self.policy, phase))
         self.boundary = self._next_boundary()
+        if phase == "read" and self.policy is not None and not self.policy.lasting:
+            self.heard.forget()
 
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
@@ -175,7 +177,8 @@ class Session:
     def _choice(self, policy: Policy, phase: Phase) -> Choose:
         """What stays; notes whether anything goes, before it does."""
         stored = self.ids[: self.committed]
-        kinds = kinds_of(stored, self.kinds, self.spans)
+        is_told = policy.wants_kinds or bool(policy.guard.kinds)
+        kinds = kinds_of(stored, self.kinds, self.spans) if is_told else kinds_of([], None, [])
         choose = Boundary(self.lm, self.kv, self.heard, stored, kinds, phase, self._n_prompt).ask(policy)
 
         def noted(layer: int, slots: Slots) -> Tensor:

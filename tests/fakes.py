@@ -44,7 +44,7 @@ class ClosedPipe(Stream):
 class Loaded(FakeModel):
     """The fake model as `load` would return it."""
 
-    cautions = ()
+    cautions = ("only a fake",)
 
     @property
     def limit(self) -> int:

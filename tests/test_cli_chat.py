@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from kvcli import build
 from kvcli.api import Turn
 from kvcli.commands.setup import Setup
 from kvcli.commands.turn_json import Run, turn_document
@@ -31,7 +32,12 @@ LONG = "Repeat this: " + "one two three four. " * 60
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     made = Machine(tmp_path)
-    monkeypatch.setattr(Setup, "load", lambda self, profile, tell=None: made.model)
+
+    def load(self, profile, tell=None):
+        made.model.cautions = build.cautions(profile, "cpu")
+        return made.model
+
+    monkeypatch.setattr(Setup, "load", load)
     return made
 
 
@@ -46,6 +52,7 @@ def test_the_answer_alone_on_stdout_and_figures_on_stderr(machine):
     done = machine("chat", "-p", "How deep?")
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
     assert "tokens in" in done.err
+    assert "note: only a fake" in done.err, "what a profile does not do on this device"
 
 
 def test_no_escape_codes_outside_a_terminal(machine):
@@ -242,6 +249,18 @@ def test_streamed_json_is_one_event_a_line(machine):
     kinds = [event["event"] for event in events]
     assert (kinds[0], kinds[1], kinds[-1]) == ("start", "read", "end")
     assert "".join(e["text"] for e in events if e["event"] == "text") == ANSWER == events[-1]["turn"]["text"]
+
+
+@pytest.mark.parametrize(("profile", "warns"), [("snap", True), ("ngram", False)])
+def test_what_a_policy_may_lose_is_said_on_the_screen_and_in_the_json(machine, profile, warns):
+    warning = "what a later question needs may be gone"
+    assert (warning in " ".join(machine("chat", "-p", "Hi", "-P", profile).err.split())) == warns
+    assert warning not in machine("chat", "-p", "Hi", "-P", profile, "--quiet").err
+    done = machine("chat", "-p", "Hi", "-P", profile, "--json")
+    said = [event["text"] for event in json.loads(done.out)["events"] if event["kind"] == "caution"]
+    assert [warning in text for text in said] == [True] * warns
+    assert warning not in done.err
+    validate("turn", json.loads(done.out))
 
 
 def test_streamed_json_tells_the_figures_now_and_then(machine):

@@ -22,7 +22,7 @@ FLOORS = [
         "config demo documents files headers layers problems profile profile_file refusals resolve schema settings "
         "source text tokenizer toml_places values",
         "api heard kinds kv machine memory rows sample stats strict ties token_kinds verify",
-        "forward model policies rope seam weights",
+        "forward model policies replay rope seam weights",
         "drafts prune",
         "boundary build conversation kvcli local relief schemas session steady transcript turn window world",
         "bench calibrate fit heads quality",  # what measures and foretells

@@ -298,6 +298,7 @@ def test_a_copy_of_a_store_has_a_file_of_its_own() -> None:
     kv.keep(1, kv.slots(1).pos % 3 == 0)
     twin = copy.deepcopy(kv)
     torch.testing.assert_close(read(twin), read(kv))
+    assert torch.equal(twin.slots(1).pos, kv.slots(1).pos), "others are found by their place behind forgotten ones"
     twin.crop(5)
     assert positions(kv) == [list(range(0, 20, 3))] * K
     assert positions(twin) == [[0, 3]] * K

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT
 from kvcli.kv.slots import Slots, compact
@@ -130,7 +132,6 @@ def test_blocks_of_rows_take_no_more_memory_than_they_may() -> None:
 
 def _peak(work: Any) -> int:
     """Bytes of the largest tensor made."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
         most = 0
@@ -145,6 +146,55 @@ def _peak(work: Any) -> int:
     with Largest() as seen:
         work()
     return seen.most
+
+
+def test_measuring_a_long_text_takes_no_more_beside_its_keys_and_values_than_it_may() -> None:
+    n, rows = 32_768, torch.arange(32_768 - 64, 32_768)
+    noise = torch.Generator().manual_seed(0)
+    s = Slots(*torch.randn(2, 1, n, 16, generator=noise), torch.arange(n).expand(1, -1))
+    q = torch.randn(2, 64, 16, generator=noise)
+    own, stored = FastGen(max_profile_mb=8), 2 * n * 16 * 4
+    live = _Live()
+    with live:
+        recover(q, rows, s, torch.zeros(n, dtype=torch.int8), own, 0.25)
+    assert 4 * q.shape[0] * 64 * n > 8 * 2**20, "the whole map would be more"
+    assert 2 * 2**20 < live.most < stored + 8 * 2**20
+
+
+class _Live(TorchDispatchMode):
+    """The most bytes that tensors held at once which were made meanwhile; views count what they look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._users: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, Tensor):
+                place, size = t.untyped_storage()._cdata, t.untyped_storage().nbytes()
+                self._now += 0 if self._users.get(place) else size
+                self._users[place] = self._users.get(place, 0) + 1
+                self.most = max(self.most, self._now)
+                weakref.finalize(t, self._gone, place, size)
+        return out
+
+    def _gone(self, place: int, size: int) -> None:
+        self._users[place] -= 1
+        self._now -= 0 if self._users[place] else size
+
+
+def test_keys_in_sixteen_bits_are_measured_nearly_as_well() -> None:
+    q, q_pos, s, kinds = case()
+    low = Slots(s.k.bfloat16(), s.v.bfloat16(), s.pos)
+    exact = Slots(low.k.double(), low.v.double(), s.pos)
+    for own in (FastGen(guard=17), FastGen(paper=True)):
+        found = recover(q.bfloat16(), q_pos, low, kinds, own, 0.3)
+        right = recover(q.bfloat16().double(), q_pos, exact, kinds, own, 0.3)
+        assert found.mass.dtype == torch.float32
+        assert float((found.mass - right.mass).abs().mean()) < 2e-3
+        assert float((found.value(own.measure, "mean") - right.value(own.measure, "mean")).abs().max()) < 1e-2
 
 
 def test_protected_slots_count_as_kept_and_cost_their_place() -> None:

@@ -43,10 +43,9 @@ STORES: dict[str, tuple[Make, Policy | None]] = {
     "three": (three, None),
     "on_disk": (on_disk, None),
     "packed": (PACKED["packed_4_2"], None),
-    "recalled": (lambda shape, dtype: recalled(shape, dtype, "minmax", "host"), None),
-    "recalled_disk": (lambda shape, dtype: recalled(shape, dtype, "certified", "disk"), Ragged()),
+    "recalled": (lambda shape, dtype: recalled(shape, dtype, "minmax", "three"), Ragged()),
 }
-ROUNDING = ("three", "packed", "recalled")  # in which the moment of moving down decides what is rounded
+ROUNDING = ("three", "packed")  # in which the moment of moving down decides what is rounded
 EVERY = 6
 
 
@@ -168,7 +167,7 @@ def listen(events: Iterable[Event], said: list[str]) -> None:
         said += [event.text] if isinstance(event, Text) else []
 
 
-STEPS = ["prefill.chunk=-50%", "kv.residual=64", "context.limit=-50%", "memory.disk=1GiB"]
+STEPS = ["prefill.chunk=-50%", "context.limit=-50%", "memory.disk=1GiB"]
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 7, 20, 40])
@@ -242,7 +241,7 @@ def test_a_step_that_packs_shrinks_what_is_stored_and_the_answer_goes_on(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small: dict[str, Any] = {"residual": 16, "group": 16}
-    want = model(kv=small).generate(text(), max_new_tokens=20)
+    want = model().generate(text(), max_new_tokens=20)
     m = model(memory={"ladder": ["kv.k_bits=8", "kv.v_bits=2"]}, kv=small)
     failing(m, monkeypatch, at)
     turn = m.generate(text(), max_new_tokens=20)
@@ -336,6 +335,7 @@ def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
         ({"exactness": "exact", "kv": {"v_bits": 2}}, "kv.v_bits"),
         ({"exactness": "exact", "memory": {"ladder": ["kv.v_bits=2"]}}, "memory.ladder"),
         ({"kv": {"v_bits": 4}, "memory": {"ladder": ["kv.v_bits=4"]}}, "frees nothing"),
+        ({"memory": {"ladder": ["kv.residual=64"]}}, "frees nothing"),
         ({"memory": {"ladder": ["kv.v_bits=4"], "on_shortage": "fail"}}, "no step is ever taken"),
         ({"memory": {"ladder": ["policy.name=snap"]}}, "a list of steps"),
         ({"memory": {"ladder": ["prefill.chunk=-50%", "kv.v_bits=3"]}}, "a list of steps"),

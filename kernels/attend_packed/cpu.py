@@ -13,10 +13,8 @@ to 8192 the products take half as long again, and nothing else gets faster.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend.cpu import FEW, LOG2E, flash
 from kvcli.kernels.attend_packed import reference
-from kvcli.kernels.pack import LANES, Rounded, pack_keys, pack_values, unpack_keys, unpack_values
+from kvcli.kernels.pack import LANES, Rounded, unpack_keys, unpack_values
 
 if TYPE_CHECKING:
     from kvcli.kernels.attend_packed import PackedHead
@@ -62,7 +60,7 @@ def attend_packed(
         return out.view(h, n, d), lse.view(h, n)
     # base 2 throughout: exp2 is three times as fast as exp
     wide = rows.float() * (scale / softcap if softcap > 0 else scale * LOG2E)
-    forms = zip(wide, wide.to(dtype), *_digits(wide), strict=True)
+    forms = zip(wide, wide.to(dtype), *in_digits(wide), strict=True)
     each = [_few(_Rows(*form), head, mask, n, softcap) for form, head, mask in zip(forms, heads, masks, strict=True)]
     out, mass, top = (torch.stack(list(ts)) for ts in zip(*each, strict=True))
     return (out / mass.clamp_min(torch.finfo(torch.float32).tiny)).view(h, n, d), mass.log2().add_(top).div_(
@@ -102,7 +100,7 @@ def _many(
     return out.reshape(rows.shape).float(), lse.reshape(-1, 1)
 
 
-def _digits(wide: Tensor) -> tuple[Tensor, Tensor]:
+def in_digits(wide: Tensor) -> tuple[Tensor, Tensor]:
     """[.., M, D] float32 -> digits [.., 2 M, D] int8 and steps [.., M, 1]: 14 bits of each number."""
     step = wide.abs().amax(-1, keepdim=True).div_(127 * DIGIT).clamp_min_(torch.finfo(torch.float32).tiny)
     whole = (wide / step).round_()
@@ -116,15 +114,16 @@ def _scores(rows: _Rows, head: PackedHead) -> Tensor:
     if keys.zero is not None:
         score = _ranged_scores(rows, keys)
     elif keys.bits == 8 and m <= BYTES and d % LANES == 0:
-        score = _scores_in_bytes(rows.digits, rows.step, keys)
+        score = scores_in_bytes(rows.digits, rows.step, keys)
     else:
-        score = _widened_scores(rows.narrow, keys)
+        score = widened_scores(rows.narrow, keys)
     if not head.rest.shape[0]:
         return score
     return torch.cat([score, (rows.narrow @ head.rest.T).float()], 1)
 
 
-def _scores_in_bytes(digits: Tensor, step: Tensor, keys: Rounded) -> Tensor:
+def scores_in_bytes(digits: Tensor, step: Tensor, keys: Rounded) -> Tensor:
+    """Rows as `in_digits` gives them times keys of 8 bits, as they lie -> [M, S] float32."""
     assert keys.scale is not None
     m = step.shape[0]
     found = torch._int_mm(digits, keys.codes.T)  # [2 M, S] int32
@@ -133,7 +132,7 @@ def _scores_in_bytes(digits: Tensor, step: Tensor, keys: Rounded) -> Tensor:
     return score.mul_(keys.scale.float()).mul_(step)
 
 
-def _widened_scores(narrow: Tensor, keys: Rounded) -> Tensor:
+def widened_scores(narrow: Tensor, keys: Rounded) -> Tensor:
     """Rows [M, D] in the store's type times keys of 16 or 8 bits -> [M, S] float32."""
     if keys.scale is None:
         return (narrow @ keys.codes.T).float()
@@ -164,7 +163,7 @@ def _weigh(weights: Tensor, values: Rounded, dtype: torch.dtype) -> Tensor:
     if values.zero is not None:
         return _weigh_range(weights, values, dtype)
     if weights.shape[0] <= BYTES:
-        return _weigh_in_bytes(weights, values)
+        return weigh_in_bytes(weights, values)
     n = weights.shape[1]
     return (weights.mul_(values.scale[:n].float()).to(dtype) @ values.codes.to(dtype)[:, :n].T).float()
 
@@ -177,7 +176,7 @@ def _weigh_range(weights: Tensor, values: Rounded, dtype: torch.dtype) -> Tensor
     return torch.stack(parts, 1).float().add_((weights @ middle).unsqueeze(2)).flatten(1)
 
 
-def _weigh_in_bytes(weights: Tensor, values: Rounded) -> Tensor:
+def weigh_in_bytes(weights: Tensor, values: Rounded) -> Tensor:
     """The same for values of 8 bits, as they lie."""
     assert values.scale is not None
     n, room = weights.shape[1], values.codes.shape[1]
@@ -210,57 +209,3 @@ def _spread(codes: Tensor, bits: int) -> Tensor:
         wide |= wide << 12
         wide = (wide | wide << 6).bitwise_and_(0x03030303)
     return wide.view(torch.int8).sub_(1 << bits - 1)
-
-
-@cache
-def why_not() -> str:
-    """Why this CPU or this torch is not served here; "" if it is. Tries both products, at odd sizes, on first use."""
-    if not _has_product():
-        return "this torch has no 8-bit products"
-    noise = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(2048 + 7, 64, generator=noise) for _ in "kv")
-    rows = torch.randn(4, 64, generator=noise)
-    try:
-        return _differs(rows, k, v) or _drags(rows, pack_keys(k, 8, 1))
-    except RuntimeError as e:
-        return f"torch's int8 products fail here: {str(e).splitlines()[0]}"
-
-
-def _has_product() -> bool:
-    return hasattr(torch.ops.aten, "_weight_int8pack_mm") and hasattr(torch, "_int_mm")
-
-
-def _differs(rows: Tensor, k: Tensor, v: Tensor) -> str:
-    """Whether a product gives something else than its codes say."""
-    keys, values = pack_keys(k, 8, 1), pack_values(v, 8, 1)
-    score = _scores_in_bytes(*_digits(rows), keys)
-    want = rows @ unpack_keys(keys, rows).T
-    if not torch.allclose(score, want, atol=1e-2):
-        return "torch's int8 product is wrong on this CPU"
-    mass = torch.softmax(want, 1)
-    want = mass @ unpack_values(values, rows, mass.shape[1])
-    if not torch.allclose(_weigh_in_bytes(mass, values), want, atol=1e-2):
-        return "torch's int8 product with packed weights is wrong on this CPU"
-    return ""
-
-
-def _drags(rows: Tensor, keys: Rounded) -> str:
-    """Whether the integer product is slower by far than widening: so it is where torch has no kernel for it.
-
-    A factor of 4, so that the answer does not depend on what else the machine does: with a kernel it is 3 times as
-    fast, without one 20 times as slow.
-    """
-    narrow = rows.to(torch.bfloat16)
-    ours = _least(lambda: _scores_in_bytes(*_digits(rows), keys))
-    plain = _least(lambda: _widened_scores(narrow, keys))
-    return "torch multiplies 8-bit integers slowly on this CPU" if ours > 4 * plain else ""
-
-
-def _least(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls."""
-    found = []
-    for _ in range(5):
-        began = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - began)
-    return min(found)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvcli.commands import bench_options as o
+from kvcli.commands.flags import ModelName, load_flags
 from kvcli.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def bench(
     context: typer.Context,
-    model: o.ModelName = None,
+    model: ModelName = None,
     profiles: o.Profiles = None,
     vary: o.Varied = None,
     baseline: o.Baselines = None,
@@ -58,12 +59,10 @@ def bench(
     """
     from kvcli.commands.bench_ask import Typed
     from kvcli.commands.bench_out import outlet
-    from kvcli.commands.flags import profile_flags
     from kvcli.commands.setup import Setup
 
     world: World = context.obj
-    loading = {name: context.params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")}
-    setup = Setup(world, model, profile_flags(loading))
+    setup = Setup(world, model, load_flags(context.params))
     if calibrate:
         refuse_others(context, "--calibrate", {"model", "device", "dtype", "quant", "allow_pickle"})
         from kvcli.commands.bench_calibrate import print_calibration

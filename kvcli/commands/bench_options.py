@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
-import typer
+from kvcli.commands.flags import option
 
+_compared = partial(option, panel="What is compared")
+_measured = partial(option, panel="How it is measured")
+_told = partial(option, panel="What comes out")
 
-def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
-
-
-def _compared(*names: str, **more: Any) -> Any:
-    return _option("What is compared", *names, **more)
-
-
-def _measured(*names: str, **more: Any) -> Any:
-    return _option("How it is measured", *names, **more)
-
-
-def _told(*names: str, **more: Any) -> Any:
-    return _option("What comes out", *names, **more)
-
-
-_MODEL = "demo, a folder, a Hugging Face id, or a name from your config."
 _BASELINE = (
     "A profile, hf, hf-lookup, llama.cpp, kvpress[:PRESS[:RATIO]] or an earlier FILE.json; × compares with the first."
 )
@@ -33,7 +20,6 @@ _FAIL_IF = "Exit 10 if so for any row: 'tok_s<-10%', 'same<100%', 'peak>600MiB';
 
 Format = Literal["table", "md", "csv", "json", "jsonl", "html"]
 
-ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
 Profiles = Annotated[str | None, _compared("--profiles", metavar="A,B", help="Default: exact and the current one.")]
 Varied = Annotated[list[str] | None, _compared("--vary", metavar="KEY=V1,V2", help="One row per value; repeatable.")]
 Baselines = Annotated[list[str] | None, _compared("--baseline", metavar="NAME", help=_BASELINE)]

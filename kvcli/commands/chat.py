@@ -121,7 +121,14 @@ def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen,
         if world.options.json:
             from kvcli.commands.turn_json import Run, print_events, print_turn
 
-            under = Run(profile.name, profile.spec.method, profile.hash, profile.exactness, notes=talk.notes)
+            under = Run(
+                profile.name,
+                profile.spec.method,
+                profile.hash,
+                profile.exactness,
+                cautions=talk.model.cautions,
+                notes=talk.notes,
+            )
             turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
         else:
             from kvcli.render.live import Look

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,18 +22,14 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
-def _option(*names: str, help: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
-
-
 _CTX = "Contexts in tokens, commas between; auto is the largest that fits."
 _RAM = "Memory of a machine you do not have."
 
-Ctx = Annotated[str | None, _option("--ctx", metavar="N,..|auto", help=_CTX)]
-All = Annotated[bool, _option("--all", help="Every profile.")]
-Names = Annotated[str | None, _option("--profiles", metavar="A,B", help="These profiles.")]
-Vram = Annotated[str | None, _option("--vram", metavar="SIZE", help="A GPU you do not have: 12GiB.")]
-Ram = Annotated[str | None, _option("--ram", metavar="SIZE", help=_RAM)]
+Ctx = Annotated[str | None, o.option("--ctx", metavar="N,..|auto", help=_CTX)]
+All = Annotated[bool, o.option("--all", help="Every profile.")]
+Names = Annotated[str | None, o.option("--profiles", metavar="A,B", help="These profiles.")]
+Vram = Annotated[str | None, o.option("--vram", metavar="SIZE", help="A GPU you do not have: 12GiB.")]
+Ram = Annotated[str | None, o.option("--ram", metavar="SIZE", help=_RAM)]
 
 
 @app.command()
@@ -60,8 +56,7 @@ def fit(
     world: World = context.obj
     if all_ and profiles is not None:
         raise UsageError("--all and --profiles exclude each other", try_=["one of the two"])
-    loading = {name: context.params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")}
-    setup = Setup(world, model, o.profile_flags(loading))
+    setup = Setup(world, model, o.load_flags(context.params))
     contexts = list(dict.fromkeys(_context(part) for part in (ctx or "auto").split(",")))
     notes: list[str] = []
     chosen = dict(_chosen(setup, all_, profiles, notes))

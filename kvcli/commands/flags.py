@@ -1,9 +1,10 @@
-"""The options of `kvcli chat`, as types for its signature, and the profile keys that many of them stand for."""
+"""Options of commands, as types for their signatures, and the profile keys that many of them stand for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
@@ -11,21 +12,14 @@ import typer
 from kvcli.errors import UsageError
 
 
-def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> Any:
+def option(*names: str, help: str, metavar: str | None = None, panel: str | None = None) -> Any:
+    """An option, in the part of a command's help that `panel` names."""
     return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
 
 
-def _ask(*names: str, **more: Any) -> Any:
-    return _option("The question", *names, **more)
-
-
-def _answer(*names: str, **more: Any) -> Any:
-    return _option("The answer", *names, **more)
-
-
-def _model(*names: str, **more: Any) -> Any:
-    return _option("The model", *names, **more)
-
+_ask = partial(option, panel="The question")
+_answer = partial(option, panel="The answer")
+_model = partial(option, panel="The model")
 
 _MODEL = "demo, a folder, a Hugging Face id, or a name from your config."
 _PROMPT = "Ask this and end; - reads standard input."
@@ -92,6 +86,11 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
     if "--ctx" in given:
         given["--ctx"] = window(str(given["--ctx"]))
     return {KEYS[flag]: (value, flag) for flag, value in given.items()}
+
+
+def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
+    """The same of those that say how a model is loaded, where a command's other options are its own."""
+    return profile_flags({name: params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")})
 
 
 def window(text: str) -> int | str:

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
-def _option(*names: str, help: str, metavar: str) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
-
-
 Criterion = Literal["cvar10", "mean", "p05"]
 
 _PROMPT = "A text that the heads read. Repeatable; default a field report."
@@ -38,21 +34,21 @@ _SHOW = "What the grid draws: policy, retrieval, or any scalar of profile.json."
 _COMPARE = "An earlier run, or a DuoAttention table, to hold against this one."
 _EMIT = "Of html, json, npz, tsv, md, toml; none. Default json,html."
 
-Prompts = Annotated[list[str] | None, _option("--prompt", metavar="FILE", help=_PROMPT)]
-Probes = Annotated[str, _option("--probe", metavar="NAME,..", help=_PROBE)]
-By = Annotated[Criterion | None, _option("--criterion", metavar="NAME", help=_CRITERION)]
-Recovery = Annotated[float | None, _option("--recovery", metavar="F", help="Attention that a head's policy keeps.")]
-Keep = Annotated[float | None, _option("--keep", metavar="F", help="Or the share of tokens that all heads keep.")]
-Context = Annotated[str, _option("--context", metavar="N,..", help=_CONTEXT)]
-Layers = Annotated[str | None, _option("--layers", metavar="A-B", help="Layers to look at. Default all.")]
-Show = Annotated[str | None, _option("--show", metavar="NAME", help=_SHOW)]
-Top = Annotated[int, _option("--top", metavar="N", help="Heads listed below the grid. Default 10.")]
-Stability = Annotated[int, _option("--stability", metavar="K", help="Write on, and look again each K tokens.")]
-Compare = Annotated[str | None, _option("--compare", metavar="RUN", help=_COMPARE)]
-Texts = Annotated[int | None, _option("--texts", metavar="N", help="Texts with four hidden facts each. Default 4.")]
-Seed = Annotated[int, _option("--seed", metavar="N", help="Draws texts, facts and tokens. Default 0.")]
-Out = Annotated[str | None, _option("--out", metavar="DIR", help="Where files go. Default ./heads-MODEL/.")]
-Emit = Annotated[str, _option("--emit", metavar="A,..", help=_EMIT)]
+Prompts = Annotated[list[str] | None, o.option("--prompt", metavar="FILE", help=_PROMPT)]
+Probes = Annotated[str, o.option("--probe", metavar="NAME,..", help=_PROBE)]
+By = Annotated[Criterion | None, o.option("--criterion", metavar="NAME", help=_CRITERION)]
+Recovery = Annotated[float | None, o.option("--recovery", metavar="F", help="Attention that a head's policy keeps.")]
+Keep = Annotated[float | None, o.option("--keep", metavar="F", help="Or the share of tokens that all heads keep.")]
+Context = Annotated[str, o.option("--context", metavar="N,..", help=_CONTEXT)]
+Layers = Annotated[str | None, o.option("--layers", metavar="A-B", help="Layers to look at. Default all.")]
+Show = Annotated[str | None, o.option("--show", metavar="NAME", help=_SHOW)]
+Top = Annotated[int, o.option("--top", metavar="N", help="Heads listed below the grid. Default 10.")]
+Stability = Annotated[int, o.option("--stability", metavar="K", help="Write on, and look again each K tokens.")]
+Compare = Annotated[str | None, o.option("--compare", metavar="RUN", help=_COMPARE)]
+Texts = Annotated[int | None, o.option("--texts", metavar="N", help="Texts with four hidden facts each. Default 4.")]
+Seed = Annotated[int, o.option("--seed", metavar="N", help="Draws texts, facts and tokens. Default 0.")]
+Out = Annotated[str | None, o.option("--out", metavar="DIR", help="Where files go. Default ./heads-MODEL/.")]
+Emit = Annotated[str, o.option("--emit", metavar="A,..", help=_EMIT)]
 
 
 @app.command()
@@ -89,8 +85,7 @@ def profile_heads(
     from kvcli.commands.setup import Setup
 
     world: World = context.obj
-    loading = {name: context.params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")}
-    setup = Setup(world, model, o.profile_flags(loading))
+    setup = Setup(world, model, o.load_flags(context.params))
     for flag, value, least in (("--top", top, 0), ("--stability", stability, 0), ("--seed", seed, 0)):
         if value < least:
             raise UsageError(f"{flag} {value}: at least {least}", try_=[f"{flag} {least}"])
@@ -167,6 +162,11 @@ def _settings(profile: Profile, chosen: dict[str, object]) -> FastGen:
         settings = profile.replace(policy=given).policy.settings if given else profile.policy.settings
     else:
         settings = profile.replace(exactness="approx", policy={"name": "fastgen", **given}).policy.settings
+    if settings.recovery == "auto":
+        raise UsageError(
+            'policy.recovery = "auto" is found while a text is read under the profile: here it has to be a number',
+            try_=["--recovery 0.8", "--keep 0.5"],
+        )
     return settings
 
 

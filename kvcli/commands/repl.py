@@ -181,7 +181,7 @@ class Repl:
         self.profile_name, self.sets = name, list(sets)
         again = "; the conversation is read again with it" if self.chat.messages and not is_kept else ""
         self.say(f"{', '.join([name, *sets])} from the next question on{again}")
-        for note in () if self.screen.quiet else getattr(changed, "cautions", ()):
+        for note in () if self.screen.quiet else changed.cautions:
             print_note(self.screen.err, note)
 
     # --- showing

@@ -20,22 +20,18 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Drafting: what it brings here, and settings that bring more.", add_completion=False)
 
 
-def _option(*names: str, help: str, metavar: str) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
-
-
 Workload = Annotated[
     str | None,
-    _option("--workload", "-w", metavar="NAME", help="As of kvcli bench; a text file, too. Default summary."),
+    o.option("--workload", "-w", metavar="NAME", help="As of kvcli bench; a text file, too. Default summary."),
 ]
 Workloads = Annotated[
-    str | None, _option("--workload", "-w", metavar="NAME,..", help="As of kvcli bench. Default summary,chat,code.")
+    str | None, o.option("--workload", "-w", metavar="NAME,..", help="As of kvcli bench. Default summary,chat,code.")
 ]
-Ctx = Annotated[str, _option("--ctx", metavar="N", help="Prompt and new tokens. Default 2k.")]
-New = Annotated[int, _option("--new", "-n", metavar="N", help="Tokens that are written. Default 128.")]
-Reps = Annotated[int, _option("--reps", "-r", metavar="N", help="Repetitions that count. Default 3.")]
-Save = Annotated[str | None, _option("--save", metavar="NAME", help="Write the best as a profile of that name.")]
-Output = Annotated[Path | None, _option("--output", "-o", metavar="FILE", help="Write it there instead; - = stdout.")]
+Ctx = Annotated[str, o.option("--ctx", metavar="N", help="Prompt and new tokens. Default 2k.")]
+New = Annotated[int, o.option("--new", "-n", metavar="N", help="Tokens that are written. Default 128.")]
+Reps = Annotated[int, o.option("--reps", "-r", metavar="N", help="Repetitions that count. Default 3.")]
+Save = Annotated[str | None, o.option("--save", metavar="NAME", help="Write the best as a profile of that name.")]
+Output = Annotated[Path | None, o.option("--output", "-o", metavar="FILE", help="Write it there instead; - = stdout.")]
 
 
 @app.command()
@@ -127,9 +123,8 @@ def tune(
 def _setup(context: typer.Context, command: str) -> Setup:
     from kvcli.commands.setup import Setup
 
-    loading = {name: context.params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")}
     world: World = context.obj
-    return Setup(world, context.params.get("model"), o.profile_flags(loading))
+    return Setup(world, context.params.get("model"), o.load_flags(context.params))
 
 
 def _model(setup: Setup) -> Any:

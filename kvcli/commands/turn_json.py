@@ -41,6 +41,7 @@ class Run:
     exactness: str | None = None
     session: str | None = None
     number: int = 1
+    cautions: Sequence[str] = ()  # what a user should know of the profile
     notes: Sequence[str] = ()  # what had to be done differently; may still grow while the turn runs
 
 
@@ -75,6 +76,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         memory=memory_figures(stats, info.device),
         overflow=None,
         events=[
+            *({"kind": "caution", "text": caution} for caution in run.cautions),
             *({"kind": "note", "text": note} for note in (*info.notes, *run.notes)),
             *({"kind": "shortage", "text": words} for words in stats.shortages),
         ],

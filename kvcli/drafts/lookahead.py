@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.odds import check
 from kvcli.drafts.pacing import Pacing
 from kvcli.schema import Range
 
@@ -39,10 +38,6 @@ class Scouting(Pacing):
     page: Annotated[int, Range(1, 256)] = 16  # of "quest": tokens of a page
     pages: Annotated[int, Range(1, 4096)] = 32  # of "quest": pages read by a KV head
     refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self, {"ngram": (3, 16), "window": (1, 64), "key_max": (1, 8), "per_key": (1, 64), "guesses": (1, 64)})
 
     @property
     def rows(self) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.drafts.lookahead import Scouting
-from kvcli.drafts.odds import check
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
@@ -30,8 +29,8 @@ class Mix(Scouting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self, {"min_match": (1, 64)})
-        check(self, {"max_match": (self.min_match, 256)})
+        if self.max_match < self.min_match:
+            raise ValueError(f"max_match = {self.max_match} is less than min_match = {self.min_match}")
         if not self.sources:
             raise ValueError('sources = [] must name one at least; method = "off" drafts from none')
 

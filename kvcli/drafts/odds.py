@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvcli.drafts.report import Accepted
 
@@ -44,11 +44,3 @@ class Odds:
 def by_bits(value: int, most: int) -> int:
     """0 for 1, 1 for 2-3, 2 for 4-7, ...; at most `most`."""
     return min(value.bit_length() - 1, most)
-
-
-def check(settings: object, bounds: Mapping[str, tuple[int, int]]) -> None:
-    """Refuse, by name, whole numbers of a settings dataclass that lie outside their bounds."""
-    for key, (low, high) in bounds.items():
-        value = getattr(settings, key)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"{key} = {value!r} must be a whole number from {low} to {high}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvcli.drafts.odds import check
 from kvcli.schema import Range
+from kvcli.values import WrongValue, check, keys_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,12 @@ class Pacing:
         return 0
 
     def __post_init__(self) -> None:
-        check(self, {"max": (1, 256), "branches": (1, 16), "probe_every": (8, 4096)})
-        for key in ("adaptive", "strict"):
-            if not isinstance(value := getattr(self, key), bool):
-                raise ValueError(f"{key} = {value!r} must be true or false")
-        if isinstance(self.kill_below, bool) or not isinstance(self.kill_below, int | float):
-            raise ValueError(f"kill_below = {self.kill_below!r} must be a number from 0 to 1")
-        if not 0 <= self.kill_below <= 1:
-            raise ValueError(f"kill_below = {self.kill_below} must be from 0 (never pause) to 1")
+        """What a profile would refuse is refused here, too; defaults are right, and checking one may import a lot."""
+        method: type = type(self)
+        for key in keys_of(method).values():
+            value = getattr(self, key.name)
+            try:
+                if value is not key.default:
+                    check(key.hint, value)
+            except WrongValue as wrong:
+                raise ValueError(f"{key.name} = {wrong.message}: {wrong.hint}") from wrong

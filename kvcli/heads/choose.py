@@ -22,10 +22,10 @@ def choose(mass: Tensor, cost: Tensor, settings: FastGen, full: Tensor) -> Tenso
     last = mass.shape[0] - 1
     if settings.keep > 0:
         return _shared(mass, cost, settings.keep, full)
-    enough = mass >= settings.recovery
+    enough = mass >= settings.least
     enough[last] = True
     best = cost.masked_fill(~enough, torch.inf).argmin(0)
-    return best.masked_fill(full if settings.recovery < 1 else torch.ones_like(full), last)
+    return best.masked_fill(full if settings.least < 1 else torch.ones_like(full), last)
 
 
 def _shared(mass: Tensor, cost: Tensor, keep: float, full: Tensor) -> Tensor:

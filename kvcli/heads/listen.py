@@ -23,6 +23,8 @@ Rows = Callable[[int], Sequence[int]]  # tokens of the prompt -> positions to he
 class Listen(Plain):
     """Hands each layer's stored slots, with the queries at the probed positions, to `hear`; evicts nothing."""
 
+    lasting = wants_kinds = True
+
     def __init__(self, rows: Rows, hear: Hear, *, recent: int = 0) -> None:
         self._rows, self._hear, self.recent = rows, hear, recent
 

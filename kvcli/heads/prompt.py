@@ -98,10 +98,15 @@ def _first(found: Reading, s: Slots, at: Moment) -> None:
     few = _thinned(at, s.n_slots)
     for head in range(s.k.shape[0]):
         found.gazes[at.layer, head] = gaze(s, few, head, settings.sinks, max(1, settings.guard))
-    judged = recover(at.q, at.q_pos, s, at.kinds, settings, at.scale, at.softcap, at.window, n_prompt=at.n_prompt)
+    judged = _judged(s, at, settings)
     found.frequent[at.layer] = _binned(s.pos, judged.frequent, found.width, len(found.ids))
     found.layers[at.layer] = Judged.of(judged, settings.gqa)
     found.kinds, found.rows = at.kinds, at.q_pos.shape[0]
+
+
+def _judged(s: Slots, at: Moment, settings: FastGen) -> Recovery:
+    own = settings, at.scale, at.softcap, at.window
+    return recover(at.q, at.q_pos, s, at.kinds, *own, sink=at.sink, n_prompt=at.n_prompt)
 
 
 def _thinned(at: Moment, n: int) -> Moment:
@@ -118,7 +123,7 @@ def _later(found: Reading, s: Slots, at: Moment) -> None:
         return
     at = replace(at, q=at.q[:, new], q_pos=at.q_pos[new])
     settings = found.settings
-    judged = recover(at.q, at.q_pos, s, at.kinds, settings, at.scale, at.softcap, at.window, n_prompt=at.n_prompt)
+    judged = _judged(s, at, settings)
     written = int(s.pos.max()) + 1 - at.n_prompt
     if not found.later or found.later[-1][0] != written:
         found.later.append((written, {}))

@@ -135,7 +135,7 @@ def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor, forced: Tens
 
     return HeadsPolicy(
         criterion=settings.measure,
-        recovery=None if by_budget else settings.recovery,
+        recovery=None if by_budget else settings.least,
         keep=settings.keep if by_budget else None,
         candidates=list(settings.candidates),
         chosen=chosen.masked_fill(~seen.unsqueeze(1), -1).tolist(),

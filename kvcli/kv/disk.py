@@ -74,12 +74,12 @@ class Disk:
         self._layers: list[list[_Extent]] = [[] for _ in range(n_layers)]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Disk:
-        """A file of its own with the same slots."""
+        """A file of its own with the same slots in the same places, forgotten ones too."""
         n_layers = len(self._layers)
         new = Disk(n_layers, self._heads, self._dim, self.dtype, self._most, self._writes, self._folder)
         for layer, extents in enumerate(self._layers):
             for extent in extents:
-                new.take(layer, extent.slots)
+                new._store(layer, extent.slots)
         return new
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
@@ -96,7 +96,10 @@ class Disk:
 
     def take(self, layer: int, slots: Slots) -> None:
         """Write these slots to the file. All of them are stored, or none and Shortage is raised."""
-        s = compact(slots, slots.pos >= 0) if bool((slots.pos < 0).any()) else slots
+        self._store(layer, compact(slots, slots.pos >= 0) if bool((slots.pos < 0).any()) else slots)
+
+    def _store(self, layer: int, s: Slots) -> None:
+        """As they are."""
         n, held = s.n_slots, self._layers[layer]
         if self.written + n * self._per_slot > self._writes:
             raise Shortage("memory.disk_writes is used up", detail={"written": self.written, "most": self._writes})

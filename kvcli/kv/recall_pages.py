@@ -41,13 +41,14 @@ class Pages:
 
     def clear(self) -> None:
         """Nothing is known any more."""
+        none, heads = torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        self.always = self.open = none.bool()  # [K, P] read by every row; to choose from
         self.kept: Numbers = ()  # of the index, [K, P, ..] each
         self.shared: Numbers = ()  # of the index, for the layer
-        self.first = torch.empty(0, 0, dtype=torch.int32)  # [K, P] lowest position in a page; -1 = no such page
-        self.last = self.first  # [K, P] highest position
-        self.whole = torch.empty(0, dtype=torch.int64)  # [K] pages of each head
-        self.ends = self.whole  # [K] slots of each head at the boundary
-        self.always = self.open = self.first.bool()  # [K, P] read by every row; to choose from
+        self.first = none  # [K, P] lowest position in a page; -1 = no such page
+        self.last = none  # [K, P] highest position
+        self.whole = heads  # [K] pages of each head
+        self.ends = heads  # [K] slots of each head at the boundary
         self.most = 0  # pages that a row may choose
         self.reads_all = True  # the budget covers everything: no need to choose
         self._learned = 0  # slots a head that `shared` comes from
@@ -80,8 +81,8 @@ class Pages:
         if self.reads_all:  # short texts need no index; should this one have had one, it stays
             return
         if not self.whole.numel():
-            self.whole = torch.zeros_like(self.ends)
-            self.first = self.last = pos.new_empty(n_kv, 0)
+            whole, none = torch.zeros_like(self.ends), pos.new_empty(n_kv, 0)
+            self.whole, self.first, self.last = whole, none, none  # together: memory may have run out between them
         if self.shared and self._learned < ENOUGH and longest >= 2 * self._learned:
             self._cut(torch.zeros_like(self.whole))
         self._extend(layer, source)
@@ -106,10 +107,10 @@ class Pages:
         """Keep so many pages of each head."""
         most = int(whole.max())
         gone = torch.arange(most, device=whole.device) >= whole.unsqueeze(1)
-        self.first, self.last = (t[:, :most].masked_fill(gone, -1) for t in (self.first, self.last))
-        self.always, self.open = (t[:, :most].clone() for t in (self.always, self.open))  # until the next boundary
-        self.kept = tuple(t[:, :most].clone() for t in self.kept)
-        self.whole = whole
+        first, last = (t[:, :most].masked_fill(gone, -1) for t in (self.first, self.last))
+        always, open_ = (t[:, :most].clone() for t in (self.always, self.open))  # until the next boundary
+        kept = tuple(t[:, :most].clone() for t in self.kept)
+        self.first, self.last, self.always, self.open, self.kept, self.whole = first, last, always, open_, kept, whole
         if not most:
             self.kept, self.shared, self._learned = (), (), 0
 
@@ -137,9 +138,10 @@ class Pages:
         old = self.kept or tuple(t[:, :0] for t in new)
         heads, at = (fresh >= 0).nonzero(as_tuple=True)
         to = fresh[heads, at]
-        self.kept = tuple(_put(a, b[heads, at], heads, to, 0) for a, b in zip(old, new, strict=True))
-        self.first = _put(self.first, first[heads, at], heads, to, -1)
-        self.last = _put(self.last, last[heads, at], heads, to, -1)
+        kept = tuple(_put(a, b[heads, at], heads, to, 0) for a, b in zip(old, new, strict=True))
+        first = _put(self.first, first[heads, at], heads, to, -1)
+        last = _put(self.last, last[heads, at], heads, to, -1)
+        self.kept, self.first, self.last = kept, first, last
 
 
 def padded(mask: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -45,11 +45,16 @@ class Moment:
     n_prompt: int  # tokens stored when the last prompt had been read; while one is being read, so far
     q: Tensor  # [H, w, D] the queries that the policy asked for, after rotary embedding; w may be 0
     q_pos: Tensor  # [w] their positions, rising; a query sees slots up to its own position
-    kinds: Tensor  # [T] int8, token kinds by position
+    kinds: Tensor  # [T] int8, token kinds by position; [0] where neither the policy nor its guard asks for them
     protected: Tensor  # [K, S] bool: slots that stay whatever the policy says
     scale: float  # of scores, before the softmax
     softcap: float = 0.0  # > 0: scores are bent by softcap * tanh(score / softcap)
     window: int | None = None  # tokens that this layer sees at all; None = all
+    sink: Tensor | None = None  # [H] learned logits that take attention and give nothing (gpt-oss)
+
+
+# slots to keep -> what that costs: nats by which the newest tokens of the prompt are predicted worse, on average
+Loss = Callable[[Callable[["Slots", Moment], "Tensor"]], float]
 
 
 class Policy(Protocol):
@@ -60,12 +65,24 @@ class Policy(Protocol):
         """How many of the latest accepted queries it wants to see; 0 = none."""
 
     @property
+    def lasting(self) -> bool:
+        """Does it need the queries at probed positions also while the answer is written?"""
+
+    @property
     def guard(self) -> Guard:
         """What stays whatever it says."""
 
     @property
+    def wants_kinds(self) -> bool:
+        """Does it tell kinds of tokens apart, beside its guard?"""
+
+    @property
     def looks(self) -> bool:
         """Must it see all layers before it judges one?"""
+
+    @property
+    def replays(self) -> int:
+        """How many of the newest tokens of a prompt to predict again before it chooses; 0 = none."""
 
     def probes(self, n: int) -> Sequence[int]:
         """Positions of a prompt of n tokens whose queries it wants to see once that is read."""
@@ -88,6 +105,9 @@ class Policy(Protocol):
     def look(self, s: Slots, at: Moment) -> None:
         """A first sight of each layer in turn, before `keep` is asked of any; only if `looks`."""
 
+    def settle_on(self, loss: Loss) -> None:
+        """When a prompt has been read, and all layers looked at: try out choices; each `loss` runs a short pass."""
+
     def keep(self, s: Slots, at: Moment) -> Tensor:
         """Slots to keep -> bool [K, S]; heads may keep different numbers."""
 
@@ -96,8 +116,11 @@ class Plain:
     """A policy that hears no queries, remembers nothing and judges each layer by itself: what most start from."""
 
     recent = 0
+    lasting = False
     guard = Guard()
+    wants_kinds = False
     looks = False
+    replays = 0
 
     def probes(self, n: int) -> Sequence[int]:
         return ()
@@ -115,6 +138,9 @@ class Plain:
         return
 
     def look(self, s: Slots, at: Moment) -> None:
+        return
+
+    def settle_on(self, loss: Loss) -> None:
         return
 
 

@@ -3,8 +3,8 @@
 When a prompt has been read, a few of its rows say how much attention every head would lose under each of a handful of
 policies (recovery.py), and the head gets the cheapest that loses little enough; or, with `keep`, all heads share one
 budget (knapsack.py). `paper = true` measures as published: on all rows, their plain mean, without a guard window.
-Heads that `headmap` names keep everything. Sliding layers are left whole. Calibrating T by comparing answers is not
-done: a policy runs no passes.
+Heads that `headmap` names keep everything. Sliding layers are left whole. With `recovery = "auto"` T is found: the
+newest tokens of the prompt are predicted again by what heads would keep, and T is the lowest that predicts them well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class FastGen:
     """Keep in each head what it looks at: special tokens, punctuation, newest, most looked at, or all (FastGen)."""
 
     criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst tenth, 5th percentile
-    recovery: Annotated[float, Range(0, 1)] = 0.8  # attention that a head must keep; means other things by criterion
+    recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = 0.8  # attention a head must keep; auto = by kl_max
+    kl_max: Annotated[float, Range(above=0)] = 0.005  # of auto: nats a token that predictions may lose
+    replay: Annotated[int, Range(1)] = 64  # of auto: newest tokens of a prompt that are predicted again
     keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads, instead; 0 = by recovery
     policies: tuple[Candidate, ...] = CANDIDATES  # what heads choose from, special tokens included; everything is last
     local_ratio: Annotated[float, Range(0, 1)] = 0.3  # newest tokens of a local head, as a share of the prompt
@@ -49,7 +51,7 @@ class FastGen:
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
     protect: bool = True  # keep the system prompt and tool text in every head
     punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share of the prompt only ends of sentences and lines
-    probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 32 on a CPU
+    probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 16 on a CPU
     crossfit: bool = True  # choose frequent tokens on other rows than they are measured on
     gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
     headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep everything; empty = none
@@ -66,6 +68,8 @@ class FastGen:
             given = getattr(self, key)
             if self.paper and given not in (own, FastGen.__dataclass_fields__[key].default):
                 raise ValueError(f"paper = true has its own {key} and leaves no room for {given}")
+        if self.keep and self.recovery == "auto":
+            raise ValueError(f'keep = {self.keep} is a budget and leaves nothing for recovery = "auto" to find')
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -86,6 +90,11 @@ class FastGen:
     def measure(self) -> Literal["mean", "cvar10", "p05"]:
         """The criterion in force."""
         return "mean" if self.paper else self.criterion
+
+    @property
+    def least(self) -> float:
+        """Attention that a head must keep, until a text has said what is enough: where that is to be found, all."""
+        return 1.0 if self.recovery == "auto" else self.recovery
 
     @property
     def rows(self) -> int:

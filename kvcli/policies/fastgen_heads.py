@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from kvcli.errors import BadInput
 from kvcli.kinds import SYSTEM, TOOLS
 from kvcli.kv.slots import Slots
-from kvcli.policies.base import Guard, Moment, Plain
+from kvcli.policies.base import Guard, Loss, Moment, Plain
+from kvcli.policies.fastgen_layer import Layer
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.knapsack import solve
 from kvcli.policies.recovery import Recovery, Sets, classes, recover, top
@@ -21,37 +22,24 @@ if TYPE_CHECKING:
     from kvcli.model import LM
     from kvcli.policies.fastgen import FastGen
 
-ROWS_ON_CPU = 32  # spread over the second half of a prompt: more of them would be felt beside reading it
+ROWS_ON_CPU = 16  # spread over the second half of a prompt, and as many newest: more would be felt beside reading it
+TRIALS = 6  # of T; each is a short pass
 LEAST = 16  # rows below which a later prompt is not measured: heads stay with what they chose
-
-
-@dataclass(slots=True)
-class Layer:
-    """One layer of the text."""
-
-    sets: Sets
-    value: Tensor  # [C, K] what each candidate is worth to a head
-    cost: Tensor  # [C, K] tokens
-    measured: int  # tokens of the text when that was so
-    chosen: list[int] = field(default_factory=list)  # [K] candidates
-    frequent: Tensor | None = None  # [K, S] frequent slots of this very boundary
-    scores: Scores | None = None  # of frequent tokens, while answering
-
-    def having(self, word: str, like: Tensor) -> Tensor:
-        """[K, 1] bool: which heads chose a candidate with this word."""
-        words = self.sets.having(word)
-        return torch.tensor([words[c] for c in self.chosen], device=like.device).unsqueeze(1)
 
 
 class Heads(Plain):
     """The policy. It keeps everything while a prompt is read, then lets each head choose."""
+
+    wants_kinds = True
 
     def __init__(self, settings: FastGen, full: Sequence[Sequence[bool]] = ()) -> None:
         """`full` [L][K]: heads that keep everything, whatever they look at."""
         self.settings = settings
         kinds = frozenset({SYSTEM, TOOLS}) if settings.protect and not settings.paper else frozenset()
         self.guard = Guard(settings.sinks, settings.guarded, kinds)
-        self.looks = settings.keep > 0
+        self.looks = settings.keep > 0 or settings.recovery == "auto"
+        self.replays = settings.replay if settings.recovery == "auto" else 0
+        self.recovery = settings.least  # T in force
         self._full = full
         self._layers: dict[int, Layer] = {}
         self._unshared = False  # measured, and no budget shared out since
@@ -83,20 +71,55 @@ class Heads(Plain):
     def start(self) -> None:
         """Another text."""
         self._layers, self._unshared = {}, False
+        self.recovery = self.settings.least
 
     def chosen(self) -> dict[int, list[str]]:
         """By layer, the candidate of each KV head; sliding layers and texts not yet read have none."""
         names = self.settings.candidates
         return {i: [names[c] for c in layer.chosen] for i, layer in self._layers.items()}
 
+    def kept_at(self, recovery: float) -> float:
+        """Share of the stored tokens that heads would keep by this recovery, as last measured; 1 if never."""
+        some = [(layer, self._cheapest(layer, i, recovery)) for i, layer in self._layers.items()]
+        kept = sum(int(layer.cost[c, j]) for layer, chosen in some for j, c in enumerate(chosen))
+        return kept / sum(int(layer.cost[-1].sum()) for layer, _ in some) if some else 1.0
+
     def look(self, s: Slots, at: Moment) -> None:
-        """With a common budget, heads of all layers are measured before any is judged."""
+        """With a common budget, or a T to be found, heads of all layers are measured before any is judged."""
         if self._is_due(at):
             self._measure(s, at)
             self._unshared = True
         if self._unshared and at.layer == at.n_layers - 1:
-            self._share()
-            self._unshared = False
+            self._choose()
+            self._unshared = self.replays > 0 and at.phase == "read"
+
+    def settle_on(self, loss: Loss) -> None:
+        """The lowest T that loses no more than it may, by halves: what was tried last and was enough, or everything."""
+        if not self._unshared:  # nothing was measured
+            return
+        low, high = 0.0, 1.0
+        for _ in range(TRIALS):
+            self.recovery = (low + high) / 2
+            self._choose()
+            low, high = (low, self.recovery) if loss(self._tried) <= self.settings.kl_max else (self.recovery, high)
+        self.recovery = high
+        self._choose()
+        self._unshared = False
+
+    def _tried(self, s: Slots, at: Moment) -> Tensor:
+        """What `keep` would keep by the choice under trial; remembers nothing of it."""
+        if at.window is not None or at.layer not in self._layers:
+            return s.pos >= 0
+        layer = self._layers[at.layer]
+        mask = layer.loose(s, at)
+        return mask if layer.frequent is None else mask | (layer.frequent & layer.having("frequent", s.pos))
+
+    def _choose(self) -> None:
+        """By the budget, or by T."""
+        if self.settings.keep:
+            return self._share()
+        for i, layer in self._layers.items():
+            layer.chosen = self._cheapest(layer, i, self.recovery)
 
     def keep(self, s: Slots, at: Moment) -> Tensor:
         """What each head's choice keeps; a sliding layer everything."""
@@ -104,7 +127,7 @@ class Heads(Plain):
             return s.pos >= 0
         if not self.looks and self._is_due(at):
             layer = self._measure(s, at)
-            layer.chosen = self._cheapest(layer, at.layer)
+            layer.chosen = self._cheapest(layer, at.layer, self.recovery)
         if at.layer not in self._layers:  # no prompt was ever read
             return s.pos >= 0
         return self._mask(self._layers[at.layer], s, at)
@@ -130,7 +153,16 @@ class Heads(Plain):
         settings, rows = self.settings, self._rows(at)
         q, q_pos = at.q[:, rows], at.q_pos[rows]
         found = recover(
-            q, q_pos, s, at.kinds, settings, at.scale, at.softcap, protected=at.protected, n_prompt=at.n_prompt
+            q,
+            q_pos,
+            s,
+            at.kinds,
+            settings,
+            at.scale,
+            at.softcap,
+            sink=at.sink,
+            protected=at.protected,
+            n_prompt=at.n_prompt,
         )
         sets = Sets.of(settings, at.kinds, at.n_prompt)
         self._layers[at.layer] = Layer(
@@ -152,12 +184,12 @@ class Heads(Plain):
         far, upto = found.far * weight, at.kinds.shape[0]
         return Scores(far, q_pos, upto, sets, settings.score_decay, is_rate=rate)
 
-    def _cheapest(self, layer: Layer, i: int) -> list[int]:
+    def _cheapest(self, layer: Layer, i: int, recovery: float) -> list[int]:
         """The cheapest candidate of each head that recovers enough; everything always does."""
         last, n_kv = layer.value.shape[0] - 1, layer.value.shape[1]
-        if self.settings.recovery >= 1:  # a token without attention on the measured rows may get some later
+        if recovery >= 1:  # a token without attention on the measured rows may get some later
             return [last] * n_kv
-        enough = layer.value >= self.settings.recovery
+        enough = layer.value >= recovery
         enough[last] = True
         best = layer.cost.double().masked_fill(~enough, torch.inf).argmin(0).tolist()
         return [last if self._is_full(i, j) else c for j, c in enumerate(best)]
@@ -182,17 +214,13 @@ class Heads(Plain):
 
     def _mask(self, layer: Layer, s: Slots, at: Moment) -> Tensor:
         """[K, S] bool, and the scores brought up to date."""
-        always, punct = classes(s, at.kinds, layer.sets)
-        always |= at.protected
-        stored, age = s.pos >= 0, at.kinds.shape[0] - 1 - s.pos
-        reach = torch.where(layer.having("local", age), layer.sets.local, layer.sets.guard)
-        mask = always | (punct & layer.having("punct", age)) | (age < reach) | layer.having("full", age)
-        frequent = layer.having("frequent", age)
+        mask, frequent = layer.loose(s, at), layer.having("frequent", s.pos)
         if not bool(frequent.any()):
             layer.scores = layer.frequent = None
-        else:
-            mask |= frequent & self._frequent(layer, s, at, allowed=stored & ~always & ~punct, wanted=frequent[:, 0])
-        return mask & stored
+            return mask
+        always, punct = classes(s, at.kinds, layer.sets)
+        allowed = (s.pos >= 0) & ~always & ~at.protected & ~punct
+        return mask | (frequent & self._frequent(layer, s, at, allowed, wanted=frequent[:, 0]))
 
     def _frequent(self, layer: Layer, s: Slots, at: Moment, allowed: Tensor, wanted: Tensor) -> Tensor:
         """[K, S] bool: the most looked at among those allowed, of heads that are wanted."""

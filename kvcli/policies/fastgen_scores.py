@@ -51,7 +51,7 @@ class Scores:
             looked = torch.zeros_like(score[j : j + 1])
             for some in look.blocks(self._most):
                 p = look.attention(some, self._guard)[0]  # [r, G, E]
-                looked[0, : p.shape[-1]] += torch.einsum("r,rgs->s", late[some], p.to(late.dtype)) / group
+                looked[0, : p.shape[-1]] += torch.einsum("r,rgs->s", late[some.rows], p.to(late.dtype)) / group
             score[j] = self._of(j, s.pos[j]) * shrink + look.unsorted(looked)[0]
         self._rows = torch.cat((self._rows, pos))
         self._weight = torch.cat((self._weight * shrink, late))

@@ -47,6 +47,7 @@ class Phases(Plain):
         kinds = frozenset({SYSTEM, TOOLS}) if settings.protect else frozenset()
         self.guard = Guard(settings.sinks, settings.guard, kinds)
         self.recent = scorer.recent
+        self.lasting = scorer.lasting and settings.keep_new > 0
         self.looks = alloc.looks
         self._settings, self._scorer, self._alloc = settings, scorer, alloc
         self._done: dict[int, int] = {}  # layer -> tokens of the prompts that were compressed

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcli.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TOOLS
 from kvcli.kv.slots import Slots
-from kvcli.policies.recovery_look import NEVER, Look, at_once
+from kvcli.policies.recovery_look import NEVER, Block, Look, times
 
 if TYPE_CHECKING:
     from kvcli.policies.fastgen import FastGen
@@ -105,8 +105,8 @@ def recover(
     n_kv, m = s.pos.shape[0], q.shape[1]
     rows = q.reshape(n_kv, -1, m, q.shape[2]).transpose(1, 2)  # [K, m, G, D]
     sinks = None if sink is None else sink.reshape(n_kv, -1)
-    each = 4 * q.shape[0] // n_kv * m * s.n_slots  # bytes of one head's attention
-    step = max(1, min(n_kv, at_once(q, sets.most) // max(1, each)))
+    each = s.k.element_size() * q.shape[0] // n_kv * m * s.n_slots  # bytes of one head's attention
+    step = max(1, min(n_kv, sets.most // max(1, each)))
     parts = []
     for a in range(0, n_kv, step):
         at = slice(a, a + step)
@@ -145,16 +145,19 @@ def top(score: Tensor, allowed: Tensor, n: int) -> Tensor:
 def _heads(look: Look, always: Tensor, punct: Tensor, sets: Sets) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mass [C, B, G, m], cost [C, B], frequent [B, S], far [B, S]: first what far rows look at, then what is lost."""
     b, m, g, _ = look.q.shape
+    wide = torch.promote_types(look.q.dtype, torch.float32)
     blocks = look.blocks(sets.most)
     # two passes: the second takes its attention from the first, if that may be held
-    held: list[Tensor] | None = [] if 4 * b * m * g * look.k.shape[1] <= sets.most else None
-    columns = look.q.new_zeros(b, 2, look.k.shape[1])
-    for rows in blocks:
-        p = look.attention(rows, sets.guard)
-        odd = torch.arange(rows.start, rows.stop, device=p.device).repeat_interleave(g) % 2
-        columns[..., : p.shape[-1]] += torch.stack((1 - odd, odd)).to(p.dtype) / g @ p.flatten(1, 2)  # [B, 2, E]
+    held: list[Tensor] | None = [] if b * m * look.each <= sets.most else None
+    columns = look.q.new_zeros(b, 2, look.k.shape[1], dtype=wide)
+    for at in blocks:
+        p = look.attention(at, sets.guard)
+        odd = torch.arange(at.rows.start, at.rows.stop, device=p.device).repeat_interleave(g) % 2
+        both = torch.stack((1 - odd, odd)).to(p.dtype)
+        columns[at.heads, :, : p.shape[-1]] += both @ (p[0].flatten(0, 1) if p.shape[0] == 1 else p.flatten(1, 2))
         if held is not None:
             held.append(p)
+    columns /= g
     stored = (look.pos < NEVER).expand_as(always)
     allowed = stored & ~always & ~punct
     far = columns.sum(1)
@@ -163,13 +166,16 @@ def _heads(look: Look, always: Tensor, punct: Tensor, sets: Sets) -> tuple[Tenso
     apart = sets.crossfit and m > 1
     chosen = [top(columns[:, 1 - i], allowed, sets.frequent) for i in range(2)] if apart else [frequent]
     lost = torch.stack([_lost(stored & ~always, punct, each, sets) for each in chosen], 1)  # [B, 1 or 2, C, S]
-    gone = torch.cat([_gone(look, rows, held[i] if held else None, lost, sets) for i, rows in enumerate(blocks)], 3)
+    lost = lost.to(look.k.dtype)
+    gone = look.q.new_zeros(b, m, g, len(sets.candidates), dtype=wide)
+    for i, at in enumerate(blocks):
+        gone[at.heads, at.rows] = _gone(look, at, held[i] if held else None, lost[at.heads], sets)
     newest = look.pos.masked_fill(look.pos == NEVER, -1).amax(1, keepdim=True) if look.pos.shape[1] else look.pos
     local = torch.tensor(sets.having("local"), device=always.device).view(1, -1, 1)
     age = (newest - look.pos).unsqueeze(1)  # [B, 1, S]
     near = (age < sets.guard) | (local & (age < sets.local))
     cost = (stored.unsqueeze(1) & (near | ~_lost(stored & ~always, punct, frequent, sets))).sum(-1)  # [B, C]
-    return 1 - gone, cost.T, look.unsorted(frequent), look.unsorted(far)
+    return 1 - gone.permute(3, 0, 2, 1), cost.T, look.unsorted(frequent), look.unsorted(far)
 
 
 def _lost(loose: Tensor, punct: Tensor, frequent: Tensor, sets: Sets) -> Tensor:
@@ -185,20 +191,20 @@ def _lost(loose: Tensor, punct: Tensor, frequent: Tensor, sets: Sets) -> Tensor:
     return lost
 
 
-def _gone(look: Look, rows: slice, p: Tensor | None, lost: Tensor, sets: Sets) -> Tensor:
-    """[C, B, G, r]: what each row would lose, near tokens being safe."""
+def _gone(look: Look, at: Block, p: Tensor | None, lost: Tensor, sets: Sets) -> Tensor:
+    """[b, r, G, C]: what each row would lose, near tokens being safe."""
     if p is None:
-        p = look.attention(rows, sets.guard)
+        p = look.attention(at, sets.guard)
     b, r, g, _ = p.shape
     out = p.new_zeros(b, r, g, len(sets.candidates))
-    odd = (torch.arange(rows.start, rows.stop, device=p.device) % 2).view(1, -1, 1, 1) == 1
+    odd = (torch.arange(at.rows.start, at.rows.stop, device=p.device) % 2).view(1, -1, 1, 1) == 1
     for is_local in (False, True):
         which = [i for i, has in enumerate(sets.having("local")) if has == is_local]
         if not which:
             continue
         if is_local:
-            p = look.beyond(p, rows, sets.local)
-        sums = p.flatten(1, 2) @ lost[:, :, which, : p.shape[-1]].flatten(1, 2).to(p.dtype).transpose(1, 2)
+            p = look.beyond(p, at, sets.local)
+        sums = times(p.flatten(1, 2), lost[:, :, which, : p.shape[-1]].flatten(1, 2))
         sums = sums.view(b, r, g, lost.shape[1], len(which))
         out[..., which] = torch.where(odd, sums[..., -1, :], sums[..., 0, :])
-    return out.permute(3, 0, 2, 1)
+    return out

@@ -31,6 +31,10 @@ class Scorer(Protocol):
     def recent(self) -> int:
         """How many of the latest queries it needs."""
 
+    @property
+    def lasting(self) -> bool:
+        """Does it need those again to score what was generated?"""
+
     def probes(self, n: int) -> Sequence[int]:
         """Positions of a prompt of n tokens whose queries it needs beside them."""
 
@@ -57,6 +61,7 @@ class Quiet:
     """Needs no query, knows no model, remembers nothing."""
 
     recent = 0
+    lasting = False
 
     def probes(self, n: int) -> Sequence[int]:
         return ()
@@ -136,6 +141,7 @@ class Expected(Quiet):
     epsilon: float = 0.0
     sinks: int = 4  # first tokens, whose queries are unlike all others
     recent: int = 64  # where fewer than so many samples are heard, as of a short question, these count too
+    lasting = True
     _rotary: Sequence[Rotary | None] | None = None  # by layer; None in it = positions change nothing there
 
     def probes(self, n: int) -> Sequence[int]:

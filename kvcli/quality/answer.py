@@ -25,6 +25,7 @@ class Hold(Plain):
     """Evicts nothing for a while, and goes on hearing the queries of the policy it stands in for."""
 
     recent: int
+    lasting: bool = False
 
     def keep(self, s: Slots, at: Moment) -> Tensor:
         return s.pos >= 0
@@ -118,7 +119,7 @@ def _dialogue(model: Model, prompts: Prompts, job: Job, is_visible: bool) -> tup
 def _hold(session: Session) -> None:
     """From here on nothing is evicted, so that the question stays whole whatever the policy."""
     if session.policy is not None:
-        session.policy = Hold(session.policy.recent)
+        session.policy = Hold(session.policy.recent, session.policy.lasting)
 
 
 def _answer(model: Model, session: Session, task: Task, question: Question) -> Answer:

@@ -91,7 +91,7 @@ class TurnDocument(Json):
     memory: Memory
     overflow: dict[str, Any] | None
     events: list[dict[str, Any]] = Field(
-        description="what happened on the way; kind is note, or shortage: memory ran out and a step was taken"
+        description="what to know: kind is note, caution (what the profile may lose), or shortage (a step was taken)"
     )
 
 

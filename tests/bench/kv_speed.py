@@ -5,7 +5,8 @@
 The random bf16 Llama of 152M parameters; each side's store is filled directly with the same random keys and values, as
 many slots as asked for. Per repetition each side decodes `--steps` tokens, boundaries every 64 tokens included, then
 the next side does, the first one another time; then passes of 1 row and of `--rows` rows that are not kept. Times over
-those of "dense" of the same repetition: least, median, most. Prints a table, then JSON on the last line.
+those of "dense" of the same repetition: least, median, most. "recall" sides read a part, by the settings of the profile
+`max-context`; on their noise no page is better than another. Prints a table, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.kv.dense import Dense  # noqa: E402
+from kvcli.kv.disk import Disk  # noqa: E402
 from kvcli.kv.ladder import Ladder, Rung  # noqa: E402
 from kvcli.kv.packed import Packed  # noqa: E402
 from kvcli.kv.slots import Slots, nbytes  # noqa: E402
+from kvcli.profile import load_profile  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
 RESIDUAL, GROUP, SINKS = 128, 64, 4  # slots that stay in full beside what is packed, and slots that are packed at once
@@ -44,13 +47,36 @@ def two(lm: Any) -> Any:
     return Ladder(dense(lm), [Rung(dense(lm))], holds=8192, group=GROUP, sinks=SINKS)
 
 
-def packed(k_bits: int, v_bits: int) -> Callable[[Any], Any]:
+def packed(k_bits: int, v_bits: int, recall: str = "none") -> Callable[[Any], Any]:
     def make(lm: Any) -> Any:
-        shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
-        rung = Rung(Packed(*shape, k_bits=k_bits, v_bits=v_bits, group=GROUP))
-        return Ladder(dense(lm), [rung], holds=RESIDUAL, group=GROUP, sinks=SINKS)
+        tier = Packed(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, k_bits=k_bits, v_bits=v_bits, group=GROUP)
+        return Ladder(dense(lm), [Rung(read(lm, tier, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
     return make
+
+
+def on_disk(recall: str) -> Callable[[Any], Any]:
+    def make(lm: Any) -> Any:
+        disk = Disk(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, 1 << 34, 1 << 36)
+        return Ladder(dense(lm), [Rung(read(lm, disk, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
+
+    return make
+
+
+def recalled(recall: str) -> Callable[[Any], Any]:
+    def make(lm: Any) -> Any:
+        store = dense(lm)
+        return settings(recall).over(store, store, lm.sights)
+
+    return make
+
+
+def settings(recall: str) -> Any:
+    return load_profile("max-context").replace(recall={"method": recall}).recall.settings
+
+
+def read(lm: Any, tier: Any, recall: str) -> Any:
+    return settings(recall).below(tier, lm.sights)
 
 
 SIDES: dict[str, Callable[[Any], Any]] = {
@@ -60,7 +86,15 @@ SIDES: dict[str, Callable[[Any], Any]] = {
     "two": two,
     "k4v4": packed(4, 4),
     "k4v2": packed(4, 2),
+    "minmax": recalled("minmax"),
+    "k8v8 minmax": packed(8, 8, "minmax"),
+    "k4v4 minmax": packed(4, 4, "minmax"),
+    "k4v4 sketch": packed(4, 4, "sketch"),
+    "disk": on_disk("none"),
+    "disk minmax": on_disk("minmax"),
+    "disk sketch": on_disk("sketch"),
 }
+USUAL = ("dense", "k8v8", "keep25", "two", "k4v4", "k4v2")
 
 
 def session(lm: Any, side: str, n: int) -> Any:
@@ -138,7 +172,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=EVERY + 2)
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--only", default=",".join(SIDES), help="the first one is what the others are held against")
+    parser.add_argument("--only", default=",".join(USUAL), help="the first one is what the others are held against")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about = machine()
@@ -146,10 +180,12 @@ def main() -> None:
     print(f"{about['threads']} threads, load {about['load_average']}, {args.slots:,} slots")
     rows = measure(lm, args.only.split(","), args.slots, args.steps, args.reps, args.rows)
     many = f"rows{args.rows}"
-    print(f"side      MiB     ms a token   over {rows[0]['side']} (least median most)   {args.rows} rows (the same)")
+    print(
+        f"side            MiB     ms a token   over {rows[0]['side']} (least median most)   {args.rows} rows (the same)"
+    )
     for row in rows:
         ratio, eight = ("  ".join(f"{x:.2f}" for x in row[f"{k}_speedup"]) for k in ("step", many))
-        print(f"{row['side']:8} {row['mib']:6.1f}   {row['step_ms'][1]:7.2f}      {ratio}                 {eight}")
+        print(f"{row['side']:14} {row['mib']:6.1f}   {row['step_ms'][1]:7.2f}      {ratio}                 {eight}")
     result = {"schema": "kvcli.bench.kv_speed/1", "environment": about, "slots": args.slots, "rows": rows}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,13 +1,15 @@
 """What n-gram drafting would gain on given texts at given costs of rows, had a model written them; last line JSON.
 
-python tests/bench/ngram_replay.py [FILE ...]     by default six modules of the standard library
+python tests/bench/ngram_replay.py [--out RESULT] [FILE ...]     by default six modules of the standard library
 
 The first half of each file is the prompt. Pass times are pretended, so the figures are the same on any machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import platform
 import re
 import sys
 from collections.abc import Callable
@@ -34,8 +36,12 @@ LONGEST = 5000  # tokens of a file
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="*")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
     library = Path(re.__file__).parents[1]
-    texts = [tokens(path) for path in [Path(f) for f in sys.argv[1:]] or [library / f for f in FILES]]
+    texts = [tokens(path) for path in args.files or [library / f for f in FILES]]
     table = []
     print(f"{'rows cost':22} {'settings':18} gain   tokens/pass   drafted share   guesses/pass")
     for cost_name, cost in COSTS.items():
@@ -44,7 +50,7 @@ def main() -> None:
             steps = [step for run in runs for step in run.steps]
             new = sum(len(s.new) for s in steps)
             row = {
-                "cost": cost_name,
+                "a further row": cost_name,
                 "settings": name,
                 "gain": new * PLAIN / sum(run.true_seconds for run in runs),
                 "tokens_per_pass": new / len(steps),
@@ -56,7 +62,11 @@ def main() -> None:
                 f"{cost_name:22} {name:18} {row['gain']:.2f} {row['tokens_per_pass']:10.2f}"
                 f" {row['drafted_share']:15.2f} {row['guesses_per_pass']:14.1f}"
             )
-    print(json.dumps({"benchmark": "ngram_replay", "tokens": sum(map(len, texts)), "rows": table}))
+    environment = {"python": platform.python_version()}
+    result = {"schema": "kvcli.bench.ngram_replay/1", "environment": environment, "rows": table}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 def tokens(path: Path) -> list[int]:

@@ -129,7 +129,7 @@ def test_each_pass_is_counted_once():
         ("max_match", 300, "1 to 256"),
         ("branches", True, "1 to 16"),
         ("adaptive", 1, "true or false"),
-        ("kill_below", 1.5, "0 .* to 1"),
+        ("kill_below", 1.5, "0 to 1"),
         ("kill_below", "fast", "0 to 1"),
         ("probe_every", 1, "8 to 4096"),
     ],
@@ -140,7 +140,7 @@ def test_a_setting_out_of_range_is_refused_by_name(key: str, value: object, allo
 
 
 def test_a_match_cannot_have_to_be_longer_than_it_may_be():
-    with pytest.raises(ValueError, match="max_match = 8 must be a whole number from 9"):
+    with pytest.raises(ValueError, match="max_match = 8 is less than min_match = 9"):
         Ngram(min_match=9, max_match=8)
 
 

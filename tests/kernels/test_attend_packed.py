@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 from torch import Tensor
 
 from kvcli.kernels import dispatch
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.attend_packed import PackedHead, attend_packed, cpu
+from kvcli.kernels.attend_packed import PackedHead, attend_packed, cpu, probe
 from kvcli.kernels.pack import pack_keys, pack_values, spread, unpack_keys, unpack_values
 
 torch.set_num_threads(1)
@@ -111,7 +109,7 @@ def test_scores_of_eight_bits_are_far_finer_than_sixteen_bit_floats() -> None:
     q, (one,) = inputs((4, 1, 64, (131,)), (8, 8), torch.bfloat16)
     rows = q.view(4, 64).float()
     want = rows.double() @ unpack_keys(one.keys, rows.double()).T
-    off = (cpu._scores_in_bytes(*cpu._digits(rows), one.keys).double() - want).abs().max() / want.abs().max()
+    off = (cpu.scores_in_bytes(*cpu.in_digits(rows), one.keys).double() - want).abs().max() / want.abs().max()
     assert off < 2**-13
 
 
@@ -158,21 +156,19 @@ def test_the_choice_is_explained() -> None:
 
 @pytest.mark.parametrize("broken", ["missing", "wrong", "raises"])
 def test_a_product_that_is_missing_or_wrong_is_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("kvcli.kernels.attend_packed.cpu")
-
     def product(*_: object) -> Tensor:
         if broken == "raises":
             raise RuntimeError("not compiled in\nat line 1")
         return torch.zeros(4, 64)
 
     if broken == "missing":
-        monkeypatch.setattr(module, "_has_product", lambda: False)
+        monkeypatch.setattr(probe, "_has_product", lambda: False)
     else:
-        monkeypatch.setattr(module, "_weigh_in_bytes", product)
-    why = cpu.why_not.__wrapped__()
+        monkeypatch.setattr(probe, "weigh_in_bytes", product)
+    why = probe.why_not.__wrapped__()
     assert why, "an empty reason is a yes"
     assert "\n" not in why
 
 
 def test_the_product_works_here() -> None:
-    assert cpu.why_not() == "", "8-bit slots are read slowly on this machine"
+    assert probe.why_not() == "", "8-bit slots are read slowly on this machine"

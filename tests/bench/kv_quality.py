@@ -1,0 +1,253 @@
+"""What policies and bits cost in answers: facts asked for once the text was compressed, at equal memory.
+
+    python tests/bench/kv_quality.py [--texts 200] [--length 2048] [--shares 0.5,0.25] [--allocs] [--out FILE]
+
+Four numbers are hidden in each held-out text, one in each quarter of it, and all are asked for when the text has been
+read and compressed: nothing saw the questions before. An answer is right if greedy decoding writes the number token for
+token. FastGen compresses first, to each of `shares`; what it kept of that very text is what all others then get, the
+published FastGen by the T at which its heads keep at least as much. "map" is FastGen with the head map that
+`kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts:
+the four questions about one text are not independent. `--allocs` compares who shares the budget instead.
+
+Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
+machine or its load. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvcli import load  # noqa: E402
+from kvcli.forward import Pass, run  # noqa: E402
+from kvcli.heads.ask import Ask  # noqa: E402
+from kvcli.heads.run import probe  # noqa: E402
+from kvcli.heads.sample import Sample, samples  # noqa: E402
+from kvcli.kv.slots import nbytes  # noqa: E402
+from kvcli.policies.fastgen import FastGen  # noqa: E402
+from kvcli.quality.answer import kept  # noqa: E402
+from kvcli.quality.fingerprint import fingerprint  # noqa: E402
+from kvcli.quality.statistics import bootstrap  # noqa: E402
+from kvcli.rows import Rows  # noqa: E402
+from tests.bench.decode import machine  # noqa: E402
+
+HELD_OUT = 5_000  # seed of the texts
+MAPPED = 1024  # tokens of the texts that the head map is made from
+BITS = {"int8": (8, 8), "4 + 4 bits": (4, 4), "4 + 2 bits": (4, 2)}
+RIVALS = ("fastgen + map", "fastgen-paper", "snap", "expected", "kvzip", "streaming", "random")
+ALLOCS = ("ada", "global", "uniform", "pyramid")
+SHARED = ("snap", "expected", "keydiff")  # methods whose allocations are compared
+FINE = 2**-10  # of T
+SINKS, NEWEST = 4, 64  # that lots leave alone
+
+Outcome = dict[str, Any]  # right [4], kept, bytes, and t where T was found
+Sides = Iterator[tuple[str, Outcome]]
+Answer = Callable[[dict[str, Any]], tuple[Outcome, Any]]  # changes of the profile -> what came of it, and the session
+
+
+class Known:
+    """Outcomes so far, a line each on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._found = path, dict[str, Outcome]()
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                key, outcome = json.loads(line)
+            except ValueError:  # cut off while it was written
+                continue
+            self._found[key] = outcome
+
+    def of(self, key: str, make: Callable[[], Outcome]) -> Outcome:
+        if key not in self._found:
+            self._found[key] = make()
+            with self.path.open("a") as file:
+                file.write(json.dumps([key, self._found[key]]) + "\n")
+        return self._found[key]
+
+
+class Text:
+    """One text, run through the model once for all sides: what is stored of it, and all its queries."""
+
+    def __init__(self, model: Any, sample: Sample) -> None:
+        self.ids, self.n = sample.context, len(sample.context) - 1
+        self.rows = Rows.chain(self.ids[:-1], 0, model.lm.device)
+        self._pass = Pass(self.rows, model.open().kv, hear=list(range(self.n)))
+        run(model.lm, self._pass, self.rows.ids[:0])
+
+    def read_by(self, session: Any) -> None:
+        """What `session.feed` does with a text of one chunk."""
+        assert self.n <= session.chunk
+        session.ids = list(self.ids)
+        session.heard.begin(self.n)
+        own = Pass(self.rows, session.kv, hear=session.heard.of_chunk(0, self.n))
+        own.fresh = self._pass.fresh
+        own.queries = [q[:, own.hear] for q in self._pass.queries] if own.hear is not None else []
+        session.boundary = self.n
+        session._commit(own, list(range(self.n)))
+        session.settle("read")
+
+
+def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
+    """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
+    session = model.with_profile(model.profile.replace(exactness="approx", **changes)).session
+    (text or Text(model, sample)).read_by(session)
+    rows, scored = sample.rows(model.lm.device), sample.scored()
+    logits = run(model.lm, Pass(rows, session.kv), torch.tensor([row for row, _ in scored]))
+    hits = (logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
+    right = []
+    for one in sample.asked:
+        right.append(all(hits[: len(one.value)]))
+        hits = hits[len(one.value) :]
+    return {"right": right, "kept": kept(session), "bytes": sum(nbytes(session.kv).values())}, session
+
+
+def head_map(model: Any, path: Path) -> str:
+    """The file of the model's own head map, made if it is not there."""
+    if not path.exists():
+        found = probe(model, Ask(probes=("ablate",), context=MAPPED, settings=FastGen(), seed=0))
+        path.write_text(json.dumps({"heads": found.heads.tolist()}))
+    return str(path)
+
+
+def rival(name: str, share: float, n: int, lot: int, mapped: str) -> dict[str, Any]:
+    """The policy of a side that is to keep this share of n tokens."""
+    budget = round(share * n)
+    if name == "fastgen + map":
+        return {"name": "fastgen", "keep": share, "headmap": mapped}
+    if name == "streaming":
+        return {"name": "window", "sinks": SINKS, "window": budget - SINKS}
+    if name == "random":
+        return {"name": "random", "budget": budget, "sinks": SINKS, "window": NEWEST, "seed": lot}
+    return {"name": name, "keep": share}
+
+
+def published(answer: Answer, share: float) -> Outcome:
+    """FastGen as published, with the lowest T at which its heads keep this share."""
+    policy = {"name": "fastgen", "paper": True, "every": 1}
+    _, session = answer({"policy": policy})
+    low, high = 0.0, 1.0  # too little; enough
+    while high - low > FINE:
+        middle = (low + high) / 2
+        low, high = (low, middle) if session.policy.kept_at(middle) >= share else (middle, high)
+    outcome, _ = answer({"policy": policy | {"recovery": high}})
+    return outcome | {"t": high}
+
+
+def sides(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+    """All sides of one text of n tokens."""
+    yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    for name, (k, v) in BITS.items():
+        change = {"kv": {"k_bits": k, "v_bits": v}}
+        yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
+    shipped = {"policy": {"name": "fastgen", "paper": True, "recovery": 0.95, "every": 1}}
+    yield "fastgen-paper T 0.95", known.of(f"{i} paper", lambda: answer(shipped)[0])
+    for share in shares:
+        first = {"policy": {"name": "fastgen", "keep": share}}
+        ours = known.of(f"{i} fastgen {share}", lambda first=first: answer(first)[0])
+        yield f"fastgen {share:.0%}", ours
+        for name in RIVALS:
+
+            def make(name: str = name, share: float = ours["kept"]) -> Outcome:
+                if name == "fastgen-paper":
+                    return published(answer, share)
+                return answer({"policy": rival(name, share, n, i, mapped)})[0]
+
+            yield f"{name} {share:.0%}", known.of(f"{i} {name} {share}", make)
+
+
+def shared(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+    """Methods by who shares the budget."""
+    for share in shares:
+        for name in SHARED:
+            for alloc in ALLOCS:
+                policy = {"policy": {"name": name, "keep": share, "alloc": alloc}}
+                side = f"{name} {share:.0%} {alloc}"
+                yield side, known.of(f"{i} {side}", lambda policy=policy: answer(policy)[0])
+
+
+def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[Outcome] | None) -> dict[str, Any]:
+    """One side, beside the full cache and, where it has a share to keep, beside FastGen."""
+    right = [fmean(o["right"]) for o in found]
+    out = {
+        "side": name,
+        "kept": round(fmean(o["kept"] for o in found), 4),
+        "kv_mib": round(fmean(o["bytes"] for o in found) / 2**20, 3),
+        "accuracy": round(fmean(right), 4),
+    }
+    for key, others in (("less than full", full), ("fastgen better by", ours)):
+        out[key] = None
+        if others is not None and others is not found:
+            by = [fmean(o["right"]) - r for o, r in zip(others, right, strict=True)]
+            low, high = bootstrap({"": by}, 0) or (fmean(by), fmean(by))
+            out[key] = [round(x, 4) for x in (low, fmean(by), high)]
+    return out
+
+
+def table(found: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
+    """A row a side."""
+    share = {name: name.rpartition(" ")[2] for name in found}
+    rows = [
+        row(name, outcomes, found.get("full"), found.get(f"fastgen {share[name]}")) for name, outcomes in found.items()
+    ]
+    return [{key: each[key] for key in each if any(other[key] is not None for other in rows)} for each in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a text, answers included")
+    parser.add_argument("--shares", default="0.5,0.25", help="that FastGen keeps")
+    parser.add_argument("--allocs", action="store_true", help="compare who shares the budget")
+    parser.add_argument("--part", default="1/1", help="K/N: each Nth text from the Kth on; parts share one --partial")
+    parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = load("demo", "exact")
+    asked = f"{fingerprint(model)} {args.length} {HELD_OUT}"
+    name = f"kvcli-kv-quality-{sha256(asked.encode()).hexdigest()[:12]}.jsonl"
+    known = Known(args.partial or Path(tempfile.gettempdir(), name))
+    mapped = head_map(model, known.path.with_suffix(".map.json"))
+    found: dict[str, list[Outcome]] = {}
+    shares = [float(share) for share in args.shares.split(",")]
+    part, of = map(int, args.part.split("/"))
+    for i, sample in enumerate(samples(model, args.texts, args.length, HELD_OUT)):
+        if i % of != part - 1:
+            continue
+        text = lru_cache(1)(lambda sample=sample: Text(model, sample))  # not run at all where everything is known
+        answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
+        each = (shared if args.allocs else sides)(answer, len(sample.context) - 1, i, shares, known, mapped)
+        for side, outcome in each:
+            found.setdefault(side, []).append(outcome)
+        print(f"\r{i + 1} of {args.texts} texts", end="", file=sys.stderr, flush=True)
+    rows = table(found)
+    for each in rows:
+        print(json.dumps(each))
+    about, what = machine(), "who shares the budget" if args.allocs else "at equal memory"
+    result = {
+        "title": f"Right answers about {args.texts} held-out texts of {args.length} tokens, {what}",
+        "machine": f"torch {about['torch']}, commit {about['commit']}",
+        "command": f"python tests/bench/kv_quality.py --texts {args.texts}" + " --allocs" * args.allocs,
+        "rows": rows,
+        "note": "In brackets: 95 % intervals, a paired bootstrap over texts. kept: slots; kv mib: what is allocated.",
+        "t": {side: sorted(o["t"] for o in each) for side, each in found.items() if "t" in each[0]},
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

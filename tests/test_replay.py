@@ -1,0 +1,275 @@
+"""Finding T by what predictions lose, and what policies are told of a text: learned sinks, kinds, probed queries."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli.errors import BadConfig
+from kvcli.forward import Pass, run
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Slots, compact
+from kvcli.model import LM
+from kvcli.policies.base import Guard, Loss, Moment, Plain
+from kvcli.policies.fastgen import FastGen
+from kvcli.policies.fastgen_heads import Heads
+from kvcli.policies.recovery import recover
+from kvcli.profile import load_profile
+from kvcli.rows import Rows
+from tests import families
+from tests.policies import KeepAll
+from tests.test_fastgen import SMALL, count, lm, prompt, session
+
+AUTO = dataclasses.replace(SMALL, recovery="auto", replay=12, kl_max=1.0)
+
+
+# --- T by calibration
+
+
+class Trial(Plain):
+    """Keeps what `mask` says of positions [T], once the prompt is read, and notes what that loses."""
+
+    looks, replays = True, 9
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask, self.lost = mask, list[float]()
+
+    def keep(self, s: Slots, at: Moment) -> Tensor:
+        return (self.mask[s.pos.clamp(min=0).long()] | (at.phase == "reading")) & (s.pos >= 0)
+
+    def settle_on(self, loss: Loss) -> None:
+        self.lost += [loss(self.keep), loss(lambda s, at: s.pos >= 0)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_what_is_lost_is_the_kl_of_the_newest_tokens_by_the_past_that_is_left(family: str) -> None:
+    model, ids = lm(family), prompt(60)
+    n, start = len(ids) - 1, len(ids) - 1 - Trial.replays
+    mask = torch.arange(n) % 3 != 1
+    s = session(None, model, policy=(trial := Trial(mask)))
+    s.feed(ids)
+    rows = Rows.chain(ids[start:n], start)
+
+    def predicted(kept: Tensor | None) -> Tensor:
+        full = session(None, model)
+        full.feed([*ids[:start], 0])
+        kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        for layer in range(model.n_layers):
+            held = full.kv.slots(layer)
+            kv.put(layer, compact(held, held.pos >= 0 if kept is None else kept[held.pos.long()]))
+        return run(model, Pass(rows, kv), torch.arange(rows.n_rows)).log_softmax(-1)
+
+    whole, some = predicted(None), predicted(mask)
+    want = float((whole.exp() * (whole - some)).sum(-1).mean())
+    assert want > 0.01
+    assert trial.lost[0] == pytest.approx(want, rel=1e-6)
+    assert trial.lost[1] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool) -> None:
+    own = dataclasses.replace(FastGen(paper=True, every=3, sinks=2) if paper else SMALL, recovery="auto", replay=12)
+    kept = []
+    for most in (1e-9, 0.05, 1.0, 1e9):
+        s = session(dataclasses.replace(own, kl_max=most), lm())
+        lost: list[float] = []
+        _note(s.policy, lost)
+        s.feed(prompt())
+        assert isinstance(s.policy, Heads)
+        assert min(lost) <= most or s.policy.recovery == 1.0
+        kept.append(sum(count(s)))
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] == s.committed * s.lm.n_layers * s.lm.n_kv_heads, "nothing may be lost, so nothing is"
+    assert kept[-1] < kept[0] / 2
+    assert s.policy.recovery == 2.0**-6, "anything may be lost: as low as six halves go"
+
+
+def _note(policy: Any, lost: list[float]) -> None:
+    settle_on = policy.settle_on
+
+    def noting(loss: Loss) -> None:
+        def noted(pick: Any) -> float:
+            lost.append(loss(pick))
+            return lost[-1]
+
+        settle_on(noted)
+
+    policy.settle_on = noting
+
+
+def test_what_is_tried_is_what_is_kept_in_the_end() -> None:
+    s = session(dataclasses.replace(AUTO, kl_max=0.05), lm())
+    policy = s.policy
+    assert isinstance(policy, Heads)
+    seen: dict[int, Tensor] = {}
+    tried = policy._tried
+
+    def noted(slots: Slots, at: Moment) -> Tensor:
+        seen[at.layer] = slots.pos[0][tried(slots, at)[0]]
+        return tried(slots, at)
+
+    policy._tried = noted  # type: ignore[method-assign]
+    low: list[tuple[float, dict[int, Tensor]]] = []
+    settle_on = policy.settle_on
+
+    def noting(loss: Loss) -> None:
+        def each(pick: Any) -> float:
+            found = loss(pick)
+            low.append((policy.recovery, dict(seen)))
+            return found
+
+        settle_on(each)
+
+    policy.settle_on = noting  # type: ignore[method-assign]
+    s.feed(prompt())
+    (chosen,) = [masks for t, masks in low if t == policy.recovery]
+    for layer, pos in chosen.items():
+        held = s.kv.slots(layer).pos[0]
+        assert sorted(held[held >= 0].tolist()) == sorted(pos.tolist())
+
+
+def test_a_text_too_short_to_predict_again_stays_whole_and_another_text_begins_anew() -> None:
+    s = session(AUTO, lm())
+    s.feed(prompt()[:2])
+    assert count(s) == [2] * 3
+    s.rewind(0)
+    s.feed(prompt())
+    first = count(s)
+    assert sum(first) < s.committed * 6
+    s.rewind(0)
+    s.feed(prompt())
+    assert count(s) == first
+
+
+def test_a_budget_leaves_no_t_to_be_found() -> None:
+    with pytest.raises(BadConfig) as caught:
+        load_profile("fastgen").replace(policy={"recovery": "auto"})
+    assert 'leaves nothing for recovery = "auto" to find' in "\n".join(caught.value.lines)
+    found = load_profile("fastgen").replace(policy={"recovery": "auto", "keep": 0.0, "kl_max": 0.1, "replay": 32})
+    assert (found.policy.recovery, found.policy.kl_max, found.policy.replay) == ("auto", 0.1, 32)
+
+
+# --- what a policy is told
+
+
+class Ear(Plain):
+    """Keeps everything and notes each moment."""
+
+    def __init__(self, **more: Any) -> None:
+        self.heard: list[Moment] = []
+        for key, value in more.items():
+            setattr(self, key, value)
+
+    def probes(self, n: int) -> list[int]:
+        return list(range(0, n, 5))
+
+    def keep(self, s: Slots, at: Moment) -> Tensor:
+        self.heard.append(at)
+        return s.pos >= 0
+
+
+def test_learned_sinks_take_attention_from_what_heads_recover() -> None:
+    model = sinking()
+    s = session(None, model, policy=(ear := Ear()))
+    s.feed(prompt(60))
+    read = [at for at in ear.heard if at.phase == "read"]
+    own = [layer.self_attn.sinks for layer in model.model.model.layers]
+    assert [torch.equal(at.sink, each) for at, each in zip(read, own, strict=True)] == [True] * 3  # type: ignore[arg-type]
+    at = read[1]
+    assert at.window is None
+    kinds = torch.zeros(59, dtype=torch.int8)
+    found = recover(at.q, at.q_pos, slots := s.kv.slots(1), kinds, SMALL, at.scale, sink=at.sink)
+    q, k = at.q.view(2, 2, -1, 16), slots.k  # [K, G, m, D]
+    score = (q @ k.transpose(1, 2).unsqueeze(1)) * at.scale
+    score = score.masked_fill(slots.pos[:, None, None] > at.q_pos.view(1, 1, -1, 1), -torch.inf)
+    sink = at.sink.view(2, 2, 1, 1).expand(-1, -1, score.shape[2], 1)  # type: ignore[union-attr]
+    p = torch.cat((score, sink.double()), 3).softmax(3)
+    kept = at.q_pos.view(1, 1, -1, 1) - slots.pos[:, None, None] < SMALL.guard
+    kept |= slots.pos[:, None, None] < SMALL.sinks
+    want = (p[..., :-1] * kept).sum(-1) + p[..., -1]
+    torch.testing.assert_close(found.mass[0], want, rtol=0, atol=1e-9)
+    assert float(p[..., -1].mean()) > 0.05, "the sinks of this model matter"
+    assert read[0].sink is not None
+    assert lm().sinks == (None,) * 3
+
+
+def test_fastgen_judges_by_the_sinks_of_the_layer() -> None:
+    value = []
+    for model in (sinking(), _deaf(sinking())):
+        s = session(dataclasses.replace(SMALL, recovery=0.6), model)
+        s.feed(prompt())
+        assert isinstance(s.policy, Heads)
+        value.append(s.policy._layers[1].value)
+    aware, deaf = value
+    assert bool((aware >= deaf - 1e-9).all())
+    assert float((aware - deaf).max()) > 0.01
+
+
+def sinking() -> LM:
+    """A model whose learned sinks take a good part of its attention."""
+    model = families.build("gpt_oss", torch.float64)
+    for layer in model.model.layers:
+        layer.self_attn.sinks += 4.0
+    return LM.of(model)
+
+
+def _deaf(model: LM) -> LM:
+    """The same model, which says nothing of its sinks."""
+    other = copy.copy(model)
+    other.sinks = (None,) * model.n_layers
+    return other
+
+
+def test_kinds_are_told_only_to_who_asks() -> None:
+    for more, told in (({}, 0), ({"wants_kinds": True}, 59), ({"guard": Guard(kinds=frozenset({4}))}, 59)):
+        s = session(None, lm(), policy=(ear := Ear(**more)))
+        s.feed(prompt(60))
+        assert {at.kinds.shape[0] for at in ear.heard if at.phase == "read"} == {told}
+
+
+@pytest.mark.parametrize(("more", "held"), [({}, []), ({"recent": 4}, [55, 56, 57, 58])])
+def test_probed_queries_go_when_the_prompt_is_read(more: dict[str, Any], held: list[int]) -> None:
+    s = session(None, lm(), policy=(ear := Ear(**more)), every=3)
+    s.feed(prompt(60))
+    at = [at for at in ear.heard if at.phase == "read"][-1]
+    assert at.q_pos.tolist() == sorted({*range(0, 59, 5), *held})
+    assert s.heard.pos == held
+    list(s.stream(8))
+    assert ear.heard[-1].q_pos.shape[0] == len(held)
+    assert s.rewind(30) == 0, "what a policy learned of a text cannot be taken back in part"
+
+
+def test_probed_queries_stay_for_who_needs_them_longer() -> None:
+    s = session(None, lm(), policy=(ear := Ear(lasting=True)), every=3)
+    s.feed(prompt(60))
+    list(s.stream(8))
+    assert ear.heard[-1].phase == "answering"
+    assert ear.heard[-1].q_pos.tolist() == list(range(0, 59, 5))
+    s = session(None, lm(), policy=KeepAll())
+    s.feed(prompt(60))
+    assert s.rewind(30) == 29, "who hears nothing can be taken back"
+
+
+# --- keys that change nothing
+
+
+@pytest.mark.parametrize("kv", [{"rotate": "hadamard"}, {"group": 32}, {"residual": 64}, {"sinks": 8}])
+def test_how_to_pack_is_refused_where_nothing_is_packed(kv: dict[str, Any]) -> None:
+    base, (key,) = load_profile("exact"), kv
+    with pytest.raises(BadConfig) as caught:
+        base.replace(kv=kv)
+    said = "\n".join(caught.value.lines)
+    assert f"kv.{key}" in said
+    assert "kv.k_bits" in said
+    packed = {"kv": {**kv, "v_bits": 8}, "exactness": "approx"}
+    stepped = {"kv": kv, "memory": {"ladder": ["kv.k_bits=8"]}, "exactness": "approx"}
+    for good in (packed, stepped):
+        assert getattr(base.replace(**good).kv, key) == kv[key]
+    if key in ("group", "sinks"):  # these matter to a disk as well
+        assert getattr(base.replace(kv=kv, memory={"disk": "1GiB"}).kv, key) == kv[key]
+    assert getattr(load_profile("balanced", sets=[f"kv.{key}={kv[key]}"]).kv, key) == kv[key]
