@@ -13,9 +13,11 @@ from kvcli.fit.memory import GIB, largest, need
 from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room, choose, container_room, size
 from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
+from kvcli.kv.room import EVERY
+from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import nbytes
-from kvcli.kv.tiers import EVERY, STEP, wide
-from kvcli.local import load
+from kvcli.kv.tiers import STEP, wide
+from kvcli.local import _nested, load
 from kvcli.profile import Profile
 
 MIB = 1 << 20
@@ -121,6 +123,37 @@ def test_older_tokens_go_to_host_memory_behind_a_gpu_and_no_further_than_there_i
     none = plan(demo, card, Room("cuda:0", free, host=whole.kv // 4), 8192, Facts())
     assert (none.fits, none.need.over > 0, none.missing > 0) == (False, True, True)
     assert 0 < none.most < 8192
+
+
+CHUNK = {"prefill.chunk": 512}
+
+
+@pytest.mark.parametrize(
+    ("profile", "sets"),
+    [
+        ("exact", {"memory.device": "7MiB"}),
+        ("exact", {"memory.device": "5MiB"}),  # where no whole chunk fits
+        ("exact", {"memory.device": "7MiB", **CHUNK}),
+        ("exact", {"memory.device": "10MiB", "memory.disk": "10MiB"}),
+        ("exact", {"memory.device": "10MiB", "memory.disk": "10MiB", **CHUNK}),
+        ("lean", {"memory.device": "10MiB"}),
+        ("max-context", {"memory.device": "10MiB"}),
+        ("max-context", {"memory.device": "6MiB", "memory.disk": "4MiB", **CHUNK}),
+    ],
+)
+def test_a_store_holds_the_longest_text_that_is_promised_and_no_longer_one(demo, profile, sets):
+    most = planned(demo, Profile.load(profile).replace(**_nested(sets))).most
+    assert 100 < most < 8192 - 2
+
+    def read(n):
+        kept = {"load.device": "cpu", "load.verify": False, "context.limit": n + 1, **sets}
+        with load("demo", profile, set=kept) as model:
+            model.session.feed(torch.arange(n).remainder(model.lm.vocab).tolist())
+            assert model.session.committed == n - 1
+
+    read(most - 1)
+    with pytest.raises(Shortage):
+        read(most + 1 + most // 20)
 
 
 def test_a_dtype_that_is_not_the_files_makes_a_second_copy_while_loading(demo):
