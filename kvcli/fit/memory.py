@@ -33,6 +33,7 @@ class Run:
     rows: int  # rows of a decoding pass, at most
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
     reading: Callable[[int], int]  # of n tokens, how many a head holds while they are read, the last chunk aside
+    again: Callable[[int], int]  # of n tokens, how many rows run once more behind them
     between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of

@@ -137,6 +137,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         rows=profile.spec.rows,
         slots=profile.policy.slots,
         reading=profile.policy.reading,
+        again=profile.policy.again,
         between=profile.policy.every,
         tables=profile.spec.tables,
         copied=profile.spec.copied,
