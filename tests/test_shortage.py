@@ -321,6 +321,39 @@ def test_more_text_than_all_tiers_hold_is_refused_before_it_is_read() -> None:
     assert caught.value.detail["tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    ("device", "n", "chunk", "offered"),
+    [
+        ("560KiB", 450, 400, {"memory.device", "memory.disk", "prefill.chunk"}),
+        ("306KiB", 240, 16, {"memory.device", "memory.disk", "kv.k_bits"}),
+        ("200KiB", 400, 128, {"memory.device", "memory.disk"}),  # a smaller chunk and fewer bits are not enough
+        ("16KiB", 40, 16, {"memory.device"}),  # refused before anything is read
+        ("300KiB", 60, 400, {"memory.device", "prefill.chunk"}),
+    ],
+)
+def test_what_a_lack_of_memory_proposes_is_enough_when_typed(
+    device: str, n: int, chunk: int, offered: set[str]
+) -> None:
+    given: dict[str, dict[str, Any]] = {"memory": {"device": device}, "prefill": {"chunk": chunk}}
+    with pytest.raises(DoesNotFit) as caught:
+        model(**given).generate(text(n), max_new_tokens=8, ignore_eos=True)
+    found = set()
+    for way in caught.value.try_:
+        new, changes = 8, {table: dict(keys) for table, keys in given.items()}
+        for flag, value in zip(*[iter(way.split())] * 2, strict=True):
+            key, _, size = value.partition("=")
+            if flag == "--set" and key != "exactness":
+                table, _, name = key.partition(".")
+                changes.setdefault(table, {})[name] = int(size) if size.isdigit() else size
+                found.add(key)
+            elif flag == "--ctx":
+                changes["context"] = {"limit": int(value)}
+            elif flag == "--max-new-tokens":
+                new = int(value)
+        assert model(**changes).generate(text(n), max_new_tokens=new, ignore_eos=True).ids, way
+    assert found - {"kv.v_bits"} == offered
+
+
 def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
     for memory in ({"host": "1GiB"}, {"ladder": ["memory.host=1GiB"]}):
         with pytest.raises(BadConfig, match="in host memory already") as caught:

@@ -99,7 +99,8 @@ class Room:
             raise Shortage(
                 f"memory.device = {self.memory.device} has no room for a text",
                 lines=[
-                    f"{self.between:,} tokens are stored between two boundaries: {_mib(need)} MiB of {_mib(room)} MiB"
+                    f"{self.between:,} tokens are stored between two boundaries: "
+                    f"{need / (1 << 20):,.1f} MiB of {room / (1 << 20):,.1f} MiB"
                 ],
                 detail={"need": need, "room": room},
                 try_=[f"--set memory.device={_mib(2 * need)}MiB", *self._smaller(room)],

@@ -163,7 +163,8 @@ class Chosen(Protocol):
     def again(self, n: int) -> int:
         """How many rows run once more behind a prompt of n tokens when it has been read: what its time is planned with.
 
-        0 = it is read once. Each such row sees all that was stored by then.
+        0 = it is read once. Each such row sees all that was stored by then. What the policy itself computes from its
+        queries is not counted.
         """
 
     @property
