@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcli.kv import tiers
+from kvcli.kv.ladder import SLACK
 from kvcli.kv.shortage import Shortage
 from kvcli.schema import size_of
 
@@ -46,17 +48,17 @@ class Caps:
     def spread(self, held: Held, chunk: int, beside: int) -> Places:
         """Places for what is held, the device first; `beside`: bytes of what else the plan needs there."""
         room, whole = self.room(chunk, max(0, self.free - beside)), held.nbytes(held.most)
+        cap = size_of(room.memory.device) if room.memory.device != "auto" else room.free
         try:
             most = room.most
         except Shortage:  # not even for what comes between two boundaries
-            return Places(whole, over=whole)
+            return Places(min(whole, cap), over=max(1, whole - cap))
         if most is None:
             return Places(whole)
-        here = room.always + (room.on_device or 0)
-        away = max(0, min(held.settled, most) - here)
-        host = min(away, room.in_host)
-        device = held.nbytes(min(held.most, here + room.newest)) + away * (room.far - room.index)
-        if room.memory.device != "auto":
-            device = min(device, size_of(room.memory.device))
-        over = max(0, held.settled - most)
-        return Places(device, host * room.narrow, (away - host) * room.wide, over * room.narrow)
+        over = max(0, held.settled - most) * room.narrow
+        here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest move
+        device = min(whole, cap, held.nbytes(room.always + here + tiers.STEP))
+        left = max(0, whole - device - over)  # as it lies below the top
+        host = min(left, room.in_host * room.narrow)
+        away = left // room.narrow * (room.far - room.index)
+        return Places(device + away, host, (left - host) * room.wide // room.narrow, over)
