@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.base import Costs, Drafter
     from kvcli.kv.front import Front
     from kvcli.kv.slots import Slots, Store
+    from kvcli.kv.tiers import Plan
     from kvcli.model import LM
     from kvcli.policies.base import Policy
     from kvcli.profile import Clash, Profile
@@ -158,12 +159,22 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
 
     `held`: bytes that a store takes which this one is to replace.
     """
+    return plan(lm, profile, held).store()
+
+
+def chunk(lm: LM, profile: Profile) -> int:
+    """Tokens read in one pass, at most: no text is longer than its window."""
+    return min(profile.prefill.chunk, lm.limit if profile.context.limit == "auto" else int(profile.context.limit))
+
+
+def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
+    """What its store is made for; `held` as above."""
     import torch
 
-    from kvcli.kv.tiers import Plan
+    from kvcli.kv import tiers
 
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
-    return Plan(
+    return tiers.Plan(
         lm.n_layers,
         lm.n_kv_heads,
         lm.head_dim,
@@ -173,14 +184,15 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
         profile.memory,
         profile.recall.settings,
         lm.sights,
-        profile.prefill.chunk,
+        chunk(lm, profile),
         held,
-    ).store()
+    )
 
 
 def every(profile: Profile) -> int | None:
     """Tokens between two boundaries: the policy's, else recall's or a ladder's; None = the past never changes."""
-    from kvcli.kv.tiers import EVERY, is_ladder
+    from kvcli.kv.room import EVERY
+    from kvcli.kv.tiers import is_ladder
 
     wanted: int | None = profile.policy.every or profile.recall.every
     return EVERY if wanted is None and is_ladder(profile.kv, profile.memory) else wanted
@@ -215,7 +227,7 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes |
         view=view(lm, kv, drafter),
         policy=policy,
         accept=accept,
-        chunk=profile.prefill.chunk,
+        chunk=chunk(lm, profile),
         every=every(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
     )

@@ -387,7 +387,20 @@ def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:
 
 
 def room(index: int, **memory: str) -> Room:
-    return Room(Memory(**memory), torch.device("cuda"), 1000, 250, index, index, 100, 64, True, 0)  # type: ignore[arg-type]
+    return Room(
+        memory=Memory(**memory),  # type: ignore[arg-type]
+        layers=4,
+        wide=1000,
+        narrow=250,
+        index=index,
+        far=index,
+        between=100,
+        newest=64,
+        always=20,
+        is_packed=True,
+        free=0,
+        host=0,
+    )
 
 
 def test_the_index_of_what_lies_below_takes_its_room_on_the_device() -> None:

@@ -127,6 +127,10 @@ class FastGen:
         """All of a prompt: heads are judged when it has been read."""
         return n
 
+    def again(self, n: int) -> int:
+        """Nothing is read twice; the newest tokens, predicted again to try out a mixture, are few."""
+        return 0
+
     @property
     def is_uneven(self) -> bool:
         return True

@@ -72,6 +72,10 @@ class TopK:
         """All of a prompt, unless it is compressed chunk by chunk."""
         return self.slots(n) if self.per_chunk else n
 
+    def again(self, n: int) -> int:
+        """Nothing is read twice."""
+        return 0
+
     @property
     def is_uneven(self) -> bool:
         return self.alloc != "uniform"
