@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli import build
 from kvcli.api import Cancel, End, Events, ModelInfo, Prompt, Turn
+from kvcli.clashes import cautions
 from kvcli.errors import BadConfig, BadInput
 from kvcli.schema import ORDER
 from kvcli.text import Messages, StopStrings
@@ -133,7 +134,7 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        return build.cautions(self.profile, self.lm.device.type)
+        return cautions(self.profile, self.lm.device.type)
 
     def with_profile(self, profile: Profile) -> Model:
         """The same weights under another profile, with nothing read yet. Refuses a change of `load`."""
