@@ -19,9 +19,7 @@ def choose(op: str, device: str, dtype: torch.dtype, softcap: bool = False) -> C
 
 def explain(device: str, dtype: torch.dtype) -> list[tuple[str, str, str]]:
     """(op, implementation, reason) for each op that dispatches; `kvcli doctor` prints it."""
-    return [
-        (op, *_decide(op, device, dtype, False)) for op in ("attend", "attend_fresh", "attend_packed", "attend_apart")
-    ]
+    return [(op, *_decide(op, device, dtype, False)) for op in ("attend", "attend_fresh", "attend_packed")]
 
 
 def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[str, str]:
@@ -35,8 +33,6 @@ def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[st
         return "reference", "plain PyTorch: this torch has no CPU flash kernel"
     if op == "attend_packed":
         return _decide_packed(dtype)
-    if op == "attend_apart":
-        return "cpu", "a product for each head, one softmax for all"
     if op == "attend":
         return "cpu", "batched products for few rows, torch's CPU flash kernel for many"
     return "cpu", "torch's CPU flash kernel for a chunk, products for a tree"

@@ -33,7 +33,11 @@ class Boundary:
     n_prompt: int
 
     def ask(self, policy: Policy) -> Choose:
-        """What to settle with: the policy's choice and its guard's, once it has seen all that it wants to see."""
+        """What to settle with: the policy's choice and its guard's, once it has seen all that it wants to see.
+
+        At the end of a prompt this runs passes over the model where the policy asks for them, of which nothing is
+        stored: one for each piece that it rereads, and those by which it weighs what it may forget (Replay).
+        """
         if self.phase == "read":
             self._reread(policy)
         if policy.looks:

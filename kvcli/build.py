@@ -1,11 +1,10 @@
-"""From a profile to live objects: the one file that knows every name, and every clash.
+"""From a profile to live objects: the one file that knows every name.
 
 Imports torch only when something is built, so that a profile can be read and refused in a moment.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -16,9 +15,10 @@ if TYPE_CHECKING:
     from kvcli.drafts.base import Costs, Drafter
     from kvcli.kv.front import Front
     from kvcli.kv.slots import Slots, Store
+    from kvcli.kv.tiers import Plan
     from kvcli.model import LM
     from kvcli.policies.base import Policy
-    from kvcli.profile import Clash, Profile
+    from kvcli.profile import Profile
     from kvcli.sample import Sampler
     from kvcli.session import Session
     from kvcli.verify import Accept
@@ -56,91 +56,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
 
 
 VIEWS = {"stream": "kvcli.policies.window:Window", "quest": "kvcli.policies.quest:Quest"}  # what scouts read
-PROMISES = ("exact", "certified", "approx")  # of `exactness`, the strictest first
 KV_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # kv.dtype -> torch's name
-
-
-def clashes(profile: Profile) -> list[Clash]:
-    """Settings that cannot both be kept. `exactness` promises what store, policy and prefill leave unchanged."""
-    from kvcli.profile import Clash
-
-    found = []
-    if profile.exactness != "approx" and profile.kv.dtype not in ("auto", profile.load.dtype):
-        cannot = f'"{profile.exactness}" cannot be kept'
-        found.append(Clash("exactness", "kv.dtype", cannot, "which may round keys and values"))
-    found += memory_clashes(profile)
-    found += idle_keys(profile)
-    if profile.exactness != "approx" and profile.policy.policy() is not None:
-        because = "which forgets part of the text"
-        found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
-    found += recall_clashes(profile)
-    return found
-
-
-def recall_clashes(profile: Profile) -> list[Clash]:
-    """Of `[recall]`: what it promises."""
-    from kvcli.profile import Clash
-
-    found = []
-    if PROMISES.index(profile.exactness) < PROMISES.index(profile.recall.promise):
-        because = "which reads a part of what is stored"
-        found.append(Clash("exactness", "recall.method", f'"{profile.exactness}" cannot be kept', because))
-    return found
-
-
-def memory_clashes(profile: Profile) -> list[Clash]:
-    """Of `[kv]` and `[memory]`: packing rounds, and so do the steps that pack; a step must be one that can be taken."""
-    from kvcli.profile import Clash
-
-    found = []
-    rounds, memory = "which rounds keys and values", profile.memory
-    bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
-    if profile.exactness != "approx":  # nothing bounds what rounding does
-        cannot = f'"{profile.exactness}" cannot be kept'
-        found += [Clash("exactness", key, cannot, rounds) for key, n in bits.items() if n < 16]
-        if any(step.startswith(tuple(bits)) for step in memory.ladder):
-            found.append(Clash("exactness", "memory.ladder", cannot, rounds))
-    for step in memory.ladder:
-        key, _, value = step.partition("=")
-        if key == "kv.residual" and not _packs(profile):
-            found.append(Clash("memory.ladder", "kv.k_bits", f'"{step}" frees nothing', "so nothing is packed"))
-        if key in bits and int(value) >= bits[key]:
-            found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f"which is {bits[key]} already"))
-    if memory.ladder and memory.on_shortage == "fail":
-        found.append(Clash("memory.ladder", "memory.on_shortage", "no step is ever taken", 'which is "fail"'))
-    return found
-
-
-def cautions(profile: Profile, device: str) -> list[str]:
-    """What the user should know of a profile on a device of this type, one line each."""
-    found = [profile.policy.caution] if profile.policy.caution else []
-    if profile.memory.host == "auto" and device != "cuda":
-        found.append("memory.host = auto holds nothing here: without a GPU keys and values are in host memory already")
-    return found
-
-
-def idle_keys(profile: Profile) -> list[Clash]:
-    """Keys of `[kv]` that say how to pack or move, where nothing is ever packed or moved."""
-    from kvcli.profile import Clash
-    from kvcli.schema import size_of
-
-    kv, memory = profile.kv, profile.memory
-    packs = _packs(profile)
-    moves = memory.host == "auto" or size_of(memory.host) or size_of(memory.disk)
-    moves = moves or any(step.startswith("memory.") for step in memory.ladder)
-    acts = {"rotate": packs, "residual": packs, "group": packs or moves, "sinks": packs or moves}
-    plain, vain = type(kv)(), "changes nothing while kv.k_bits and kv.v_bits are 16"
-    return [
-        Clash(f"kv.{key}", "kv.k_bits", f"{json.dumps(getattr(kv, key))} {vain}", "so nothing is packed")
-        for key, does in acts.items()
-        if not does and getattr(kv, key) != getattr(plain, key)
-    ]
-
-
-def _packs(profile: Profile) -> bool:
-    """Is anything packed, now or when memory runs out?"""
-    steps = [step.startswith(("kv.k_bits", "kv.v_bits")) for step in profile.memory.ladder]
-    return min(profile.kv.k_bits, profile.kv.v_bits) < 16 or any(steps)
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> Store:
@@ -148,12 +64,22 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
 
     `held`: bytes that a store takes which this one is to replace.
     """
+    return plan(lm, profile, held).store()
+
+
+def chunk(lm: LM, profile: Profile) -> int:
+    """Tokens read in one pass, at most: no text is longer than its window."""
+    return min(profile.prefill.chunk, lm.limit if profile.context.limit == "auto" else int(profile.context.limit))
+
+
+def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
+    """What its store is made for; `held` as above."""
     import torch
 
-    from kvcli.kv.tiers import Plan
+    from kvcli.kv import tiers
 
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
-    return Plan(
+    return tiers.Plan(
         lm.n_layers,
         lm.n_kv_heads,
         lm.head_dim,
@@ -163,14 +89,15 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
         profile.memory,
         profile.recall.settings,
         lm.sights,
-        profile.prefill.chunk,
+        chunk(lm, profile),
         held,
-    ).store()
+    )
 
 
 def every(profile: Profile) -> int | None:
     """Tokens between two boundaries: the policy's, else recall's or a ladder's; None = the past never changes."""
-    from kvcli.kv.tiers import EVERY, is_ladder
+    from kvcli.kv.room import EVERY
+    from kvcli.kv.tiers import is_ladder
 
     wanted: int | None = profile.policy.every or profile.recall.every
     return EVERY if wanted is None and is_ladder(profile.kv, profile.memory) else wanted
@@ -205,7 +132,7 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes |
         view=view(lm, kv, drafter),
         policy=policy,
         accept=accept,
-        chunk=profile.prefill.chunk,
+        chunk=chunk(lm, profile),
         every=every(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
     )

@@ -12,10 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
 from kvcli.api import Cancel, End, Events, ModelInfo, Prompt, Turn
+from kvcli.clashes import cautions
 from kvcli.errors import BadConfig, BadInput
 from kvcli.schema import ORDER
 from kvcli.text import Messages, StopStrings
@@ -92,7 +94,8 @@ class Model:
         self.session = self.open()
         # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
-        self.fits = 0  # tokens for which memory has room, by that estimate; 0 = nobody looked
+        # profile -> tokens for which memory has room, by that estimate; None = nobody looked
+        self.fits: Callable[[Profile], int] | None = None
         self.answering: object = None  # the stream whose answer the session holds
 
     def __enter__(self) -> Model:
@@ -131,7 +134,7 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        return build.cautions(self.profile, self.lm.device.type)
+        return cautions(self.profile, self.lm.device.type)
 
     def with_profile(self, profile: Profile) -> Model:
         """The same weights under another profile, with nothing read yet. Refuses a change of `load`."""
@@ -143,7 +146,8 @@ class Model:
                 try_=["leave and start again with --profile or --set"],
             )
         changed = Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds, kinds=self._kinds)
-        changed.info, changed.foretell, changed.time_passes = self.info, self.foretell, self.time_passes
+        changed.info, changed.time_passes = self.info, self.time_passes
+        changed.foretell, changed.fits = self.foretell, self.fits
         changed.expect(self.costs)
         changed.prepare()
         return changed
@@ -202,7 +206,8 @@ class Model:
         if outside := [i for i in ids if not 0 <= i < self.lm.vocab]:
             raise BadInput(f"token {outside[0]} is none of the model's {self.lm.vocab:,}", code="no_such_token")
         sample = self.profile.sample
-        window = Window(self.limit, self.lm.limit, self.profile.context.reserve, self.fits)
+        fits = partial(self.fits, self.profile) if self.fits is not None else None
+        window = Window(self.limit, self.lm.limit, self.profile.context.reserve, fits)
         asked = Asked(
             ids,
             chat_spans(self.tokenizer, messages, ids) if messages and self.session.policy is not None else [],

@@ -15,6 +15,14 @@ import torch
 FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "asimddp", "bf16", "i8mm", "sve")
 
+KEPT_FREE = 1 << 30  # bytes, at most; less where there is little, because an estimate is good to a tenth
+UNSURE = 0.1
+
+
+def kept_free(available: int) -> int:
+    """Of what is available, the part that nothing plans with."""
+    return min(KEPT_FREE, int(UNSURE * available))
+
 
 @dataclass(frozen=True, slots=True)
 class Found:

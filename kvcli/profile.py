@@ -61,8 +61,8 @@ class Rules:
     @classmethod
     def shipped(cls) -> Rules:
         """Those of this program, found late and by name: a profile is read on a lower floor than they live on."""
-        build = importlib.import_module("kvcli.build")
-        return cls(build.REGISTRIES, getattr(build, "clashes", None))
+        build, clashes = (importlib.import_module(f"kvcli.{name}") for name in ("build", "clashes"))
+        return cls(build.REGISTRIES, clashes.clashes)
 
 
 class _Load:

@@ -95,7 +95,7 @@ def _apply(session: Session, old: Profile, new: Profile) -> bool:
         except Exception as error:
             _only_shortage(error)
             _restart(session, new)
-    session.chunk = new.prefill.chunk
+    session.chunk = build.chunk(session.lm, new)
     return True
 
 

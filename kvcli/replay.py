@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,16 +29,23 @@ class Replay:
     def __init__(
         self, lm: LM, kv: Store, ids: Sequence[int], start: int, moment: Callable[[int, Slots], Moment]
     ) -> None:
-        """`ids` are all that is stored. Runs one pass, with everything kept, to compare with."""
+        """`ids` are all that is stored."""
         self._lm, self._kv, self._moment = lm, kv, moment
         self._rows = Rows.chain(ids[start:], start, lm.device)
         self._start = start
-        self._whole = self._predict(None)
 
     def __call__(self, pick: Callable[[Slots, Moment], Tensor]) -> float:
-        """Mean KL, in nats a token, from what the whole past predicts to what the slots [K, S] picked do."""
+        """Mean KL, in nats a token, from what the whole past predicts to what the slots [K, S] picked do.
+
+        Runs a pass, the first time two.
+        """
         some = self._predict(lambda layer, s: pick(s, self._moment(layer, s)))
         return float((self._whole.exp() * (self._whole - some)).sum(-1).mean())
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        """With everything kept: what to compare with, if anything is compared."""
+        return self._predict(None)
 
     def _predict(self, choose: Choose | None) -> Tensor:
         """[N, V] logarithms of probabilities."""

@@ -152,8 +152,9 @@ class Session:
     def take(self, other: Session) -> None:
         """Go on with the text and the past of `other`, which is left empty. Both must store alike.
 
-        Each keeps its own way to view a past: that is the drafter's.
+        Each keeps its own way to view a past: that is the drafter's. The store was made for passes of `other`'s.
         """
+        self.chunk = min(self.chunk, other.chunk)
         self.kv, other.kv = other.kv, self.kv
         for session in (self, other):
             if session.view is not None:

@@ -68,7 +68,7 @@ class Answering:
 
     def _read(self) -> Events:
         stats, began = self._stats, time.perf_counter()
-        for done in steady.read(self._model, self._asked.ids, stats):
+        for done in steady.read(self._model, self._asked.ids, self._asked.new, stats):
             stats.read = time.perf_counter() - began
             self._measure()
             yield Read(done, stats.prompt, stats.cached, stats.read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcli.errors import BadInput, ContextOverflow
@@ -14,7 +15,7 @@ class Window:
     limit: int  # of prompt and answer, by the profile
     most: int  # by the model
     reserve: int  # left to an answer, unless it is to be shorter
-    fits: int = 0  # for which memory has room; 0 = nobody looked
+    fits: Callable[[], int] | None = None  # for which memory has room, asked when needed; None = nobody looked
 
     def room(self, prompt: int, new: int) -> int:
         """How long an answer to be of `new` tokens may get; refuses a prompt that leaves too little."""
@@ -35,7 +36,7 @@ class Window:
 
     def _ways_out(self, prompt: int, reserve: int) -> list[str]:
         """What is enough when it is typed: for this prompt, in this model and in this machine's memory."""
-        ways, most = [], min(self.most, self.fits or self.most)
+        ways, most = [], self.most if self.fits is None else min(self.most, self.fits())
         if prompt + reserve <= most:
             ways.append(f"--ctx {prompt + reserve}")
         elif max(prompt, self.limit) < most:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from kvcli import build
 from kvcli.api import Turn
+from kvcli.clashes import cautions
 from kvcli.commands.setup import Setup
 from kvcli.commands.turn_json import Run, turn_document
 from kvcli.demo import weights_dir
@@ -34,7 +34,7 @@ def machine(tmp_path, monkeypatch):
     made = Machine(tmp_path)
 
     def load(self, profile, tell=None):
-        made.model.cautions = build.cautions(profile, "cpu")
+        made.model.cautions = cautions(profile, "cpu")
         return made.model
 
     monkeypatch.setattr(Setup, "load", load)

@@ -436,3 +436,29 @@ def test_the_shipped_profiles_answer(name: str) -> None:
     s.feed(prompt())
     list(s.stream(5))
     assert profile.policy.slots(1000) == (500 if name == "fastgen" else 1000)
+
+
+@pytest.mark.parametrize("recovery", ["auto", 0.3])
+def test_a_prompt_inside_the_guard_is_no_evidence_and_its_answer_stays_whole(recovery: Any) -> None:
+    own = dataclasses.replace(SMALL, guard=24, recovery=recovery, kl_max=1e9, replay=8)
+    s = session(own, lm())
+    s.feed(prompt(20))
+    policy = s.policy
+    assert isinstance(policy, Heads)
+    list(s.stream(60))
+    assert policy.chosen() == {}
+    assert count(s) == [2 * s.committed] * 3, "nobody was judged, so nobody forgets"
+    s.feed(families.prompt(40, seed=8))
+    assert set(policy.chosen()) == {0, 1, 2}, "a prompt behind more than the guard is measured"
+    assert sum(count(s)) < 6 * s.committed
+
+
+def test_what_no_head_may_forget_is_no_evidence() -> None:
+    measured = []
+    for end in (30, 36):  # the guard begins at 36 of 60
+        s = session(dataclasses.replace(SMALL, guard=24), lm())
+        s.spans = [Span(0, end, SYSTEM)]
+        s.feed([*families.prompt(60), 5])
+        assert isinstance(s.policy, Heads)
+        measured.append(set(s.policy.chosen()))
+    assert measured == [{0, 1, 2}, set()]

@@ -24,7 +24,7 @@ FLOORS = [
         "api heard kinds kv machine memory rows sample stats strict ties token_kinds verify",
         "forward model policies replay rope seam weights",
         "drafts prune",
-        "boundary build conversation kvcli local relief schemas session steady transcript turn window world",
+        "boundary build clashes conversation kvcli local relief schemas session steady transcript turn window world",
         "bench calibrate fit heads quality summarize",  # what measures, foretells and asks more than one question
         "__main__ cli commands render",
     )

@@ -415,6 +415,8 @@ def test_bytes_are_what_the_tensors_hold() -> None:
     held = nbytes(kv)
     assert set(held) == {"cpu", "index"}
     assert held["index"] == sum({t.data_ptr(): t.untyped_storage().nbytes() for t in pages(kv).tensors}.values())
+    kv.attend(0, rows(1, dtype=torch.float32), Sight(0.3), at(kv, 1))
+    assert nbytes(kv)["index"] == held["index"] + K * 100, "and which pages were chosen"
     payload = K * 400 * (D + 4)
     assert payload <= held["index"] <= payload + K * 100 * (4 + 4 + 1 + 1) + 200
     kv.crop(0)
@@ -473,6 +475,7 @@ def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     kv = chosen.over(store, store, [Sight(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), torch.arange(4000))
     kv.settle(None)
+    kv.attend(0, rows(1, dtype=torch.float32), Sight(0.25), torch.tensor([4000]))
     assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.per_slot(D, 4), rel=0.01)
 
 

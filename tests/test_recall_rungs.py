@@ -61,6 +61,14 @@ SMALL = Budget(fraction=0.1, floor=4, sinks=2, recent=3)
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 
 
+class Shown(Whole):
+    """By the slots that a tier shows; how far their numbers are final the tier alone knows."""
+
+    def __init__(self, tier: Shelf) -> None:
+        super().__init__(tier)
+        self.final = tier.final  # type: ignore[method-assign]
+
+
 def some(n: int, at: int = 0, dtype: torch.dtype = torch.float64) -> Slots:
     g = torch.Generator().manual_seed(at)
     k, v = torch.randn(2, K, n, D, generator=g, dtype=torch.float64).to(dtype).unbind(0)
@@ -114,7 +122,7 @@ def test_a_tier_read_in_its_own_way_is_read_as_in_the_plain_one(name: str, epsil
     parts = []
     for own in (True, False):
         tier = SHELVES[name]((L, K, D), torch.float64)
-        kv = Recall(tier, Certified(3), SMALL, [1], epsilon=epsilon, source=tier if own else Whole(tier))
+        kv = Recall(tier, Certified(3), SMALL, [1], epsilon=epsilon, source=tier if own else Shown(tier))
         holed(kv)
         q = torch.randn(H, 5, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         q *= torch.tensor([0.1, 9, 1, 12, 9]).unsqueeze(1)  # flat rows read everything where that is asked of them
@@ -127,10 +135,72 @@ def test_a_tier_read_in_its_own_way_is_read_as_in_the_plain_one(name: str, epsil
     torch.testing.assert_close(parts[0], parts[1])
 
 
+def scores(kv: Recall) -> tuple[Tensor, Tensor]:
+    """[n] each: the bounds of all pages for some rows, and the log of the mass that they hold."""
+    q = 5 * torch.randn(K, 6, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    p, s, sight = kv._pages[1], kv._tier.slots(1), Sight(0.3)
+    if not p.kept:
+        return torch.empty(0), torch.empty(0)
+    n, page = p.held.shape[1], kv._index.page
+    true = (q @ s.k.transpose(1, 2) * sight.scale).masked_fill(s.pos.unsqueeze(1) < 0, -torch.inf)
+    true = torch.nn.functional.pad(true, (0, n * page), value=-torch.inf)[..., : n * page]
+    held = p.held.unsqueeze(1).expand(-1, q.shape[1], -1)
+    return kv._index.score(q, p.kept, p.shared, sight)[held], true.unflatten(2, (n, page)).logsumexp(3)[held]
+
+
+OPS = [("take", 45), ("take", 60), ("keep", 1), ("take", 29), ("crop", 31), ("take", 22), ("keep", 2), ("keep", 3)]
+OPS += [("crop", 5), ("take", 40), ("crop", 50), ("take", 90), ("crop", 0)]
+
+
+@pytest.mark.parametrize("index", ["minmax", "certified"])
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+def test_bounds_hold_whatever_was_stored_forgotten_and_undone(bits: int, index: str) -> None:
+    tier = Packed(L, K, D, torch.float64, k_bits=bits, v_bits=8, group=8)
+    kv, n, judged = Recall(tier, INDEXES[index], SMALL, [1], source=tier), 0, 0
+    for op, x in OPS:
+        if op == "take":
+            kv.take(1, some(x, n))
+            n += x
+        elif op == "keep":
+            kv.keep(1, torch.rand(K, tier.n_slots(1), generator=torch.Generator().manual_seed(x)) < 0.6)
+        else:
+            n = max(0, n - x)
+            kv.crop(n)
+        bound, true = scores(kv)
+        assert bool((bound >= true - 1e-4).all()), op
+        judged += bound.shape[0]
+    assert judged > 1000
+
+
+def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
+    """Older keys wait behind newer ones after an eviction: an undo packs what is left of the newer ones with them."""
+    tier = Packed(L, K, D, torch.float64, k_bits=2, v_bits=8, group=8)
+    kv = Recall(tier, Certified(3), SMALL, [1], source=tier)
+    kv.take(1, some(40))
+    at = torch.arange(40).expand(K, -1)
+    kv.keep(1, (at >= 16) | (at % 8 < 3))
+    assert tier.positions(1)[0, 16:].tolist() == [*range(32, 40), 0, 1, 2, 8, 9, 10]
+    kv.crop(35)
+    assert tier.positions(1)[0, 16:].tolist() == [32, 33, 34, 0, 1, 2, 8, 9, 10]
+    assert kv._pages[1].whole.tolist() == [8] * K
+    bound, true = scores(kv)
+    assert bool((bound >= true - 1e-4).all())
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+def test_pages_reach_as_far_as_numbers_are_final(bits: int) -> None:
+    tier = Packed(L, K, D, torch.float64, k_bits=bits, v_bits=8, group=8)
+    kv = Recall(tier, Certified(3), SMALL, [1], source=tier)
+    kv.take(1, some(45))
+    p = kv._pages[1]
+    assert p.whole.tolist() == [(40 if bits < 8 else 45) // 3] * K
+    assert p.behind()[0].tolist() == list(range(int(p.whole[0]) * 3, 45)), "what waits is read"
+
+
 def test_what_a_pass_read_of_a_far_tier_is_fetched_once() -> None:
     tier = SHELVES["host"]((L, K, D), torch.float64)
     kv = Recall(tier, MinMax(3), SMALL, [1], source=tier)
-    plain = Recall(tier, MinMax(3), SMALL, [1], source=Whole(tier))
+    plain = Recall(tier, MinMax(3), SMALL, [1], source=Shown(tier))
     holed(kv)
     plain._learn([1])
     g, base = torch.Generator().manual_seed(3), torch.randn(H, 1, D, dtype=torch.float64)
@@ -317,7 +387,20 @@ def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:
 
 
 def room(index: int, **memory: str) -> Room:
-    return Room(Memory(**memory), torch.device("cuda"), 1000, 250, index, index, 100, 64, True, 0)  # type: ignore[arg-type]
+    return Room(
+        memory=Memory(**memory),  # type: ignore[arg-type]
+        layers=4,
+        wide=1000,
+        narrow=250,
+        index=index,
+        far=index,
+        between=100,
+        newest=64,
+        always=20,
+        is_packed=True,
+        free=0,
+        host=0,
+    )
 
 
 def test_the_index_of_what_lies_below_takes_its_room_on_the_device() -> None:

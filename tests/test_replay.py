@@ -146,6 +146,24 @@ def test_a_text_too_short_to_predict_again_stays_whole_and_another_text_begins_a
     assert count(s) == first
 
 
+def test_where_nothing_was_measured_nothing_is_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+
+    def counted(*args: Any) -> Tensor:
+        passes.append(args)
+        return run(*args)
+
+    monkeypatch.setattr("kvcli.replay.run", counted)
+    s = session(AUTO, lm())
+    s.feed(prompt())
+    assert len(passes) == 1 + 6, "once with everything, and six halves"
+    list(s.stream(6))
+    s.feed(families.prompt(5, seed=8))
+    assert len(passes) == 1 + 6, "too short to be measured"
+    s.feed(families.prompt(80, seed=8))
+    assert len(passes) == 2 * (1 + 6)
+
+
 def test_a_budget_leaves_no_t_to_be_found() -> None:
     with pytest.raises(BadConfig) as caught:
         load_profile("fastgen").replace(policy={"recovery": "auto"})
@@ -270,6 +288,11 @@ def test_how_to_pack_is_refused_where_nothing_is_packed(kv: dict[str, Any]) -> N
     stepped = {"kv": kv, "memory": {"ladder": ["kv.k_bits=8"]}, "exactness": "approx"}
     for good in (packed, stepped):
         assert getattr(base.replace(**good).kv, key) == kv[key]
-    if key in ("group", "sinks"):  # these matter to a disk as well
-        assert getattr(base.replace(kv=kv, memory={"disk": "1GiB"}).kv, key) == kv[key]
+    assert ("[memory] has no budget" in said) == (key in ("group", "sinks"))
+    for memory in ({"disk": "1GiB"}, {"host": "auto"}, {"device": "1GiB"}, {"ladder": ["memory.disk=1GiB"]}):
+        if key in ("group", "sinks"):  # these matter to tiers and budgets as well
+            assert getattr(base.replace(kv=kv, memory=memory).kv, key) == kv[key]
+        else:
+            with pytest.raises(BadConfig):
+                base.replace(kv=kv, memory=memory)
     assert getattr(load_profile("balanced", sets=[f"kv.{key}={kv[key]}"]).kv, key) == kv[key]

@@ -220,14 +220,14 @@ def test_without_a_step_the_error_says_what_fits_and_hands_back_the_answer(
     assert want.text.startswith("".join(said))
     room = error.detail["tokens"] - len(text())  # less than an answer is left otherwise
     assert error.try_[0] == f"--ctx {error.detail['tokens']} --max-new-tokens {room}"
-    shorter = model(context={"limit": error.detail["tokens"]}).generate(text(), max_new_tokens=room)
-    assert shorter.ids == want.ids[:room]
     assert error.detail["tokens"] == m.session.committed > len(text())
     check_model(m)
     monkeypatch.undo()
     again = m.generate(text(), max_new_tokens=20)
     assert again.ids == want.ids
     assert again.stats.cached >= len(text()) - 1, "the session survived with what it had read"
+    shorter = model(context={"limit": error.detail["tokens"]}).generate(text(), max_new_tokens=room)
+    assert shorter.ids == want.ids[:room]
 
 
 def check_model(m: Model) -> None:
@@ -321,6 +321,39 @@ def test_more_text_than_all_tiers_hold_is_refused_before_it_is_read() -> None:
     assert caught.value.detail["tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    ("device", "n", "chunk", "offered"),
+    [
+        ("560KiB", 450, 400, {"memory.device", "memory.disk", "prefill.chunk"}),
+        ("306KiB", 240, 16, {"memory.device", "memory.disk", "kv.k_bits"}),
+        ("200KiB", 400, 128, {"memory.device", "memory.disk"}),  # a smaller chunk and fewer bits are not enough
+        ("16KiB", 40, 16, {"memory.device"}),  # refused before anything is read
+        ("300KiB", 60, 400, {"memory.device", "prefill.chunk"}),
+    ],
+)
+def test_what_a_lack_of_memory_proposes_is_enough_when_typed(
+    device: str, n: int, chunk: int, offered: set[str]
+) -> None:
+    given: dict[str, dict[str, Any]] = {"memory": {"device": device}, "prefill": {"chunk": chunk}}
+    with pytest.raises(DoesNotFit) as caught:
+        model(**given).generate(text(n), max_new_tokens=8, ignore_eos=True)
+    found = set()
+    for way in caught.value.try_:
+        new, changes = 8, {table: dict(keys) for table, keys in given.items()}
+        for flag, value in zip(*[iter(way.split())] * 2, strict=True):
+            key, _, size = value.partition("=")
+            if flag == "--set" and key != "exactness":
+                table, _, name = key.partition(".")
+                changes.setdefault(table, {})[name] = int(size) if size.isdigit() else size
+                found.add(key)
+            elif flag == "--ctx":
+                changes["context"] = {"limit": int(value)}
+            elif flag == "--max-new-tokens":
+                new = int(value)
+        assert model(**changes).generate(text(n), max_new_tokens=new, ignore_eos=True).ids, way
+    assert found - {"kv.v_bits"} == offered
+
+
 def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
     for memory in ({"host": "1GiB"}, {"ladder": ["memory.host=1GiB"]}):
         with pytest.raises(BadConfig, match="in host memory already") as caught:
@@ -336,6 +369,8 @@ def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
         ({"exactness": "exact", "memory": {"ladder": ["kv.v_bits=2"]}}, "memory.ladder"),
         ({"kv": {"v_bits": 4}, "memory": {"ladder": ["kv.v_bits=4"]}}, "frees nothing"),
         ({"memory": {"ladder": ["kv.residual=64"]}}, "frees nothing"),
+        ({"memory": {"ladder": ["kv.residual=64", "kv.k_bits=8"]}}, "nothing is packed when it is taken"),
+        ({"memory": {"ladder": ["kv.k_bits=4", "kv.v_bits=8", "kv.k_bits=8"]}}, '"kv.k_bits=4" comes before it'),
         ({"memory": {"ladder": ["kv.v_bits=4"], "on_shortage": "fail"}}, "no step is ever taken"),
         ({"memory": {"ladder": ["policy.name=snap"]}}, "a list of steps"),
         ({"memory": {"ladder": ["prefill.chunk=-50%", "kv.v_bits=3"]}}, "a list of steps"),

@@ -41,7 +41,7 @@ RESULTS = {
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
     "probe-rows": "python tests/bench/probe_rows.py",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
-    "profiling": "python tests/bench/profiling.py",
+    "profiling": "python tests/bench/profiling.py --prompts 2048,8192,16384 --reps 2",
     "draft-overhead": "python tests/bench/draft_overhead.py",
     "citations": "python tests/bench/citations.py --grid",
     "summarize": "python tests/bench/summarize.py --chunk 0 2500",

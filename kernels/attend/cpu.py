@@ -30,6 +30,7 @@ def attend(
     mask: Tensor | None,
     length: int | Sequence[int],
 ) -> tuple[Tensor, Tensor]:
+    assert not softcap, "soft-capped scores are the reference's"
     h, n, _ = q.shape
     ends = [length] if isinstance(length, int) else length
     longest, is_few = max(ends), h // k.shape[0] * n <= FEW

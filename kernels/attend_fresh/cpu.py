@@ -18,6 +18,7 @@ MANY = 64  # rows with a mask; beyond, the flash kernel
 def attend_fresh(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Tensor | None, softcap: float
 ) -> tuple[Tensor, Tensor]:
+    assert not softcap, "soft-capped scores are the reference's"
     h, n, d = q.shape
     kv = k.shape[0]
     wide = torch.promote_types(q.dtype, torch.float32)

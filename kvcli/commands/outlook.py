@@ -29,7 +29,6 @@ class Prepared:
 
     profile: Profile
     estimate: int = 0  # bytes with a full window; 0 = no estimate
-    fits: int = 0  # tokens, by the same estimate
     notes: tuple[str, ...] = ()
     outlook: Outlook | None = None
     _is_noted: bool = False  # that the log cannot be written, said once
@@ -37,6 +36,10 @@ class Prepared:
     @property
     def foretell(self) -> Callable[[Profile, int], tuple[int, int]] | None:
         return self.outlook.foretell if self.outlook is not None else None
+
+    @property
+    def fits(self) -> Callable[[Profile], int] | None:
+        return self.outlook.fits if self.outlook is not None else None
 
     def record(self, profile: Profile, turn: Turn) -> str:
         """Log what a turn used beside its estimate; the first time that does not work, a note that says so."""
@@ -79,4 +82,4 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
     if note:
         setup.fitted = plan.need.context
     notes = (*outlook.notes, *([note] if note else []))
-    return Prepared(setup.narrowed(profile), plan.total, plan.most, notes, outlook)
+    return Prepared(setup.narrowed(profile), plan.total, notes, outlook)

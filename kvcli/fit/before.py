@@ -109,6 +109,10 @@ class Outlook:
         self.foretold = max(self.foretold, found.need.peak)
         return self.highest, found.room.available
 
+    def fits(self, profile: Profile) -> int:
+        """Tokens for which memory has room under this profile."""
+        return self.plan(profile).most
+
     def record(self, profile: Profile, stats: Stats) -> str:
         """Log a finished turn; returns a note if that did not work."""
         if not stats.peak or not self.foretold:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes, working_bytes
-from kvcli.kv.tiers import EVERY
+from kvcli.kv.room import EVERY
 
 if TYPE_CHECKING:
     from kvcli.fit.places import Caps
@@ -32,6 +33,7 @@ class Run:
     rows: int  # rows of a decoding pass, at most
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
     reading: Callable[[int], int]  # of n tokens, how many a head holds while they are read, the last chunk aside
+    again: Callable[[int], int]  # of n tokens, how many rows run once more behind them
     between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
@@ -89,11 +91,11 @@ def tokens_in(room: float, per_token: float) -> int:
 def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     """What a text of `context` tokens needs."""
     chunk = min(run.chunk, context)
-    held = run.slots(context)
+    held = settled = run.slots(context)
     if run.between is not None:  # what pushes others out is stored before they are forgotten
         held = min(context, max(held + max(chunk, run.between), run.reading(context) + chunk))
+        settled = min(context, max(settled, run.reading(context)))
     fresh = max(chunk, run.between or EVERY)
-    kv = shape.layers * run.layer(held, fresh) + run.index(held, fresh)
     working = working_bytes(
         shape,
         chunk=chunk,
@@ -111,7 +113,11 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     on_cpu = run.device == "cpu"
     base = run.base if on_cpu else 0  # on a GPU only what lies there counts
     draft = view + (run.tables(context) if on_cpu else 0)
-    places = run.caps.spread(kv, base + weights.memory + draft + working)
+
+    def nbytes(here: int) -> int:
+        return shape.layers * run.layer(here, fresh) + run.index(held, fresh)
+
+    places = run.caps.spread(Held(settled, held - settled, nbytes), chunk, base + weights.memory + draft + working)
     check = check_bytes(shape, run.number) if run.check else 0
     mapped = weights.files if on_cpu else 0
     # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcli.kv import tiers
+from kvcli.kv.ladder import SLACK
+from kvcli.kv.shortage import Shortage
 from kvcli.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.fit.room import Room
-    from kvcli.schema import Memory
+    from kvcli.kv.room import Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,31 +26,39 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Slots a head."""
+
+    settled: int  # at a boundary, the longest
+    fresh: int  # that come between two boundaries, on top
+    nbytes: Callable[[int], int]  # of so many slots on the device -> bytes there
+
+    @property
+    def most(self) -> int:
+        return self.settled + self.fresh
+
+
+@dataclass(frozen=True, slots=True)
 class Caps:
-    """Bytes for keys and values."""
+    """What a store is told of its room, so that a plan refuses what the store would."""
 
-    device: int | None  # as typed; None = what is free
-    host: int
-    disk: int
-    free: int  # of the device, for a whole plan: its keys and values go elsewhere where there is no more
-    wide: float = 1.0  # bytes on the disk, where nothing is packed, of one byte of older tokens in memory
+    room: Callable[[int, int], Room]  # tokens of a pass, bytes free where no size is given
+    free: int  # of the device, for a whole plan
 
-    @staticmethod
-    def of(memory: Memory, room: Room, free: int, wide: float) -> Caps:
-        """Without a GPU there is no memory beside the device's."""
-        host = 0 if room.kind == "cpu" else room.host if memory.host == "auto" else size_of(memory.host)
-        device = None if memory.device == "auto" else size_of(memory.device)
-        return Caps(device, host, size_of(memory.disk), free, wide)
-
-    def spread(self, kv: int, beside: int) -> Places:
-        """Places for so many bytes of keys and values, the device first; `beside`: what else the plan needs there."""
-        if self.device is not None:
-            here = min(kv, self.device)
-        elif self.host or self.disk:
-            here = min(kv, max(0, self.free - beside))
-        else:
-            here = kv
-        host = min(kv - here, self.host)
-        left = kv - here - host
-        on_disk = min(left, int(self.disk / self.wide))
-        return Places(here, host, int(on_disk * self.wide), left - on_disk)
+    def spread(self, held: Held, chunk: int, beside: int) -> Places:
+        """Places for what is held, the device first; `beside`: bytes of what else the plan needs there."""
+        room, whole = self.room(chunk, max(0, self.free - beside)), held.nbytes(held.most)
+        cap = size_of(room.memory.device) if room.memory.device != "auto" else room.free
+        try:
+            most = room.most
+        except Shortage:  # not even for what comes between two boundaries
+            return Places(min(whole, cap), over=max(1, whole - cap))
+        if most is None:
+            return Places(whole)
+        over = max(0, held.settled - most) * room.narrow
+        here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest move
+        device = min(whole, cap, held.nbytes(room.always + here + tiers.STEP))
+        left = max(0, whole - device - over)  # as it lies below the top
+        host = min(left, room.in_host * room.narrow)
+        away = left // room.narrow * (room.far - room.index)
+        return Places(device + away, host, (left - host) * room.wide // room.narrow, over)

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import BadInput, BadModel, UsageError
 from kvcli.fit import memory, weights
 from kvcli.fit.places import Caps
-from kvcli.fit.room import kept_free
 from kvcli.fit.shape import Shape, is_complete, shape_of
+from kvcli.kv import tiers
 from kvcli.kv.slots import Sight
-from kvcli.kv.tiers import POSITION, index_bytes, is_packed, layer_bytes, narrow, wide
+from kvcli.kv.tiers import POSITION, index_bytes, is_packed, layer_bytes, narrow
+from kvcli.machine import kept_free
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
+    from kvcli.kv import room as kv_room
     from kvcli.profile import Profile
     from kvcli.source import Source
 
@@ -130,11 +132,12 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         kv_number=kv_number,
         layer=partial(layer_bytes, profile.kv, profile.memory, *of_slot),
         index=_index(profile, shape, kv_number),
-        caps=Caps.of(profile.memory, room, int(usable / facts.scale), wide(*of_slot) / below),
+        caps=_caps(profile, shape, room, of_slot, int(usable / facts.scale)),
         chunk=profile.prefill.chunk,
         rows=profile.spec.rows,
         slots=profile.policy.slots,
         reading=profile.policy.reading,
+        again=profile.policy.again,
         between=profile.policy.every,
         tables=profile.spec.tables,
         copied=profile.spec.copied,
@@ -162,9 +165,30 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
 
 
+def _caps(profile: Profile, shape: Shape, room: Room, of_slot: tuple[int, int, int], free: int) -> Caps:
+    def found(chunk: int, left: int) -> kv_room.Room:
+        return tiers.room(
+            profile.kv,
+            profile.memory,
+            profile.recall.settings,
+            _sights(shape),
+            of_slot,
+            chunk=chunk,
+            is_cpu=room.kind == "cpu",
+            free=left,
+            host=room.host,
+        )
+
+    return Caps(found, free)
+
+
+def _sights(shape: Shape) -> list[Sight]:
+    return [Sight(1.0, window=window) for window in shape.windows]
+
+
 def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], int]:
     """Slots a head, and those of them just stored -> bytes that recall knows them by, in all layers."""
-    layers = len(profile.recall.layers([Sight(1.0, window=window) for window in shape.windows]))
+    layers = len(profile.recall.layers(_sights(shape)))
     per_slot = profile.recall.per_slot(shape.head_dim, number)
     return lambda slots, fresh: layers * index_bytes(profile.kv, per_slot, shape.kv_heads, slots, fresh)
 

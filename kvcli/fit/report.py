@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvcli import __version__
 from kvcli.fit.advice import binding, changes
-from kvcli.fit.room import kept_free
 from kvcli.fit.speed import speed
+from kvcli.machine import kept_free
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
 
 if TYPE_CHECKING:

@@ -16,10 +16,6 @@ _LIMITS = (  # of the container this process may be in: most, used, and the fiel
 )
 
 
-KEPT_FREE = 1 << 30  # bytes, at most; less where there is little, because an estimate is good to a tenth
-UNSURE = 0.1
-
-
 @dataclass(frozen=True, slots=True)
 class Room:
     """Where a model would run."""
@@ -48,13 +44,8 @@ def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
         found["cpu"] = Room("cpu", ram, is_described=True)
     if vram is not None:
         found = {"cpu": found["cpu"], "cuda:0": Room("cuda:0", max(0, vram - CONTEXT), is_described=True)}
-    behind = found["cpu"].available - kept_free(found["cpu"].available)
+    behind = found["cpu"].available - machine.kept_free(found["cpu"].available)
     return {kind: replace(room, host=0 if room.kind == "cpu" else behind) for kind, room in found.items()}
-
-
-def kept_free(available: int) -> int:
-    """Of what is available, the part that no plan uses."""
-    return min(KEPT_FREE, int(UNSURE * available))
 
 
 def choose(found: dict[str, Room], device: str) -> Room:

@@ -22,11 +22,13 @@ def speed(plan: Plan, shape: Shape, calibration: CalibrationDocument | None) -> 
         grid = by_rows(calibration.model.passes)
         rows = max(grid)
         pieces = -(-context // rows)
-        first = sum(at(grid[rows], plan.run.slots(i * rows)) for i in range(pieces))
+        first = sum(at(grid[rows], plan.run.reading(i * rows)) for i in range(pieces))
+        first += plan.run.again(context) / rows * at(grid[rows], plan.run.reading(context))
         step = at(grid[min(grid)], held)
         return FitSpeed(first_token=first + step, tok_s=1 / step, basis="model")
     flops = calibration.gemm.get("float32" if plan.run.number > 2 else "bfloat16", max(calibration.gemm.values()))
-    first = reading_flop(shape, context) / flops
+    again = plan.run.again(context) / context * rereading_flop(shape, context)
+    first = (reading_flop(shape, context) + again) / flops
     step = (plan.weights.read + shape.kv_per_token * plan.run.kv_number * held) / calibration.bandwidth
     return FitSpeed(first_token=first + step, tok_s=1 / step, basis="machine")
 
@@ -38,6 +40,12 @@ def reading_flop(shape: Shape, n: int) -> float:
     whole = shape.layers - sliding
     extra = 2 * shape.heads * shape.head_dim * n * (shape.visible(n) - whole * n)  # windows are full, not triangles
     return 2.0 * shape.linear_active * n + attention + extra
+
+
+def rereading_flop(shape: Shape, n: int) -> float:
+    """The same of n tokens behind a text of n, all of which each of them sees: no triangle."""
+    linear = 2.0 * shape.linear_active * n
+    return linear + 2 * (reading_flop(shape, n) - linear)
 
 
 def by_rows(passes: Sequence[PassTime]) -> dict[int, list[tuple[int, float]]]:

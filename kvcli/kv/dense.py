@@ -141,6 +141,10 @@ class Dense:
         """pos [K, S] of all slots, -1 = empty."""
         return self._slabs[layer].positions()
 
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """All n [K] slots: nothing is rounded."""
+        return n
+
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none: a copy."""
         return self._turned(layer, self._slabs[layer].gather(index))

@@ -107,7 +107,7 @@ class Disk:
         try:
             rest = n - (held[-1].room if held else 0)  # slots
             if rest > 0:
-                fresh.append(self._claim(rest, self.n_slots(layer)))
+                fresh.append(self._claim(rest, layer))
             places = _places([*held[-1:], *fresh], n)
             for extent, a, b in places:
                 self._write(extent, s.k[:, a:b], s.v[:, a:b])
@@ -145,6 +145,10 @@ class Disk:
         """pos [K, S] of all slots, -1 = forgotten."""
         none = torch.empty(self._heads, 0, dtype=torch.int32)
         return torch.cat([none, *(extent.slots.pos for extent in self._layers[layer])], 1)
+
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """All n [K] slots: nothing is rounded."""
+        return n
 
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none: no other part of the file is read, whole pages aside."""
@@ -195,16 +199,20 @@ class Disk:
         """Bytes of a slot of all heads."""
         return 2 * self._heads * self._dim * self.dtype.itemsize
 
-    def _claim(self, need: int, held: int) -> _Extent:
-        """An extent with room for at least `need` slots, its blocks on the disk claimed."""
+    def _claim(self, need: int, layer: int) -> _Extent:
+        """An extent with room for at least `need` slots, its blocks on the disk claimed.
+
+        A layer takes ahead of its need no more than its part of the file, so that the last has room for as many slots.
+        """
         unit = mmap.ALLOCATIONGRANULARITY  # a map begins at a multiple of it
         again = next((i for i, (_, size) in enumerate(self._free) if size >= need * self._per_slot), None)
         if again is not None:
             offset, size = self._free.pop(again)
         else:
-            wanted = max(need, min(self.LARGEST, max(self.FIRST, held)))
+            ahead = min(self.LARGEST, max(self.FIRST, self.n_slots(layer))) * self._per_slot
+            share = part_of(self._most, len(self._layers)) - sum(e.nbytes for e in self._layers[layer])
             offset, left = self._end, (self._most - self._end) // unit * unit
-            size = min(-(-wanted * self._per_slot // unit) * unit, left)
+            size = min(-(-max(need * self._per_slot, min(ahead, share)) // unit) * unit, left)
             if size < need * self._per_slot:
                 raise Shortage("memory.disk is full", detail={"used": self._end, "most": self._most})
             self._grow(offset + size)
@@ -240,6 +248,11 @@ class Disk:
         empty = [e for e in self._layers[layer] if not bool((e.pos >= 0).any())]
         self._layers[layer] = [e for e in self._layers[layer] if not any(e is gone for gone in empty)]
         self._free += [(e.offset, e.nbytes) for e in empty]
+
+
+def part_of(most: int, n_layers: int) -> int:
+    """Bytes that each layer can be sure of in a file of so many."""
+    return most // n_layers // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
 
 
 def _places(extents: list[_Extent], n: int) -> list[tuple[_Extent, int, int]]:

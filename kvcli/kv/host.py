@@ -92,6 +92,9 @@ class Host:
     def positions(self, layer: int) -> Tensor:
         return self._tier.positions(layer).to(self._device)
 
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        return self._tier.final(layer, n.cpu()).to(n.device)
+
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Only those come up."""
         return self._up(self._tier.gather(layer, index.cpu()))

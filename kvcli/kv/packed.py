@@ -109,6 +109,11 @@ class Packed:
             pos[j, : head.length] = head.pos
         return pos
 
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
+        ends = zip(self._layers[layer], n.tolist(), strict=True)
+        return n.new_tensor([head.final(int(end)) for head, end in ends])
+
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none: no others are unpacked."""
         k, v = (self._empty.new_zeros(*index.shape, self._empty.shape[2]) for _ in "kv")

@@ -107,6 +107,15 @@ class Head:
         step = self._form.group if self._form.is_grouped else 1
         return min(first, self.length - self.rest.shape[0]) // step * step if step > 1 else first
 
+    def final(self, n: int) -> int:
+        """Of the first n slots, those whose numbers only a loss among these n can change: whole groups of packed keys.
+
+        Keys that wait are rounded when their group is full, and those of a group that falls apart a second time.
+        """
+        if not self._form.is_grouped:
+            return n
+        return min(n, self.length - self.rest.shape[0]) // self._form.group * self._form.group
+
     @property
     def _groups(self) -> int:
         return (self.length - self.rest.shape[0]) // self._form.group

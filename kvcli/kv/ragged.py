@@ -1,8 +1,8 @@
 """One layer whose heads hold different slots: they lie end to end, each with a length of its own.
 
 What one head forgets is free for good: a layer takes the bytes of its slots, one position each, and a little spare
-room per head. Heads of about the same length get the same room and are read as one batch, without a mask; where most
-heads have a length of their own, all are read one by one.
+room per head. Heads of about the same length get the same room and are read as one batch, without a mask; others one
+by one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_apart import attend_apart
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.slab import rises, seen
@@ -78,9 +77,6 @@ class Ragged:
         """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
         if not self.length:
             return []
-        if 2 * len(self._runs) > len(self._lengths) and sight.window is None and rotary is None:
-            spans = list(zip(self._extents.start, self._lengths, strict=True))
-            return [attend_apart(q, self.k, self.v, spans, sight.scale, softcap=sight.softcap)]
         as_they_lie = self._moved(q, self._order)
         group, first, parts = q.shape[0] // len(self._lengths), 0, list[Part]()
         for heads in self._runs:

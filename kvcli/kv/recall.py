@@ -121,14 +121,15 @@ class Recall:
             self._forget(layer)
         self._tier.crop(n)
         for layer, pos in before.items():
-            self._pages[layer].crop(pos, self._source.positions(layer))
+            self._pages[layer].crop(pos, layer, self._source)
         self._learn(self._pages)
 
     def usage(self) -> list[Usage]:
         """The tier's, the index as a tier of its own, and what is kept near for the next pass as another."""
         found = self._tier.usage()
         for layer, p in self._pages.items():
-            found.append(Usage(layer, "index", p.last.shape[1] * self._index.page, _nbytes(p.tensors)))
+            last = [self._chosen[layer]] if layer in self._chosen else []
+            found.append(Usage(layer, "index", p.last.shape[1] * self._index.page, _nbytes([*p.tensors, *last])))
             if self._near is not None:
                 found.append(Usage(layer, "near", 0, self._near.nbytes(layer)))
         return found

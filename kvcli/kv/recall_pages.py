@@ -32,7 +32,8 @@ class Budget:
 class Pages:
     """Pages of one layer: runs of `index.page` slots in the order of the tier, whole ones only.
 
-    Heads may hold different numbers. What is behind a head's last whole page is always read.
+    Heads may hold different numbers. What is behind a head's last whole page is always read, and so is what will be
+    rounded again: a page must stand for the numbers that are read.
     """
 
     def __init__(self, index: Index, budget: Budget) -> None:
@@ -63,12 +64,14 @@ class Pages:
         """[K, P]: pages that there are."""
         return self.last >= 0
 
-    def crop(self, before: Tensor, after: Tensor) -> None:
-        """Slots are gone, and others may have moved: in each head, all from the first page in which positions [K, S]
-        differ."""
+    def crop(self, before: Tensor, layer: int, source: Source) -> None:
+        """Slots are gone, and others may have moved or been rounded again: in each head, forget all from the first
+        page in which positions, `before` [K, S], differ, or in which numbers may."""
+        after = source.positions(layer)
         n = min(before.shape[1], after.shape[1])
         same = (before[:, :n] == after[:, :n]).cumprod(1).sum(1)  # [K] slots
-        self._cut(torch.minimum(self.whole, same.to(self.whole) // self.index.page))
+        same = source.final(layer, same.to(self.whole))
+        self._cut(torch.minimum(self.whole, same // self.index.page))
 
     def settle(self, layer: int, source: Source) -> None:
         """A boundary: know every page there is now, and what is always read until the next one."""
@@ -85,7 +88,7 @@ class Pages:
             self.whole, self.first, self.last = whole, none, none  # together: memory may have run out between them
         if self.shared and self._learned < ENOUGH and longest >= 2 * self._learned:
             self._cut(torch.zeros_like(self.whole))
-        self._extend(layer, source)
+        self._extend(layer, source, s)
         newest = int(pos.max())
         ends = (self.first < self.budget.sinks) | (self.last > newest - self.budget.recent)
         self.always, self.open = self.held & ends, self.held & ~ends
@@ -114,10 +117,10 @@ class Pages:
         if not most:
             self.kept, self.shared, self._learned = (), (), 0
 
-    def _extend(self, layer: int, source: Source) -> None:
-        """Summarize the pages that became whole."""
+    def _extend(self, layer: int, source: Source, slots: int) -> None:
+        """Summarize the pages that became whole, and final, of so many slots a head."""
         page, at_once = self.index.page, max(1, AT_ONCE // self.index.page)
-        target = self.ends // page
+        target = torch.minimum(self.ends, source.final(layer, torch.full_like(self.ends, slots))) // page
         while bool((self.whole < target).any()):
             fresh = _run(self.whole, (target - self.whole).clamp(max=at_once))  # [K, M] pages
             self._write(layer, source, fresh)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvcli.kv.recall_source import Shelf, Source
     from kvcli.kv.slots import Sight, Store
 
-PER_PAGE = 10  # bytes of a page: its first and last position, and whether rows may choose it
+PER_PAGE = 11  # bytes of a page: its first and last position, whether rows may choose it, and whether they last did
 
 
 class Chosen(Protocol):

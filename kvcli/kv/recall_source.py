@@ -20,6 +20,9 @@ class Source(Protocol):
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots, -1 = empty."""
 
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """[K]: of the first n [K] slots of each head, how many keep their numbers whatever happens behind them."""
+
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none: a copy, finite also where there is none."""
 
@@ -42,6 +45,10 @@ class Whole:
     def positions(self, layer: int) -> Tensor:
         """As the tier has them."""
         return self._tier.slots(layer).pos
+
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """All: for tiers that round nothing, or once."""
+        return n
 
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Copied."""

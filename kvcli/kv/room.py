@@ -1,4 +1,7 @@
-"""How many slots a head a device, host memory and a disk have room for, from the budgets of `[memory]`."""
+"""How many slots a head a device, host memory and a disk have room for, from the budgets of `[memory]`.
+
+A store is made with it, and a plan of memory counts with the same.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import psutil
-import torch
-
+from kvcli.kv.disk import part_of
 from kvcli.kv.ladder import SLACK
 from kvcli.kv.shortage import Shortage
 from kvcli.schema import size_of
@@ -16,7 +17,7 @@ from kvcli.schema import size_of
 if TYPE_CHECKING:
     from kvcli.schema import Memory
 
-KEPT_FREE = 1 << 30  # bytes that keys and values leave alone where no size is given, or a tenth of what is free
+EVERY = 64  # tokens between two boundaries of a ladder, where no policy wants them closer
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,32 @@ class Room:
     """Bytes are those of a slot of all heads and layers."""
 
     memory: Memory
-    device: torch.device  # that computes
+    layers: int
     wide: int  # bytes of a slot in the top, and on the disk
     narrow: int  # bytes of a slot below the top
     index: int  # bytes of recall's index beside a slot on the device that it reads a part of
     far: int  # bytes on the device beside a slot that lies elsewhere: the same, and what a pass keeps of such slots
     between: int  # slots a head that are in the top before they can go anywhere
-    chunk: int  # tokens read in one pass, which is most of them
+    newest: int  # of these, the ones that came since the last boundary
+    always: int  # slots a head in full precision at a boundary, whatever else goes down
     is_packed: bool  # the device has a rung of few bits below the top
-    held: int  # bytes of the device that a store takes which is to be replaced
+    free: int  # bytes of the device that keys and values may take where memory.device gives no size
+    host: int  # bytes of host memory behind it, where memory.host gives no size
+
+    @cached_property
+    def most(self) -> int | None:
+        """Slots a head that all places together have room for; None = no limit."""
+        if self.on_device is None:
+            return None
+        return self.always + self.on_device + self.in_host + self.on_disk
+
+    def holds(self, slots: int) -> bool:
+        """Whether so many a head have room at a boundary, however the room was limited."""
+        try:
+            most = (self.free - self.between * self.wide) // self.narrow if self.most is None else self.most
+        except Shortage:
+            return False
+        return slots <= most
 
     @cached_property
     def on_device(self) -> int | None:
@@ -52,14 +70,12 @@ class Room:
     @cached_property
     def on_disk(self) -> int:
         """The same on the disk."""
-        return self._indexed(size_of(self.memory.disk) // self.wide, self.in_host)
+        return self._indexed(self.layers * part_of(size_of(self.memory.disk), self.layers) // self.wide, self.in_host)
 
-    @cached_property
+    @property
     def host_bytes(self) -> int:
         """Of host memory, for what a GPU has no room for."""
-        if self.memory.host != "auto":
-            return size_of(self.memory.host)
-        return _spared(int(psutil.virtual_memory().available)) if self.device.type == "cuda" else 0
+        return self.host if self.memory.host == "auto" else size_of(self.memory.host)
 
     @property
     def _has_more(self) -> bool:
@@ -83,29 +99,24 @@ class Room:
             raise Shortage(
                 f"memory.device = {self.memory.device} has no room for a text",
                 lines=[
-                    f"{self.between:,} tokens are stored between two boundaries: {_mib(need)} MiB of {_mib(room)} MiB"
+                    f"{self.between:,} tokens are stored between two boundaries: "
+                    f"{need / (1 << 20):,.1f} MiB of {room / (1 << 20):,.1f} MiB"
                 ],
                 detail={"need": need, "room": room},
-                try_=[f"--set memory.device={_mib(2 * need)}MiB", f"--set prefill.chunk={max(1, self.chunk // 4)}"],
+                try_=[f"--set memory.device={_mib(2 * need)}MiB", *self._smaller(room)],
             )
         return left
+
+    def _smaller(self, room: int) -> list[str]:
+        """A chunk so much smaller that as much room is left to a text as what comes between two boundaries takes."""
+        most = room // (2 * self.wide) - (self.between - self.newest)
+        return [f"--set prefill.chunk={1 << most.bit_length() - 1}"] if most >= EVERY else []
 
     def _of_device(self) -> int | None:
         """Bytes that keys and values may take; None = no limit."""
         if self.memory.device != "auto":
             return size_of(self.memory.device)
-        if not self._has_more:
-            return None
-        if self.device.type == "cuda":
-            free = int(torch.cuda.mem_get_info(self.device)[0])
-        else:
-            free = int(psutil.virtual_memory().available)
-        return _spared(free + self.held)
-
-
-def _spared(free: int) -> int:
-    """Of what is free, what keys and values may take."""
-    return free - min(KEPT_FREE, free // 10)
+        return self.free if self._has_more else None
 
 
 def _mib(nbytes: int) -> int:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
-from kvcli.kv.room import Room
+from kvcli.kv.room import EVERY, Room
+from kvcli.machine import kept_free
 from kvcli.schema import size_of
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from kvcli.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
-EVERY = 64  # tokens between two boundaries of a ladder, where no policy wants them closer
 POSITION = 4  # bytes
 
 
@@ -40,7 +41,7 @@ class Plan:
     memory: Memory
     recall: Chosen  # how the rungs below the top are read, or the one tier where there is no other
     sights: Sequence[Sight]  # by layer
-    chunk: int  # tokens read in one pass
+    chunk: int  # tokens read in one pass, at most
     held: int = 0  # bytes of the device that the store in use takes, which this one is to replace
 
     def store(self) -> Store:
@@ -53,12 +54,12 @@ class Plan:
             return self.recall.over(dense, dense, self.sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
         if self.is_packed:
-            below.append(self._rung(self._packed(self.device), self._room.on_device, self.kv.group))
-        if self._room.host_bytes:
-            below.append(self._rung(self._host(), self._room.in_host, self.kv.group))
+            below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
+        if self.room.host_bytes:
+            below.append(self._rung(self._host(), self.room.in_host, self.kv.group))
         if size_of(self.memory.disk):
-            below.append(self._rung(self._disk(), self._room.on_disk))
-        holds = self.kv.residual if self.is_packed else self._room.on_device
+            below.append(self._rung(self._disk(), self.room.on_disk))
+        holds = self.kv.residual if self.is_packed else self.room.on_device
         ladder = Ladder(top, below, holds=holds, group=self.kv.group if below else 1, sinks=self.kv.sinks)
         return ladder if below else self.recall.over(ladder, top, self.sights)
 
@@ -67,7 +68,7 @@ class Plan:
 
     def _refuse_host(self) -> None:
         steps = [step for step in self.memory.ladder if step.startswith("memory.host")]
-        if self._room.host_bytes or steps:
+        if steps or (self.memory.host != "auto" and size_of(self.memory.host)):
             asked = f"memory.ladder has {steps[0]}" if steps else f"memory.host = {self.memory.host}"
             raise BadConfig(
                 f"{asked}, but keys and values are in host memory already",
@@ -89,40 +90,24 @@ class Plan:
         return is_packed(self.kv)
 
     @cached_property
-    def _room(self) -> Room:
-        wide_, narrow_ = (self.n_layers * n for n in (self._wide, self._narrow))
-        heads = len(self.recall.layers(self.sights)) * self.n_kv_heads
-        index, near = (
-            heads * of(self.head_dim, self.dtype.itemsize) for of in (self.recall.per_slot, self.recall.near)
-        )
-        return Room(
+    def room(self) -> Room:
+        """What these keys and the machine leave to keys and values."""
+        is_gpu, free = self.device.type == "cuda", int(psutil.virtual_memory().available)
+        behind = free - kept_free(free) if is_gpu else 0
+        if is_gpu:
+            free = int(torch.cuda.mem_get_info(self.device)[0])
+        free += self.held
+        return room(
+            self.kv,
             self.memory,
-            self.device,
-            wide_,
-            narrow_,
-            round(index),
-            round(index + (near if self.device.type != "cpu" else 0)),
-            self._between,
-            self.chunk,
-            self.is_packed,
-            self.held,
+            self.recall,
+            self.sights,
+            (self.n_kv_heads, self.head_dim, self.dtype.itemsize),
+            chunk=self.chunk,
+            is_cpu=self.device.type == "cpu",
+            free=free - kept_free(free),
+            host=behind,
         )
-
-    @property
-    def _between(self) -> int:
-        """Slots a head in the top before they can go anywhere: what is read or written between two boundaries too."""
-        before = self.kv.sinks + self.kv.group + max(self.chunk, EVERY) + STEP
-        return before + (self.kv.residual if self.is_packed else 0)
-
-    @property
-    def _wide(self) -> int:
-        """Bytes of a slot of all heads, as the top stores it."""
-        return wide(self.n_kv_heads, self.head_dim, self.dtype.itemsize)
-
-    @property
-    def _narrow(self) -> int:
-        """The same below the top."""
-        return narrow(self.kv, self.n_kv_heads, self.head_dim, self.dtype.itemsize)
 
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
         return Dense(self.n_layers, self.n_kv_heads, self.head_dim, self.dtype, device, step=step)
@@ -155,6 +140,44 @@ class Plan:
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
         disk = Disk(self.n_layers, self.n_kv_heads, self.head_dim, self.dtype, most, writes)
         return disk if self.device.type == "cpu" else Host(disk, self.device)
+
+
+def room(
+    kv: Kv,
+    memory: Memory,
+    recall: Chosen,
+    sights: Sequence[Sight],
+    of_slot: tuple[int, int, int],
+    *,
+    chunk: int,
+    is_cpu: bool,
+    free: int,
+    host: int,
+) -> Room:
+    """Room for keys and values under these tables.
+
+    `of_slot`: KV heads of a layer, numbers of one, bytes of a number as it comes. `chunk`: tokens read in one pass, at
+    most. `free`, `host`: bytes where no size is given; a CPU has no memory beside its own.
+    """
+    heads, dim, number = of_slot
+    indexed = len(recall.layers(sights)) * heads
+    index, near = indexed * recall.per_slot(dim, number), indexed * recall.near(dim, number)
+    newest, packs = max(chunk, EVERY), is_packed(kv)
+    always = kv.sinks + (kv.residual if packs else 0)
+    return Room(
+        memory=replace(memory, host="auto") if is_cpu else memory,
+        layers=len(sights),
+        wide=len(sights) * wide(*of_slot),
+        narrow=len(sights) * narrow(kv, *of_slot),
+        index=round(index),
+        far=round(index if is_cpu else index + near),
+        between=always + kv.group + newest + STEP,
+        newest=newest,
+        always=always,
+        is_packed=packs,
+        free=free,
+        host=0 if is_cpu else host,
+    )
 
 
 def is_packed(kv: Kv) -> bool:

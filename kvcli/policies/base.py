@@ -160,6 +160,13 @@ class Chosen(Protocol):
     def reading(self, n: int) -> int:
         """How many slots a head holds at most while n tokens are read, the last chunk aside."""
 
+    def again(self, n: int) -> int:
+        """How many rows run once more behind a prompt of n tokens when it has been read: what its time is planned with.
+
+        0 = it is read once. Each such row sees all that was stored by then. What the policy itself computes from its
+        queries is not counted.
+        """
+
     @property
     def is_uneven(self) -> bool:
         """May heads keep different numbers of slots?"""
@@ -185,6 +192,9 @@ class Everything:
 
     def reading(self, n: int) -> int:
         return n
+
+    def again(self, n: int) -> int:
+        return 0
 
     @property
     def is_uneven(self) -> bool:

@@ -2,9 +2,11 @@
 
 When a prompt has been read, a few of its rows say how much attention every head would lose under each of a handful of
 policies (recovery.py), and the head gets the cheapest that loses little enough; or, with `keep`, all heads share one
-budget (knapsack.py). `paper = true` measures as published: on all rows, their plain mean, without a guard window.
-Heads that `headmap` names keep everything. Sliding layers are left whole. With `recovery = "auto"` T is found: the
-newest tokens of the prompt are predicted again by what heads would keep, and T is the lowest that predicts them well.
+budget (knapsack.py). While the text has nothing beyond the guard window that a head may forget, there is nothing to
+judge by: all of it stays, and its answer, until a later prompt is long enough. `paper = true` measures as published:
+on all rows, their plain mean, without a guard window. Heads that `headmap` names keep everything. Sliding layers are
+left whole. With `recovery = "auto"` T is found: the newest tokens of the prompt are predicted again by what heads would
+keep, and T is the lowest that predicts them well.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class FastGen:
             if self.paper and given not in (own, FastGen.__dataclass_fields__[key].default):
                 raise ValueError(f"paper = true has its own {key} and leaves no room for {given}")
         if self.keep and self.recovery == "auto":
-            raise ValueError(f'keep = {self.keep} is a budget and leaves nothing for recovery = "auto" to find')
+            words = 'leaves nothing for recovery = "auto" to find; keep = 0 lifts it'
+            raise ValueError(f"keep = {self.keep} is a budget and {words}")
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -123,6 +126,10 @@ class FastGen:
     def reading(self, n: int) -> int:
         """All of a prompt: heads are judged when it has been read."""
         return n
+
+    def again(self, n: int) -> int:
+        """Nothing is read twice; the newest tokens, predicted again to try out a mixture, are few."""
+        return 0
 
     @property
     def is_uneven(self) -> bool:

@@ -86,7 +86,7 @@ class Heads(Plain):
 
     def look(self, s: Slots, at: Moment) -> None:
         """With a common budget, or a T to be found, heads of all layers are measured before any is judged."""
-        if self._is_due(at):
+        if self._is_due(s, at):
             self._measure(s, at)
             self._unshared = True
         if self._unshared and at.layer == at.n_layers - 1:
@@ -110,9 +110,7 @@ class Heads(Plain):
         """What `keep` would keep by the choice under trial; remembers nothing of it."""
         if at.window is not None or at.layer not in self._layers:
             return s.pos >= 0
-        layer = self._layers[at.layer]
-        mask = layer.loose(s, at)
-        return mask if layer.frequent is None else mask | (layer.frequent & layer.having("frequent", s.pos))
+        return self._layers[at.layer].fresh(s, at)
 
     def _choose(self) -> None:
         """By the budget, or by T."""
@@ -125,22 +123,31 @@ class Heads(Plain):
         """What each head's choice keeps; a sliding layer everything."""
         if at.phase == "reading" or at.window is not None:
             return s.pos >= 0
-        if not self.looks and self._is_due(at):
+        if not self.looks and self._is_due(s, at):
             layer = self._measure(s, at)
             layer.chosen = self._cheapest(layer, at.layer, self.recovery)
         if at.layer not in self._layers:  # no prompt was ever read
             return s.pos >= 0
         return self._mask(self._layers[at.layer], s, at)
 
-    def _is_due(self, at: Moment) -> bool:
+    def _is_due(self, s: Slots, at: Moment) -> bool:
+        """Are there rows to measure, and slots to judge by?"""
         if at.phase == "reading" or at.window is not None:
             return False
-        layer = self._layers.get(at.layer)
+        layer, pos = self._layers.get(at.layer), at.q_pos[self._rows(at)]
         if at.phase == "read":
-            pos = at.q_pos[self._rows(at)]
-            return pos.shape[0] > 0 if layer is None else int((pos >= layer.measured).sum()) >= LEAST
-        every = self.settings.reprofile_every
-        return bool(every) and layer is not None and at.kinds.shape[0] - layer.measured >= every
+            is_time = layer is None or int((pos >= layer.measured).sum()) >= LEAST
+        else:
+            every = self.settings.reprofile_every
+            is_time = bool(every) and layer is not None and at.kinds.shape[0] - layer.measured >= every
+        return is_time and pos.shape[0] > 0 and self._is_evidence(s, at, int(pos.max()))
+
+    def _is_evidence(self, s: Slots, at: Moment, row: int) -> bool:
+        """Has a row at this position a slot beyond the guard that a head may forget? Near ones are kept unasked, so
+        without any the cheapest candidate would seem good enough for every head."""
+        always, _ = classes(s, at.kinds, Sets.of(self.settings, at.kinds, at.n_prompt))
+        far = (s.pos >= 0) & (s.pos <= row - self.settings.guarded)
+        return bool((far & ~always & ~at.protected).any())
 
     def _rows(self, at: Moment) -> Tensor:
         """[m] which of the queries at hand to measure."""
@@ -214,7 +221,7 @@ class Heads(Plain):
 
     def _mask(self, layer: Layer, s: Slots, at: Moment) -> Tensor:
         """[K, S] bool, and the scores brought up to date."""
-        mask, frequent = layer.loose(s, at), layer.having("frequent", s.pos)
+        mask, frequent = layer.fresh(s, at), layer.having("frequent", s.pos)
         if not bool(frequent.any()):
             layer.scores = layer.frequent = None
             return mask

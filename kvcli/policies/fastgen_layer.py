@@ -40,3 +40,8 @@ class Layer:
         reach = torch.where(self.having("local", age), self.sets.local, self.sets.guard)
         mask = always | at.protected | (punct & self.having("punct", age))
         return (mask | (age < reach) | self.having("full", age)) & (s.pos >= 0)
+
+    def fresh(self, s: Slots, at: Moment) -> Tensor:
+        """[K, S] bool: what heads keep at the boundary where they were measured."""
+        mask = self.loose(s, at)
+        return mask if self.frequent is None else mask | (self.frequent & self.having("frequent", s.pos))

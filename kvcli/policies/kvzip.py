@@ -36,6 +36,10 @@ class KVzip(TopK):
         if self.keep_new:
             raise ValueError(f"keep_new = {self.keep_new} cannot be kept: what was generated is never repeated")
 
+    def again(self, n: int) -> int:
+        """All of it, piece by piece, and the tokens that each piece but the first begins with."""
+        return n + (-(-n // self.piece) - 1) * self.lead if n else 0
+
     def scorer(self) -> Scorer:
         """Scores by what repeating the text looked at."""
         from kvcli.policies.kvzip_scorer import Repeated

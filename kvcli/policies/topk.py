@@ -72,6 +72,10 @@ class TopK:
         """All of a prompt, unless it is compressed chunk by chunk."""
         return self.slots(n) if self.per_chunk else n
 
+    def again(self, n: int) -> int:
+        """Nothing is read twice."""
+        return 0
+
     @property
     def is_uneven(self) -> bool:
         return self.alloc != "uniform"
@@ -83,7 +87,7 @@ class TopK:
             return ""
         return (
             f'policy.name = "{self.name}" keeps what the end of the prompt looks at: what a later question needs may '
-            'be gone, so for a text that is read once and asked often "expected" or "kvzip" is the better choice'
+            'be gone, so for a text that is read once and asked often "fastgen" or "kvzip" is the better choice'
         )
 
     def _shared(self) -> Alloc:

@@ -39,6 +39,10 @@ class Window(Plain):
         """The same while reading: each chunk's end is a boundary."""
         return self.slots(n)
 
+    def again(self, n: int) -> int:
+        """Nothing is read twice."""
+        return 0
+
     @property
     def is_uneven(self) -> bool:
         return False

@@ -6,10 +6,10 @@ import pytest
 
 from kvcli.errors import BadModel
 from kvcli.fit.memory import GIB, kv_bytes, tokens_in
-from kvcli.fit.room import kept_free
 from kvcli.fit.shape import Shape, shape_of
 from kvcli.fit.speed import at, reading_flop
 from kvcli.fit.weights import of_shape, weigh
+from kvcli.machine import kept_free
 
 KIB = 1 << 10
 

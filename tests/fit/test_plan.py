@@ -12,11 +12,15 @@ from kvcli.fit.before import Outlook
 from kvcli.fit.memory import GIB, largest, need
 from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room, choose, container_room, size
+from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
+from kvcli.kv.room import EVERY
+from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import nbytes
-from kvcli.kv.tiers import EVERY, STEP, wide
-from kvcli.local import load
+from kvcli.kv.tiers import STEP, wide
+from kvcli.local import _nested, load
 from kvcli.profile import Profile
+from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
 
 MIB = 1 << 20
 PROFILES = {name: Profile.load(name) for name in ("exact", "ngram", "streaming")}
@@ -108,6 +112,11 @@ def test_the_index_of_recall_is_in_memory_too(demo):
     layers = demo.shape.layers - reads.recall.dense_layers
     index = int(4096 * layers * demo.shape.kv_heads * reads.recall.per_slot(demo.shape.head_dim, 2))
     assert planned(demo, reads).need.kv == planned(demo, plain).need.kv + index
+    kept = {"load.device": "cpu", "load.verify": False, "exactness": "approx", "recall.method": "sketch"}
+    with load("demo", "exact", set=kept) as model:
+        model.session.feed(torch.arange(4096).remainder(model.lm.vocab).tolist())
+        found = nbytes(model.session.kv)
+    assert index == pytest.approx(found["index"], rel=0.05)
 
 
 def test_older_tokens_go_to_host_memory_behind_a_gpu_and_no_further_than_there_is_room(demo):
@@ -121,6 +130,37 @@ def test_older_tokens_go_to_host_memory_behind_a_gpu_and_no_further_than_there_i
     none = plan(demo, card, Room("cuda:0", free, host=whole.kv // 4), 8192, Facts())
     assert (none.fits, none.need.over > 0, none.missing > 0) == (False, True, True)
     assert 0 < none.most < 8192
+
+
+CHUNK = {"prefill.chunk": 512}
+
+
+@pytest.mark.parametrize(
+    ("profile", "sets"),
+    [
+        ("exact", {"memory.device": "7MiB"}),
+        ("exact", {"memory.device": "5MiB"}),  # where no whole chunk fits
+        ("exact", {"memory.device": "7MiB", **CHUNK}),
+        ("exact", {"memory.device": "10MiB", "memory.disk": "10MiB"}),
+        ("exact", {"memory.device": "10MiB", "memory.disk": "10MiB", **CHUNK}),
+        ("lean", {"memory.device": "10MiB"}),
+        ("max-context", {"memory.device": "10MiB"}),
+        ("max-context", {"memory.device": "6MiB", "memory.disk": "4MiB", **CHUNK}),
+    ],
+)
+def test_a_store_holds_the_longest_text_that_is_promised_and_no_longer_one(demo, profile, sets):
+    most = planned(demo, Profile.load(profile).replace(**_nested(sets))).most
+    assert 100 < most < 8192 - 2
+
+    def read(n):
+        kept = {"load.device": "cpu", "load.verify": False, "context.limit": n + 1, **sets}
+        with load("demo", profile, set=kept) as model:
+            model.session.feed(torch.arange(n).remainder(model.lm.vocab).tolist())
+            assert model.session.committed == n - 1
+
+    read(most - 1)
+    with pytest.raises(Shortage):
+        read(most + 1 + most // 20)
 
 
 def test_a_dtype_that_is_not_the_files_makes_a_second_copy_while_loading(demo):
@@ -139,6 +179,31 @@ def test_measured_runs_scale_the_estimate(demo):
     plain, scaled = planned(demo), planned(demo, scale=1.1)
     assert scaled.total == int(1.1 * plain.total)
     assert scaled.need == plain.need
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_a_policy_that_runs_a_prompt_again_answers_later(demo, is_timed):
+    """A pass of 512 rows takes 1 s and 1 ms for each token before it."""
+    passes = [PassTime(rows=512, context=n, seconds=s, low=s, high=s) for n, s in ((0, 1.0), (8000, 9.0))]
+    timed = ModelTimes.model_construct(passes=passes)
+    measured = CalibrationDocument.model_construct(
+        model=timed if is_timed else None, gemm={"bfloat16": 1e9}, bandwidth=1e12
+    )
+
+    def first(**policy):
+        profile = PROFILES["exact"].replace(exactness="approx", policy=policy)
+        found = speed(planned(demo, profile, 4096), demo.shape, measured)
+        step = at(by_rows(passes)[512], profile.policy.slots(4096)) if is_timed else 1 / found.tok_s
+        return found.first_token - step
+
+    whole, evicting, again = first(name="none"), first(name="window"), first(name="kvzip")
+    assert first(name="snap") == pytest.approx(whole)  # which compresses when all has been read
+    if is_timed:
+        assert evicting < whole
+        assert whole == pytest.approx(sum(1 + 0.512 * i for i in range(8)))
+        assert again == pytest.approx(whole + (4096 + 7 * 8) / 512 * (1 + 4.096))
+    else:
+        assert 2 * whole < again < 3.1 * whole
 
 
 def test_beyond_the_models_limit_nothing_fits(demo):

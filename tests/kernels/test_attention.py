@@ -178,7 +178,7 @@ def test_scores_beyond_half_precision_stay_finite(name: str) -> None:
 def test_dispatch_says_what_it_chose_and_why() -> None:
     chosen = dispatch.explain("cpu", torch.bfloat16)
     assert [(op, what) for op, what, _ in chosen[:2]] == [("attend", "cpu"), ("attend_fresh", "cpu")]
-    assert [op for op, _, _ in chosen[2:]] == ["attend_packed", "attend_apart"]  # the first of which asks the CPU
+    assert [op for op, _, _ in chosen[2:]] == ["attend_packed"]  # which asks the CPU
     assert all(why for *_, why in chosen)
     assert {what for _, what, _ in dispatch.explain("cuda", torch.bfloat16)} == {"reference"}
     assert attend.dispatch is attend_fresh.dispatch
