@@ -345,6 +345,8 @@ def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch):
         (["a.txt", "-o", "."], "file_unwritable", "it is a folder"),
         (["a.txt", "-o", "no/x.md"], "file_unwritable", "does not exist"),
         (["a.txt", "-o", "a.txt"], "usage", "would replace a file that is read"),
+        (["a.txt:1-2", "--extract-only", "-o", "a.txt"], "usage", "would replace a file that is read"),
+        (["a.txt", "--password-file", "pw.txt", "-o", "pw.txt"], "usage", "would replace a file that is read"),
         (["a.txt", "--parallel", "2"], "parallel_local", "one part at a time"),
         (["a.txt", "--length", "huge"], "usage", "short, medium, long"),
         (["a.txt", "--mode", "whole", "--chunk", "99"], "usage", "has no parts"),
@@ -356,6 +358,7 @@ def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch):
 )  # fmt: skip
 def test_what_is_refused(office, args, code, words):
     (office.folder / "empty.pdf").write_bytes(b"")
+    (office.folder / "pw.txt").write_text("secret\n")
     done = office(*args)
     assert code in done.err
     assert words in " ".join(done.err.split())

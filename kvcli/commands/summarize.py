@@ -73,7 +73,7 @@ def summarize(
     if dry_run and output is not None:
         raise UsageError("--dry-run prints the plan and writes no file", try_=["leave -o out"])
     request = o.request_of(context.params)
-    out = outlet(world, format, output, files or [])
+    out = outlet(world, format, output, [*(files or []), *([password_file] if password_file else [])])
     if out.form == "html" and (extract_only or dry_run):
         raise UsageError("only a summary comes as html", try_=["--format md", "--format json"])
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))

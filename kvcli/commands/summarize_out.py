@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from kvcli.commands.show import print_json
 from kvcli.commands.summarize_options import Form
+from kvcli.documents import split_pages
 from kvcli.errors import BadInput, UsageError
 from kvcli.files import write_private
 from kvcli.render.terminal import Terminal
@@ -117,7 +118,9 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
     if output is None:
         return Outlet(world, form or "md")
     file = world.cwd / Path(output).expanduser()
-    if any(_same(file, world.cwd / Path(name).expanduser()) for name in inputs):
+    if any(
+        _same(file, world.cwd / Path(name).expanduser()) for typed in inputs for name in (typed, split_pages(typed)[0])
+    ):
         raise UsageError(f"-o {output} would replace a file that is read", try_=["another name"])
     ending = ENDINGS.get(file.suffix.lower())
     if world.options.json and file.suffix and ending not in (None, "json"):
