@@ -269,6 +269,14 @@ def test_extract_only_asks_no_model(office, monkeypatch):
     assert document["documents"][0]["sections"] == [{"number": 3, "label": "3", "text": PAGES[2]}]
 
 
+def test_a_terminal_gets_no_escapes_of_a_file(office):
+    (office.folder / "evil.txt").write_text("The river rose.\x1b]0;owned\x07\n")
+    assert "\x1b" in office("evil.txt", "--extract-only").out, "a pipe gets the text as it is"
+    shown = office("evil.txt", "--extract-only", tty=("stdout", "stderr")).out
+    assert "The river rose." in shown
+    assert not {"\x1b", "\x07"} & set(shown)
+
+
 def test_dry_run_loads_no_weights(machine_plan):
     done, document = machine_plan
     assert done.exit == 0
@@ -325,6 +333,29 @@ def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch):
     assert again.exit == 0
     assert again.err.count("from an earlier run") == 3, "two parts, and the note"
     assert len(office.clerk.asked) - asked in (3, 4), "three parts, and the merge if there is one"
+
+
+def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
+    (office.folder / "b.txt").write_text("\f".join(MILL))
+    target = office.folder / "out.md"
+    target.write_text("before")
+
+    def broken(prompt):
+        if "mill" in prompt:
+            raise RuntimeError("no more")
+        return first_sentences(prompt)
+
+    office.clerk.answer = broken
+    assert office("a.txt", "b.txt", "--each", "-o", "out.md").exit == 1
+    assert target.read_text() == "before"
+    office.clerk.answer = first_sentences
+    with monkeypatch.context() as patch:
+        patch.setattr(Interrupt, "__call__", lambda self: len(office.clerk.asked) > 1)
+        assert office("a.txt", "b.txt", "--each", "-o", "out.md").exit == 130
+    assert target.read_text() == "before"
+    office.clerk.answer = lambda prompt: "" if "mill" in prompt else first_sentences(prompt)
+    assert office("b.txt", "a.txt", "--each", "-o", "out.md", "--fresh").exit == 8
+    assert target.read_text() == "# a.txt\n\n" + "\n".join(POINTS) + "\n", "no heading without its summary"
 
 
 # --- what is refused

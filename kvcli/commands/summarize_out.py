@@ -38,7 +38,8 @@ class Outlet:
     form: Form
     file: Path | None = None
     held: list[SummaryDocument] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # of a file in md or txt
+    texts: list[str] = field(default_factory=list)  # of a file
+    head: str = ""  # of the text that is to come in the file
 
     @property
     def writer(self) -> Callable[[Sequence[Point]], str] | None:
@@ -65,7 +66,10 @@ class Outlet:
             return
         clean = neutralise(name, one_line=True)
         head = f"# {clean}\n\n" if self.form == "md" else f"{clean}\n{'=' * len(clean)}\n\n"
-        self._say(("\n" if number > 1 else "") + head)
+        if self.file is not None:
+            self.head = ("\n" if self.texts else "") + head
+        else:
+            self._say(("\n" if number > 1 else "") + head)
 
     def end(self, document: SummaryDocument, points: Sequence[Point]) -> None:
         """A summary is complete."""
@@ -74,7 +78,7 @@ class Outlet:
             if self.form == "json" and self.file is None:
                 print_json(self.world, document)
         elif self.file is not None and self.writer is not None:
-            self.texts.append(self.writer(points))
+            self._say(self.writer(points))
 
     def text(self, text: str) -> None:
         """A text that is no summary."""
@@ -87,7 +91,7 @@ class Outlet:
             self.texts.append(json.dumps(document.document(), ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Write the file, or the page."""
+        """Write the file, or the page. Only a run that came to its end calls this."""
         if self.form == "html" and self.held:
             from kvcli.render.summarize_html import html
 
@@ -105,9 +109,11 @@ class Outlet:
 
     def _say(self, text: str) -> None:
         if self.file is not None:
-            self.texts.append(text)
+            self.texts.append(self.head + text)
+            self.head = ""
         else:
-            Terminal.of(self.world, "stdout").write(text)
+            out = Terminal.of(self.world, "stdout")
+            out.write(neutralise(text.replace("\r\n", "\n")) if out.is_tty else text)
 
 
 def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence[str]) -> Outlet:

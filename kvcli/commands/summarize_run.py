@@ -92,10 +92,10 @@ def run(job: Job, *, dry_run: bool) -> int:
     for one in job.shelf.given:
         for note in one.document.notes:
             job.tell(f"{one.document.name}: {note}")
-    try:
-        return _summarize(job)
-    finally:
+    status = _summarize(job)
+    if status != ExitStatus.INTERRUPTED:
         job.out.close()
+    return status
 
 
 def print_text(job: Job) -> int:
