@@ -48,7 +48,7 @@ def read_document(
     kind = check_type(type)
     job = Job(shown, kind or "", spans, password, typed=kind is not None)
     called = file if file in BUNDLED else Path(file).name
-    found = _bundled(file) if file in BUNDLED else Path(file).expanduser()
+    found = _bundled(file) if file in BUNDLED else home_path(file)
     try:
         if found.is_dir():
             raise BadInput(f"{shown} is a folder, not a file", code="is_a_folder", try_=[f"a file in it: {shown}/FILE"])
@@ -74,16 +74,28 @@ def document_of(
     job = Job(name, kind or sniff(data[:HEAD], name), spans, password, typed=kind is not None)
     if job.kind in ("text", "markdown"):
         return _text(data, job)
-    with tempfile.TemporaryFile() as copy:
-        copy.write(data)
-        return _outside(copy, job, hashlib.sha256(data).hexdigest(), limits)
+    try:
+        with tempfile.TemporaryFile() as copy:
+            copy.write(data)
+            return _outside(copy, job, hashlib.sha256(data).hexdigest(), limits)
+    except OSError as error:
+        raise BadInput(f"cannot read {name}: {error.strerror or error}", code="file_unreadable") from None
+
+
+def home_path(name: str | Path) -> Path:
+    """A path as typed, with its `~` or `~user` filled in. Refuses one whose home folder nobody knows."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        who = Path(name).parts[0]
+        raise BadInput(f"no such file: {name}", code="file_missing", lines=[f"{who} is no home folder here"]) from None
 
 
 def _place(path: str | Path, pages: str | None) -> tuple[str, tuple[Span, ...]]:
     """The file, and the pages of it. A file of the whole name is not split."""
     whole = str(path)
     rest, suffix = split_pages(whole)
-    if suffix is None or os.path.lexists(Path(whole).expanduser()):
+    if suffix is None or os.path.lexists(home_path(whole)):
         return whole, parse_pages(pages) if pages else ()
     if pages:
         raise UsageError(f"pages are named twice: {whole} and {pages}", code="bad_pages", try_=["one of the two"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import hashlib
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,22 @@ def test_a_missing_file_suggests_the_nearest_name(tmp_path):
     assert error.code == "file_missing"
     assert error.try_ == ("did you mean report.md?",)
     assert refused("demo:reprot").try_ == ("did you mean demo:report?",)
+
+
+@pytest.mark.parametrize("name", ["~nouser/x.pdf", "~nouser/x.pdf:3-9", "~nouser"])
+def test_a_home_folder_that_nobody_has(name):
+    error = refused(name)
+    assert (error.code, error.lines) == ("file_missing", ("~nouser is no home folder here",))
+
+
+def test_standard_input_that_cannot_be_set_down(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(BadInput, match="cannot read standard input: No space left on device") as caught:
+        document_of(b"%PDF-1.7\n", "standard input")
+    assert caught.value.code == "file_unreadable"
 
 
 def test_a_folder_is_not_a_file(tmp_path):
