@@ -261,6 +261,30 @@ def test_each_file_by_itself(office):
     assert [line["schema"] for line in lines] == ["kvcli.error/1", "kvcli.summary/1", "kvcli.summary/1"]
 
 
+@pytest.mark.parametrize("more", [[], ["--each"], ["--extract-only"], ["--dry-run"]])
+def test_no_file_can_be_read_is_one_error_as_json(office, more):
+    done = office("gone.pdf", "lost.pdf", "--json", *more)
+    error = json.loads(done.out)
+    assert (done.exit, error["schema"], error["code"]) == (3, "kvcli.error/1", "file_missing")
+    assert "no such file: lost.pdf" in error["lines"]
+
+
+def test_errors_of_each_stand_where_the_json_goes(office):
+    (office.folder / "cut.pdf").write_bytes(b"%PDF-1.7\n1 0 obj")
+    schemas = ["kvcli.error/1", "kvcli.summary/1"]
+    done = office("cut.pdf", "a.txt", "--each", "--format", "json")
+    assert [json.loads(line)["schema"] for line in done.out.splitlines()] == schemas
+    done = office("cut.pdf", "a.txt", "--each", "--json", "-o", "x.json")
+    assert (done.exit, done.out) == (3, "")
+    assert "cut.pdf cannot be read" in done.err
+    written = (office.folder / "x.json").read_text()
+    assert [json.loads(line)["schema"] for line in written.splitlines()] == schemas
+    office.clerk.answer = lambda prompt: ""
+    done = office("cut.pdf", "a.txt", "--each", "--json", "-o", "x.json", "--fresh")
+    assert (done.out, (office.folder / "x.json").read_text()) == ("", written), "errors alone replace nothing"
+    assert "wrote no summary" in done.err
+
+
 def test_extract_only_asks_no_model(office, monkeypatch):
     monkeypatch.setattr(Setup, "load", None)
     done = office("a.txt:2-3", "--extract-only")

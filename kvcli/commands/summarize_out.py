@@ -37,9 +37,10 @@ class Outlet:
     world: World
     form: Form
     file: Path | None = None
-    held: list[SummaryDocument] = field(default_factory=list)
+    held: list[SummaryDocument] = field(default_factory=list)  # of a page
     texts: list[str] = field(default_factory=list)  # of a file
     head: str = ""  # of the text that is to come in the file
+    has_any: bool = False  # of what was asked for; errors alone replace no file
 
     @property
     def writer(self) -> Callable[[Sequence[Point]], str] | None:
@@ -73,15 +74,17 @@ class Outlet:
 
     def end(self, document: SummaryDocument, points: Sequence[Point]) -> None:
         """A summary is complete."""
-        if self.form in ("json", "html"):
+        self.has_any = True
+        if self.form == "html":
             self.held.append(document)
-            if self.form == "json" and self.file is None:
-                print_json(self.world, document)
+        elif self.form == "json":
+            self.json(document)
         elif self.file is not None and self.writer is not None:
             self._say(self.writer(points))
 
     def text(self, text: str) -> None:
         """A text that is no summary."""
+        self.has_any = True
         self._say(text)
 
     def json(self, document: Json) -> None:
@@ -96,9 +99,7 @@ class Outlet:
             from kvcli.render.summarize_html import html
 
             self._say(html(self.held))
-        if self.form == "json" and self.file is not None:
-            self.texts += [json.dumps(document.document(), ensure_ascii=False) + "\n" for document in self.held]
-        if self.file is None or not self.texts:
+        if self.file is None or not self.has_any:
             return
         try:
             replace(self.file, "".join(self.texts))

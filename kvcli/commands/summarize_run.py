@@ -66,21 +66,29 @@ class Job:
     def failed(self, error: KvcliError) -> None:
         """One file went wrong; the others go on, and the exit code is of the first that did."""
         self.status = self.status or int(error.exit)
-        world = self.setup.world
-        if world.options.json and self.each:
-            from kvcli.commands.show import print_json
+        in_lines = self.out.form == "json" and self.each
+        if in_lines:
             from kvcli.schemas.turn import error_document
 
-            print_json(world, error_document(error))
-        else:
+            self.out.json(error_document(error))
+        if not in_lines or self.out.file is not None:
             print_error(self.screen.err, error)
+
+    def tell_failed(self) -> None:
+        """What could not be read. As JSON there is one document for all if nothing could: the error."""
+        failed = [error for _, error in self.shelf.failed]
+        if failed and not self.shelf.given and self.out.form == "json":
+            first, *others = failed
+            first.lines = (*first.lines, *(error.message for error in others))
+            raise first
+        for error in failed:
+            self.failed(error)
 
 
 def run(job: Job, *, dry_run: bool) -> int:
     """All summaries; the exit code."""
     _refuse_early(job)
-    for _, error in job.shelf.failed:
-        job.failed(error)
+    job.tell_failed()
     if not job.shelf.given:
         return job.status
     if dry_run:
@@ -103,13 +111,13 @@ def print_text(job: Job) -> int:
     from kvcli.commands.ask import notes_of
     from kvcli.documents import marked
 
-    for _, error in job.shelf.failed:
-        job.failed(error)
+    job.tell_failed()
     given = job.shelf.given
     if job.out.form == "json":
         from kvcli.schemas.summary import extract_document
 
         job.out.json(extract_document([(one.typed, one.document) for one in given]))
+        job.out.has_any = True
     for number, one in enumerate(given, 1):
         document = one.document
         for note in notes_of(document):
