@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from kvcli.summarize.cites import SIGNS, Bracket, Place, same, write
+from kvcli.summarize.cites import SIGNS, Bracket, Place, clean, same, write
 from kvcli.summarize.result import Cite, Quote
 from kvcli.summarize.words import Lexicon, Unit, Word, units, words
 
@@ -101,16 +101,22 @@ class Checker:
             doubted = write(bracket.places)[1:-1]
             quote = self.quote(claim, [right]) if quotes else None
             return Judged((Cite(place, True, doubted, quote),), write([place]))
+        places = [self._own(place, at) for place, at in zip(bracket.places, cited, strict=True)]
         found = [
             Cite(place, ok, None, self.quote(claim, at) if quotes and ok else None)
-            for place, ok, at in zip(bracket.places, good, cited, strict=True)
+            for place, ok, at in zip(places, good, cited, strict=True)
         ]
-        doubtful = [place for place, ok in zip(bracket.places, good, strict=True) if not ok]
-        return Judged(tuple(found), write(bracket.places, doubtful))
+        doubtful = [place for place, ok in zip(places, good, strict=True) if not ok]
+        return Judged(tuple(found), write(places, doubtful))
 
     def at(self, place: Place) -> list[int]:
         """Which passages a citation names; none if it is not of this part."""
-        return [i for i, passage in enumerate(self.passages) if _names(place, passage.place)]
+        return named(place, [passage.place for passage in self.passages])
+
+    def _own(self, place: Place, at: Sequence[int]) -> Place:
+        """A heading or chapter as the document spells it. Pages and lines stay: they may be a range, or a single line."""
+        own = {self.passages[i].place for i in at}
+        return own.pop() if SIGNS[place.unit] == "§" and len(own) == 1 else place
 
     def supports(self, claim: Claim, at: Collection[int]) -> bool:
         """Whether these passages together have the claim."""
@@ -195,15 +201,25 @@ class Checker:
         return Wanted(musts, {word.key: self.lexicon.weight(word.key) for word in said})
 
 
-def _names(asked: Place, place: Place) -> bool:
-    """Whether a citation means a place. Without a document's name it means none where there are several."""
-    if asked.document.casefold() != place.document.casefold() or SIGNS[asked.unit] != SIGNS[place.unit]:
-        return False
-    span, there = asked.span, place.span
-    if span is None or there is None:
-        return same(asked.label) == same(place.label) != ""
-    wide = span[1] - span[0] >= WIDEST and asked.unit == "page"
-    return not wide and span[0] <= there[1] and there[0] <= span[1]
+def named(asked: Place, places: Sequence[Place]) -> list[int]:
+    """Which places a citation means. Without a document's name it means none where there are several.
+
+    Names and labels count as they are written; another spelling only where it can mean but one.
+    """
+    documents = {place.document for place in places}
+    if asked.document not in documents:
+        documents = {name for name in documents if name.casefold() == asked.document.casefold()}
+        if len(documents) != 1:
+            return []
+        asked = replace(asked, document=documents.pop())
+    here = [i for i, p in enumerate(places) if p.document == asked.document and SIGNS[p.unit] == SIGNS[asked.unit]]
+    if (span := asked.span) is not None:
+        wide = span[1] - span[0] >= WIDEST and asked.unit == "page"
+        spans = {i: there for i in here if (there := places[i].span) is not None}
+        return [i for i, there in spans.items() if not wide and span[0] <= there[1] and there[0] <= span[1]]
+    exact = [i for i in here if clean(places[i].label) == clean(asked.label) != ""]
+    alike = exact or [i for i in here if same(places[i].label) == same(asked.label) != ""]
+    return alike if len({places[i].label for i in alike}) == 1 else []
 
 
 def _seam(before: Passage, after: Passage) -> Passage | None:

@@ -93,8 +93,8 @@ def without(text: str, brackets: Sequence[Bracket]) -> str:
 
 
 def same(label: str) -> str:
-    """What two spellings of a heading have in common: letters and digits, in one case."""
-    return "".join(c for c in label.casefold() if c.isalnum())
+    """What two spellings of a heading have in common: letters and digits, in one case. C++ is not C#."""
+    return "".join(c for c in label.casefold().lstrip("# ") if c.isalnum() or c in "+#")
 
 
 def clean(label: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from kvcli.schemas.base import SURROGATE
 from kvcli.summarize.check import Passage
 from kvcli.summarize.cites import Place, write
 from kvcli.summarize.words import sentences
@@ -67,7 +68,7 @@ def shown(piece: Piece, cite: bool) -> str:
 
 def pieces_of(documents: Sequence[Document]) -> list[Piece]:
     """All sections, whole. Names stand in citations only where there are several documents, and differ."""
-    names = _names(documents)
+    names = names_of(documents)
     return [
         Piece(name, document.unit, section, 0, len(section.text))
         for name, document in zip(names, documents, strict=True)
@@ -162,13 +163,15 @@ def _tail(group: Sequence[Piece], most: int, count: Count, cite: bool) -> list[P
     return found
 
 
-def _names(documents: Sequence[Document]) -> list[str]:
+def names_of(documents: Sequence[Document]) -> list[str]:
+    """What citations call each document; nothing where there is only one."""
     if len(documents) < 2:
         return [""] * len(documents)
     names: list[str] = []
     for document in documents:
-        name, n = document.name, 2
+        own = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", document.name)  # a tokenizer takes only valid text
+        name, n = own, 2
         while name in names:
-            name, n = f"{document.name} ({n})", n + 1
+            name, n = f"{own} ({n})", n + 1
         names.append(name)
     return names

@@ -11,8 +11,8 @@ from kvcli.summarize.cites import Bracket, find, without, write
 from kvcli.summarize.result import Cite, Point, PointKind
 from kvcli.summarize.words import sentences
 
-_BULLET = re.compile(r"(?P<pad>[ \t]*)(?:[-*•–+]|\(?\d{1,3}[.)])[ \t]+(?P<text>.*\S)")
-_HEADING = re.compile(r"[ \t]*(?P<signs>#{1,6})[ \t]+(?P<text>.*?\S)[ \t#]*")
+_BULLET = re.compile(r"(?P<pad>[ \t]*)(?:[-*•–+]|\(?\d{1,3}[.)])[ \t]+(?P<text>\S.*)")
+_HEADING = re.compile(r"[ \t]*(?P<signs>#{1,6})[ \t]+(?P<text>\S.*)")
 _BOLD = re.compile(r"[ \t]*(?:\*\*|__)(?P<text>[^*_]+?):?(?:\*\*|__):?[ \t]*")
 _TALK = re.compile(r"(?:sure|certainly|of course|here (?:is|are)|below is)\b[^.]*:\s*", re.IGNORECASE)
 WIDTH = 2  # spaces of one level
@@ -40,7 +40,7 @@ def split(answer: str) -> list[Raw]:
             level = len(bullet["pad"].expandtabs(WIDTH)) // WIDTH
             found.append(Raw(_plain(bullet["text"]), "bullet", min(level, 5)))
         elif heading := _HEADING.fullmatch(line):
-            found.append(Raw(_plain(heading["text"]), "heading", len(heading["signs"]) - 1))
+            found.append(Raw(_plain(heading["text"].rstrip(" \t#")), "heading", len(heading["signs"]) - 1))
         elif bold := _BOLD.fullmatch(line):
             found.append(Raw(bold["text"].strip(), "heading", 1))
         elif line.strip():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, End, Text, Turn
-from kvcli.summarize.check import Checker, Passage
+from kvcli.summarize.check import Checker, Passage, named
 from kvcli.summarize.cites import write
 from kvcli.summarize.events import (
     Done,
@@ -133,7 +133,8 @@ class _Run:
             for point in joined:
                 yield Said(point)
             return joined
-        passages, number, spans = self._cited(joined), 0, [(i, i) for i in range(1, len(found) + 1)]
+        passages = [p for part in self.plan.parts for p in part.passages]
+        number, spans = 0, [(i, i) for i in range(1, len(found) + 1)]
         while len(found) > 1:
             merged: list[list[Point]] = []
             ends: list[tuple[int, int]] = []
@@ -157,9 +158,7 @@ class _Run:
         messages = merge_messages(plan.wording, self.request, [_for_merge(p) for p in inputs], plan.unit)
         kept = self._kept(messages)
         yield MergeBegan(number, len(inputs), len(self._ids(messages)), kept is not None)
-        cited = {place for point in inputs for c in point.cites if c.confirmed for place in [c.place]}
-        allowed = [p for p in passages if p.place in cited]
-        pen = Pen(self._pointer(allowed), is_final=is_final)
+        pen = Pen(self._pointer(_cited(inputs, passages)), is_final=is_final)
         turn = yield from self._turn(messages, kept, pen)
         answered = Answered(turn, span, True, kept is not None)
         self._note(answered, pen, f"merge {number}")
@@ -210,11 +209,6 @@ class _Run:
 
         return points
 
-    def _cited(self, points: Sequence[Point]) -> list[Passage]:
-        """The passages that the merge may cite: those that a part's points cite."""
-        places = {cite.place for point in points for cite in point.cites if cite.confirmed}
-        return [p for part in self.plan.parts for p in part.passages if p.place in places]
-
     def _groups(self, found: list[list[Point]]) -> list[list[int]]:
         """Which summaries are merged at once: as many as the window holds, two at least."""
         plan = self.plan
@@ -234,6 +228,14 @@ class _Run:
             self.notes.append(f"{what} was cut at {self.plan.answer:,} tokens{more}")
         if note := _repeated(pen.repeated):
             self.notes.append(f"{what}: {note}")
+
+
+def _cited(points: Sequence[Point], passages: Sequence[Passage]) -> list[Passage]:
+    """The passages that a merge may cite: those that the points before it cite."""
+    places = [passage.place for passage in passages]
+    cited = {cite.place for point in points for cite in point.cites if cite.confirmed}
+    allowed = {i for place in cited for i in named(place, places)}
+    return [passages[i] for i in sorted(allowed)]
 
 
 def _for_merge(point: Point) -> str:

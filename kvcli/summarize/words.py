@@ -22,7 +22,8 @@ _WORD = re.compile(rf"{_CJK}|{_LETTER}+(?:['’.,]{_LETTER}+)*")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _FULL = r"\u3002\uff01\uff1f"  # full stop, exclamation and question mark of Chinese and Japanese
 _HEADED = r"(?m:^#{1,6}[ \t][^\n]*(?:\n|\Z))"  # a heading of markdown is a sentence, and so is each item of a list
-_ENDS = re.compile(rf"{_HEADED}|[.!?…{_FULL}]+[\"')\]”’»]*(?=\s|\Z)|[{_FULL}]|\n\s*\n|\n(?=\s*(?:[-*•–]|\d+[.)])\s)")
+_DOTS = rf"(?<![.!?…{_FULL}])[.!?…{_FULL}]+[\"')\]”’»]*(?=\s|\Z)"  # begun at the first dot only, else a row takes squares
+_ENDS = re.compile(rf"{_HEADED}|{_DOTS}|[{_FULL}]|\n\s*\n|\n(?=\s*(?:[-*•–]|\d+[.)])\s)")
 _STARTS = re.compile(rf"(?:\A|[.!?:…{_FULL}]|\n\s*\n)[\s\"'(“\u2018«*#•–-]*\Z")
 
 COUNTED = {w: str(n) for n, w in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
@@ -42,6 +43,7 @@ ABBREVIATED = frozenset(
 MEASURES = frozenset("m km cm mm mi ft kg g mg t l ml s h min ms kw mw w v a c f k b gb mb kb hz k".split())
 PRONOUNS = frozenset("he she it they this these those such both its their his her".split())
 MOST_CAPITALS = 0.25  # of all words inside sentences; with more (German, titles) a capital says nothing about names
+NEAR = 16  # characters before a dot that say whether it ends a sentence: more than any abbreviation has
 UNSEEN = 2.0  # weight of a word that no sentence has, most often the writer's own: less than that of a rare word
 
 
@@ -84,9 +86,11 @@ def words(text: str) -> list[Word]:
 
 def blank(text: str) -> str:
     """The text with spaces for its citations: page numbers in them are no numbers that it tells."""
+    kept, at = [], 0
     for bracket in find(text.replace("\n", " ")):  # one may be broken over two lines
-        text = text[: bracket.start] + " " * (bracket.end - bracket.start) + text[bracket.end :]
-    return text
+        kept += [text[at : bracket.start], " " * (bracket.end - bracket.start)]
+        at = bracket.end
+    return "".join([*kept, text[at:]])
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
@@ -95,7 +99,7 @@ def sentences(text: str) -> list[tuple[int, int]]:
     at = 0
     for match in [*_ENDS.finditer(text), None]:
         end = match.end() if match else len(text)
-        if match and match[0].startswith(".") and _is_abbreviated(text[at : match.start()]):
+        if match and match[0].startswith(".") and _is_abbreviated(text[max(at, match.start() - NEAR) : match.start()]):
             continue
         start = at + len(text[at:end]) - len(text[at:end].lstrip())
         stop = at + len(text[at:end].rstrip())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,3 +157,27 @@ def test_a_text_confirms_itself(text: str):
         sentence = text[unit.start : unit.end]
         if Claim.of(sentence).words:
             assert checker.supports(Claim.of(sentence), [0])
+
+
+def test_a_heading_is_the_one_that_is_spelt_so():
+    passages = [Passage(Place("chapter", label), text) for label, text in (("C++", REVENUE), ("C#", DEBT), ("C", BRIDGE))]
+    checker = Checker(passages)
+    assert [checker.at(Place("heading", label)) for label in ("C++", "C#", "C", "c#", "c ++")] == [[0], [1], [2], [1], [0]]
+    assert Checker(passages[:1]).at(Place("heading", "C#")) == []
+    twice = Checker([Passage(Place("heading", label), REVENUE) for label in ("Well A", "Well a")])
+    assert [twice.at(Place("heading", label)) for label in ("Well A", "Well a", "well a", "WELL A")] == [[0], [1], [], []]
+    assert Checker([Passage(Place("page", "1", n), DEBT) for n in ("A.pdf", "a.pdf")]).at(Place("page", "1", "a.pdf")) == [1]
+
+
+def test_a_chapter_is_cited_as_the_document_has_it():
+    judged = Checker([Passage(Place("chapter", "Debt"), DEBT)]).judge(
+        "Debt cover was 1.8 in September", Bracket(0, 0, (Place("heading", "debt"),))
+    )
+    assert (judged.cites[0].place, judged.text) == (Place("chapter", "Debt"), "[§ Debt]")
+
+
+@pytest.mark.parametrize("text", ["x" + "." * 60_000 + "y", "A. " * 30_000, "x" + "。." * 30_000 + "y", "\n " * 30_000])
+def test_long_rows_take_no_time(text: str):
+    began = time.process_time()
+    units(text)
+    assert time.process_time() - began < 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,3 +99,10 @@ def test_no_answer_breaks_it(answer: str):
     points = [point_of(raw, checker, quotes=True) for raw in split(answer)]
     written(points)
     assert all(point.text for point in points)
+
+
+@pytest.mark.parametrize("line", ["# a" + " " * 5000 + "b" + " " * 5000 + "!", "#" + " " * 20_000, "- " + " " * 20_000])
+def test_long_lines_take_no_time(line: str):
+    began = time.process_time()
+    split(line)
+    assert time.process_time() - began < 2

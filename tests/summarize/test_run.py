@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from kvcli.api import Text
+from kvcli.documents import Document, Section
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done, Event, MergeBegan, PartBegan, Planned, Said, Stopped
@@ -352,6 +354,33 @@ def test_an_answer_settles_line_by_line():
     assert [answer[: settled(answer[:n])] for n in (6, 7, 20, 36, 37, len(answer))] == [
         "", "- One.\n", "- One.\n- Two.\n", "- One.\n- Two.\n", answer[:37], answer[:37],
     ]  # fmt: skip
+
+
+FORMS = {
+    "range": ("page", "pdf", [str(i) for i in range(1, 9)], lambda i: f"p. {max(i, 1)}-{max(i, 1) + 1}"),
+    "case": ("heading", "html", [f"Chapter {c}" for c in "ABCDEFGH"], lambda i: f"§ chapter {'abcdefgh'[i]}"),
+    "chapter": ("chapter", "epub", [f"Chapter {c}" for c in "ABCDEFGH"], lambda i: f"§ Chapter {'ABCDEFGH'[i]}"),
+    "line": ("line", "text", [f"{i * 40 + 1}-{i * 40 + 40}" for i in range(8)], lambda i: f"l. {i * 40 + 3}"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_merge_may_cite_whatever_the_parts_cited(form: str):
+    unit, kind, labels, cite = FORMS[form]
+    said = [f"The bridge number {i} was closed in {1900 + i * 7} for repairs" for i in range(1, 9)]
+    fill = " Gravel lay beside the road in heaps." * 20
+    sections = tuple(Section(i, label, f"{text}.{fill}") for i, (label, text) in enumerate(zip(labels, said, strict=True)))
+    document = Document("a", "x", "0" * 64, unit=unit, sections=sections, kind=kind)  # type: ignore[arg-type]
+
+    def answer(prompt: str) -> str:
+        if "- The bridge" in prompt:
+            return "\n".join(re.findall(r"- The bridge[^\n]*", prompt))
+        return "\n".join(f"- {text} [{cite(i)}]." for i, text in enumerate(said) if f"{text}." in prompt)
+
+    summary = summary_of(Scribe(answer, limit=900), [document], Request(length=60))
+    assert any(answered.is_merge for answered in summary.turns)
+    assert (len(summary.cites), summary.unconfirmed) == (8, 0)
+    assert {cite.place.unit for cite in summary.cites} == {unit}
 
 
 # --- helpers
