@@ -14,7 +14,7 @@ PAGE = re.compile(r"^\[p\. (\d{1,9})\][ \t]*$", re.M)
 BLOCK = 40  # lines of a block at most
 SOON = 24  # lines after which the end of a paragraph ends the block
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-ATX = re.compile(r" {0,3}#{1,6}[ \t]+(\S.*?)[ \t]*#*[ \t]*$")
+ATX = re.compile(r" {0,3}#{1,6}[ \t]+(\S.*)$")  # its end is trimmed afterwards: in the pattern that takes cubic time
 SETEXT = re.compile(r" {0,3}(=+|-{2,})[ \t]*$")
 LABEL = 80  # characters of a label
 OPENING = "Opening"  # the label of what stands before the first heading
@@ -107,7 +107,7 @@ def _headed(text: str) -> Iterator[tuple[str, str]]:
             continue
         title, at = None, i
         if atx := ATX.match(line):
-            title = atx[1]
+            title = atx[1].rstrip().rstrip("#").rstrip() or atx[1].strip()
         elif SETEXT.match(line) and i > start and _may_head(lines, i - 1):
             title, at = lines[i - 1].strip(), i - 1
         if title is not None:

@@ -23,7 +23,8 @@ SUFFIXES = {
 WORDS = {"pdf": "PDF", "html": "HTML", "epub": "EPUB", "docx": "DOCX", "markdown": "markdown", "text": "text"}
 HEAD = 4096  # bytes looked at
 PDF_WITHIN = 1024  # bytes before the header that readers of PDF tolerate
-HTML = re.compile(rb"\s*(<\?xml[^>]{0,200}>\s*)?(<!--.{0,2000}?-->\s*)*(<!doctype\s+html|<html[\s>])", re.I | re.S)
+COMMENTS = rb"(<!--((?!-->).){0,2000}-->\s*)*"  # one way to match each: no backtracking through many
+HTML = re.compile(rb"\s*(<\?xml[^>]{0,200}>\s*)?" + COMMENTS + rb"(<!doctype\s+html|<html[\s>])", re.I | re.S)
 TAG = re.compile(rb"\s*(<\?xml[^>]{0,200}>\s*)?<[!a-zA-Z]", re.S)
 HEADING = re.compile(rb"^#{1,6} \S.*\n\s*\n", re.M)
 

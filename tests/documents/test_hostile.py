@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import time
 from pathlib import Path
 from random import Random
 
@@ -14,6 +15,7 @@ import pytest
 from kvcli.documents import Limits, document_of, read, read_document
 from kvcli.documents.outside import BOOT, _Answer, parse_outside
 from kvcli.documents.parsed import Job
+from kvcli.documents.sniff import HEAD, sniff
 from kvcli.errors import BadInput, ExitStatus
 from tests.documents import bombs, books, made
 
@@ -259,3 +261,22 @@ def test_nothing_a_file_says_of_itself_can_steer_a_terminal():
         said = " ".join([document.title or "", *(s.label for s in document.sections)])
         assert "vil" in said
         assert not set(said) & {"\x1b", "\x07", "\u202e"}
+
+
+@pytest.mark.parametrize("head", [b"<!---->" * 585, b"<!-- " * 800, (b"<!---->" + b" " * 50) * 70])
+def test_comments_without_end_are_looked_at_quickly(head):
+    started = time.process_time()
+    assert sniff(head[:HEAD], "a") == "text"
+    assert time.process_time() - started < 1
+
+
+def test_html_after_many_comments():
+    assert sniff(b"<!-- a -- b > c -->\n<!---->" * 9 + b"<!doctype html>", "a") == "html"
+
+
+def test_a_heading_with_much_room_in_it_is_read_quickly():
+    started = time.process_time()
+    gap = " " * 100_000
+    document = document_of(f"# a{gap}b\n\ntext\n\n## c{gap}##{gap}\n\ntext\n".encode(), "a.md")
+    assert [s.label for s in document.sections] == ["a b", "c"]
+    assert time.process_time() - started < 2
