@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -239,6 +240,30 @@ def test_several_files_are_one_summary_that_names_them(office):
     done = office("a.txt", "b.txt")
     assert "- The mill burned down on Sunday [b.txt p. 1]." in done.out
     assert done.out.count("\n") == 6
+
+
+def test_sources_have_the_names_of_citations(office):
+    (office.folder / "old").mkdir()
+    (office.folder / "old" / "a.txt").write_text("\f".join(MILL))
+    document = json.loads(office("a.txt", "old/a.txt", "--json").out)
+    assert [(s["path"], s["name"]) for s in document["sources"]] == [("a.txt", "a.txt"), ("old/a.txt", "a.txt (2)")]
+    plan = json.loads(office("a.txt", "old/a.txt", "--json", "--dry-run").out)
+    assert [s["name"] for s in plan["sources"]] == ["a.txt", "a.txt (2)"]
+    assert json.loads(office("a.txt", "--json").out)["source"]["name"] == "a.txt"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode there")
+def test_a_name_that_is_not_utf8_makes_valid_json(office):
+    name = os.fsdecode(b"caf\xe9.txt")
+    (office.folder / name).write_text("\f".join(MILL))
+    for args in (["--json"], ["--extract-only", "--json"], ["--each", "--json"]):
+        data = office(name, "a.txt", *args, "-o", "x.json")
+        assert data.exit == 0, data.err
+        first, *_ = (office.folder / "x.json").read_bytes().decode("utf-8").splitlines()
+        assert "caf\N{REPLACEMENT CHARACTER}.txt" in first
+        assert "\\ud" not in office(name, "a.txt", *args).out
+    assert office(name, "a.txt", "-o", "x.md").exit == 0
+    assert "[caf\N{REPLACEMENT CHARACTER}.txt p. 1]" in (office.folder / "x.md").read_text(encoding="utf-8")
 
 
 def test_a_missing_file_among_several(office):

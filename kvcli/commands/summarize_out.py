@@ -16,6 +16,7 @@ from kvcli.documents import split_pages
 from kvcli.errors import BadInput, UsageError
 from kvcli.files import write_private
 from kvcli.render.terminal import Terminal
+from kvcli.schemas.base import SURROGATE
 from kvcli.text import neutralise
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Outlet:
         if self.file is None or not self.has_any:
             return
         try:
-            replace(self.file, "".join(self.texts))
+            replace(self.file, SURROGATE.sub("\N{REPLACEMENT CHARACTER}", "".join(self.texts)))
         except OSError as error:
             raise _unwritable(str(self.file), error.strerror or str(error)) from None
         if not self.world.options.quiet:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvcli.fit.plan import Plan as Fitted
     from kvcli.profile import Profile
     from kvcli.schemas.fit import PassTime
-    from kvcli.schemas.summary import SourceFacts
     from kvcli.summarize.plan import Plan, Window
     from kvcli.summarize.prompt import Wording
     from kvcli.summarize.request import Request
@@ -34,9 +33,10 @@ def print_plans(
     for given in shelves:
         plan = make_plan([one.document for one in given], request, window, wording)
         if json:
+            from kvcli.commands.summarize_read import facts
             from kvcli.schemas.summary import plan_document
 
-            print_json(setup.world, plan_document(plan, facts(given, window)))
+            print_json(setup.world, plan_document(plan, facts(given, window.tokenizer)))
         else:
             _print(setup, given, plan, window)
 
@@ -65,13 +65,6 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     passes = _passes(setup, outlook, fitted)
     window = Window(tokenizer, limit, most_of(profile), passes, partial(outlook.foretell, profile))
     return window, wording_of(found.path)
-
-
-def facts(given: Sequence[Given], window: Window) -> list[SourceFacts]:
-    """The sources, with their tokens."""
-    from kvcli.schemas.summary import source_facts
-
-    return [source_facts(one.document, one.typed, one.document.tokens(window.tokenizer)) for one in given]
 
 
 def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:

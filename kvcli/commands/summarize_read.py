@@ -13,7 +13,9 @@ from kvcli.documents.sniff import check_type
 from kvcli.errors import BadInput, KvcliError, UsageError
 
 if TYPE_CHECKING:
+    from kvcli.documents.document import Counter
     from kvcli.render.screen import Screen
+    from kvcli.schemas.summary import SourceFacts
     from kvcli.world import World
 
 
@@ -77,6 +79,17 @@ def _read(world: World, name: str, how: How, screen: Screen) -> Document:
     path: str | Path = name if split_pages(name)[0] in BUNDLED else world.cwd / Path(name).expanduser()
     with busy_word(screen, f"reading {neutralise(name, one_line=True)}"):
         return read_document(path, name=name, pages=how.pages, type=how.type, password=how.password)
+
+
+def facts(given: Sequence[Given], tokenizer: Counter | None = None) -> list[SourceFacts]:
+    """The sources of one summary, under the names of its citations; with their tokens if there is who counts them."""
+    from kvcli.schemas.summary import source_facts
+    from kvcli.summarize.parts import names_of
+
+    return [
+        source_facts(one.document, one.typed, one.document.tokens(tokenizer) if tokenizer else None, name=name)
+        for one, name in zip(given, names_of([one.document for one in given]), strict=True)
+    ]
 
 
 def password_of(world: World, file: str | None) -> str | None:

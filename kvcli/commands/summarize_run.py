@@ -114,9 +114,10 @@ def print_text(job: Job) -> int:
     job.tell_failed()
     given = job.shelf.given
     if job.out.form == "json":
+        from kvcli.commands.summarize_read import facts
         from kvcli.schemas.summary import extract_document
 
-        job.out.json(extract_document([(one.typed, one.document) for one in given]))
+        job.out.json(extract_document(facts(given), job.shelf.documents))
         job.out.has_any = True
     for number, one in enumerate(given, 1):
         document = one.document
@@ -234,15 +235,16 @@ def _tell_stopped(job: Job, view: SummaryView) -> None:
 
 def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], summary: Summary) -> None:
     """The document, the notes, the figures, and a line in the log of memory."""
+    from kvcli.commands.summarize_read import facts
     from kvcli.commands.turn_json import Run, turn_document
     from kvcli.render.stream import show_summary
     from kvcli.render.summarize import notes, totals
     from kvcli.render.summary import joined
-    from kvcli.schemas.summary import source_facts, summary_document
+    from kvcli.schemas.summary import summary_document
 
     profile, documents = prepared.profile, [one.document for one in given]
     under = Run(profile.name, profile.spec.method, profile.hash, profile.exactness, cautions=model.cautions)
-    sources = [source_facts(one.document, one.typed, one.document.tokens(model.tokenizer)) for one in given]
+    sources = facts(given, model.tokenizer)
     made = summary_document(summary, sources, [turn_document(a.turn, model.info, under) for a in summary.turns])
     if not job.each:
         made.notes += [f"{name} is left out: {error.message}" for name, error in job.shelf.failed]

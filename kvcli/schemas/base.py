@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 Bytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -16,4 +19,14 @@ class Json(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, serialize_by_alias=True)
 
     def document(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", by_alias=True)
+        """As plain data. Stand-ins for bytes of a name that is not UTF-8 would be no valid JSON: they are replaced."""
+        made: dict[str, Any] = _valid(self.model_dump(mode="json", by_alias=True))
+        return made
+
+
+def _valid(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {_valid(key): _valid(item) for key, item in value.items()}
+    return [_valid(item) for item in value] if isinstance(value, list) else value

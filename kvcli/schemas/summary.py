@@ -22,6 +22,7 @@ Unit = Literal["page", "heading", "chapter", "line"]
 
 class SourceFacts(Json):
     path: str = Field(description="as the user named it")
+    name: str = Field(description="as citations name it where there are several")
     sha256: str = Field(description="of the file's bytes")
     kind: str
     title: str | None
@@ -124,16 +125,16 @@ class ExtractDocument(Json):
     documents: list[Extracted]
 
 
-def extract_document(named: Sequence[tuple[str, Document]]) -> ExtractDocument:
-    """Documents with what the user called them."""
+def extract_document(sources: Sequence[SourceFacts], documents: Sequence[Document]) -> ExtractDocument:
+    """`kvcli.extract/1`; `sources` are the facts of `documents` in order."""
     return ExtractDocument(
         kvcli=__version__,
         documents=[
             Extracted(
-                source=source_facts(document, name),
+                source=source,
                 sections=[SectionFacts(number=s.number, label=s.label, text=s.text) for s in document.sections],
             )
-            for name, document in named
+            for source, document in zip(sources, documents, strict=True)
         ],
     )
 
@@ -188,9 +189,11 @@ def plan_document(plan: Plan, sources: Sequence[SourceFacts]) -> SummaryPlanDocu
     )
 
 
-def source_facts(document: Document, path: str, tokens: int | None = None) -> SourceFacts:
+def source_facts(document: Document, path: str, tokens: int | None = None, *, name: str = "") -> SourceFacts:
+    """`name` is that of citations, if it is not the document's own."""
     return SourceFacts(
         path=path,
+        name=name or document.name,
         sha256=document.sha256,
         kind=document.kind,
         title=document.title,
