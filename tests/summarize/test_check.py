@@ -181,3 +181,31 @@ def test_long_rows_take_no_time(text: str):
     began = time.process_time()
     units(text)
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("page", "claim", "is_true"),
+    [
+        ("125 mg", "0.125 mg", False),
+        ("5 mg", "5 g", False),
+        ("125 mg", "125 kg", False),
+        ("5 million", "5 billion", False),
+        ("5 million", "5", False),
+        ("12 %", "12", True),
+        ("12 %", "12 percent", True),
+        ("5", "-5", False),
+        ("-5", "\u22125", True),
+        ("thirty", "Twenty", False),
+        ("twenty-five", "25", True),
+        ("twenty-one", "20", False),
+        ("1.25 million", "1,250,000", True),
+        ("1,234", "1234", True),
+        ("0.125 mg", "0,125 mg", True),
+        ("5 m", "5 metres", True),
+        ("5 hours", "5 h", True),
+    ],
+)
+def test_a_number_is_one_with_its_sign_scale_and_unit(page: str, claim: str, is_true: bool):
+    text = "The patients of the trial at Stultov got {} of sugar each morning. Nothing else was given."
+    found = shown([text.format(page), DEBT], f"{text.partition('.')[0].format(claim)} [p. 1]")
+    assert found == ("[p. 1]" if is_true else "[p. 1?]")
