@@ -266,7 +266,18 @@ def test_a_name_that_is_not_utf8_makes_valid_json(office):
     assert "[caf\N{REPLACEMENT CHARACTER}.txt p. 1]" in (office.folder / "x.md").read_text(encoding="utf-8")
 
 
+def test_pages_without_text_are_said_in_the_same_words(office):
+    (office.folder / "gap.txt").write_text("\f".join([PAGES[0], " ", PAGES[1]]))
+    said = "gap.txt: no text on page 2, perhaps scanned"
+    assert f"{said}; it is not in the summary; ocrmypdf" in " ".join(office("gap.txt").err.split())
+    assert said in office("gap.txt", "--extract-only").err
+    office("gap.txt", "-o", "gap.html")
+    assert said in (office.folder / "gap.html").read_text()
+
+
 def test_a_missing_file_among_several(office):
+    assert office("a.txt", "~nobody-here/x.pdf", "-o", "x.md").exit == 3
+    assert (office.folder / "x.md").read_text().splitlines() == POINTS
     done = office("a.txt", "gone.pdf")
     assert (done.exit, done.out.splitlines()) == (3, POINTS)
     assert "no such file: gone.pdf" in done.err
@@ -415,6 +426,9 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
     [
         ([], "usage", "which file"),
         (["gone.pdf"], "file_missing", "no such file"),
+        (["~nobody-here/x.pdf", "-o", "x.md"], "file_missing", "no home folder"),
+        (["a.txt", "-o", "~nobody-here/x.md"], "file_missing", "no home folder"),
+        (["a.txt", "--password-file", "~nobody-here/pw"], "file_missing", "no home folder"),
         (["."], "is_a_folder", "is a folder"),
         (["empty.pdf"], "empty_file", "is empty"),
         (["a.txt", "a.txt"], "usage", "named twice"),

@@ -7,7 +7,6 @@ import select
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvcli.documents import (
     BUNDLED,
@@ -15,7 +14,7 @@ from kvcli.documents import (
     Document,
     decode,
     document_of,
-    listed,
+    home_path,
     read_document,
     split_pages,
     too_large,
@@ -67,14 +66,15 @@ def read_file(world: World, name: str) -> Document:
         hint = "leave it out: with -p, standard input is attached by itself"
         raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
     bundled = split_pages(name)[0] in BUNDLED
-    return read_document(name if bundled else world.cwd / Path(name).expanduser(), name=name)
+    return read_document(name if bundled else world.cwd / home_path(name), name=name)
 
 
 def notes_of(document: Document) -> list[str]:
     """What the user should know of a document as it was read, a sentence each."""
+    from kvcli.render.summarize import scanned
+
     empty = document.without_text
-    said = f"{document.name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}, perhaps scanned"
-    return [*([said] if empty else []), *document.notes]
+    return [*([scanned(document.name, empty)] if empty else []), *document.notes]
 
 
 def tell_notes(world: World, document: Document) -> None:

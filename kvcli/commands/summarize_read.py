@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.commands.ask import STDIN, read_stdin
-from kvcli.documents import BUNDLED, Document, document_of, read_document, split_pages
+from kvcli.documents import BUNDLED, Document, document_of, home_path, read_document, split_pages
 from kvcli.documents.sniff import check_type
 from kvcli.errors import BadInput, KvcliError, UsageError
 
@@ -76,7 +76,7 @@ def _read(world: World, name: str, how: How, screen: Screen) -> Document:
     from kvcli.render.stream import busy_word
     from kvcli.text import neutralise
 
-    path: str | Path = name if split_pages(name)[0] in BUNDLED else world.cwd / Path(name).expanduser()
+    path: str | Path = name if split_pages(name)[0] in BUNDLED else world.cwd / home_path(name)
     with busy_word(screen, f"reading {neutralise(name, one_line=True)}"):
         return read_document(path, name=name, pages=how.pages, type=how.type, password=how.password)
 
@@ -96,7 +96,7 @@ def password_of(world: World, file: str | None) -> str | None:
     """The first line of the file."""
     if file is None:
         return None
-    path = world.cwd / Path(file).expanduser()
+    path = world.cwd / home_path(file)
     try:
         with path.open("rb") as stream:
             line = stream.readline(4096).decode("utf-8").rstrip("\r\n")

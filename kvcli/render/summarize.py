@@ -30,6 +30,11 @@ def plural(n: int, word: str) -> str:
     return f"{f.count(n)} {word}{'s' * (n != 1)}"
 
 
+def scanned(name: str, empty: Sequence[int]) -> str:
+    """The sentence about pages without text, without what follows from it."""
+    return f"{name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}, perhaps scanned"
+
+
 def about_file(document: Document, tokens: int | None = None) -> list[str]:
     """`annual-report.pdf`, `214 pages`, `131,902 tokens`, `3 pages without text (12, 13, 90)`."""
     empty = document.without_text
@@ -125,11 +130,10 @@ def notes(summary: Summary, documents: Sequence[Document], *, cited: bool) -> It
         yield f"{which} from an earlier run; --fresh asks anew"
     for document in documents:
         if document.without_text:
-            many = len(document.without_text) > 1
+            left = "they are" if len(document.without_text) > 1 else "it is"
             yield (
-                f"{document.name}: page{'s' * many} {listed(document.without_text)} "
-                f"{'have' if many else 'has'} no text, perhaps scanned, and {'are' if many else 'is'} not in the "
-                "summary; ocrmypdf IN.pdf OUT.pdf adds text"
+                f"{scanned(document.name, document.without_text)}; {left} not in the summary; "
+                "ocrmypdf IN.pdf OUT.pdf adds text"
             )
 
 

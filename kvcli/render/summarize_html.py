@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
-from kvcli.documents import listed
 from kvcli.render.html import Markup, data_table, join, tag
+from kvcli.render.summarize import scanned
 from kvcli.schemas.summary import CiteFacts, PointFacts, SourceFacts, SummaryDocument
+from kvcli.summarize.cites import SIGNS
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_SIGNS = {"page": "p.", "heading": "§", "chapter": "§", "line": "l."}
 _DEEPEST = 2  # of indented points
 
 
@@ -65,7 +65,7 @@ def _points(points: Sequence[PointFacts]) -> Iterator[Markup]:
 
 def _cite(cite: CiteFacts) -> Markup:
     name = f"{cite.document_} " if cite.document_ else ""
-    words = f"{name}{_SIGNS[cite.unit]} {cite.label}".strip() if cite.label else "no place"
+    words = f"{name}{SIGNS[cite.unit]} {cite.label}".strip() if cite.label else "no place"
     kind = {True: "confirmed", False: "doubtful", None: ""}[cite.confirmed]
     title = {"confirmed": "has the words of this point", "doubtful": "could not be confirmed", "": "not checked"}[kind]
     if cite.instead_of:
@@ -94,8 +94,7 @@ def _check(document: SummaryDocument) -> Iterator[str]:
         yield f"{document.corrected} of {len(cites)} citations were moved to the place that has the words"
     for source in document.sources:
         if source.pages_without_text:
-            empty = source.pages_without_text
-            yield f"{source.path}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}, perhaps scanned"
+            yield scanned(source.path, source.pages_without_text)
 
 
 def _footer(documents: Sequence[SummaryDocument]) -> Markup:
