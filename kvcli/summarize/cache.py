@@ -47,12 +47,14 @@ class Cache:
             saved = json.loads(self._file(messages, most).read_text(encoding="utf-8"))
             if saved["schema"] != SCHEMA:
                 return None
-            stats = Stats(**saved["stats"])
-            ids = tuple(int(i) for i in saved["ids"])
-            if not isinstance(saved["text"], str) or saved["finish"] not in ("stop", "length"):
+            text, ids, stats = saved["text"], saved["ids"], Stats(**saved["stats"])
+            if not isinstance(text, str) or saved["finish"] not in ("stop", "length") or not _is_whole(stats):
                 return None
-            return Turn(saved["text"], ids, saved["finish"], stats)
-        except (OSError, ValueError, KeyError, TypeError):  # not there, damaged, or of another version
+            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+                return None
+            json.dumps([text, saved["stats"]], ensure_ascii=False).encode()  # half of a pair can be written nowhere
+            return Turn(text, tuple(ids), saved["finish"], stats)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not there, damaged, or of another version
             return None
 
     def put(self, messages: Sequence[Mapping[str, str]], most: int, turn: Turn) -> str:
@@ -76,6 +78,25 @@ class Cache:
         """The options are in the messages, all but the length of the answer."""
         asked = json.dumps([SCHEMA, self.model, self.profile, most, [dict(m) for m in messages]], ensure_ascii=False)
         return self.folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
+
+
+def _is_whole(stats: Stats) -> bool:
+    """Whether every figure is of the kind that a fresh one has."""
+    fresh = Stats()
+    for one in dataclasses.fields(Stats):
+        value, wanted = getattr(stats, one.name), getattr(fresh, one.name)
+        if isinstance(wanted, dict):
+            is_good = isinstance(value, dict) and all(type(n) is int for n in value.values())
+        elif isinstance(wanted, list):
+            kinds = {"shortages": (str,), "plain": (float, int)}.get(one.name, (int,))
+            is_good = isinstance(value, list) and all(type(item) in kinds for item in value)
+        elif isinstance(wanted, float):
+            is_good = type(value) in (int, float)
+        else:
+            is_good = type(value) is type(wanted) or (wanted is None and type(value) is int)
+        if not is_good:
+            return False
+    return True
 
 
 def fingerprint(info: ModelInfo) -> str:

@@ -20,8 +20,8 @@ DASH = "-\N{EN DASH}\N{EM DASH}\N{NON-BREAKING HYPHEN}\N{HYPHEN}"
 
 _BRACKET = re.compile(rf"\[([^\[\]\n]{{1,{LONGEST}}})(?:\]|(?=\n)|\Z)|\(((?:see\s+)?p[^()\n]{{1,40}})\)", re.IGNORECASE)
 _KIND = re.compile(
-    r"\s*(?:see\s+)?(?:(?P<page>pp?\.|pp?(?=\s*\d)|pg\.?(?=\s*\d)|pages?(?=\s*\d))"
-    r"|(?P<line>ll?\.|ll?(?=\s*\d)|lines?(?=\s*\d))|(?P<heading>§+))\s*",
+    r"\s*(?:see\s+)?(?:(?P<page>pp?\.|(?P<bare>pp?)(?=\s+\d)|pg\.?(?=\s*\d)|pages?(?=\s*\d))"
+    r"|(?P<line>ll?\.|(?P<stark>ll?)(?=\s+\d)|lines?(?=\s*\d))|(?P<heading>§+))\s*",
     re.IGNORECASE,
 )
 _ITEM = re.compile(rf"(\d{{1,6}})(?!\d)(?:\s*(?:[{DASH}]|to\b)\s*(?:pp?\.\s*|ll?\.\s*)?(\d{{1,6}})(?!\d))?\s*(\?)?")
@@ -117,17 +117,20 @@ def _places(group: str, named: re.Pattern[str] | None, known: dict[str, str], do
         label = clean(rest)
         return [Place("heading", label, document)] if label else []
     unit: Unit = "page" if kind["page"] else "line"
-    labels = _labels(rest)
+    labels, end = _labels(rest)
+    if (kind["bare"] or kind["stark"]) and rest[end:].strip():  # "(p 53 pathway)"
+        return []
     return [Place(unit, label, document) for label in labels]
 
 
-def _labels(text: str) -> list[str]:
-    """Numbers and ranges at the beginning; one empty label where there are none."""
-    labels, at = [], 0
+def _labels(text: str) -> tuple[list[str], int]:
+    """Numbers and ranges at the beginning, one empty label where there are none; and where they end."""
+    labels, at, end = [], 0, 0
     while item := _ITEM.match(text, at):
         first, last = int(item[1]), int(item[2] or item[1])
         labels.append(str(first) if first == last else f"{min(first, last)}-{max(first, last)}")
-        if not (between := _BETWEEN.match(text, item.end())):
+        end = item.end()
+        if not (between := _BETWEEN.match(text, end)):
             break
         at = between.end()
-    return labels or [""]
+    return labels or [""], end

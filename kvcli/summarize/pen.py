@@ -38,8 +38,9 @@ def settled(answer: str) -> int:
     end = answer.rfind("\n") + 1
     while end:
         line = answer[answer.rfind("\n", 0, end - 1) + 1 : end].strip()
-        if not line or line[0] in "-*•#" or line[0].isdigit():
-            return end
+        is_bullet = bool(line) and (line[0] in "-*•" or line[0].isdigit())
+        if not line or line[0] == "#" or (is_bullet and answer[end : end + 1].strip(" \t")):
+            return end  # behind a bullet, an indented line may go on with it
         end = answer.rfind("\n", 0, end - 1) + 1
     return 0
 

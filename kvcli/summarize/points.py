@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcli.summarize.check import Checker
 from kvcli.summarize.cites import Bracket, find, without, write
@@ -32,14 +32,21 @@ def split(answer: str) -> list[Raw]:
     """Bullets and headings a line each, everything else by sentence. A preface ("Here is ...:") is dropped."""
     found: list[Raw] = []
     paragraph: list[str] = []
+    is_open = False  # the line before belongs to a bullet, which an indented line goes on with
     for line in [*answer.splitlines(), ""]:
         if (bullet := _BULLET.fullmatch(line)) or (_HEADING.fullmatch(line) or _BOLD.fullmatch(line)):
             found += _sentences(paragraph)
             paragraph = []
         if bullet:
+            is_open = True
             level = len(bullet["pad"].expandtabs(WIDTH)) // WIDTH
             found.append(Raw(_plain(bullet["text"]), "bullet", min(level, 5)))
-        elif heading := _HEADING.fullmatch(line):
+            continue
+        if is_open and line.strip() and line[0] in " \t" and not (_HEADING.fullmatch(line) or _BOLD.fullmatch(line)):
+            found[-1] = replace(found[-1], text=_plain(f"{found[-1].text} {line.strip()}"))
+            continue
+        is_open = False
+        if heading := _HEADING.fullmatch(line):
             found.append(Raw(_plain(heading["text"].rstrip(" \t#")), "heading", len(heading["signs"]) - 1))
         elif bold := _BOLD.fullmatch(line):
             found.append(Raw(bold["text"].strip(), "heading", 1))

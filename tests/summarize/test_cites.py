@@ -51,6 +51,12 @@ PLAIN = [
     "[]",
     "[[9]",
     "p. 9",
+    "(p53 pathway)",
+    "(p53)",
+    "(p 53 pathway)",
+    "[L2 norm]",
+    "(P2P networks)",
+    "[p1]",
 ]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvcli.summarize.check import Checker, Passage
 from kvcli.summarize.cites import Place, find
+from kvcli.summarize.pen import Pen
 from kvcli.summarize.points import Raw, pieces, point_of, split
 from kvcli.summarize.result import written
 
@@ -106,3 +107,19 @@ def test_long_lines_take_no_time(line: str):
     began = time.process_time()
     split(line)
     assert time.process_time() - began < 2
+
+
+def test_an_indented_line_goes_on_with_its_bullet():
+    answer = "- The bridge was closed in the winter\n  of 2027 for\n\trepairs [p. 1].\n  - Below.\nProse.\n  More.\n- Last\n\n  Apart."
+    assert [(raw.text, raw.kind) for raw in split(answer)] == [
+        ("The bridge was closed in the winter of 2027 for repairs [p. 1].", "bullet"),
+        ("Below.", "bullet"),
+        ("Prose.", "sentence"),
+        ("More.", "sentence"),
+        ("Last", "bullet"),
+        ("Apart.", "sentence"),
+    ]
+    points = [point.text for pen in [Pen(lambda a: [point_of(r, None) for r in split(a)], is_final=False)]
+              for n in range(len(answer) + 1) if [*pen.write(answer[:n], whole=n == len(answer))] == []
+              if n == len(answer) for point in pen.points]  # fmt: skip
+    assert points == [point_of(raw, None).text for raw in split(answer)]

@@ -249,6 +249,33 @@ def test_what_only_shows_differently_is_not_asked_again(tmp_path: Path):
 DAMAGE = [b"", b"{", b"\xff\xfe", b"[]", b'{"schema": "kvcli.part/0"}', b'{"schema":"kvcli.part/1","text":3}', b"null"]
 
 
+DAMAGE += [b"[" * 100_000, b'{"a":' * 100_000]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("text", "\ud800"),
+        ("text", None),
+        ("ids", "12"),
+        ("ids", [1.5]),
+        ("finish", []),
+        ("stats", {"prompt": "3"}),
+        ("stats", {"kv": []}),
+        ("stats", {"kv": {"a": "b"}}),
+        ("stats", {"decode": None}),
+        ("stats", {"recent": ["x"]}),
+        ("stats", {"paused_why": "\udfff"}),
+    ],
+)
+def test_an_entry_with_a_wrong_field_is_computed_again(tmp_path: Path, key: str, value: object):
+    cache = Cache(tmp_path / "c", "model", "profile")
+    list(summarize(Scribe(first_sentences), [TEN], SMALL, cache=cache))
+    for file in (tmp_path / "c").iterdir():
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    assert not any(cached for _, cached in began(list(summarize(Scribe(first_sentences), [TEN], SMALL, cache=cache))))
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_entry_is_computed_again(tmp_path: Path, damage: bytes):
     cache = Cache(tmp_path / "c", "model", "profile")
@@ -352,7 +379,7 @@ def test_a_damaged_wording_is_an_error(tmp_path: Path, text: str):
 def test_an_answer_settles_line_by_line():
     answer = "- One.\n- Two.\nMore of it. And\nmore.\n\nNext. Par"
     assert [answer[: settled(answer[:n])] for n in (6, 7, 20, 36, 37, len(answer))] == [
-        "", "- One.\n", "- One.\n- Two.\n", "- One.\n- Two.\n", answer[:37], answer[:37],
+        "", "", "- One.\n- Two.\n", "- One.\n- Two.\n", answer[:37], answer[:37],
     ]  # fmt: skip
 
 
