@@ -114,7 +114,7 @@ class Checker:
         return named(place, [passage.place for passage in self.passages])
 
     def _own(self, place: Place, at: Sequence[int]) -> Place:
-        """A heading or chapter as the document spells it. Pages and lines stay: they may be a range, or a single line."""
+        """A heading or chapter as the document spells it. Pages and lines stay: they may be a range."""
         own = {self.passages[i].place for i in at}
         return own.pop() if SIGNS[place.unit] == "§" and len(own) == 1 else place
 

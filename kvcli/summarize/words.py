@@ -22,7 +22,9 @@ _WORD = re.compile(rf"{_CJK}|{_LETTER}+(?:['’.,]{_LETTER}+)*")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _FULL = r"\u3002\uff01\uff1f"  # full stop, exclamation and question mark of Chinese and Japanese
 _HEADED = r"(?m:^#{1,6}[ \t][^\n]*(?:\n|\Z))"  # a heading of markdown is a sentence, and so is each item of a list
-_DOTS = rf"(?<![.!?…{_FULL}])[.!?…{_FULL}]+[\"')\]”’»]*(?=\s|\Z)"  # begun at the first dot only, else a row takes squares
+_DOTS = (
+    rf"(?<![.!?…{_FULL}])[.!?…{_FULL}]+[\"')\]”’»]*(?=\s|\Z)"  # begun at the first dot only, else a row takes squares
+)
 _ENDS = re.compile(rf"{_HEADED}|{_DOTS}|[{_FULL}]|\n\s*\n|\n(?=\s*(?:[-*•–]|\d+[.)])\s)")
 _STARTS = re.compile(rf"(?:\A|[.!?:…{_FULL}]|\n\s*\n)[\s\"'(“\u2018«*#•–-]*\Z")
 
@@ -33,7 +35,10 @@ COUNTED = {
         eighteen nineteen""".split(),
         2,
     )
-} | {w: str(n) for n, w in zip(range(20, 100, 10), "twenty thirty forty fifty sixty seventy eighty ninety".split(), strict=True)}
+} | {
+    w: str(n)
+    for n, w in zip(range(20, 100, 10), "twenty thirty forty fifty sixty seventy eighty ninety".split(), strict=True)
+}
 _ONES = re.compile(r"[-\u2010\u2011](one|two|three|four|five|six|seven|eight|nine)\b", re.IGNORECASE)  # twenty-five
 _SCALE = re.compile(r"[ \t\n\u00a0-]{0,3}(hundred|thousand|million|billion|trillion|mn|bn)\b", re.IGNORECASE)
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "mn": 6, "billion": 9, "bn": 9, "trillion": 12}

@@ -160,13 +160,28 @@ def test_a_text_confirms_itself(text: str):
 
 
 def test_a_heading_is_the_one_that_is_spelt_so():
-    passages = [Passage(Place("chapter", label), text) for label, text in (("C++", REVENUE), ("C#", DEBT), ("C", BRIDGE))]
+    passages = [
+        Passage(Place("chapter", label), text) for label, text in (("C++", REVENUE), ("C#", DEBT), ("C", BRIDGE))
+    ]
     checker = Checker(passages)
-    assert [checker.at(Place("heading", label)) for label in ("C++", "C#", "C", "c#", "c ++")] == [[0], [1], [2], [1], [0]]
+    assert [checker.at(Place("heading", label)) for label in ("C++", "C#", "C", "c#", "c ++")] == [
+        [0],
+        [1],
+        [2],
+        [1],
+        [0],
+    ]
     assert Checker(passages[:1]).at(Place("heading", "C#")) == []
     twice = Checker([Passage(Place("heading", label), REVENUE) for label in ("Well A", "Well a")])
-    assert [twice.at(Place("heading", label)) for label in ("Well A", "Well a", "well a", "WELL A")] == [[0], [1], [], []]
-    assert Checker([Passage(Place("page", "1", n), DEBT) for n in ("A.pdf", "a.pdf")]).at(Place("page", "1", "a.pdf")) == [1]
+    assert [twice.at(Place("heading", label)) for label in ("Well A", "Well a", "well a", "WELL A")] == [
+        [0],
+        [1],
+        [],
+        [],
+    ]
+    assert Checker([Passage(Place("page", "1", n), DEBT) for n in ("A.pdf", "a.pdf")]).at(
+        Place("page", "1", "a.pdf")
+    ) == [1]
 
 
 def test_a_chapter_is_cited_as_the_document_has_it():

@@ -110,7 +110,8 @@ def test_long_lines_take_no_time(line: str):
 
 
 def test_an_indented_line_goes_on_with_its_bullet():
-    answer = "- The bridge was closed in the winter\n  of 2027 for\n\trepairs [p. 1].\n  - Below.\nProse.\n  More.\n- Last\n\n  Apart."
+    answer = "- The bridge was closed in the winter\n  of 2027 for\n\trepairs [p. 1].\n  - Below.\n"
+    answer += "Prose.\n  More.\n- Last\n\n  Apart."
     assert [(raw.text, raw.kind) for raw in split(answer)] == [
         ("The bridge was closed in the winter of 2027 for repairs [p. 1].", "bullet"),
         ("Below.", "bullet"),
@@ -119,7 +120,7 @@ def test_an_indented_line_goes_on_with_its_bullet():
         ("Last", "bullet"),
         ("Apart.", "sentence"),
     ]
-    points = [point.text for pen in [Pen(lambda a: [point_of(r, None) for r in split(a)], is_final=False)]
-              for n in range(len(answer) + 1) if [*pen.write(answer[:n], whole=n == len(answer))] == []
-              if n == len(answer) for point in pen.points]  # fmt: skip
-    assert points == [point_of(raw, None).text for raw in split(answer)]
+    pen = Pen(lambda text: [point_of(raw, None) for raw in split(text)], is_final=False)
+    for n in range(len(answer) + 1):
+        list(pen.write(answer[:n], whole=n == len(answer)))
+    assert [point.text for point in pen.points] == [point_of(raw, None).text for raw in split(answer)]

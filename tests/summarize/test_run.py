@@ -396,7 +396,9 @@ def test_the_merge_may_cite_whatever_the_parts_cited(form: str):
     unit, kind, labels, cite = FORMS[form]
     said = [f"The bridge number {i} was closed in {1900 + i * 7} for repairs" for i in range(1, 9)]
     fill = " Gravel lay beside the road in heaps." * 20
-    sections = tuple(Section(i, label, f"{text}.{fill}") for i, (label, text) in enumerate(zip(labels, said, strict=True)))
+    sections = tuple(
+        Section(i, label, f"{text}.{fill}") for i, (label, text) in enumerate(zip(labels, said, strict=True))
+    )
     document = Document("a", "x", "0" * 64, unit=unit, sections=sections, kind=kind)  # type: ignore[arg-type]
 
     def answer(prompt: str) -> str:
