@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from kvcli.errors import BadInput, UsageError
@@ -48,6 +49,24 @@ def chosen(spans: Sequence[Span], n_pages: int, name: str) -> list[int]:
                 try_=[f"pages 1-{n_pages}" if n_pages > 1 else "leave the pages out"],
             )
     return sorted({page for first, last in spans for page in range(first, (last or n_pages) + 1)})
+
+
+def present(spans: Sequence[Span], numbers: Sequence[int], name: str) -> set[int]:
+    """Those of the pages found in a text, in ascending order, that the spans name. A range is never counted out."""
+    for first, last in spans:
+        to = max(first, numbers[-1]) if last is None else last
+        i = bisect_left(numbers, first)
+        if to > numbers[-1] or i == len(numbers) or numbers[i] > to:
+            beyond = to if first <= numbers[-1] < to else first  # the end that is beyond, or where a gap begins
+            raise BadInput(
+                f"{name} has no page {beyond}",
+                code="no_such_page",
+                lines=[f"it has {len(numbers):,} page{'s' * (len(numbers) != 1)}: {listed(numbers)}"],
+                detail={"page": beyond, "pages": len(numbers)},
+                try_=[f"pages {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "leave the pages out"],
+            )
+    ranges = [(bisect_left(numbers, a), len(numbers) if b is None else bisect_right(numbers, b)) for a, b in spans]
+    return {n for i, j in set(ranges) for n in numbers[i:j]}
 
 
 def listed(pages: Sequence[int]) -> str:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from kvcli.documents.document import Section, Unit, marked
-from kvcli.documents.pages import chosen
-from kvcli.documents.parsed import Job, Parsed, refuse_pages, refuse_too_much
+from kvcli.documents.pages import present
+from kvcli.documents.parsed import MAX_SECTIONS, Job, Parsed, refuse_pages, refuse_too_much
+from kvcli.documents.repair import unmarked
 
 PAGE = re.compile(r"^\[p\. (\d{1,9})\][ \t]*$", re.M)
 BLOCK = 40  # lines of a block at most
@@ -22,7 +23,7 @@ OPENING = "Opening"  # the label of what stands before the first heading
 
 def parse_plain(text: str, job: Job) -> Parsed:
     """Sections of a text. Together they are the whole text, letter for letter, unless it has pages."""
-    pages = _paged(text)
+    pages = _paged(text, job.name)
     if pages is not None:
         return _pages(pages, job)
     refuse_pages(job.name, job.spans, "it is text without page marks")
@@ -46,12 +47,15 @@ def sections_of(headed: Sequence[tuple[str, str]]) -> tuple[Unit, list[Section]]
 
 def number(headed: Sequence[tuple[str, str]]) -> list[Section]:
     """Sections under headings; a label that comes again says which time, so that a citation means one place."""
-    seen: dict[str, int] = {}
+    times: dict[str, int] = {}
+    used: set[str] = set()
     sections: list[Section] = []
     for heading, body in headed:
-        base = clean_label(heading)
-        seen[base] = seen.get(base, 0) + 1
-        label = base if seen[base] == 1 else f"{base} ({seen[base]})"
+        label = base = clean_label(heading)
+        while label in used:  # a heading may itself be written `Methods (2)`
+            times[base] = times.get(base, 1) + 1
+            label = f"{base} ({times[base]})"
+        used.add(label)
         if body.strip():
             sections.append(Section(len(sections) + 1, label, body))
     return sections
@@ -64,33 +68,38 @@ def clean_label(heading: str) -> str:
     return (label if len(label) <= LABEL else label[: LABEL - 1].rsplit(" ", 1)[0] + "…") or OPENING
 
 
-def _paged(text: str) -> list[tuple[int, str]] | None:
+def _marks(text: str) -> list[re.Match[str]]:
+    """Marks of pages that count upwards, one more than are read at most; none where they are no such marks."""
+    marks = list(itertools.islice(PAGE.finditer(text), MAX_SECTIONS + 1))
+    return marks if len(marks) > 1 and all(int(a[1]) < int(b[1]) for a, b in itertools.pairwise(marks)) else []
+
+
+def _paged(text: str, name: str) -> list[tuple[int, str]] | None:
     """Pages with their numbers: after marks that count upwards, or between form feeds."""
-    marks = list(PAGE.finditer(text))
-    numbers = [int(m[1]) for m in marks]
-    if len(marks) > 1 and all(a < b for a, b in itertools.pairwise(numbers)):
+    if marks := _marks(text):
+        refuse_too_much(name, 0, len(marks))
         ends = [m.start() for m in marks[1:]] + [len(text)]
         bodies = [text[m.end() : end] for m, end in zip(marks, ends, strict=True)]
         bodies[0] = text[: marks[0].start()] + bodies[0].lstrip("\n")  # a title above the first mark
-        return list(zip(numbers, bodies, strict=True))
+        return [(int(m[1]), body) for m, body in zip(marks, bodies, strict=True)]
     if text.count("\f") > 1:
+        refuse_too_much(name, 0, text.count("\f"))
         bodies = text.removesuffix("\n").removesuffix("\f").split("\f")
-        return list(enumerate(bodies, 1))
+        return [(n, unmarked(body)) for n, body in enumerate(bodies, 1)]
     return None
 
 
 def _pages(pages: Sequence[tuple[int, str]], job: Job) -> Parsed:
-    n_pages = pages[-1][0]
-    wanted = set(chosen(job.spans, n_pages, job.name)) if job.spans else {n for n, _ in pages}
+    numbers = [n for n, _ in pages]
+    wanted = present(job.spans, numbers, job.name) if job.spans else set(numbers)
     sections = [Section(n, str(n), body.strip("\n")) for n, body in pages if n in wanted and body.strip()]
     empty = sorted(wanted - {s.number for s in sections})
-    refuse_too_much(job.name, 0, len(sections))
-    return Parsed(job.kind, "page", sections, n_pages=n_pages, without_text=empty)
+    return Parsed(job.kind, "page", sections, n_pages=len(pages), without_text=empty)
 
 
 def prompt_text(text: str, parsed: Parsed, job: Job) -> str:
     """What a model reads: the file as it is, with marks only where form feeds or chosen pages ask for them."""
-    if parsed.unit == "page" and (job.spans or not PAGE.search(text)):
+    if parsed.unit == "page" and (job.spans or not _marks(text)):
         return marked("page", parsed.sections)
     return text
 

@@ -15,6 +15,7 @@ import pytest
 from kvcli.documents import Limits, document_of, read, read_document
 from kvcli.documents.outside import BOOT, _Answer, parse_outside
 from kvcli.documents.parsed import Job
+from kvcli.documents.plain import number
 from kvcli.documents.sniff import HEAD, sniff
 from kvcli.errors import BadInput, ExitStatus
 from tests.documents import bombs, books, made
@@ -280,3 +281,33 @@ def test_a_heading_with_much_room_in_it_is_read_quickly():
     document = document_of(f"# a{gap}b\n\ntext\n\n## c{gap}##{gap}\n\ntext\n".encode(), "a.md")
     assert [s.label for s in document.sections] == ["a b", "c"]
     assert time.process_time() - started < 2
+
+
+def test_marks_of_pages_far_apart_are_not_counted_out():
+    text = b"[p. 2]\none\n[p. 5]\n\n[p. 999999999]\nlast\n"
+    document = document_of(text, "a.txt", pages="1-,3-999999999")
+    assert ([s.number for s in document.sections], document.without_text) == ([2, 999999999], (5,))
+    assert document.n_pages == document_of(text, "a.txt").n_pages == 3
+    for pages, page in (("3-4", 3), ("3", 3), ("1", 1), ("5-", None), ("2-1000", None)):
+        if page is None:
+            assert document_of(text, "a.txt", pages=pages).sections
+        else:
+            error = refused(text, "a.txt", pages=pages)
+            assert (error.code, error.detail["page"]) == ("no_such_page", page)
+
+
+def test_more_pages_of_text_than_are_read():
+    marks = "".join(f"[p. {n}]\n" for n in range(1, 100_003)).encode()
+    for data in (marks, b"a" + b"\f" * 100_001):
+        assert refused(data, "a.txt").code == "document_too_large"
+
+
+def test_a_page_between_form_feeds_cannot_pass_for_another():
+    document = document_of(b"one\n\f[p. 7]\ntwo\n\fthree\n", "a.txt")
+    assert document.text.count("[p. ") == 3
+    assert document.sections[1].text == "(p. 7)\ntwo"
+
+
+def test_each_heading_has_a_label_of_its_own():
+    labels = [s.label for s in number([(h, "x") for h in ("A", "A (2)", "A", "A", "A (2)")])]
+    assert labels == ["A", "A (2)", "A (3)", "A (4)", "A (2) (2)"]
