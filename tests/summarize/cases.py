@@ -125,6 +125,18 @@ def number_of_the_page(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, st
     return (changed, page) if not _stands(changed, pages) else None
 
 
+def amount_changed(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
+    """The same digits with another sign, scale or unit."""
+    page, sentence = _sentence(rng, pages)
+    found = list(re.finditer(r"(?<= )[1-9]\d*(?= )", sentence))
+    if not found:
+        return None
+    number = rng.choice(found)
+    new = rng.choice(["-{}", "0.{}", "{} million", "{} billion", "{} mg", "{} %"]).format(number[0])
+    changed = sentence[: number.start()] + new + sentence[number.end() :]
+    return (changed, page) if not _stands(changed, pages) else None
+
+
 def name_changed(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
     """A name in place of another, often one of the same page."""
     page, sentence = _sentence(rng, pages)
@@ -195,6 +207,7 @@ KINDS: dict[str, Callable[[str, Random, tuple[Passage, ...]], Case | None]] = {
     "wrong page": wrong_page,
     "digit changed": _false(digit_changed),
     "another number of the page": _false(number_of_the_page),
+    "sign, scale or unit changed": _false(amount_changed),
     "name changed": _false(name_changed),
     "of another report": _false(foreign),
     "on two pages, citing a third": on_two_pages,

@@ -14,7 +14,7 @@ from kvcli.summarize.words import units, words
 from tests.bench.citations import is_right, judged
 from tests.summarize.cases import KINDS, cases
 
-EACH = 24  # cases of each kind, 264 in all
+EACH = 24  # cases of each kind, 288 in all
 
 
 @pytest.mark.parametrize("kind", KINDS)
