@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ def find(
     at = f"{name} at {revision}" if revision else name
     if name == "demo":
         return _checked(name, _demo(demo_dir), "", allow_pickle)
-    if name and Path(name).expanduser().exists():
-        return _checked(name, Path(name).expanduser(), "", allow_pickle)
+    if name and Path(expanduser(name)).exists():
+        return _checked(name, Path(expanduser(name)), "", allow_pickle)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         raise BadModel(
             f"{name or 'a model without a name'} does not exist",

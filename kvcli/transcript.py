@@ -6,6 +6,7 @@ import json
 import secrets
 from dataclasses import dataclass
 from datetime import datetime
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -74,7 +75,7 @@ def load_chat(chat: Chat, path: Path) -> None:
 
 def export_chat(chat: Chat, path: Path, *, overwrite: bool = False) -> Path:
     """Write `chat` to `path`, in the form its name asks for."""
-    path = path.expanduser()
+    path = Path(expanduser(path))
     write = {".md": markdown, ".json": _pretty, ".jsonl": json_lines}.get(path.suffix.lower())
     if write is None:
         raise UsageError(

@@ -48,7 +48,7 @@ class Paths:
     def of(cls, environ: Mapping[str, str]) -> Paths:
         """`KVCLI_HOME` moves all; otherwise the XDG variables, then what the system is used to."""
         if home := environ.get("KVCLI_HOME"):
-            root = Path(home).expanduser().absolute()
+            root = Path(os.path.expanduser(home)).absolute()
             return cls(root / "config", root / "data", root / "state", root / "cache")
         import platformdirs
 

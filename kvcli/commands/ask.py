@@ -14,7 +14,6 @@ from kvcli.documents import (
     Document,
     decode,
     document_of,
-    home_path,
     read_document,
     split_pages,
     too_large,
@@ -66,7 +65,7 @@ def read_file(world: World, name: str) -> Document:
         hint = "leave it out: with -p, standard input is attached by itself"
         raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
     bundled = split_pages(name)[0] in BUNDLED
-    return read_document(name if bundled else world.cwd / home_path(name), name=name)
+    return read_document(name if bundled else world.cwd / os.path.expanduser(name), name=name)
 
 
 def notes_of(document: Document) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -185,7 +186,7 @@ def _with_baselines(
         if name.endswith(".json"):
             if i:
                 raise UsageError("a file can only be the first --baseline", try_=[f"--baseline {name} first"])
-            asked.earlier, asked.earlier_name = read(setup.world.cwd / Path(name).expanduser()), Path(name).name
+            asked.earlier, asked.earlier_name = read(setup.world.cwd / expanduser(name)), Path(name).name
             continue
         side = _baseline(setup, name, profiles)
         first, last = ([side], last) if i == 0 else (first, [*last, side])

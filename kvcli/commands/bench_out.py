@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
@@ -115,7 +116,7 @@ def outlet(world: World, format: Format | None, output: str | None, save: bool) 
             raise unwritable(folder(world), error) from None
     if output is None:
         return Outlet(world, shown, save=save)
-    file = world.cwd / Path(output).expanduser()
+    file = world.cwd / expanduser(output)
     ending = ENDINGS.get(file.suffix.lower())
     if format is None and ending is None:
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,7 +105,7 @@ def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
     try:
         found = find(setup.world, setup.name, profile.load.allow_pickle)
     except BadModel as error:
-        folder = Path(setup.entry.path).expanduser()
+        folder = Path(expanduser(setup.entry.path))
         if error.code != "model_incomplete" or not (folder / "config.json").is_file():
             raise
         notes.append(f"{error.message}; their sizes follow from config.json")

@@ -121,7 +121,7 @@ def outlet(
             f"--show {chosen} needs --probe {SHOWN[chosen]}",
             try_=[f"--probe {','.join([*ask.probes, SHOWN[chosen]])} --show {chosen}"],
         )
-    folder = world.cwd / Path(out or f"heads-{_safe(model)}").expanduser()
+    folder = world.cwd / os.path.expanduser(out or f"heads-{_safe(model)}")
     forms = _forms(emit)
     if forms:
         _check_folder(folder, out)
@@ -129,7 +129,7 @@ def outlet(
     if compare is not None:
         from kvcli.heads.files import read_map
 
-        path = world.cwd / Path(compare).expanduser()
+        path = world.cwd / os.path.expanduser(compare)
         read_map(path, compare)
         held = (path, compare, chosen)
     return Outlet(world, chosen, top, forms, folder, held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,7 +96,7 @@ def cached_models() -> list[str]:
 def kind_of(world: World, name: str) -> str:
     if name == "demo" or name in load_config(sources(world)).models:
         return "demo" if name == "demo" else "config"
-    return "folder" if Path(name).expanduser().exists() else "cache"
+    return "folder" if Path(expanduser(name)).exists() else "cache"
 
 
 def find(world: World, name: str, allow_pickle: bool) -> Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated
 
@@ -156,7 +157,7 @@ def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], 
     if what is None:
         config = read_config(where)
         return _all_problems(config, sorted(config.profiles), config.problems, rules)
-    path = Path(what).expanduser()
+    path = Path(expanduser(what))
     if "/" not in what and not what.endswith(".toml") and not path.is_file():
         config = load_config(where)
         if what not in config.profiles:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def sources(world: World) -> Sources:
         user=world.paths.config,
         cwd=world.cwd,
         home=Path(home) if home else None,
-        config=world.cwd / config.expanduser() if config else None,
+        config=world.cwd / expanduser(config) if config else None,
         environ=world.environ,
     )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from kvcli.commands.show import print_json
 from kvcli.commands.summarize_options import Form
-from kvcli.documents import home_path, split_pages
+from kvcli.documents import split_pages
 from kvcli.errors import BadInput, UsageError
 from kvcli.files import write_private
 from kvcli.render.terminal import Terminal
@@ -125,7 +125,7 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
     form = "json" if world.options.json else form
     if output is None:
         return Outlet(world, form or "md")
-    file = world.cwd / home_path(output)
+    file = world.cwd / os.path.expanduser(output)
     if any(_same(file, world, name) for typed in inputs for name in (typed, split_pages(typed)[0])):
         raise UsageError(f"-o {output} would replace a file that is read", try_=["another name"])
     ending = ENDINGS.get(file.suffix.lower())
@@ -165,7 +165,7 @@ def _try_to_write(file: Path) -> None:
 
 def _same(file: Path, world: World, name: str) -> bool:
     try:
-        return file.samefile(world.cwd / home_path(name))
+        return file.samefile(world.cwd / os.path.expanduser(name))
     except (OSError, BadInput):  # not there
         return False
 

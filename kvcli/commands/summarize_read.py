@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.commands.ask import STDIN, read_stdin
-from kvcli.documents import BUNDLED, Document, document_of, home_path, read_document, split_pages
+from kvcli.documents import BUNDLED, Document, document_of, read_document, split_pages
 from kvcli.documents.sniff import check_type
 from kvcli.errors import BadInput, KvcliError, UsageError
 
@@ -76,7 +77,7 @@ def _read(world: World, name: str, how: How, screen: Screen) -> Document:
     from kvcli.render.stream import busy_word
     from kvcli.text import neutralise
 
-    path: str | Path = name if split_pages(name)[0] in BUNDLED else world.cwd / home_path(name)
+    path: str | Path = name if split_pages(name)[0] in BUNDLED else world.cwd / expanduser(name)
     with busy_word(screen, f"reading {neutralise(name, one_line=True)}"):
         return read_document(path, name=name, pages=how.pages, type=how.type, password=how.password)
 
@@ -96,7 +97,7 @@ def password_of(world: World, file: str | None) -> str | None:
     """The first line of the file."""
     if file is None:
         return None
-    path = world.cwd / home_path(file)
+    path = world.cwd / expanduser(file)
     try:
         with path.open("rb") as stream:
             line = stream.readline(4096).decode("utf-8").rstrip("\r\n")

@@ -8,7 +8,7 @@ from kvcli.documents.decode import decode
 from kvcli.documents.document import Counter, Document, Section, Unit, mark, marked, with_documents
 from kvcli.documents.outside import Limits
 from kvcli.documents.pages import listed, parse_pages, split_pages
-from kvcli.documents.read import BUNDLED, MAX_BYTES, document_of, home_path, read_document, too_large
+from kvcli.documents.read import BUNDLED, MAX_BYTES, document_of, read_document, too_large
 
 __all__ = [
     "BUNDLED",
@@ -20,7 +20,6 @@ __all__ = [
     "Unit",
     "decode",
     "document_of",
-    "home_path",
     "listed",
     "mark",
     "marked",

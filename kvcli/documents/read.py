@@ -48,16 +48,20 @@ def read_document(
     kind = check_type(type)
     job = Job(shown, kind or "", spans, password, typed=kind is not None)
     called = file if file in BUNDLED else Path(file).name
-    found = _bundled(file) if file in BUNDLED else home_path(file)
+    found = _bundled(file) if file in BUNDLED else Path(os.path.expanduser(file))
     try:
         if found.is_dir():
             raise BadInput(f"{shown} is a folder, not a file", code="is_a_folder", try_=[f"a file in it: {shown}/FILE"])
-        with found.open("rb") as stream:
-            return replace(_read(stream, job, limit, limits), name=called)
+        stream = found.open("rb")
     except FileNotFoundError:
         raise BadInput(f"no such file: {shown}", code="file_missing", try_=_similar(found)) from None
     except OSError as error:
-        raise BadInput(f"cannot read {shown}: {error.strerror or error}", code="file_unreadable") from None
+        raise unreadable(shown, error) from None
+    try:
+        with stream:
+            return replace(_read(stream, job, limit, limits), name=called)
+    except OSError as error:
+        raise unreadable(shown, error) from None
 
 
 def document_of(
@@ -79,23 +83,14 @@ def document_of(
             copy.write(data)
             return _outside(copy, job, hashlib.sha256(data).hexdigest(), limits)
     except OSError as error:
-        raise BadInput(f"cannot read {name}: {error.strerror or error}", code="file_unreadable") from None
-
-
-def home_path(name: str | Path) -> Path:
-    """A path as typed, with its `~` or `~user` filled in. Refuses one whose home folder nobody knows."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        who = Path(name).parts[0]
-        raise BadInput(f"no such file: {name}", code="file_missing", lines=[f"{who} is no home folder here"]) from None
+        raise unreadable(name, error) from None
 
 
 def _place(path: str | Path, pages: str | None) -> tuple[str, tuple[Span, ...]]:
     """The file, and the pages of it. A file of the whole name is not split."""
     whole = str(path)
     rest, suffix = split_pages(whole)
-    if suffix is None or os.path.lexists(home_path(whole)):
+    if suffix is None or os.path.lexists(os.path.expanduser(whole)):
         return whole, parse_pages(pages) if pages else ()
     if pages:
         raise UsageError(f"pages are named twice: {whole} and {pages}", code="bad_pages", try_=["one of the two"])
@@ -180,6 +175,10 @@ def too_large(name: str, size: int, limit: int) -> BadInput:
         detail={"bytes": size, "limit": limit},
         try_=["attach the part you ask about"],
     )
+
+
+def unreadable(name: str, error: OSError) -> BadInput:
+    return BadInput(f"cannot read {name}: {error.strerror or error}", code="file_unreadable")
 
 
 def changed(name: str) -> BadInput:

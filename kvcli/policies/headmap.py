@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from os.path import expanduser
 from pathlib import Path
 
 from kvcli.errors import BadInput
@@ -15,7 +16,7 @@ from kvcli.errors import BadInput
 
 def read_headmap(path: str | Path) -> list[list[float]]:
     """[L][K] numbers, none negative. Raises BadInput for a file that holds something else, or is not there."""
-    path = Path(path).expanduser()
+    path = Path(expanduser(path))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
