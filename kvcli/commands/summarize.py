@@ -60,9 +60,10 @@ def summarize(
     """
     from kvcli.commands.outlook import Wanted
     from kvcli.commands.setup import Setup
+    from kvcli.commands.summarize_job import Job
     from kvcli.commands.summarize_out import outlet
     from kvcli.commands.summarize_read import How, password_of, read_all
-    from kvcli.commands.summarize_run import Job, print_text, run
+    from kvcli.commands.summarize_run import print_text, run
     from kvcli.render.screen import Screen
 
     world: World = context.obj

@@ -4,85 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
-from kvcli.render.errors import print_error, print_note
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from kvcli.commands.interrupt import Interrupt
-    from kvcli.commands.outlook import Prepared, Wanted
-    from kvcli.commands.setup import Setup
-    from kvcli.commands.summarize_out import Outlet
-    from kvcli.commands.summarize_read import Given, Shelf
+    from kvcli.commands.outlook import Prepared
+    from kvcli.commands.summarize_job import Job
+    from kvcli.commands.summarize_read import Given
     from kvcli.local import Model
-    from kvcli.profile import Profile
-    from kvcli.render.screen import Screen
     from kvcli.render.summarize_view import SummaryView
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan, Window
     from kvcli.summarize.prompt import Wording
-    from kvcli.summarize.request import Request
     from kvcli.summarize.result import Summary
 
 
 class NothingSaid(KvcliError):
     code, exit = "nothing_said", ExitStatus.BAD_OUTPUT
-
-
-@dataclass
-class Job:
-    """One command line."""
-
-    setup: Setup
-    profile: Profile
-    request: Request
-    shelf: Shelf
-    out: Outlet
-    screen: Screen
-    wanted: Wanted
-    each: bool = False
-    fresh: bool = False
-    status: int = field(default=ExitStatus.OK)
-
-    @property
-    def groups(self) -> list[list[Given]]:
-        """The documents of each summary."""
-        given = self.shelf.given
-        return [[one] for one in given] if self.each else [given]
-
-    @property
-    def tells(self) -> bool:
-        """Whether what is to know is said on stderr; in JSON it stands in the document."""
-        return not self.screen.quiet and not self.setup.world.options.json
-
-    def tell(self, text: str) -> None:
-        if self.tells:
-            print_note(self.screen.err, text)
-
-    def failed(self, error: KvcliError) -> None:
-        """One file went wrong; the others go on, and the exit code is of the first that did."""
-        self.status = self.status or int(error.exit)
-        in_lines = self.out.form == "json" and self.each
-        if in_lines:
-            from kvcli.schemas.turn import error_document
-
-            self.out.json(error_document(error))
-        if not in_lines or self.out.file is not None:
-            print_error(self.screen.err, error)
-
-    def tell_failed(self) -> None:
-        """What could not be read. As JSON there is one document for all if nothing could: the error."""
-        failed = [error for _, error in self.shelf.failed]
-        if failed and not self.shelf.given and self.out.form == "json":
-            first, *others = failed
-            first.lines = (*first.lines, *(error.message for error in others))
-            raise first
-        for error in failed:
-            self.failed(error)
 
 
 def run(job: Job, *, dry_run: bool) -> int:

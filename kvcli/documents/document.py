@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Unit = Literal["page", "heading", "chapter", "line"]
-MARKS: dict[Unit, str] = {"page": "p.", "heading": "§", "chapter": "§", "line": "l."}
+SIGNS: dict[Unit, str] = {"page": "p.", "heading": "§", "chapter": "§", "line": "l."}
 
 
 class Counter(Protocol):
@@ -59,7 +59,7 @@ class Document:
 
 def mark(unit: Unit, label: str) -> str:
     """What leads a section in a prompt, and how a citation of it is written: `[p. 12]`, `[§ Methods]`, `[l. 41-80]`."""
-    return f"[{MARKS[unit]} {label}]"
+    return f"[{SIGNS[unit]} {label}]"
 
 
 def marked(unit: Unit, sections: Sequence[Section]) -> str:

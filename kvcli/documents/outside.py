@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from kvcli.documents.document import MARKS, Section, Unit
+from kvcli.documents.document import SIGNS, Section, Unit
 from kvcli.documents.parsed import Job, Parsed, refuse_too_much
 from kvcli.errors import BadInput
 
@@ -95,7 +95,7 @@ class _Answer:
             raise crashed(self.job.name, f"its parser answered nonsense: {error!r}"[:200]) from None
 
     def _end(self, value: dict[str, Any]) -> Parsed:
-        if value["unit"] not in MARKS:
+        if value["unit"] not in SIGNS:
             raise ValueError(value["unit"])
         return Parsed(
             kind=str(value["kind"]),

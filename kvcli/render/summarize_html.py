@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
+from kvcli.documents.document import SIGNS
 from kvcli.render.html import Markup, data_table, join, tag
 from kvcli.render.summarize import scanned
 from kvcli.schemas.summary import CiteFacts, PointFacts, SourceFacts, SummaryDocument
-from kvcli.summarize.cites import SIGNS
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _DEEPEST = 2  # of indented points

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from kvcli.summarize.cites import SIGNS, Bracket, Place, clean, same, write
+from kvcli.documents.document import SIGNS
+from kvcli.summarize.cites import Bracket, Place, clean, same, write
 from kvcli.summarize.result import Cite, Quote
 from kvcli.summarize.words import Lexicon, Unit, Word, units, words
 

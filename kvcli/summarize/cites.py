@@ -9,12 +9,9 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvcli.documents import Unit
+from kvcli.documents.document import SIGNS, Unit
 
-SIGNS: dict[Unit, str] = {"page": "p.", "heading": "§", "chapter": "§", "line": "l."}
 LONGEST = 300  # characters of a bracket; what is longer is text
 DASH = "-\N{EN DASH}\N{EM DASH}\N{NON-BREAKING HYPHEN}\N{HYPHEN}"
 

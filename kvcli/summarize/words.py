@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from kvcli.summarize.cites import find
+from kvcli.summarize.numbers import amount, number_of
 
 Kind = Literal["number", "name", "word"]
 
@@ -19,7 +20,6 @@ Kind = Literal["number", "name", "word"]
 _CJK = r"[\u3040-\u30ff\u3400-\u9fff]"
 _LETTER = rf"(?:(?!{_CJK})\w)"
 _WORD = re.compile(rf"{_CJK}|{_LETTER}+(?:['’.,]{_LETTER}+)*")
-_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _FULL = r"\u3002\uff01\uff1f"  # full stop, exclamation and question mark of Chinese and Japanese
 _HEADED = r"(?m:^#{1,6}[ \t][^\n]*(?:\n|\Z))"  # a heading of markdown is a sentence, and so is each item of a list
 _DOTS = (
@@ -28,22 +28,6 @@ _DOTS = (
 _ENDS = re.compile(rf"{_HEADED}|{_DOTS}|[{_FULL}]|\n\s*\n|\n(?=\s*(?:[-*•–]|\d+[.)])\s)")
 _STARTS = re.compile(rf"(?:\A|[.!?:…{_FULL}]|\n\s*\n)[\s\"'(“\u2018«*#•–-]*\Z")
 
-COUNTED = {
-    w: str(n)
-    for n, w in enumerate(
-        """two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-        eighteen nineteen""".split(),
-        2,
-    )
-} | {
-    w: str(n)
-    for n, w in zip(range(20, 100, 10), "twenty thirty forty fifty sixty seventy eighty ninety".split(), strict=True)
-}
-_ONES = re.compile(r"[-\u2010\u2011](one|two|three|four|five|six|seven|eight|nine)\b", re.IGNORECASE)  # twenty-five
-_SCALE = re.compile(r"[ \t\n\u00a0-]{0,3}(hundred|thousand|million|billion|trillion|mn|bn)\b", re.IGNORECASE)
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "mn": 6, "billion": 9, "bn": 9, "trillion": 12}
-_MEASURE = re.compile(r"[\s-]{0,3}(%|per\s?cent\b|[°µμ]?[a-z]{1,12}\b)", re.IGNORECASE)
-_MINUS = re.compile(r"(?<![^\s(\[])(?:[-\u2013\u2212]|minus\s)[$€£]?\Z", re.IGNORECASE)
 STOP = frozenset(
     """a about above after again all also although an and any are as at be because been before being below between both
     but by can could did do does doing down during each either else for from further had has have having he her here
@@ -57,14 +41,6 @@ STOP = frozenset(
 ABBREVIATED = frozenset(
     "dr mr mrs ms prof no nos vs fig figs p pp st e.g i.e approx inc ltd co cf etc al jr sr".split()
 )
-MEASURES = {
-    name: names.strip().split("|")[0]
-    for names in """%|percent|pct|per cent;m|metre|meter;km|kilometre|kilometer;cm|centimetre|centimeter;
-    mm|millimetre|millimeter;mi|mile;ft|foot|feet;kg|kilogram|kilo;g|gram;mg|milligram;µg|μg|ug|mcg|microgram;
-    t|tonne|ton;l|litre|liter;ml|millilitre|milliliter;s|sec|second;h|hr|hour;min|minute;ms|millisecond;kw|kilowatt;
-    mw|megawatt;gw|gigawatt;w|watt;v|volt;c|°c;f|°f;k;b|byte;gb|gigabyte;mb|megabyte;kb|kilobyte;hz|hertz""".split(";")
-    for name in names.strip().split("|")
-}
 PRONOUNS = frozenset("he she it they this these those such both its their his her".split())
 MOST_CAPITALS = 0.25  # of all words inside sentences; with more (German, titles) a capital says nothing about names
 NEAR = 16  # characters before a dot that say whether it ends a sentence: more than any abbreviation has
@@ -103,8 +79,8 @@ def words(text: str) -> list[Word]:
             continue
         raw, leads = match[0], bool(_STARTS.search(text, max(0, match.start() - 12), match.start()))
         for key, is_number in _keys(raw):
-            if is_number and (_NUMBER.fullmatch(raw) or raw.casefold() in COUNTED):
-                said, end, over = _amount(key, text, match)
+            if is_number and number_of(raw.casefold()):
+                said, end, over = amount(key, text, match)
                 found += [Word(k, match.start(), end, False, leads, True) for k in said]
                 continue
             capital = raw[0].isupper() and not is_number
@@ -202,50 +178,14 @@ class Lexicon:
 def _keys(raw: str) -> list[tuple[str, bool]]:
     """How a word is compared: (key, whether it is a number). None of a word that says nothing."""
     plain = unicodedata.normalize("NFKC", raw).casefold().replace("’", "'").replace("\u00ad", "")
-    if _NUMBER.fullmatch(plain):
-        return [(_number(plain), True)]
+    plain = plain.removesuffix("'s").strip("_'.,")
+    if number := number_of(plain):
+        return [(number, True)]
     if any(c.isdigit() for c in plain):  # a code, as K482 or 3rd
         return [(plain, True)]
-    plain = plain.removesuffix("'s").strip("_'.,")
-    if plain in COUNTED:
-        return [(COUNTED[plain], True)]
     if "." in plain or "," in plain:  # words without a space between them
         return [pair for part in re.split(r"[.,]", plain) if part for pair in _keys(part)]
     return [] if not plain or plain in STOP else [(stem(plain), False)]
-
-
-def _number(text: str) -> str:
-    """1,234 and 1234 are one number; 3,5 and 3.5 too."""
-    whole = re.fullmatch(r"[1-9]\d{0,2}(?:[.,]\d{3})+", text)  # 0.125 is no 125
-    text = re.sub(r"[.,]", "", text) if whole else text.replace(",", ".")
-    digits = text.lstrip("0") or "0"
-    return "0" + digits if digits.startswith(".") else digits
-
-
-def _amount(number: str, text: str, match: re.Match[str]) -> tuple[list[str], int, int]:
-    """A number with its sign and scale, and again with its unit if it has one; where it ends, and where its unit does.
-
-    5 million and 5,000,000 are one, so are 5 m and 5 metres; 5 and 5 million are not, nor are 5 g and 5 mg.
-    """
-    end = match.end()
-    if not match[0][0].isdigit() and len(number) == 2 and number >= "20" and (ones := _ONES.match(text, end)):
-        number, end = f"{number[0]}{COUNTED.get(ones[1].lower(), '1')}", ones.end()
-    while number.count(".") <= 1 and (scale := _SCALE.match(text, end)):
-        number, end = _shifted(number, SCALES[scale[1].lower()]), scale.end()
-    if _MINUS.search(text, max(0, match.start() - 8), match.start()):
-        number = f"-{number}"
-    measure = _MEASURE.match(text, end)
-    name = " ".join(measure[1].lower().split()) if measure else ""
-    unit = MEASURES.get(name) or (len(name) > 3 and MEASURES.get(name.removesuffix("s"))) or ""
-    return ([number, f"{number} {unit}"], end, measure.end()) if measure and unit else ([number], end, end)
-
-
-def _shifted(number: str, zeros: int) -> str:
-    """A number times a power of ten, exactly."""
-    whole, _, rest = number.partition(".")
-    digits = rest.ljust(zeros, "0")
-    rest = digits[zeros:].rstrip("0")
-    return ((whole + digits[:zeros]).lstrip("0") or "0") + (f".{rest}" if rest else "")
 
 
 def stem(word: str) -> str:
