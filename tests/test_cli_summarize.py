@@ -426,9 +426,9 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
     [
         ([], "usage", "which file"),
         (["gone.pdf"], "file_missing", "no such file"),
-        (["~nobody-here/x.pdf", "-o", "x.md"], "file_missing", "no home folder"),
-        (["a.txt", "-o", "~nobody-here/x.md"], "file_missing", "no home folder"),
-        (["a.txt", "--password-file", "~nobody-here/pw"], "file_missing", "no home folder"),
+        (["~nobody-here/x.pdf", "-o", "x.md"], "file_missing", "no such file: ~nobody-here/x.pdf"),
+        (["a.txt", "-o", "~nobody-here/x.md"], "file_unwritable", "its folder does not exist"),
+        (["a.txt", "--password-file", "~nobody-here/pw"], "file_unreadable", "No such file"),
         (["."], "is_a_folder", "is a folder"),
         (["empty.pdf"], "empty_file", "is empty"),
         (["a.txt", "a.txt"], "usage", "named twice"),
