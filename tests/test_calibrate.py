@@ -205,7 +205,7 @@ def test_a_chat_starts_from_the_calibration_of_its_model_and_says_if_that_is_dam
     file.write_text("{")
     again = Setup(world, "demo")
     costs = again.load(profile, told.append).costs(512)
-    assert set(costs) == {2, 4, 8, 16, 32}  # a short look instead
+    assert set(costs) == {2, 4, 8, 16, 32, 256}  # a short look instead
     assert "damaged" in told[0]
 
 
@@ -221,7 +221,7 @@ def test_costs_are_those_of_the_context():
 def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path, monkeypatch):
     monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 600.0)  # however busy the machine is
     first = quick_costs(demo, tmp_path, lambda _: None)
-    assert [p.rows for p in first if p.context == 512] == [1, 2, 4, 8, 16, 32]
+    assert [p.rows for p in first if p.context == 512] == [1, 2, 4, 8, 16, 32, 256]
     told: list[str] = []
     assert quick_costs(demo, tmp_path, told.append) == first
     assert told == []
@@ -246,6 +246,13 @@ def test_a_short_look_that_saw_nothing_is_not_taken_at_each_start(demo, tmp_path
 def test_a_short_look_ends_when_it_takes_too_long(demo):
     times = iter(range(1000))
     assert quick_times(demo.lm, lambda: next(times)) == []
+
+
+def test_a_short_look_times_reading_only_where_the_budget_has_room(demo, monkeypatch):
+    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 1e9)
+    assert {one.rows for one in quick_times(demo.lm, lambda: 0.0)} == {1, 2, 4, 8, 16, 32, 256}
+    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 1e-9)
+    assert {one.rows for one in quick_times(demo.lm, lambda: 0.0)} == {1, 2, 4, 8, 16, 32}
 
 
 def test_costs_stay_with_a_model_and_change_no_text(demo):

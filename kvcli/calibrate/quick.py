@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.calibrate.passes import ROWS as GRID
 from kvcli.calibrate.passes import contexts, filled, once
 from kvcli.calibrate.run import fingerprint_of
 from kvcli.calibrate.store import file_of, machine_fingerprint
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvcli.model import LM
 
 ROWS = (1, 2, 4, 8, 16, 32)
+READING = GRID[-1]  # rows that stand for reading a prompt
 TURNS = 3  # of which the first counts for nothing
 BUDGET = 1.0  # seconds
 RETRY = 24 * 3600  # seconds after which a look that saw nothing is taken again
@@ -64,7 +66,7 @@ def kept_times(cache: Path, machine: str, model: str) -> list[PassTime]:
 
 
 def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[PassTime]:
-    """Passes of 1 to 32 rows over the first two contexts of the grid, as far as the budget goes."""
+    """Passes of 1 to 32 rows, and of 256, over the first two contexts of the grid, as far as the budget goes."""
     found: list[PassTime] = []
     began = clock()
     for context in contexts(lm.limit)[:2]:
@@ -76,6 +78,9 @@ def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[
                 took = once(lm, kv, rows, context)
                 if turn:
                     times.setdefault(rows, []).append(took)
+        ahead = TURNS * READING / ROWS[-1] * min(times.get(ROWS[-1], [BUDGET]))  # at most: wide passes gain
+        if clock() - began + ahead <= BUDGET and READING + context <= lm.limit:
+            times[READING] = [once(lm, kv, READING, context) for _ in range(TURNS)][1:]
         found += [
             PassTime(rows=rows, context=context, seconds=min(took), low=min(took), high=max(took))
             for rows, took in times.items()

@@ -100,7 +100,7 @@ def password_of(world: World, file: str | None) -> str | None:
     path = world.cwd / expanduser(file)
     try:
         with path.open("rb") as stream:
-            line = stream.readline(4096).decode("utf-8").rstrip("\r\n")
+            line = stream.readline(4096).decode("utf-8-sig").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise BadInput(
