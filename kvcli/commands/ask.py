@@ -18,6 +18,8 @@ from kvcli.documents import (
     split_pages,
     too_large,
 )
+from kvcli.documents.read import most_bytes
+from kvcli.documents.sniff import HEAD
 from kvcli.errors import BadInput, UsageError
 from kvcli.world import World
 
@@ -118,8 +120,11 @@ def read_stdin(world: World) -> bytes:
     if not world.is_tty("stdin") and _is_silent(world):
         tell(world, "waiting for standard input; </dev/null if there is none")
     data = world.read_stdin(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise too_large(STDIN, len(data), MAX_BYTES)
+    most = most_bytes(data[:HEAD], STDIN)
+    if MAX_BYTES < len(data) <= most:  # a PDF may be larger than a text
+        data += world.read_stdin(most + 1 - len(data))
+    if len(data) > most:
+        raise too_large(STDIN, len(data), most)
     return data
 
 

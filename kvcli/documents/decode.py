@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from shlex import quote
 
 from kvcli.errors import BadInput
@@ -19,14 +20,15 @@ MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 CONTROLS = bytes(sorted(({*range(32)} | {127}) - set(b"\t\n\v\f\r\b\x1b")))
+PDF_HEADER = re.compile(rb"\s*%PDF-\d\.\d[ \t]*[\r\n]")  # the line alone: a text may begin with words about it
 KNOWN = (
-    (b"%PDF-", "a PDF"),
-    (b"PK\x03\x04", "a zip archive"),
-    (b"\x1f\x8b", "gzip data"),
-    (b"\xd0\xcf\x11\xe0", "an old Office file (.doc, .xls, .ppt)"),
-    (b"{\\rtf", "an RTF file"),
-    (b"\x89PNG", "an image (PNG)"),
-    (b"\xff\xd8\xff", "an image (JPEG)"),
+    (PDF_HEADER, "a PDF"),
+    (re.compile(rb"PK\x03\x04"), "a zip archive"),
+    (re.compile(rb"\x1f\x8b"), "gzip data"),
+    (re.compile(rb"\xd0\xcf\x11\xe0"), "an old Office file (.doc, .xls, .ppt)"),
+    (re.compile(rb"\{\\rtf"), "an RTF file"),
+    (re.compile(rb"\x89PNG"), "an image (PNG)"),
+    (re.compile(rb"\xff\xd8\xff"), "an image (JPEG)"),
 )
 
 
@@ -44,8 +46,8 @@ def decode(data: bytes, name: str) -> str:
 
 
 def _refuse_binary(data: bytes, name: str) -> None:
-    for magic, kind in KNOWN:
-        if data.startswith(magic):
+    for beginning, kind in KNOWN:
+        if beginning.match(data):
             raise BadInput(
                 f"{name} is {kind}, not text",
                 code="not_text",

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import posixpath
 import zipfile
+from collections.abc import Iterator
 from typing import IO, Any
 from urllib.parse import unquote
-
-from lxml import etree
 
 from kvcli.documents.markup import read_markup
 from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_pages, refuse_too_much
 from kvcli.documents.plain import number
 from kvcli.documents.repair import clean
+from kvcli.documents.xml_tree import parse_xml
 from kvcli.documents.zipped import member, open_zip
 from kvcli.errors import BadInput
 
+WHAT = "an EPUB"
 CONTAINER = "META-INF/container.xml"
 LOCKED = "META-INF/encryption.xml"
+TYPE = "{http://www.idpf.org/2007/ops}type"
 PAGES = ("application/xhtml+xml", "text/html", "application/xml", "text/xml")
 
 
 def read(file: IO[bytes], job: Job) -> Parsed:
-    """One section a chapter, named by the book's table of contents, else by its first heading."""
+    """One section a chapter, named by the book's table of contents, else by its first heading.
+
+    A file into which several entries of the contents point is split at its headings.
+    """
     refuse_pages(job.name, job.spans, "it is an EPUB, whose pages depend on the screen")
     with open_zip(file, job.name) as archive:
         package = _package(archive, job.name)
-        book = parse_xml(member(archive, package, job.name), job.name)
+        book = parse_xml(member(archive, package, job.name), job.name, WHAT)
         items = _items(book, package, job.name)
         spine = _spine(book, items)
         _refuse_locked(archive, spine, job.name)
@@ -34,30 +39,15 @@ def read(file: IO[bytes], job: Job) -> Parsed:
         chapters: list[tuple[str, str]] = []
         size = 0
         for path in spine:
-            title, headed = read_markup(member(archive, path, job.name), job.name, "an EPUB")
+            title, headed = read_markup(member(archive, path, job.name), job.name, WHAT)
             if not headed:
                 continue  # a cover, a picture
-            first = next((heading for heading, _ in headed if heading), None)
-            label = names.get(path) or first or title or f"Chapter {len(chapters) + 1}"
-            chapters.append((label, "\n\n".join(body for _, body in headed)))
-            size += len(chapters[-1][1])
-            refuse_too_much(job.name, size, len(chapters))
+            chapters += _chapters(headed, names.get(path, []), title or f"Chapter {len(chapters) + 1}")
+            size += sum(len(body) for _, body in headed)
+            refuse_too_much(job.name, size, len(chapters), paged=False)
     if not chapters:
         raise no_text(job.name, "its chapters hold pictures only")
     return Parsed("epub", "chapter", number(chapters), title=_title(book))
-
-
-def parse_xml(data: bytes, name: str) -> Any:
-    """XML without entities, without a network, and no deeper than libxml2 finds safe."""
-    parser = etree.XMLParser(resolve_entities=False, huge_tree=False, no_network=True, load_dtd=False, remove_pis=True)
-    try:
-        root = etree.fromstring(data, parser)
-    except (etree.XMLSyntaxError, ValueError) as error:
-        raise damaged(name, "an EPUB", f"its XML is broken: {error}"[:200]) from None
-    declared = root.getroottree().docinfo.internalDTD
-    if declared is not None and list(declared.iterentities()):
-        raise damaged(name, "an EPUB", "it declares entities of its own, which can be made to fill memory")
-    return root
 
 
 def _all(element: Any, tag: str) -> list[Any]:
@@ -66,10 +56,10 @@ def _all(element: Any, tag: str) -> list[Any]:
 
 
 def _package(archive: zipfile.ZipFile, name: str) -> str:
-    roots = _all(parse_xml(member(archive, CONTAINER, name), name), "rootfile")
+    roots = _all(parse_xml(member(archive, CONTAINER, name), name, WHAT), "rootfile")
     path = roots[0].get("full-path") if roots else None
     if not path:
-        raise damaged(name, "an EPUB", f"{CONTAINER} names no book")
+        raise damaged(name, WHAT, f"{CONTAINER} names no book")
     return _inside("", path, name)
 
 
@@ -77,7 +67,7 @@ def _inside(folder: str, href: str, name: str) -> str:
     """A link as a path in the archive; refuses one that leads out of it."""
     path = posixpath.normpath(posixpath.join(folder, unquote(href.partition("#")[0])))
     if path.startswith(("/", "..")) or "\0" in path:
-        raise damaged(name, "an EPUB", f"a path in it leads outside: {href[:80]!r}")
+        raise damaged(name, WHAT, f"a path in it leads outside: {href[:80]!r}")
     return path
 
 
@@ -102,38 +92,51 @@ def _spine(book: Any, items: dict[str, tuple[str, str, str]]) -> list[str]:
 def _refuse_locked(archive: zipfile.ZipFile, spine: list[str], name: str) -> None:
     if LOCKED not in archive.namelist():
         return
-    locked = {
-        unquote(e.get("URI", "")) for e in _all(parse_xml(member(archive, LOCKED, name), name), "CipherReference")
-    }
+    root = parse_xml(member(archive, LOCKED, name), name, WHAT)
+    locked = {unquote(e.get("URI", "")) for e in _all(root, "CipherReference")}
     if locked & set(spine):
         raise BadInput(f"{name} is encrypted", code="encrypted", lines=["its chapters are under copy protection (DRM)"])
 
 
-def _contents(archive: zipfile.ZipFile, items: dict[str, tuple[str, str, str]], name: str) -> dict[str, str]:
+def _chapters(headed: list[tuple[str, str]], names: list[str], title: str) -> list[tuple[str, str]]:
+    """The sections of one file of the book; what stands before the first heading goes with it."""
+    (first, body), *rest = headed
+    if len(names) > 1 and rest:
+        return headed if first else [(rest[0][0], f"{body}\n\n{rest[0][1]}"), *rest[1:]]
+    label = names[0] if names else next((heading for heading, _ in headed if heading), title)
+    return [(label, "\n\n".join(body for _, body in headed))]
+
+
+def _contents(archive: zipfile.ZipFile, items: dict[str, tuple[str, str, str]], name: str) -> dict[str, list[str]]:
     """Chapter names by path, from the navigation page or the older NCX file; a book may have neither."""
-    names: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     for path, kind, properties in items.values():
-        folder = posixpath.dirname(path)
         if kind != "application/x-dtbncx+xml" and "nav" not in properties.split():
             continue
+        found: dict[str, list[str]] = {}
         try:
-            root = parse_xml(member(archive, path, name), name)
-            for link in _all(root, "a"):
-                _name(names, folder, link.get("href"), "".join(link.itertext()), name)
-            for point in _all(root, "navPoint"):
-                content = next(iter(_all(point, "content")), None)
-                words = next(iter(_all(point, "text")), None)
-                if content is not None and words is not None:
-                    _name(names, folder, content.get("src"), "".join(words.itertext()), name)
+            for href, words in _entries(parse_xml(member(archive, path, name), name, WHAT)):
+                label = clean(" ".join(words.split()))
+                if href and label:
+                    labels = found.setdefault(_inside(posixpath.dirname(path), href, name), [])
+                    labels += [label] * (label not in labels[:1])
         except BadInput:
-            continue  # the chapters can be read without their names
+            pass  # the chapters can be read without their names
+        names = found | names
     return names
 
 
-def _name(names: dict[str, str], folder: str, href: str | None, words: str, name: str) -> None:
-    label = clean(" ".join(words.split()))
-    if href and label:
-        names.setdefault(_inside(folder, href, name), label)
+def _entries(root: Any) -> Iterator[tuple[str | None, str]]:
+    """Links of the table of contents with their words; lists of printed pages and of landmarks are none."""
+    tables = _all(root, "nav")
+    contents = next((t for t in tables if "toc" in t.get(TYPE, "").split()), tables[0] if tables else root)
+    for link in _all(contents, "a"):
+        yield link.get("href"), "".join(link.itertext())
+    for point in _all(root, "navPoint"):
+        content = next(iter(_all(point, "content")), None)
+        words = next(iter(_all(point, "text")), None)
+        if content is not None and words is not None:
+            yield content.get("src"), "".join(words.itertext())
 
 
 def _title(book: Any) -> str | None:

@@ -15,6 +15,6 @@ def read(file: IO[bytes], job: Job) -> Parsed:
     title, headed = read_markup(file.read(), job.name, "HTML")
     if not headed:
         raise no_text(job.name, "there are only tags, scripts or hidden parts in it")
-    refuse_too_much(job.name, sum(len(body) for _, body in headed), len(headed))
+    refuse_too_much(job.name, sum(len(body) for _, body in headed), len(headed), paged=False)
     unit, sections = sections_of(headed)
     return Parsed("html", unit, sections, title=title)

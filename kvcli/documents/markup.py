@@ -9,13 +9,16 @@ from bs4 import BeautifulSoup, Comment, UnicodeDammit
 from markdownify import MarkdownConverter
 
 from kvcli.documents.parsed import damaged
+from kvcli.documents.raised import raised
 from kvcli.documents.repair import clean, unmarked
 
-# holds no text for a reader, or text that a browser shows only when something fails
+# holds no text for a reader, text that no longer holds, or text that a browser shows only when something fails
 DROPPED = ["script", "style", "noscript", "template", "head", "svg", "math", "iframe", "object", "embed", "canvas"]
-DROPPED += ["audio", "video", "map", "datalist", "select", "textarea", "dialog"]
+DROPPED += ["audio", "video", "map", "datalist", "select", "del", "s", "strike"]
 HIDDEN = re.compile(
-    r"(display\s*:\s*none|visibility\s*:\s*hidden|opacity\s*:\s*0(\.0+)?\s*(;|$)|font-size\s*:\s*0)", re.I
+    r"(?<![\w-])(display\s*:\s*none|visibility\s*:\s*hidden|opacity\s*:\s*0(\.0+)?\s*(;|$)"
+    r"|font-size\s*:\s*0(?![.\d]*[1-9]))",
+    re.I,
 )
 SIGN = "\ue000"  # leads the line of a heading; taken out of the text first, so it is ours alone
 ENTITY = re.compile(rb"<!ENTITY", re.I)
@@ -31,9 +34,17 @@ class Plain(MarkdownConverter):
             return str(text)
         return f"\n\n{SIGN}{'#' * max(1, min(6, n))} {heading}\n\n"
 
+    def convert_sup(self, el: Any, text: str, parent_tags: Any) -> str:
+        if "_noformat" in parent_tags or not text.strip():
+            return text
+        link = el.find("a", href=True) or el.find_parent("a", href=True)
+        if link is not None and "#" in link["href"]:  # points at a note; as a power it would change a number
+            return text if text.strip().startswith(("[", "(")) else f" [{text.strip()}]"
+        return raised(text)
+
 
 CONVERTER = Plain(
-    strip=["a", "b", "strong", "em", "i", "u", "s", "del", "sub", "sup", "img", "code", "kbd", "samp"],
+    strip=["a", "b", "strong", "em", "i", "u", "sub", "img", "code", "kbd", "samp"],
     bullets="-",
     escape_asterisks=False,
     escape_underscores=False,
@@ -44,7 +55,7 @@ CONVERTER = Plain(
 
 def read_markup(data: bytes, name: str, what: str) -> tuple[str | None, list[tuple[str, str]]]:
     """The title, and the text under each heading; what stands before the first one has an empty heading."""
-    if ENTITY.search(data[: 1 << 16]):
+    if ENTITY.search(_without_comments(data[: 1 << 16])):
         raise damaged(name, what, "it declares entities of its own, which can be made to fill memory")
     try:
         page = UnicodeDammit(data, is_html=True).unicode_markup or ""
@@ -55,6 +66,10 @@ def read_markup(data: bytes, name: str, what: str) -> tuple[str | None, list[tup
     except RecursionError:
         raise damaged(name, what, "its elements are nested too deeply") from None
     return title or None, _headed(text)
+
+
+def _without_comments(head: bytes) -> bytes:
+    return b"".join(part.partition(b"<!--")[0] for part in head.split(b"-->"))
 
 
 def _drop(soup: BeautifulSoup) -> None:
@@ -69,6 +84,8 @@ def _drop(soup: BeautifulSoup) -> None:
 
 
 def _is_hidden(element: Any) -> bool:
+    if element.name == "dialog" and "open" not in element.attrs:
+        return True
     if not element.attrs:
         return False
     hides = "hidden" in element.attrs or str(element.attrs.get("aria-hidden", "")).lower() == "true"

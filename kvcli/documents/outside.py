@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from kvcli.documents.document import SIGNS, Section, Unit
-from kvcli.documents.parsed import Job, Parsed, refuse_too_much
+from kvcli.documents.parsed import Job, Parsed, part_of, refuse_too_much
+from kvcli.documents.repair import unmarked
 from kvcli.errors import BadInput
 
 # Where to import from is told by the parent: the child must run the same kvcli and the same parsers, and must not look
@@ -83,20 +84,32 @@ class _Answer:
         try:
             ((word, value),) = json.loads(line).items()
             if word == "section":
-                number, label, text = value
-                self.sections.append(Section(int(number), str(label), str(text)))
+                self.sections.append(self._section(*value))
                 self.characters += len(self.sections[-1].text)
-                refuse_too_much(self.job.name, self.characters, len(self.sections))
+                refuse_too_much(self.job.name, self.characters, len(self.sections), paged=self.job.kind == "pdf")
             elif word == "error":
                 raise _error(value)
             else:
                 self.parsed = self._end(value)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
             raise crashed(self.job.name, f"its parser answered nonsense: {error!r}"[:200]) from None
 
+    def _section(self, number: int, label: str, text: str) -> Section:
+        """A section that can be cited and passes for no other; half a pair of surrogates is a ValueError."""
+        section = Section(int(number), str(label), unmarked(str(text)))
+        section.text.encode()
+        if not section.text.strip() or section.number <= (self.sections[-1].number if self.sections else 0):
+            raise ValueError("a section without text, or out of order")
+        if not section.label.isprintable() or not section.label or {*"[]"} & {*section.label}:
+            raise ValueError("a label that no citation can hold")
+        return section
+
     def _end(self, value: dict[str, Any]) -> Parsed:
+        _refuse_odd(value)
         if value["unit"] not in SIGNS:
             raise ValueError(value["unit"])
+        if value["unit"] == "page" and any(s.label != str(s.number) for s in self.sections):
+            raise ValueError("a page under another's number")
         return Parsed(
             kind=str(value["kind"]),
             unit=cast(Unit, value["unit"]),
@@ -108,7 +121,13 @@ class _Answer:
         )
 
 
+def _refuse_odd(value: Any) -> None:
+    """A ValueError where a number is infinite or a text holds half a pair of surrogates."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+
+
 def _error(value: dict[str, Any]) -> BadInput:
+    _refuse_odd(value)
     return BadInput(
         str(value["message"]),
         code=str(value["code"]),
@@ -127,7 +146,7 @@ def _lines(process: subprocess.Popen[bytes], limits: Limits, job: Job) -> Iterat
         while True:
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if time.monotonic() >= deadline:
-                raise too_slow(job.name, f"more than {limits.wall:g} seconds")
+                raise too_slow(job, f"more than {limits.wall:g} seconds")
             if not ready:
                 continue
             data = os.read(process.stdout.fileno(), CHUNK)
@@ -156,29 +175,29 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _ended(process: subprocess.Popen[bytes], answer: _Answer, job: Job, limits: Limits) -> BadInput:
     """Why there is no answer."""
     if process.returncode == -signal.SIGXCPU:
-        return too_slow(job.name, f"more than {limits.cpu} seconds of processor time")
+        return too_slow(job, f"more than {limits.cpu} seconds of processor time")
     if process.returncode < 0:
-        name = signal.Signals(-process.returncode).name
+        name = signal.strsignal(-process.returncode) or f"signal {-process.returncode}"
         most = f"{limits.memory / 2**20:,.0f} MiB"
         return crashed(job.name, f"its parser broke off ({name}): it is damaged, or needs more than {most} of memory")
     return crashed(job.name, f"its parser ended with status {process.returncode}")
 
 
-def too_slow(name: str, why: str) -> BadInput:
+def too_slow(job: Job, why: str) -> BadInput:
     return BadInput(
-        f"{name} takes too long to read",
+        f"{job.name} takes too long to read",
         code="document_too_heavy",
         lines=[f"{why}; it may be damaged, or made to keep a reader busy"],
-        try_=["--pages for a part of it"],
+        try_=[part_of(job.kind == "pdf")],
     )
 
 
-def too_heavy(name: str, memory: int) -> BadInput:
+def too_heavy(job: Job, memory: int) -> BadInput:
     return BadInput(
-        f"{name} takes too much memory to read",
+        f"{job.name} takes too much memory to read",
         code="document_too_heavy",
         lines=[f"more than {memory / 2**20:,.0f} MiB; it may be damaged, or made to fill memory"],
-        try_=["--pages for a part of it"],
+        try_=[part_of(job.kind == "pdf")],
     )
 
 

@@ -37,8 +37,8 @@ class Parsed:
     notes: list[str] = field(default_factory=list)
 
 
-def refuse_too_much(name: str, characters: int, sections: int) -> None:
-    """Bounds of the text itself, whatever the format."""
+def refuse_too_much(name: str, characters: int, sections: int, *, paged: bool = True) -> None:
+    """Bounds of the text itself, whatever the format. `paged`: whether some of its pages can be asked for."""
     for n, most, what in ((characters, MAX_CHARACTERS, "characters of text"), (sections, MAX_SECTIONS, "sections")):
         if n > most:
             raise BadInput(
@@ -46,8 +46,13 @@ def refuse_too_much(name: str, characters: int, sections: int) -> None:
                 code="document_too_large",
                 lines=[f"{n:,} {what} or more, at most {most:,} are read"],
                 detail={"limit": most},
-                try_=["--pages for a part of it"],
+                try_=[part_of(paged)],
             )
+
+
+def part_of(paged: bool) -> str:
+    """How to ask for less of a file."""
+    return "--pages for a part of it" if paged else "attach the part you ask about, as a file of its own"
 
 
 def refuse_pages(name: str, spans: Sequence[Span], what: str) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from kvcli.documents.document import Section, Unit, marked
+from kvcli.documents.markdown import headed_markdown
 from kvcli.documents.pages import present
 from kvcli.documents.parsed import MAX_SECTIONS, Job, Parsed, refuse_pages, refuse_too_much
 from kvcli.documents.repair import unmarked
@@ -14,9 +15,6 @@ from kvcli.documents.repair import unmarked
 PAGE = re.compile(r"^\[p\. (\d{1,9})\][ \t]*$", re.M)
 BLOCK = 40  # lines of a block at most
 SOON = 24  # lines after which the end of a paragraph ends the block
-FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-ATX = re.compile(r" {0,3}#{1,6}[ \t]+(\S.*)$")  # its end is trimmed afterwards: in the pattern that takes cubic time
-SETEXT = re.compile(r" {0,3}(=+|-{2,})[ \t]*$")
 LABEL = 80  # characters of a label
 OPENING = "Opening"  # the label of what stands before the first heading
 
@@ -27,13 +25,12 @@ def parse_plain(text: str, job: Job) -> Parsed:
     if pages is not None:
         return _pages(pages, job)
     refuse_pages(job.name, job.spans, "it is text without page marks")
-    headed = list(_headed(text)) if job.kind == "markdown" else []
+    headed = list(itertools.islice(headed_markdown(text), MAX_SECTIONS + 2)) if job.kind == "markdown" else []
+    refuse_too_much(job.name, len(text), len(headed), paged=False)
     if len(headed) > 1:
-        sections = number(headed)
-        title = headed[0][0] if headed[0][0] != OPENING else headed[1][0]
-        return Parsed(job.kind, "heading", sections, title=clean_label(title))
+        return Parsed(job.kind, "heading", number(headed), title=clean_label(headed[0][0] or headed[1][0]))
     unit, sections = sections_of([("", text)])
-    refuse_too_much(job.name, len(text), len(sections))
+    refuse_too_much(job.name, len(text), len(sections), paged=False)
     return Parsed(job.kind, unit, sections)
 
 
@@ -82,7 +79,7 @@ def _paged(text: str, name: str) -> list[tuple[int, str]] | None:
         bodies = [text[m.end() : end] for m, end in zip(marks, ends, strict=True)]
         bodies[0] = text[: marks[0].start()] + bodies[0].lstrip("\n")  # a title above the first mark
         return [(int(m[1]), body) for m, body in zip(marks, bodies, strict=True)]
-    if text.count("\f") > 1:
+    if text.count("\f") > 1 or "\f" in text.strip("\f\n"):  # one at an end parts nothing
         refuse_too_much(name, 0, text.count("\f"))
         bodies = text.removesuffix("\n").removesuffix("\f").split("\f")
         return [(n, unmarked(body)) for n, body in enumerate(bodies, 1)]
@@ -102,34 +99,6 @@ def prompt_text(text: str, parsed: Parsed, job: Job) -> str:
     if parsed.unit == "page" and (job.spans or not _marks(text)):
         return marked("page", parsed.sections)
     return text
-
-
-def _headed(text: str) -> Iterator[tuple[str, str]]:
-    """Headings with the text from each to the next, the heading's own line included."""
-    lines = text.splitlines(keepends=True)
-    heading, start, fence = OPENING, 0, ""
-    for i, line in enumerate(lines):
-        found = FENCE.match(line)
-        if found and (not fence or (found[1].startswith(fence) and not line.strip(" \n`~"))):
-            fence = "" if fence else found[1]
-        if fence or found:
-            continue
-        title, at = None, i
-        if atx := ATX.match(line):
-            title = atx[1].rstrip().rstrip("#").rstrip() or atx[1].strip()
-        elif SETEXT.match(line) and i > start and _may_head(lines, i - 1):
-            title, at = lines[i - 1].strip(), i - 1
-        if title is not None:
-            if at > start:
-                yield heading, "".join(lines[start:at])
-            heading, start = title, at
-    yield heading, "".join(lines[start:])
-
-
-def _may_head(lines: Sequence[str], i: int) -> bool:
-    """Whether an underline makes line `i` a heading: one line of a paragraph, not a list, a table or front matter."""
-    alone = i == 0 or not lines[i - 1].strip()
-    return alone and bool(lines[i].strip()) and lines[i].lstrip()[0] not in "-*+>|#=`~" and lines[0].strip() != "---"
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

@@ -41,8 +41,8 @@ def read_document(
     in its content first; `type` overrides that. Messages call the file by `name`, as the user typed it; the document
     is called by its file name. `limit` is the most bytes of it, `limits` bound the process that parses it.
     """
-    file, spans = _place(path, pages)
     shown = name or str(path)
+    file, spans = _place(path, pages, shown)
     if spans and not pages:
         shown = split_pages(shown)[0]
     kind = check_type(type)
@@ -86,21 +86,26 @@ def document_of(
         raise unreadable(name, error) from None
 
 
-def _place(path: str | Path, pages: str | None) -> tuple[str, tuple[Span, ...]]:
+def most_bytes(head: bytes, name: str, kind: str = "") -> int:
+    """How large a file may be that begins so; its kind as told, else as its content says."""
+    return MAX_PDF if (kind or sniff(head, name)) == "pdf" else MAX_BYTES
+
+
+def _place(path: str | Path, pages: str | None, shown: str) -> tuple[str, tuple[Span, ...]]:
     """The file, and the pages of it. A file of the whole name is not split."""
     whole = str(path)
     rest, suffix = split_pages(whole)
     if suffix is None or os.path.lexists(os.path.expanduser(whole)):
         return whole, parse_pages(pages) if pages else ()
     if pages:
-        raise UsageError(f"pages are named twice: {whole} and {pages}", code="bad_pages", try_=["one of the two"])
+        raise UsageError(f"pages are named twice: {shown} and {pages}", code="bad_pages", try_=["one of the two"])
     return rest, parse_pages(suffix)
 
 
 def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None) -> Document:
     head = stream.read(HEAD)
     job = replace(job, kind=job.kind or sniff(head, job.name))
-    most = limit if limit is not None else MAX_PDF if job.kind == "pdf" else MAX_BYTES
+    most = limit if limit is not None else most_bytes(head, job.name, job.kind)
     before = os.fstat(stream.fileno())
     if S_ISREG(before.st_mode) and before.st_size > most:
         raise too_large(job.name, before.st_size, most)
@@ -112,11 +117,12 @@ def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None)
             size += len(chunk)
             if size > most:  # a pipe or a device does not tell its size beforehand
                 raise too_large(job.name, size, most)
-            if S_ISREG(before.st_mode) and size > before.st_size:  # it may grow as fast as it is read
+            # it may grow as fast as it is read; files that the kernel makes up, as in /proc, call themselves empty
+            if S_ISREG(before.st_mode) and before.st_size and size > before.st_size:
                 raise changed(job.name)
             chunk = stream.read(CHUNK)
         after = os.fstat(stream.fileno())
-        if S_ISREG(after.st_mode) and (before.st_mtime_ns, size) != (after.st_mtime_ns, after.st_size):
+        if S_ISREG(after.st_mode) and (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
             raise changed(job.name)
         if job.kind not in ("text", "markdown"):
             return _outside(copy, job, sha.hexdigest(), limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
+from kvcli.documents.decode import PDF_HEADER
 from kvcli.errors import UsageError
 
 KINDS = ("pdf", "html", "epub", "docx", "markdown", "text")
@@ -46,7 +47,11 @@ def sniff(head: bytes, name: str) -> str:
     """The kind of a file by its first bytes: one of KINDS, or "zip" where only the archive's index can tell."""
     promised = named_kind(name)
     body = head.removeprefix(b"\xef\xbb\xbf")
-    if body.lstrip().startswith(b"%PDF-") or (promised == "pdf" and b"%PDF-" in head[:PDF_WITHIN]):
+    if promised in ("markdown", "text"):
+        is_pdf = bool(PDF_HEADER.match(body))
+    else:
+        is_pdf = body.lstrip().startswith(b"%PDF-") or (promised == "pdf" and b"%PDF-" in head[:PDF_WITHIN])
+    if is_pdf:
         return "pdf"
     if head.startswith(b"PK\x03\x04"):
         return "zip"

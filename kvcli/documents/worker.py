@@ -31,9 +31,9 @@ def main(arguments: list[str]) -> int:
             tell("section", (section.number, section.label, section.text))
         tell("end", {k: getattr(parsed, k) for k in ("kind", "unit", "title", "n_pages", "without_text", "notes")})
     except MemoryError:
-        tell_error(too_heavy(job.name, memory))
+        tell_error(too_heavy(job, memory))
     except RecursionError:
-        tell_error(damaged(job.name, job.kind.upper(), "it is nested too deeply"))
+        tell_error(damaged(job.name, WORDS.get(job.kind, "an archive (EPUB, DOCX)"), "it is nested too deeply"))
     except KvcliError as error:
         tell_error(error)
     except Exception as error:  # a parser may raise anything; the parent still says it in the user's words

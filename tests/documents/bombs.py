@@ -8,7 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 
-from tests.documents.books import CHAPTERS, epub, zipped
+from tests.documents.books import CHAPTERS, epub, relations, zipped
 
 Objects = dict[int, bytes]
 
@@ -87,7 +87,7 @@ LAUGHS = (
 
 
 def zip_bomb() -> bytes:
-    return epub(more={"OEBPS/big.bin": bytes(40 * 2**20)})
+    return epub({"text/one.xhtml": " " * 40 * 2**20})
 
 
 def zip_lies() -> bytes:
@@ -120,5 +120,5 @@ def deep_xml() -> bytes:
 
 
 def docx_laughs() -> bytes:
-    body = f'<?xml version="1.0"?>{LAUGHS}<w:document xmlns:w="w"><w:body>&i;</w:body></w:document>'
-    return zipped({"[Content_Types].xml": "<Types/>", "word/document.xml": body})
+    body = f'<?xml version="1.0"?><!--{"x" * 5000}-->{LAUGHS}<w:document xmlns:w="w"><w:body>&i;</w:body></w:document>'
+    return zipped({"_rels/.rels": relations({"officeDocument": "word/document.xml"}), "word/document.xml": body})

@@ -61,6 +61,47 @@ def zipped(files: Mapping[str, str | bytes]) -> bytes:
     return out.getvalue()
 
 
+WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+RELATED = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+MATH = "http://schemas.openxmlformats.org/officeDocument/2006/math"
+CHOICES = "http://schemas.openxmlformats.org/markup-compatibility/2006"
+
+
+def relations(targets: Mapping[str, str], base: str = RELATED) -> str:
+    """What a part points at: kind -> path."""
+    each = "".join(f'<Relationship Id="{k}" Type="{base}/{k}" Target="{path}"/>' for k, path in targets.items())
+    return f'<Relationships xmlns="http://schemas.openxmlformats.org/package/2006/relationships">{each}</Relationships>'
+
+
+def word(
+    body: str,
+    *,
+    main: str = "word/document.xml",
+    targets: Mapping[str, str] | None = None,
+    files: Mapping[str, str] | None = None,
+    styles: str = "",
+    space: str = WORD,
+    base: str = RELATED,
+) -> bytes:
+    """A DOCX with this text; `targets` are further relations of it, `files` further parts."""
+    spaces = f'xmlns:w="{space}" xmlns:m="{MATH}" xmlns:mc="{CHOICES}"'
+    folder, _, name = main.rpartition("/")
+    pointed = {"styles": "styles.xml"} | dict(targets or {})
+    parts = {
+        "_rels/.rels": relations({"officeDocument": main}, base),
+        main: f"<w:document {spaces}><w:body>{body}</w:body></w:document>",
+        f"{folder}/_rels/{name}.rels": relations(pointed, base),
+        f"{folder}/styles.xml": f"<w:styles {spaces}>{styles}</w:styles>",
+    }
+    return zipped(parts | dict(files or {}))
+
+
+def paragraph(text: str, properties: str = "", style: str = "") -> str:
+    """A paragraph of one run; `properties` are those of the run."""
+    led = f'<w:pPr><w:pStyle w:val="{style}"/></w:pPr>' if style else ""
+    return f'<w:p>{led}<w:r><w:rPr>{properties}</w:rPr><w:t xml:space="preserve">{text}</w:t></w:r></w:p>'
+
+
 def docx_file() -> bytes:
     """Headings, a table, a list, and text in tracked changes."""
     import docx

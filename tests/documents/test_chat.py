@@ -70,3 +70,23 @@ def test_what_cannot_be_read_exits_3_before_a_model_loads(machine, tmp_path, mon
 def test_the_plan_reads_pages_too(machine):
     done = machine("chat", "-f", "paper.pdf:1", "--dry-run")
     assert "file     paper.pdf, " in done.out
+
+
+@pytest.mark.parametrize(("beginning", "read"), [(b"%PDF-1.7\n", 1200), (b"words", 1001)])
+def test_a_pdf_from_a_pipe_may_be_larger_than_a_text(machine, monkeypatch, beginning, read):
+    """Both are refused here: what shows is how far each was read."""
+    from kvcli.commands import ask
+    from kvcli.world import World
+
+    counts = []
+    real = World.read_stdin
+
+    def counted(world, most):
+        counts.append(len(data := real(world, most)))
+        return data
+
+    monkeypatch.setattr(World, "read_stdin", counted)
+    monkeypatch.setattr(ask, "MAX_BYTES", 1000)
+    monkeypatch.setattr("kvcli.documents.read.MAX_BYTES", 1000)
+    done = machine("chat", "-p", "What?", stdin=beginning.ljust(1200, b"x"))
+    assert (done.exit, sum(counts)) == (3, read)

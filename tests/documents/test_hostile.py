@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from kvcli.documents import Limits, document_of, read, read_document
-from kvcli.documents.outside import BOOT, _Answer, parse_outside
 from kvcli.documents.parsed import Job
 from kvcli.documents.plain import number
 from kvcli.documents.sniff import HEAD, sniff
@@ -145,52 +144,6 @@ def test_memory_ends_with_a_reason():
 
 def test_an_answer_may_not_be_longer_than_agreed():
     assert "wrote more" in refused(WHOLE, "a.pdf", Limits(output=100)).lines[0]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b'{"section": [1]}',
-        b'{"section": ["x", "y", "z"]}',
-        b'{"end": {}}',
-        b'{"end": {"unit": "mile"}}',
-        b'{"error": {"message": "m"}}',
-        b'{"error": []}',
-        b"\xff",
-    ],
-)
-def test_a_parser_that_was_taken_over_cannot_confuse_the_parent(line):
-    with pytest.raises(BadInput):
-        _Answer(Job("a.pdf", "pdf")).take(line)
-
-
-def test_the_parsers_see_neither_torch_nor_the_folder_they_start_in(tmp_path, monkeypatch):
-    (tmp_path / "pypdfium2.py").write_text("raise SystemExit(9)")
-    monkeypatch.chdir(tmp_path)
-    assert document_of(WHOLE, "a.pdf").n_pages == 3
-    assert "site" not in BOOT
-
-
-def test_the_password_is_in_no_list_of_processes(tmp_path, monkeypatch):
-    import kvcli.documents.outside as outside
-
-    seen = []
-    real = outside.subprocess.Popen
-
-    def watch(command, **options):
-        seen.append(command)
-        return real(command, **options)
-
-    monkeypatch.setattr(outside.subprocess, "Popen", watch)
-    data = made.encrypted("river", "board", "RC4-128")(Random(1)).data
-    with io.BytesIO() as _, (tmp_path / "f").open("w+b") as file:
-        file.write(data)
-        assert parse_outside(file, Job("a.pdf", "pdf", password="river")).sections
-    assert seen
-    assert "river" not in str(seen)
 
 
 # --- files

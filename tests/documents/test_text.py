@@ -13,7 +13,7 @@ import pytest
 
 from kvcli.demo import report_path
 from kvcli.documents import Document, decode, document_of, read_document, with_documents
-from kvcli.errors import BadInput, ExitStatus
+from kvcli.errors import BadInput, ExitStatus, UsageError
 from tests.small_tokenizers import demo
 
 TEXT = "Bericht über Bäume\nzweite Zeile 😀\n"
@@ -160,3 +160,18 @@ def test_no_folder_to_set_a_file_down_in(monkeypatch, tmp_path):
     (tmp_path / "a.txt").write_text("Some text.")
     error = refused(tmp_path / "a.txt")
     assert (error.code, "No usable temporary directory" in str(error)) == ("file_unreadable", True)
+
+
+@pytest.mark.skipif(not Path("/proc/version").exists(), reason="there is no /proc here")
+def test_a_file_that_the_kernel_makes_up_as_it_is_read():
+    assert "Linux" in read_document("/proc/version").text
+
+
+def test_pages_named_twice_are_told_as_typed(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        read_document(tmp_path / "ok.pdf:2-", name="ok.pdf:2-", pages="1")
+    assert str(caught.value) == "pages are named twice: ok.pdf:2- and 1"
+
+
+def test_a_text_about_the_header_of_a_pdf_may_be_said_to_be_text():
+    assert document_of(b"%PDF-1.7 is a header.", "standard input", type="text").text == "%PDF-1.7 is a header."

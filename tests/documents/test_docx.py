@@ -1,0 +1,211 @@
+"""DOCX as Word and others write them: parts, boxes, raised letters, equations, headings."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from kvcli.documents import document_of
+from kvcli.documents.docx import read
+from kvcli.documents.parsed import Job
+from kvcli.errors import BadInput
+from tests.documents.books import WORD, paragraph, relations, word, zipped
+
+STRICT = "http://purl.oclc.org/ooxml/"
+
+
+def text_of(data: bytes) -> str:
+    """Read in this process: what a reader raises is seen as it is."""
+    return "\n\n".join(s.text for s in read(io.BytesIO(data), Job("a.docx", "docx")).sections)
+
+
+def run(inner: str, properties: str = "") -> str:
+    return f"<w:r><w:rPr>{properties}</w:rPr>{inner}</w:r>"
+
+
+def letters(text: str, properties: str = "") -> str:
+    return run(f'<w:t xml:space="preserve">{text}</w:t>', properties)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        word(paragraph("Words."), targets={"image": "../NULL"}),
+        word(paragraph("Words."), targets={"hyperlink": "#_Toc123"}),
+        word(paragraph("Words."), targets={"image": "media/gone.png", "footnotes": "gone.xml"}),
+        word(paragraph("Words."), main="word/document2.xml"),
+        word(paragraph("Words."), main="word/doc/text.xml"),
+        word(paragraph("Words."), space=f"{STRICT}wordprocessingml/main", base=f"{STRICT}officeDocument/relationships"),
+        zipped(
+            {
+                "[Content_Types].xml": "application/vnd.ms-word.document.macroEnabled.main+xml",
+                "_rels/.rels": relations({"officeDocument": "/word/document.xml"}),
+                "word/document.xml": f'<w:document xmlns:w="{STRICT}wordprocessingml/main"><w:body>'
+                f"{paragraph('Words.')}</w:body></w:document>",
+                "word/vbaProject.bin": "x",
+            }
+        ),
+    ],
+    ids=["NULL", "bookmark", "missing parts", "another name", "another folder", "strict", "docm"],
+)
+def test_what_word_opens_is_read(data):
+    document = document_of(data, "standard input")
+    assert (document.kind, document.text, document.title) == ("docx", "Words.\n", None)
+
+
+def test_a_style_sheet_of_the_strict_form_heads_sections():
+    styles = '<w:style w:styleId="H1"><w:name w:val="heading 1"/></w:style>'
+    body = paragraph("One", style="H1") + paragraph("a") + paragraph("Two", style="H1") + paragraph("b")
+    base = f"{STRICT}officeDocument/relationships"
+    document = document_of(word(body, styles=styles, space=f"{STRICT}wordprocessingml/main", base=base), "a.docx")
+    assert [s.label for s in document.sections] == ["One", "Two"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (zipped({"_rels/.rels": relations({"officeDocument": "word/gone.xml"}), "word/a.xml": "<a/>"}), "which of its"),
+        (zipped({"_rels/.rels": "<a", "word/a.xml": "<a/>"}), "XML is broken"),
+        (word("<w:p>", files={"word/document.xml": "<a/>"}), "no text in"),
+        (word(paragraph("x"), files={"word/styles.xml": "<w:styles"}), "XML is broken"),
+    ],
+)
+def test_a_damaged_one_says_why(data, words):
+    with pytest.raises(BadInput) as caught:
+        document_of(data, "a.docx")
+    assert caught.value.code == "damaged_file"
+    assert words in caught.value.lines[0]
+
+
+def test_no_reader_takes_a_lack_of_memory_for_damage(monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("kvcli.documents.docx_parts.parse_xml", full)
+    with pytest.raises(MemoryError):
+        text_of(word(paragraph("x")))
+
+
+# --- boxes and tables
+
+
+def box(inner: str) -> str:
+    """A box of text as Word writes it: for today's programs, and once more for older ones."""
+    held = f"<w:txbxContent>{inner}</w:txbxContent>"
+    either = f"<mc:Choice><w:drawing>{held}</w:drawing></mc:Choice><mc:Fallback><w:pict>{held}</w:pict></mc:Fallback>"
+    return f"<w:p><w:r><mc:AlternateContent>{either}</mc:AlternateContent></w:r></w:p>"
+
+
+def test_text_in_nested_boxes_is_read_once():
+    inner = paragraph("BOX")
+    for _ in range(4):
+        inner = box(inner)
+    assert text_of(word(paragraph("before") + inner)).split() == ["before", "BOX"]
+
+
+def test_a_box_in_a_cell_is_read_once():
+    cell = f"<w:tc>{paragraph('cell')}{box(paragraph('BOX'))}</w:tc>"
+    assert text_of(word(f"<w:tbl><w:tr>{cell}</w:tr></w:tbl>")) == "| cell BOX |"
+
+
+def test_a_table_in_a_cell_is_part_of_it():
+    inner = f"<w:tbl><w:tr><w:tc>{paragraph('a')}</w:tc><w:tc>{paragraph('b')}</w:tc></w:tr></w:tbl>"
+    outer = f"<w:tbl><w:tr><w:tc>{paragraph('x')}{inner}</w:tc><w:tc>{paragraph('y')}</w:tc></w:tr></w:tbl>"
+    assert text_of(word(outer)) == "| x a b | y |"
+
+
+def test_paragraphs_that_have_a_second_form_are_read_in_the_first():
+    either = f"<mc:Choice>{paragraph('new')}</mc:Choice><mc:Fallback>{paragraph('old')}</mc:Fallback>"
+    assert text_of(word(f"<mc:AlternateContent>{either}</mc:AlternateContent>{paragraph('end')}")) == "new\n\nend"
+
+
+# --- letters
+
+
+UP = '<w:vertAlign w:val="superscript"/>'
+
+
+@pytest.mark.parametrize(
+    ("runs", "text"),
+    [
+        (letters("3 x 10") + letters("6", UP), "3 x 10^6"),
+        (letters("10") + letters("-", UP) + letters("12", UP) + letters(" m"), "10^-12 m"),
+        (letters("x") + letters("n + 1", UP), "x^(n + 1)"),
+        (letters("the 1") + letters("st", UP) + letters(" day"), "the 1st day"),
+        (letters("so*") + letters("*", UP), "so**"),
+        (letters("H") + letters("2", '<w:vertAlign w:val="subscript"/>') + letters("O"), "H2O"),
+        (letters("80") + letters("100", "<w:strike/>"), "80"),
+        (letters("80") + letters("100", '<w:strike w:val="0"/>'), "80100"),
+    ],
+)
+def test_raised_letters_and_struck_ones_change_no_number(runs, text):
+    assert text_of(word(f"<w:p>{runs}</w:p>")) == text
+
+
+def test_the_raised_sign_of_a_note_is_no_power():
+    pointer = run('<w:footnoteReference w:id="2"/>', UP)
+    note = f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{paragraph("See there.")}</w:footnote></w:footnotes>'
+    body = f"<w:p>{letters('said')}{pointer}</w:p>"
+    data = word(body, targets={"footnotes": "footnotes.xml"}, files={"word/footnotes.xml": note})
+    assert text_of(data) == "said [note 2]\n\n[note 2] See there."
+
+
+def test_equations_keep_powers_fractions_and_brackets():
+    def m(text: str) -> str:
+        return f"<m:r><m:t>{text}</m:t></m:r>"
+
+    power = f"<m:sSup><m:e>{m('c')}</m:e><m:sup>{m('2')}</m:sup></m:sSup>"
+    fraction = f"<m:f><m:num>{m('1')}</m:num><m:den>{m('a+b')}</m:den></m:f>"
+    fenced = f"<m:d><m:dPr><m:endChr m:val='['/></m:dPr><m:e>{m('x')}</m:e></m:d>"
+    whole = f"<m:oMath>{m('E=m')}{power}{m(' or ')}{fraction}{fenced}</m:oMath>"
+    assert text_of(word(f"<w:p>{letters('So ')}{whole}</w:p>")) == "So E=mc^2 or 1/(a+b)(x["
+
+
+# --- headings
+
+
+def style(key: str, name: str, based: str = "", level: str = "") -> str:
+    outline = f'<w:pPr><w:outlineLvl w:val="{level}"/></w:pPr>' if level else ""
+    return f'<w:style w:styleId="{key}"><w:name w:val="{name}"/><w:basedOn w:val="{based}"/>{outline}</w:style>'
+
+
+STYLES = (
+    style("H1", "heading 1")
+    + style("Own", "Chapter", "H1")
+    + style("Below", "Sub chapter", "Own", "1")
+    + style("Toc", "TOC Heading", "H1", "9")
+    + style("A", "a", "B")
+    + style("B", "b", "A")
+    + style("Title", "Title")
+    + style("Subtitle", "Subtitle", "Title")
+)
+
+
+def test_styles_based_on_a_heading_are_headings():
+    kinds = ("Own", "Below", "Toc", "A", "Subtitle", "H1")
+    body = "".join(paragraph(f"{k}.", style=k) + paragraph("text") for k in kinds)
+    document = document_of(word(body, styles=STYLES), "a.docx")
+    assert [s.label for s in document.sections] == ["Own.", "Below.", "H1."]
+    assert document.sections[1].text.startswith("## Below.\n\ntext\n\nToc.")
+
+
+def test_a_paragraph_may_say_that_it_is_no_heading():
+    plain = '<w:p><w:pPr><w:pStyle w:val="H1"/><w:outlineLvl w:val="9"/></w:pPr><w:r><w:t>no</w:t></w:r></w:p>'
+    body = paragraph("One", style="H1") + plain + paragraph("Two", style="H1") + paragraph("b")
+    assert [s.label for s in document_of(word(body, styles=STYLES), "a.docx").sections] == ["One", "Two"]
+
+
+# --- archives
+
+
+def test_a_picture_that_packs_well_is_no_bomb():
+    data = word(paragraph("Words."), files={"word/media/white.bmp": "\xff" * 6_000_000})
+    assert document_of(data, "a.docx").text == "Words.\n"
+
+
+def test_a_bomb_is_called_one_in_a_part_that_is_read(monkeypatch):
+    monkeypatch.setattr("kvcli.documents.zipped.MAX_MEMBER", 1 << 20)
+    with pytest.raises(BadInput) as caught:
+        text_of(word(paragraph("words of text " * 100_000)))
+    assert caught.value.code == "document_too_heavy"
