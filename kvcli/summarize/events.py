@@ -58,12 +58,19 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
+class Unkept:
+    """The first answer that could not be kept; `why` is among the summary's notes too."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
-    """Cancelled; last event. What is done is in the cache, if there is one."""
+    """Cancelled; last event."""
 
     done: int  # parts
     of: int
-    is_kept: bool  # the parts that are done will not be read again
+    is_kept: bool  # each part that is done lies in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +80,4 @@ class Done:
     summary: Summary
 
 
-Event = Planned | PartBegan | Live | Read | Text | PartEnded | MergeBegan | MergeEnded | Said | Stopped | Done
+Event = Planned | PartBegan | Live | Read | Text | PartEnded | MergeBegan | MergeEnded | Said | Unkept | Stopped | Done

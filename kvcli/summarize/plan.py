@@ -36,12 +36,16 @@ class Window:
     most: int | None = None  # of an answer, where the user said so
     passes: Sequence[PassTime] = ()  # what passes take here; empty = not timed
     foretell: Callable[[int], tuple[int, int]] | None = None  # tokens in memory -> peak and available bytes
+    reach: int | None = None  # what the model takes at all; None = not known
+    drafts: bool = False  # it drafts, so passes of one row are an upper end
 
     @classmethod
     def of(cls, model: Model, passes: Sequence[PassTime] = ()) -> Window:
         foretell, profile = model.foretell, model.profile
         ask = (lambda tokens: foretell(profile, tokens)) if foretell is not None else None
-        return cls(model.tokenizer, model.limit, most_of(profile), passes, ask)
+        return cls(
+            model.tokenizer, model.limit, most_of(profile), passes, ask, model.info.limit, profile.spec.method != "off"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Plan:
     seconds: float | None  # about; None: nobody timed this model here
     estimate: int = 0  # bytes at the peak; 0 = not estimated
     available: int = 0  # bytes
+    drafts: bool = False  # `seconds` leaves out what drafts save
 
     @property
     def longest(self) -> int:
@@ -93,15 +98,17 @@ def make_plan(documents: Sequence[Document], request: Request, window: Window, w
     ):
         return desk.plan("whole", "all of it fits the window", [whole], text)
     if request.mode == "whole":
-        raise _too_long(size, answer, window.limit)
-    why = {"map": "as asked"}.get(request.mode) or (
-        "it is longer than the window"
-        if size + answer > window.limit
-        else "as parts of that size were asked for"
-        if request.chunk
-        else "this model reads parts of that size best"
-    )
-    return desk.plan("map", why, desk.cut(most), text)
+        raise _too_long(size, answer, window)
+    return desk.plan("map", _why(request, is_longer=size + answer > window.limit), desk.cut(most), text)
+
+
+def _why(request: Request, *, is_longer: bool) -> str:
+    """Why it is read in parts."""
+    if request.mode == "map":
+        return "as asked"
+    if is_longer:
+        return "it is longer than the window"
+    return "as parts of that size were asked for" if request.chunk else "this model reads parts of that size best"
 
 
 @dataclass
@@ -130,7 +137,7 @@ class _Desk:
         around = self._size(part_messages(self.wording, self.request, "", self.unit, 99, 99)) + SLACK
         room = self.window.limit - self.answer - around
         if room < LEAST:
-            raise _no_room(around, self.answer, self.window.limit)
+            raise _no_room(around, self.answer, self.window)
         room = min(room, most or room)
         while True:
             overlap = min(self.request.overlap, room // 2)
@@ -143,24 +150,24 @@ class _Desk:
     def plan(self, mode: Mode, why: str, parts: list[Part], tokens: int) -> Plan:
         prompts = [self.prompt(part, len(parts)) for part in parts]
         merges = self._merges(len(parts))
-        seconds = self._seconds(prompts, merges)
         held = max(prompts) + self.answer
         estimate, available = self.window.foretell(held) if self.window.foretell else (0, 0)
         return Plan(
-            self.request,
-            self.wording,
-            mode,
-            why,
-            self.unit,
-            tuple(parts),
-            tokens,
-            tuple(prompts),
-            merges,
-            self.answer,
-            self.window.limit,
-            seconds,
-            estimate,
-            available,
+            request=self.request,
+            wording=self.wording,
+            mode=mode,
+            why=why,
+            unit=self.unit,
+            parts=tuple(parts),
+            tokens=tokens,
+            prompts=tuple(prompts),
+            merges=merges,
+            answer=self.answer,
+            limit=self.window.limit,
+            seconds=self._seconds(prompts, merges),
+            estimate=estimate,
+            available=available,
+            drafts=self.window.drafts,
         )
 
     def _merges(self, n: int) -> int:
@@ -191,19 +198,26 @@ class _Desk:
         return len(render_prompt(self.window.tokenizer, messages))
 
 
-def _too_long(size: int, answer: int, limit: int) -> ContextOverflow:
+def _wider(tokens: int, window: Window) -> list[str]:
+    """A window of so many tokens, where the model takes that many."""
+    return [f"--ctx {tokens}"] if window.reach is None or tokens <= window.reach else []
+
+
+def _too_long(size: int, answer: int, window: Window) -> ContextOverflow:
+    limit = window.limit
     return ContextOverflow(
         "the document is longer than the window",
         lines=[f"{size:,} tokens with the question + {answer:,} for the answer > {limit:,}"],
         detail={"prompt": size, "reserve": answer, "limit": limit},
-        try_=["--mode map", f"--ctx {size + answer}", "--pages for some of it"],
+        try_=["--mode map", *_wider(size + answer, window), "--pages for some of it"],
     )
 
 
-def _no_room(around: int, answer: int, limit: int) -> ContextOverflow:
+def _no_room(around: int, answer: int, window: Window) -> ContextOverflow:
+    limit = window.limit
     return ContextOverflow(
         "the window leaves no room for any of the document",
         lines=[f"{around:,} tokens of the question + {answer:,} for the answer, of {limit:,}"],
         detail={"prompt": around, "reserve": answer, "limit": limit},
-        try_=["--length short", f"--ctx {2 * (around + answer)}"],
+        try_=["--length short", *_wider(2 * (around + answer), window)],
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvcli.errors import UsageError
+from kvcli.schemas.base import SURROGATE
 
 Wish = Literal["auto", "whole", "map"]
 Style = Literal["bullets", "prose", "outline", "abstract"]
@@ -65,8 +66,23 @@ def length_of(text: str) -> Length | int:
 
 
 def _refuse(request: Request) -> None:
+    _refuse_making(request)
     if request.words < 10:
         raise UsageError(f"--length {request.words}: a summary has at least 10 words", try_=["--length 50"])
+    if not request.cite and request.quotes:
+        raise UsageError("--quotes shows what stands at a citation, and --cite none has none", try_=["one of the two"])
+    if not request.check and request.quotes:
+        raise UsageError(
+            "--quotes shows what the check found, and --no-check looks for nothing", try_=["one of the two"]
+        )
+    for flag, text in (("--focus", request.focus), ("--lang", request.lang)):
+        if text is not None and not text.strip():
+            raise UsageError(f"{flag} is empty", try_=[f"leave {flag} out"])
+        if text is not None and SURROGATE.search(text):  # what a shell passes on is bytes; a tokenizer takes only text
+            raise UsageError(f"{flag} is not UTF-8, so no model can read it", try_=[f"{flag} in UTF-8"])
+
+
+def _refuse_making(request: Request) -> None:
     if request.parallel != 1:
         raise UsageError(
             f"--parallel {request.parallel}: one model on one machine reads one part at a time",
@@ -78,15 +94,12 @@ def _refuse(request: Request) -> None:
         raise UsageError(
             f"--chunk {request.chunk}: a part has at least {LEAST_CHUNK} tokens", try_=["--chunk 2048", "leave it out"]
         )
-    if request.overlap < 0 or (request.chunk is not None and request.overlap > request.chunk // 2):
+    if request.overlap < 0:
+        raise UsageError(f"--overlap {request.overlap}: tokens are 0 or more", try_=["--overlap 100", "leave it out"])
+    if request.chunk is not None and request.overlap > request.chunk // 2:
         raise UsageError(
             f"--overlap {request.overlap}: a part repeats at most half of the one before it",
-            try_=[f"--overlap {(request.chunk or 0) // 4}"],
+            try_=[f"--overlap {request.chunk // 4}"],
         )
     if request.mode == "whole" and (request.chunk is not None or request.overlap):
         raise UsageError("--mode whole has no parts, so --chunk and --overlap say nothing", try_=["--mode map"])
-    if not request.cite and request.quotes:
-        raise UsageError("--quotes shows what stands at a citation, and --cite none has none", try_=["one of the two"])
-    for flag, text in (("--focus", request.focus), ("--lang", request.lang)):
-        if text is not None and not text.strip():
-            raise UsageError(f"{flag} is empty", try_=[f"leave {flag} out"])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, End, Text, Turn
-from kvcli.summarize.check import Checker, Passage, named
-from kvcli.summarize.cites import write
+from kvcli.summarize.check import Checker, Passage
 from kvcli.summarize.events import (
     Done,
     Event,
@@ -20,7 +19,9 @@ from kvcli.summarize.events import (
     Planned,
     Said,
     Stopped,
+    Unkept,
 )
+from kvcli.summarize.merge import cited, for_merge, grouped
 from kvcli.summarize.pen import Pen, unique
 from kvcli.summarize.plan import Plan, Window, make_plan
 from kvcli.summarize.points import point_of, split
@@ -83,6 +84,7 @@ class _Run:
     cancel: Cancel
     turns: list[Answered] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unkept: str = ""  # why an answer could not be kept
 
     @property
     def request(self) -> Request:
@@ -100,7 +102,7 @@ class _Run:
                 found.append((yield from self._part(part)))
             points = found[0] if len(found) == 1 else (yield from self._one(found))
         except _Cancelled:
-            yield Stopped(len(found), len(self.plan.parts), self.cache is not None)
+            yield Stopped(len(found), len(self.plan.parts), self.cache is not None and not self.unkept)
             return
         yield Done(
             Summary(
@@ -119,54 +121,68 @@ class _Run:
         kept = self._kept(messages)
         yield PartBegan(part, of, plan.prompts[part.number - 1], kept is not None)
         pen = Pen(self._pointer(part.passages), is_final=of == 1)
-        turn = yield from self._turn(messages, kept, pen)
+        turn = yield from self._turn(messages, kept, pen, keeps_nothing=of > 1)
         answered = Answered(turn, (part.number, part.number), False, kept is not None)
-        self._note(answered, pen, f"part {part.number} of {of}" if of > 1 else "the answer")
+        self._took(answered, pen, f"part {part.number} of {of}" if of > 1 else "the answer")
         yield PartEnded(part, of, tuple(pen.points), answered, time.perf_counter() - began)
         return pen.points
 
     def _one(self, found: list[list[Point]]) -> Generator[Event, None, list[Point]]:
         """One summary of those of the parts: joined where that is no longer than asked, else by the model."""
-        joined = unique([point for points in found for point in points])
-        if not self.plan.wording.merges or sum(point.n_words for point in joined) <= self.request.words:
-            self.notes += [n] if (n := _repeated(sum(map(len, found)) - len(joined))) else []
-            for point in joined:
-                yield Said(point)
-            return joined
+        n_words = sum(point.n_words for point in unique(_flat(found)))
+        if not self.plan.wording.merges or n_words <= self.request.words:
+            return (yield from self._joined(found))
         passages = [p for part in self.plan.parts for p in part.passages]
         number, spans = 0, [(i, i) for i in range(1, len(found) + 1)]
         while len(found) > 1:
             merged: list[list[Point]] = []
             ends: list[tuple[int, int]] = []
-            groups = self._groups(found)
+            groups = grouped(found, self._merge_size, self.plan.limit - self.plan.answer)
             for group in groups:
-                number += 1
                 span = spans[group[0]][0], spans[group[-1]][1]
-                inputs = [point for i in group for point in found[i]]
-                if len(group) == 1:
-                    merged.append(inputs)
-                else:
-                    merged.append((yield from self._merge(inputs, passages, number, span, len(groups) == 1)))
+                points = _flat(found[i] for i in group)
+                if points and len(group) > 1:
+                    number += 1
+                    points = yield from self._merge(points, passages, number, span, len(groups) == 1)
+                    if not points:
+                        self.note(f"merge {number} wrote nothing, so the points of the parts are joined in order")
+                        return (yield from self._joined([*merged, *found[group[0] :]]))
+                merged.append(points)
                 ends.append(span)
             found, spans = merged, ends
         return found[0]
+
+    def _joined(self, found: Sequence[Sequence[Point]]) -> Generator[Event, None, list[Point]]:
+        """All points in order, each once."""
+        every = _flat(found)
+        points = unique(every)
+        self.note(_repeated(len(every) - len(points)))
+        for point in points:
+            yield Said(point)
+        return points
 
     def _merge(
         self, inputs: list[Point], passages: list[Passage], number: int, span: tuple[int, int], is_final: bool
     ) -> Generator[Event, None, list[Point]]:
         began, plan = time.perf_counter(), self.plan
-        messages = merge_messages(plan.wording, self.request, [_for_merge(p) for p in inputs], plan.unit)
+        messages = merge_messages(plan.wording, self.request, [for_merge(p) for p in inputs], plan.unit)
         kept = self._kept(messages)
         yield MergeBegan(number, len(inputs), len(self._ids(messages)), kept is not None)
-        pen = Pen(self._pointer(_cited(inputs, passages)), is_final=is_final)
-        turn = yield from self._turn(messages, kept, pen)
+        pen = Pen(self._pointer(cited(inputs, passages)), is_final=is_final)
+        turn = yield from self._turn(messages, kept, pen, keeps_nothing=False)
         answered = Answered(turn, span, True, kept is not None)
-        self._note(answered, pen, f"merge {number}")
+        self._took(answered, pen, f"merge {number}")
         yield MergeEnded(number, tuple(pen.points), answered, time.perf_counter() - began)
         return pen.points
 
-    def _turn(self, messages: Messages, kept: Turn | None, pen: Pen) -> Generator[Event, None, Turn]:
-        """Ask, or take what an earlier run was told. The points come as soon as they are complete."""
+    def _turn(
+        self, messages: Messages, kept: Turn | None, pen: Pen, *, keeps_nothing: bool
+    ) -> Generator[Event, None, Turn]:
+        """Ask, or take what an earlier run was told. The points come as soon as they are complete.
+
+        `keeps_nothing`: an answer without points is kept as well. Of one part of several it says something; where it
+        is the summary, the next run is to ask again.
+        """
         if kept is not None:
             yield from pen.write(kept.text, whole=True)
             return kept
@@ -179,9 +195,10 @@ class _Run:
             if isinstance(event, End):
                 if event.turn.finish == "interrupted":
                     raise _Cancelled
-                if self.cache is not None and (note := self.cache.put(messages, self.plan.answer, event.turn)):
-                    self.notes += [note] if note not in self.notes else []
-                yield from pen.write(event.turn.text, whole=True)
+                last = list(pen.write(event.turn.text, whole=True))
+                if pen.points or keeps_nothing:  # before the last points go out: whoever reads them may stop reading
+                    yield from self._keep(messages, event.turn)
+                yield from last
                 return event.turn
             yield event
             if isinstance(event, Text):
@@ -192,12 +209,23 @@ class _Run:
     def _kept(self, messages: Messages) -> Turn | None:
         return self.cache.get(messages, self.plan.answer) if self.cache is not None else None
 
-    def _ids(self, messages: Messages) -> list[int]:
-        def note(text: str) -> None:
-            if text not in self.notes:
-                self.notes.append(text)
+    def _keep(self, messages: Messages, turn: Turn) -> Iterator[Unkept]:
+        why = self.cache.put(messages, self.plan.answer, turn) if self.cache is not None else ""
+        if why and not self.unkept:
+            self.unkept = why
+            self.note(why)
+            yield Unkept(why)
 
-        return render_prompt(self.model.tokenizer, messages, note=note)
+    def _ids(self, messages: Messages) -> list[int]:
+        return render_prompt(self.model.tokenizer, messages, note=self.note)
+
+    def _merge_size(self, points: Sequence[str]) -> int:
+        return len(self._ids(merge_messages(self.plan.wording, self.request, points, self.plan.unit)))
+
+    def note(self, text: str) -> None:
+        """What to know of the summary, said once."""
+        if text and text not in self.notes:
+            self.notes.append(text)
 
     def _pointer(self, passages: Sequence[Passage]) -> Callable[[str], list[Point]]:
         """From an answer to its points, citations checked against these passages."""
@@ -209,39 +237,17 @@ class _Run:
 
         return points
 
-    def _groups(self, found: list[list[Point]]) -> list[list[int]]:
-        """Which summaries are merged at once: as many as the window holds, two at least."""
-        plan = self.plan
-        groups: list[list[int]] = [[]]
-        for i in range(len(found)):
-            texts = [_for_merge(p) for j in [*groups[-1], i] for p in found[j]]
-            size = len(self._ids(merge_messages(plan.wording, self.request, texts, plan.unit)))
-            if len(groups[-1]) >= 2 and size + plan.answer > plan.limit:
-                groups.append([])
-            groups[-1].append(i)
-        return groups
-
-    def _note(self, answered: Answered, pen: Pen, what: str) -> None:
+    def _took(self, answered: Answered, pen: Pen, what: str) -> None:
         self.turns.append(answered)
         if answered.turn.finish == "length":
             more = "; a greater --length allows more" if "length" in self.plan.wording.follows else ""
-            self.notes.append(f"{what} was cut at {self.plan.answer:,} tokens{more}")
-        if note := _repeated(pen.repeated):
-            self.notes.append(f"{what}: {note}")
+            self.note(f"{what} was cut at {self.plan.answer:,} tokens{more}")
+        if repeated := _repeated(pen.repeated):
+            self.note(f"{what}: {repeated}")
 
 
-def _cited(points: Sequence[Point], passages: Sequence[Passage]) -> list[Passage]:
-    """The passages that a merge may cite: those that the points before it cite."""
-    places = [passage.place for passage in passages]
-    cited = {cite.place for point in points for cite in point.cites if cite.confirmed}
-    allowed = {i for place in cited for i in named(place, places)}
-    return [passages[i] for i in sorted(allowed)]
-
-
-def _for_merge(point: Point) -> str:
-    """A point as the merge reads it: with the citations that hold."""
-    places = list(dict.fromkeys(cite.place for cite in point.cites if cite.confirmed))
-    return f"{point.text.removesuffix('.')} {write(places)}." if places else point.text
+def _flat(found: Iterable[Sequence[Point]]) -> list[Point]:
+    return [point for points in found for point in points]
 
 
 def _repeated(n: int) -> str:

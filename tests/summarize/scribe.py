@@ -39,6 +39,7 @@ class FakeProfile:
 
     hash: str = "abc"
     sample: Any = field(default_factory=lambda: SimpleNamespace(max_new_tokens=1024))
+    spec: Any = field(default_factory=lambda: SimpleNamespace(method="off"))
     origins: dict[str, str] = field(default_factory=lambda: {"sample.max_new_tokens": "default"})
 
 

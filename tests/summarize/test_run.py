@@ -12,7 +12,7 @@ from kvcli.api import Text
 from kvcli.documents import Document, Section
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.summarize.cache import Cache
-from kvcli.summarize.events import Done, Event, MergeBegan, PartBegan, Planned, Said, Stopped
+from kvcli.summarize.events import Done, Event, MergeBegan, PartBegan, Planned, Said, Stopped, Unkept
 from kvcli.summarize.pen import settled
 from kvcli.summarize.request import Request, length_of
 from kvcli.summarize.run import summarize, summary_of
@@ -121,6 +121,41 @@ def test_a_summary_of_many_parts_is_merged_in_rounds():
     plan = planned(list(summarize(model, [TEN], Request(length=100))))
     assert len([a for a in model.asked if "These points" in a]) > 1
     assert plan.merges >= len([a for a in model.asked if "These points" in a])
+
+
+@pytest.mark.parametrize("limit", [1400, 900])  # one round of merges, several
+def test_a_merge_that_writes_nothing_leaves_the_points_of_the_parts(tmp_path: Path, limit: int):
+    model = Scribe(lambda p: "" if "These points" in p else first_sentences(p), limit=limit)
+    cache, short = Cache(tmp_path / "c", "model", "profile"), Request(length=20)
+    events = list(summarize(model, [TEN], short, cache=cache))
+    summary = done(events)
+    assert [cite.place.label for cite in summary.cites if cite.confirmed] == [str(i) for i in range(1, 11)]
+    assert [e.point for e in events if isinstance(e, Said)] == list(summary.points)
+    assert summary.notes == ("merge 1 wrote nothing, so the points of the parts are joined in order",)
+    model.answer = merging
+    assert any(isinstance(e, MergeBegan) and not e.is_cached for e in summarize(model, [TEN], short, cache=cache))
+
+
+def test_a_second_merge_that_writes_nothing_keeps_what_the_first_wrote():
+    said = iter(["- The birch survey and the amber one both found leaks.", ""])
+    long = "and it went on for days " * 20
+    model = Scribe(
+        lambda p: next(said) if "These points" in p else f"- The {p.partition('The ')[2].split()[0]} survey {long}.",
+        limit=900,
+    )
+    summary = summary_of(model, [TEN], Request(length=100))
+    assert summary.points[0].text.startswith("The birch survey and the amber one")
+    assert len(summary.points) > 2
+    assert "merge 2 wrote nothing, so the points of the parts are joined in order" in summary.notes
+
+
+def test_an_empty_answer_is_asked_for_again_but_an_empty_part_is_not(tmp_path: Path):
+    cache = Cache(tmp_path / "c", "model", "profile")
+    silent = Scribe(lambda _: "", limit=20_000)
+    assert summary_of(silent, [TEN], cache=cache).points == ()
+    assert len(summary_of(Scribe(first_sentences, limit=20_000), [TEN], cache=cache).points) == 10
+    list(summarize(silent, [TEN], SMALL, cache=cache))
+    assert all(cached for _, cached in began(list(summarize(silent, [TEN], SMALL, cache=cache))))
 
 
 def test_doubt_is_counted():
@@ -294,6 +329,10 @@ def test_a_cache_that_cannot_be_written_is_noted_once(tmp_path: Path):
     summary = summary_of(Scribe(first_sentences), [TEN], SMALL, cache=cache)
     assert len(summary.points) == 10
     assert ["cannot be kept" in note for note in summary.notes] == [True]
+    model = Scribe(first_sentences)
+    events = list(summarize(model, [TEN], SMALL, cache=cache, cancel=lambda: in_part(model, 3)))
+    assert [event.why for event in events if isinstance(event, Unkept)] == [summary.notes[0]]
+    assert events[-1] == Stopped(2, 5, False)
 
 
 # --- refused
@@ -307,7 +346,10 @@ REFUSED = [
     {"length": 3},
     {"mode": "whole", "chunk": 100},
     {"cite": False, "quotes": True},
+    {"check": False, "quotes": True},
     {"focus": " "},
+    {"focus": "caf\udce9"},
+    {"lang": "\udcff"},
 ]
 
 
@@ -330,6 +372,22 @@ def test_whole_that_does_not_fit_is_refused_in_numbers():
         summary_of(Scribe(first_sentences), [TEN], Request(mode="whole"))
     assert caught.value.detail["limit"] == 1400
     assert "--mode map" in caught.value.try_
+
+
+def test_no_window_is_offered_that_the_model_has_not():
+    for reach, offers in ((100_000, 1), (1400, 0)):
+        model = Scribe(first_sentences, info=fake_info(limit=reach))
+        for request in (Request(mode="whole"), Request(length=1000)):
+            with pytest.raises(ContextOverflow) as caught:
+                summary_of(model, [TEN], request)
+            assert sum(item.startswith("--ctx") for item in caught.value.try_) == offers
+
+
+def test_what_is_wrong_with_an_overlap_is_said():
+    with pytest.raises(UsageError, match="0 or more"):
+        Request(overlap=-1)
+    with pytest.raises(UsageError, match="at most half"):
+        Request(chunk=100, overlap=80)
 
 
 def test_a_window_without_room_is_refused():
