@@ -9,16 +9,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvcli.documents.lines import Piece, Row, row_text, rows
+from kvcli.documents.lines import Piece, Row, row_text, rows, top
 
 DEPTH = 3  # rows looked at from each edge
 MOST = 0.5  # share of the pages of either side (left or right hand) on which a line recurs
 FEW = 3  # pages on which a line must recur at least
 GAP = 1.3  # times the usual distance of rows, between what runs and the text
-NUMBER = re.compile(r"\d+|\b[ivxlc]{1,7}\b", re.IGNORECASE)
+LARGE = 1.2  # times the usual size of the page and of the document from which on a number is a heading
+SMALL = 0.85  # times that size below which a line is no heading, whichever words stand beside its number
+LONGEST = 200  # characters of a line that can be a page number and what stands beside it
+NUMBER = re.compile(r"\d+|\b[ivxlc]{1,7}\b")
+LETTERS = re.compile(r"[^\W\d_]+")
+# words for a page, and between its number and that of the last one
+PAGE = frozenset(
+    "page pages p pg pp of seite s von de sur pagina página pág di sida sid av side af strona str z oldal sivu "
+    "страница стр из σελίδα από 第 页 頁 共 ページ".split()
+)
+SIGNS = "-–—|·•/"  # part a page number from the title that runs beside it
 ROMAN = {"i": 1, "v": 5, "x": 10, "l": 50, "c": 100}
 
 COUNTS = "\0"  # begins the key of a line with a page number in a place of its own
+ALONE = "\1"  # begins the key of a line that says nothing beside its page number
 
 Key = tuple[str, str]  # the edge, and the line with its page number taken out
 
@@ -30,11 +41,13 @@ class Edge:
     side: str  # "top" or "bottom"
     row: Row
     keys: tuple[Key, ...]
+    is_apart: bool  # from the text: one that is not goes only where others are
 
 
 def without_running(pages: Sequence[tuple[int, Sequence[Piece]]]) -> Iterator[list[Piece]]:
     """The pieces of each page less its running headers and footers. A page is never left without text by that."""
-    looked = [(number, pieces, _edges(number, pieces)) for number, pieces in pages]
+    usual = median([piece.size for _, pieces in pages for piece in pieces] or [0.0])
+    looked = [(number, pieces, _edges(number, pieces, usual)) for number, pieces in pages]
     running = _running([(number, edges) for number, _, edges in looked])
     for _, pieces, edges in looked:
         gone = {id(piece) for row in _outermost(edges, running) for piece in row}
@@ -55,52 +68,76 @@ def _running(pages: Sequence[tuple[int, Sequence[Edge]]]) -> set[Key]:
     for side in (0, 1):
         turn = [edges for number, edges in pages if number % 2 == side]
         other = [edges for number, edges in pages if number % 2 != side]
-        counts = Counter(key for edges in turn for key in {k for edge in edges for k in edge.keys})
-        beyond = Counter(key for edges in other for key in {k for edge in edges for k in edge.keys})
+        counts, beyond = _counts(turn), _counts(other)
         for key, n in counts.items():
             if (n > MOST * len(turn) or key[1].startswith(COUNTS)) and n + beyond[key] >= FEW:
                 found.add(key)
     return found
 
 
-def _edges(number: int, pieces: Sequence[Piece]) -> list[Edge]:
-    """The rows near the top and the bottom of a page."""
+def _counts(pages: Sequence[Sequence[Edge]]) -> Counter[Key]:
+    """On how many pages a line stands apart from the text, or is nothing but the number of a page."""
+    return Counter(
+        key
+        for edges in pages
+        for key in {k for edge in edges for k in edge.keys if edge.is_apart or k[1].startswith(ALONE)}
+    )
+
+
+def _edges(number: int, pieces: Sequence[Piece], size: float) -> list[Edge]:
+    """The rows near the top and the bottom of a page, in a document whose text is of that size."""
     ordered = rows(pieces)
     if len(ordered) < 2:
         return []
-    tops = [min(p.y0 for p in row) for row in ordered]
-    steps = [b - a for a, b in itertools.pairwise(tops)]
+    steps = [top(b) - top(a) for a, b in itertools.pairwise(ordered)]
     usual = median(steps)
+    size = max(size, median(_size(row) for row in ordered))
     found = []
     for edge, order, gaps in (("top", ordered, steps), ("bottom", ordered[::-1], steps[::-1])):
         wide = [i for i, gap in enumerate(gaps[:DEPTH]) if gap > GAP * usual]
         for i, row in enumerate(order[:DEPTH]):
-            apart = bool(wide) and i <= max(wide)
-            found.append(Edge(edge, row, tuple((edge, key) for key in _keys(row, number, apart))))
+            keys = tuple((edge, key) for key in _keys(row, number, size))
+            found.append(Edge(edge, row, keys, bool(wide) and i <= max(wide)))
     return found
 
 
-def _keys(row: Row, page: int, apart: bool) -> Iterator[str]:
+def _size(row: Row) -> float:
+    return max(piece.size for piece in row)
+
+
+def _keys(row: Row, page: int, size: float) -> Iterator[str]:
     """The line itself, and for each number in it the line with that number as its distance from the page.
 
-    A line of the text that only looks alike but for its numbers is no header, so a number must count with the pages;
-    and the line must stand apart from the text, or say nothing beside the number.
+    A line of the text that only looks alike but for its numbers is no header, so a number must count with the pages.
+    `Chapter 3` on page 3 is none either: beside a page number stand words for a page, or a title in small type, or one
+    that a sign parts from it.
     """
     line = " ".join(row_text(row).split()).casefold()
     if not line:
         return
     yield f"{line} {max(piece.height for piece in row):.0f}"  # a title is set larger than the header that repeats it
     alone = {piece.text.strip(" -–—.|[]()").casefold() for piece in row}
-    for found in NUMBER.finditer(line):
-        value = _value(found[0])
-        rest = line[: found.start()] + "#" + line[found.end() :]
-        if value is not None and (apart or len(re.findall(r"[^\W\d_]", rest)) <= len("page of")):
+    for found in NUMBER.finditer(line) if _size(row) <= LARGE * size and len(line) <= LONGEST else ():
+        before, behind = line[: found.start()], line[found.end() :]
+        key = f"{before}#{behind} {_value(found[0]) - page:+d}"
+        if PAGE.issuperset(LETTERS.findall(f"{before} {behind}")):
+            yield ALONE + key
+        if found[0] in alone:
             # front matter and chapters have headers of their own, so such a line need not recur on most pages
-            counts = COUNTS if apart and found[0] in alone else ""
-            yield f"{counts}{rest} {value - page:+d}"
+            yield COUNTS + key
+        elif _size(row) < SMALL * size or _is_parted(before, behind):
+            yield key
 
 
-def _value(word: str) -> int | None:
+def _is_parted(before: str, behind: str) -> bool:
+    """Whether the title beside a page number ends with a sign or a word for a page, or begins with a sign."""
+    words, more = LETTERS.findall(before), LETTERS.findall(behind)
+    if PAGE.issuperset(more):
+        return PAGE.issuperset(words[-1:]) or (before[-1:] == " " and before[-2:-1] in SIGNS)
+    return not words and behind[:1] == " " and behind[1:2] in SIGNS
+
+
+def _value(word: str) -> int:
     """A page number in digits or in Roman numerals."""
     if word.isdigit():
         return int(word[:9])

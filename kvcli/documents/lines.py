@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+WIDEST = 6  # heights between the columns of prose, most often; the cells of a table stand farther apart
 COLUMN_LINES = 3  # pieces that each side of a gutter must have
 PROSE = 18  # median characters of a line in a column; the cells of a table are shorter
 SAME_ROW = 0.5  # share of the lower piece's height that two pieces must overlap
@@ -30,6 +31,8 @@ class Piece:
     y0: float  # top
     x1: float
     y1: float  # bottom
+    size: float  # of its font, whichever letters it has
+    is_spaced: bool = False  # a space stands before it
 
     @property
     def height(self) -> float:
@@ -43,6 +46,9 @@ class Piece:
 Row = list[Piece]
 Block = list[Row]  # a column, or a page without columns
 ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}(\.\d{1,3})*|[a-zA-Z])[.)])\s")  # begins an entry of a list
+CJK = re.compile(
+    "[\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]"
+)  # without spaces
 RTL = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew, Arabic and their neighbours
 
 
@@ -57,15 +63,16 @@ class Line:
 def rows(pieces: Sequence[Piece]) -> list[Row]:
     """Pieces that stand beside each other, rows from top to bottom, each from left to right (or right to left)."""
     found: list[Row] = []
-    top = bottom = lower = 0.0
+    top = bottom = 0.0
     for piece in sorted(pieces, key=lambda p: p.y0 + p.y1):
         y0, y1 = piece.y0, piece.y1
-        if found and min(bottom, y1) - max(top, y0) > SAME_ROW * min(lower, y1 - y0):
+        if found and min(bottom, y1) - max(top, y0) > SAME_ROW * min(bottom - top, y1 - y0):
             found[-1].append(piece)
-            top, bottom, lower = min(top, y0), max(bottom, y1), min(lower, y1 - y0)
+            # what all of the row share: a drop cap or a stamp across the page must not pull in the rows beside it
+            top, bottom = max(top, y0), min(bottom, y1)
         else:
             found.append([piece])
-            top, bottom, lower = y0, y1, y1 - y0
+            top, bottom = y0, y1
     return [sorted(row, key=lambda p: p.x0, reverse=is_rtl(row)) if len(row) > 1 else row for row in found]
 
 
@@ -86,14 +93,20 @@ def row_text(row: Row) -> str:
     for before, piece in itertools.pairwise(row):
         gap = max(piece.x0 - before.x1, before.x0 - piece.x1)
         height = max(before.height, piece.height)
-        text += ("  " if gap > height else " " if gap > 0.15 * height else "") + piece.text
+        parts = gap > height or -gap > min(before.height, piece.height)  # a stamp lies across the row
+        text += ("  " if parts else " " if piece.is_spaced or gap > 0.15 * height else "") + piece.text
     return text
+
+
+def top(row: Row) -> float:
+    """Where a row begins by the piece that says most: a stamp across the page reaches far above its row."""
+    return max(row, key=lambda p: len(p.text)).y0
 
 
 def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
     """The text of rows in reading order, parted where the distance to the row above is more than usual."""
     ordered = [(row, block) for block in blocks for row in block]
-    tops = [min(p.y0 for p in row) for row, _ in ordered]
+    tops = [top(row) for row, _ in ordered]
     steps = [b - a for a, b in itertools.pairwise(tops)]
     usual = median([step for step in steps if step > 0] or [0.0])
     margins = {id(block): _margins(block) for block in blocks}
@@ -114,16 +127,21 @@ def _margins(block: Block) -> tuple[float, float]:
 
 def _is_full(row: Row, below: Row, margins: tuple[float, float]) -> bool:
     """Whether the first word below had no room in the row, so that the line is broken for want of space only."""
-    if len(row) > 1 or len(below) > 1 or len(row[0].text) < FULL or ITEM.match(below[0].text):
+    if len(row) > 1 or len(below) > 1 or _length(row[0].text) < FULL or ITEM.match(below[0].text):
         return False
     here, there = row[0], below[0]
-    first = there.text.split(None, 1)[0]
-    word = (there.x1 - there.x0) * len(first) / len(there.text)
+    first = 1 if CJK.match(there.text) else len(there.text.split(None, 1)[0])
+    word = (there.x1 - there.x0) * first / len(there.text)
     rtl = is_rtl(row)
     room = here.x0 - margins[0] if rtl else margins[1] - here.x1
     indented = here.x1 - there.x1 if rtl else there.x0 - here.x0
     same_size = 0.6 < here.height / max(there.height, 0.1) < 1.7
     return room < word + SLACK * here.height and (indented < here.height or there.y0 < here.y0) and same_size
+
+
+def _length(text: str) -> int:
+    """Letters, those counted twice that are as wide as two of others."""
+    return len(text) if text.isascii() else len(text) + len(CJK.findall(text))
 
 
 def is_rtl(pieces: Sequence[Piece]) -> bool:
@@ -146,7 +164,7 @@ def _gutter(
             left, right = [p for p in band if p.x1 <= x], [p for p in band if p.x0 >= x]
             if min(len(left), len(right)) < COLUMN_LINES or (best and len(band) <= best[0]):
                 continue
-            if _is_prose(left) and _is_prose(right) and _side_by_side(left, right):
+            if all(map(_is_prose, (left, right))) and _side_by_side(left, right) and _is_narrow(x, band):
                 above = [p for p in pieces if p.middle <= top]
                 below = [p for p in pieces if p.middle >= bottom]
                 best = len(band), (above, left, right, below)
@@ -178,3 +196,13 @@ def _side_by_side(left: Sequence[Piece], right: Sequence[Piece]) -> bool:
     top = max(min(p.y0 for p in left), min(p.y0 for p in right))
     bottom = min(max(p.y1 for p in left), max(p.y1 for p in right))
     return bottom - top > 2 * min(p.height for p in (*left, *right))
+
+
+def _is_narrow(x: float, band: Sequence[Piece]) -> bool:
+    """Whether little room is at the gutter: prose fills its columns, the cells of a table do not."""
+    gaps = []
+    for row in rows(band):
+        left, right = [p.x1 for p in row if p.x1 <= x], [p.x0 for p in row if p.x0 >= x]
+        if left and right:
+            gaps.append(min(right) - max(left))
+    return not gaps or median(gaps) < WIDEST * median(p.height for p in band)

@@ -7,12 +7,12 @@ from typing import IO, Any
 
 from kvcli.documents.document import Section
 from kvcli.documents.edges import without_running
-from kvcli.documents.lines import Line, Piece, paragraphs, reading_order
+from kvcli.documents.lines import Piece, paragraphs, reading_order
 from kvcli.documents.pages import chosen, listed
 from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_too_much
 from kvcli.documents.pdf_open import open_pdf
 from kvcli.documents.pdf_page import Page, read_page
-from kvcli.documents.repair import Words, clean, mended
+from kvcli.documents.repair import Words, clean, mended, unmarked
 from kvcli.errors import BadInput
 
 NEAR = 8  # pages around the chosen ones that are looked at too, to know what runs along the edges
@@ -66,10 +66,8 @@ def _sections(pages: Sequence[Page]) -> Iterator[Section]:
 
 
 def _text(pieces: Sequence[Piece], fields: Sequence[str], words: Words) -> str:
-    parts = paragraphs(reading_order(pieces)) if pieces else []
-    if fields:
-        parts.append([Line(text) for text in fields])
-    return mended(parts, words).strip()
+    text = mended(paragraphs(reading_order(pieces)), words) if pieces else ""
+    return "\n\n".join((text, unmarked("\n".join(fields)))).strip()
 
 
 def _nothing(job: Job, pages: Sequence[Page]) -> BadInput:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pypdfium2.raw as raw
 
-from kvcli.documents.repair import clean
+from kvcli.documents.repair import SOFT, clean
 
 MOST = 2000  # fields of one page; a form for people has fewer
 LONGEST = 1 << 16  # bytes of one value
@@ -56,4 +56,4 @@ def _string(call: Any, form: Any, annotation: Any) -> str:
         return ""
     buffer = ctypes.create_string_buffer(size)
     call(form, annotation, ctypes.cast(buffer, ctypes.POINTER(ctypes.c_ushort)), size)
-    return " ".join(clean(buffer.raw[: size - 2].decode("utf-16-le", "replace")).split())
+    return " ".join(clean(buffer.raw[: size - 2].decode("utf-16-le", "replace")).rstrip(SOFT).split())

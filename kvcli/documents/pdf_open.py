@@ -11,6 +11,7 @@ from kvcli.documents.parsed import Job, damaged
 from kvcli.errors import BadInput
 
 TAIL = 4096  # bytes at the end in which a whole file says that it ends
+BEHIND = 1 << 16  # bytes of padding and comments that may follow
 
 
 def open_pdf(file: IO[bytes], job: Job) -> Any:
@@ -18,12 +19,12 @@ def open_pdf(file: IO[bytes], job: Job) -> Any:
     size = file.seek(0, 2)
     if not size:
         raise BadInput(f"{job.name} is empty", code="empty_file", lines=["0 bytes"])
-    file.seek(max(0, size - TAIL))
+    file.seek(max(0, size - TAIL - BEHIND))
     tail = file.read()
     file.seek(0)
     if b"%PDF-" not in file.read(1024 + 5):
         raise damaged(job.name, "a PDF", "it does not begin as one")
-    if b"%%EOF" not in tail and b"startxref" not in tail:
+    if not _is_whole(tail):
         # what is left of it could often be read, but nobody would know which pages are missing
         raise damaged(job.name, "a PDF", "its end is missing: it was cut off")
     file.seek(0)
@@ -34,6 +35,18 @@ def open_pdf(file: IO[bytes], job: Job) -> Any:
         return document
     except pdfium.PdfiumError:
         raise _why(job, raw.FPDF_GetLastError()) from None
+
+
+def _is_whole(tail: bytes) -> bool:
+    """Whether a file says that it ends, with nothing behind that but zeros, empty lines and comments, or little.
+
+    A file that was saved twice says so in its middle too, and may have been cut off behind that.
+    """
+    if b"%%EOF" in tail[-TAIL:] or b"startxref" in tail[-TAIL:]:
+        return True
+    _, end, behind = tail.rpartition(b"%%EOF")
+    lines = behind.replace(b"\0", b"\n").splitlines()
+    return bool(end) and all(not line.strip() or line.startswith(b"%") for line in lines)
 
 
 def _why(job: Job, error: int) -> BadInput:

@@ -6,19 +6,21 @@ import ctypes
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
-from kvcli.documents.lines import Piece
+from kvcli.documents.lines import CJK, Piece
 from kvcli.documents.pdf_fields import field_lines
 from kvcli.documents.repair import clean
 
 SPLIT = re.compile("\r\n|\r|\n|\ufffe")
+STACKED = 3  # letters that at least stand below each other in a vertical line
 WIDE = 1.0  # width of a letter in heights from which on a run is looked at for gaps inside it
 UNKNOWN = re.compile("[\ufffd\ue000-\uf8ff]+")
+DOWN = 1  # quarters of a turn of text that is written downwards, lines from right to left
 QUARTER = 1.5707963267948966  # of a turn, in radians
 UNREADABLE = 0.3  # share of letters without a meaning in Unicode from which on a page is said to be garbled
 MARGIN = 100.0  # points between the text of a page and what is written along its margin, read after it
@@ -70,6 +72,8 @@ def _pieces(text_page: Any) -> tuple[list[Piece], bool]:
         if first is None:
             continue
         angle = round(raw.FPDFText_GetCharAngle(text_page, first) / QUARTER) % 4
+        if angle == 0 and _is_stacked(text_page, text, start, end):
+            angle = DOWN
         turned.setdefault(angle, []).extend(_split(text_page, text, start, end, angle))
     if not turned:
         return [], False
@@ -79,7 +83,7 @@ def _pieces(text_page: Any) -> tuple[list[Piece], bool]:
     for other in turned.values():  # a stamp along the margin, axis labels: after the text, in an order of their own
         top = min(p.y0 for p in other)
         shift = floor + MARGIN - top
-        pieces += [Piece(p.text, p.x0, p.y0 + shift, p.x1, p.y1 + shift) for p in other]
+        pieces += [replace(p, y0=p.y0 + shift, y1=p.y1 + shift) for p in other]
         floor = max(p.y1 for p in pieces)
     return pieces, unknown > UNREADABLE * n
 
@@ -96,6 +100,17 @@ def _runs(text: str) -> Iterator[tuple[int, int]]:
         yield start, len(text)
 
 
+def _is_stacked(text_page: Any, text: str, start: int, end: int) -> bool:
+    """Whether the letters stand upright below each other, as Chinese and Japanese do in vertical lines."""
+    n = len(CJK.findall(text, start, end))
+    if n < STACKED:
+        return False
+    boxes = _rects(text_page, start, end - start, 0)
+    width = max((b[2] for b in boxes), default=0.0) - min((b[0] for b in boxes), default=0.0)
+    height = max((b[3] for b in boxes), default=0.0) - min((b[1] for b in boxes), default=0.0)
+    return height > n / 2 * width
+
+
 def _split(text_page: Any, text: str, start: int, end: int, angle: int) -> list[Piece]:
     """One run as a piece, or as several where it jumps over a gap or to another line."""
     boxes = _rects(text_page, start, end - start, angle)
@@ -103,8 +118,8 @@ def _split(text_page: Any, text: str, start: int, end: int, angle: int) -> list[
         return []
     loose = sum(b[2] - b[0] for b in boxes) > WIDE * (end - start) * max(b[3] - b[1] for b in boxes)
     if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
-        found = clean(text[start:end].strip(" "))
-        return [_piece(found, boxes)] if found else []
+        first = next(i for i in range(start, end) if not text[i].isspace())
+        return _piece(text[start:end], boxes, _letter(text_page, first, angle))
     return list(_letter_by_letter(text_page, text, range(start, end), angle))
 
 
@@ -118,19 +133,20 @@ def _letter_by_letter(text_page: Any, text: str, run: range, angle: int) -> Iter
             continue
         box = _letter(text_page, i, angle)
         if boxes and not _goes_on(boxes[-1], box):
-            if found := clean("".join(letters).strip(" ")):
-                yield _piece(found, boxes)
+            yield from _piece("".join(letters), boxes, boxes[0])
             letters, boxes = [], []
         letters.append(text[i])
         boxes.append(box)
-    if boxes and (found := clean("".join(letters).strip(" "))):
-        yield _piece(found, boxes)
+    if boxes:
+        yield from _piece("".join(letters), boxes, boxes[0])
 
 
-def _piece(text: str, boxes: Sequence[Box]) -> Piece:
-    return Piece(
-        text, min(b[0] for b in boxes), min(b[1] for b in boxes), max(b[2] for b in boxes), max(b[3] for b in boxes)
-    )
+def _piece(text: str, boxes: Sequence[Box], letter: Box) -> list[Piece]:
+    """A piece if there is anything to read; the room of one of its letters says the size of the font."""
+    found = clean(text.strip(" "))
+    x0, y0 = min(b[0] for b in boxes), min(b[1] for b in boxes)
+    x1, y1 = max(b[2] for b in boxes), max(b[3] for b in boxes)
+    return [Piece(found, x0, y0, x1, y1, letter[3] - letter[1], text.startswith(" "))] if found else []
 
 
 def _goes_on(a: Box, b: Box) -> bool:
@@ -161,7 +177,7 @@ def _turn(box: Box, angle: int) -> Box:
     left, bottom, right, top = box
     if angle == 0:
         return left, -top, right, -bottom
-    if angle == 1:  # written downwards
+    if angle == DOWN:
         return -top, -right, -bottom, -left
     if angle == 2:
         return -right, bottom, -left, top

@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvcli.documents.lines import Line
+from kvcli.documents.lines import CJK, Line
 
 SOFT = "\u00ad"
 BREAK = "\ufffe"  # what pdfium writes for a hyphen at the end of a line
@@ -18,9 +18,11 @@ SHAPES = re.compile("[\ufb00-\ufb06\ufb13-\ufb17\ufb1d-\ufdff\ufe70-\ufeff]+")
 PAIR = re.compile("[\ud800-\udfff]")
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
 WORD = re.compile(r"[^\W\d_]+(?:[-’'][^\W\d_]+)*")
-BROKEN = re.compile(rf"[^\W\d_]+[{HYPHENS}]$", re.M)
-HEAD = re.compile(r"[^\W_]+(?:-[^\W_]+)*$")
+BROKEN = re.compile(rf"(?<![^\W\d_])[^\W\d_]+[{HYPHENS}]$", re.M)
+HEAD = re.compile(r"[^\W_]+(?:-[^\W_]+)*")  # of a line read backwards: to look for it from the left takes squares
 TAIL = re.compile(r"[^\W_]+(?:[-’'][^\W_]+)*")
+PUNCTUATION = re.compile(r"[^\w\s]*")
+SUSPENDS = frozenset("and or to und oder bis et ou y o".split())  # between short- and long-term, Ein- und Ausfuhr
 MARKS = re.compile(r"^\[((?:p\.|§|l\.) [^\]\n]*)\](?=[ \t]*$)", re.M)
 
 
@@ -61,11 +63,13 @@ class Words:
         return self._seen
 
     def joint(self, head: str, tail: str) -> str:
-        """What stands between the halves of a word: nothing, or the hyphen it is written with."""
+        """What stands between the halves of a word: nothing, the hyphen it is written with, or that and a space."""
         a, b = head.casefold(), tail.casefold()
         whole, written = self.seen[a + b], self.seen[f"{a}-{b}"]
         if whole or written:
             return "" if whole >= written else "-"
+        if b in SUSPENDS:
+            return "- "
         if not (head[-1].isalpha() and tail[0].isalpha()) or (tail[0].isupper() and not head.isupper()):
             return "-"  # 2019-2020, A-4, Anglo-Saxon
         last, first = a.rpartition("-")[2], b.partition("-")[0]
@@ -87,7 +91,7 @@ def mended(paragraphs: Sequence[Sequence[Line]], words: Words) -> str:
         for line in paragraph:
             rest = _joined(lines, line.text.strip(), words) if lines else line.text.strip()
             if rest and goes_on and lines:
-                lines[-1] += f" {rest}"
+                lines[-1] += rest if CJK.match(lines[-1][-1:]) and CJK.match(rest) else f" {rest}"
             elif rest:
                 lines.append(rest)
             goes_on = line.goes_on
@@ -96,10 +100,8 @@ def mended(paragraphs: Sequence[Sequence[Line]], words: Words) -> str:
 
 def _broken(line: str) -> str | None:
     """The beginning of the word that breaks at the end of a line."""
-    if not line.endswith(tuple(HYPHENS)):
-        return None
-    found = HEAD.search(line[:-1].rsplit(None, 1)[-1] if len(line) > 1 else "")
-    return found[0] if found else None
+    found = HEAD.match(line[-2::-1]) if len(line) > 1 and line.endswith(tuple(HYPHENS)) else None
+    return found[0][::-1] if found else None
 
 
 def _joined(lines: list[str], line: str, words: Words) -> str:
@@ -108,9 +110,10 @@ def _joined(lines: list[str], line: str, words: Words) -> str:
     tail = TAIL.match(line) if head else None
     if not head or not tail:
         return line
-    hyphen = words.joint(head, tail[0])
-    rest = line[tail.end() :]
-    punctuation = re.match(r"[^\w\s]*", rest)
-    end = tail.end() + (punctuation.end() if punctuation else 0)
+    if "/" in lines[-1].rsplit(None, 1)[-1]:  # an address or a path, whose hyphens are its own
+        hyphen, end = "-", len(line.split(None, 1)[0])
+    else:
+        punctuation = PUNCTUATION.match(line, tail.end())
+        hyphen, end = words.joint(head, tail[0]), punctuation.end() if punctuation else tail.end()
     lines[-1] = lines[-1][:-1] + hyphen + line[:end]
     return line[end:].lstrip()

@@ -13,6 +13,7 @@ from kvcli.documents import document_of
 from kvcli.documents.edges import without_running
 from kvcli.documents.lines import Piece
 from kvcli.documents.repair import Words, clean
+from kvcli.errors import BadInput
 from tests.documents import made
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def running(number: int, *lines: str) -> list[Piece]:
     places = [0.0, *(30.0 + 12 * i for i in range(len(lines) - 2)), 30.0 + 12 * len(lines) + 30]
     fresh = {"a": f"{made.WORDS[number]} one", "b": f"{made.WORDS[number]} two", "c": f"{made.WORDS[number]} three"}
     lines = tuple(fresh.get(line, line) for line in lines)
-    return [Piece(line.replace("#", str(number)), 0, y, 100, y + 10) for line, y in zip(lines, places, strict=True)]
+    return [Piece(line.replace("#", str(number)), 0, y, 100, y + 10, 10) for line, y in zip(lines, places, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,20 @@ def test_letters_for_shapes():
         clean("\ufb01n o\ufb03ce \ufefb \ufb4a so\u00adft\u200b a\u0308")
         == "fin office \u0644\u0627 \u05ea\u05bc soft ä"
     )
+
+
+@pytest.mark.parametrize("padding", [b"\0" * 5000, b"\r\n" * 2500, b"% nothing to see\n" * 300, b" \n\0%\n" * 9000])
+def test_a_whole_file_with_padding_behind_its_end(padding):
+    data = made.plain(Random(1)).data
+    assert document_of(data + padding, "made.pdf").n_pages == 3
+
+
+def test_a_file_that_was_cut_off_behind_an_earlier_end():
+    """As one that was saved twice: its middle says that it ends."""
+    data = made.plain(Random(1)).data
+    with pytest.raises(BadInput, match="cannot be read as a PDF") as caught:
+        document_of(data + b"9 0 obj\n<< /Length 9000 >>\nstream\n" + b"x" * 5000, "made.pdf")
+    assert caught.value.code == "damaged_file"
 
 
 def test_the_parent_imports_no_parser(tmp_path):

@@ -1,0 +1,173 @@
+"""Rows, columns and words of a page of a PDF where they are hard to tell: tall pieces, cells, dashes, vertical text."""
+
+from __future__ import annotations
+
+import io
+from random import Random
+
+import pytest
+
+from kvcli.documents import Limits, document_of
+from kvcli.documents.lines import Line, Piece, reading_order, row_text
+from kvcli.documents.parsed import Job
+from kvcli.documents.repair import Words, mended
+from kvcli.documents.worker import parse
+from tests.documents import made
+
+
+def text_of(sheet: made.Sheet) -> str:
+    """What its first page says, read without a process around."""
+    return parse(io.BytesIO(sheet.save()), Job("made", "pdf")).sections[0].text
+
+
+def joined(*lines: str) -> str:
+    return mended([[Line(line) for line in lines]], Words())
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (("Gimness  12  -", "Bethden  7  4"), "Gimness  12  -\nBethden  7  4"),
+        (("12 -", "14 in debt"), "12 -\n14 in debt"),
+        (("x = a -", "b where"), "x = a -\nb where"),
+        (("see over \u2010", "there"), "see over \u2010\nthere"),
+        (("infor-", "mation, here"), "information,\nhere"),
+        (("the pre-", "and post-war years"), "the pre- and\npost-war years"),
+        (("Ein-", "und Ausfuhr"), "Ein- und\nAusfuhr"),
+        (("two- to three-", "or four-fold"), "two- to three- or\nfour-fold"),
+        (("short\u00ad", "and long-term"), "short- and\nlong-term"),
+        (
+            ("see https://example.org/northern-", "channel/survey, 2020"),
+            "see https://example.org/northern-channel/survey,\n2020",
+        ),
+        (("in /usr/share/long-", "names/a-b"), "in /usr/share/long-names/a-b"),
+    ],
+)
+def test_what_a_hyphen_at_the_end_of_a_line_is(lines, text):
+    assert joined(*lines) == text
+
+
+def test_a_word_that_the_text_has_whole_is_no_suspended_one():
+    words = Words()
+    words.add(["a thousand of them"])
+    assert mended([[Line("a thous-"), Line("and more")]], words) == "a thousand\nmore"
+
+
+def test_a_word_without_end_takes_no_squares():
+    sheet = made.Sheet()
+    sheet.lines(["a" * 100_000 + "_-", "b infor-", "mation"])
+    text = document_of(sheet.save(), "long.pdf", limits=Limits(cpu=8)).sections[0].text
+    assert text.endswith("b information")
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (("河流委员会的年度报告", "北方的桥梁"), "河流委员会的年度报告北方的桥梁"),
+        (("委员会、", "「二」"), "委员会、「二」"),
+        (("委员会 2019", "年度"), "委员会 2019 年度"),
+        (("위원회의", "보고서"), "위원회의 보고서"),  # Korean has spaces
+    ],
+)
+def test_no_space_comes_between_chinese_letters(lines, text):
+    assert mended([[Line(line, goes_on=True) for line in lines]], Words()) == text
+
+
+def test_fields_of_a_form_are_lines_of_their_own():
+    sheet = made.Sheet()
+    sheet.lines(["Form"])
+    fields = sheet.canvas.acroForm
+    for i, (name, value) in enumerate([("Note", "see over -"), ("City", "Thedale-"), ("Depot", "Gimness")]):
+        fields.textfield(name=name, tooltip=name, value=value, x=150, y=700 - 40 * i, width=200, height=16)
+    assert text_of(sheet) == "Form\n\nNote: see over -\nCity: Thedale-\nDepot: Gimness"
+
+
+def _across(sheet: made.Sheet, text: str, x: float, y: float, angle: float, size: float) -> None:
+    """Draw a stamp over the page."""
+    sheet.canvas.saveState()
+    sheet.canvas.translate(x, y)
+    sheet.canvas.rotate(angle)
+    sheet.lines([text], x=0, y=0, size=size)
+    sheet.canvas.restoreState()
+
+
+@pytest.mark.parametrize(
+    "stamp",
+    [
+        ("DRAFT", 150, 250, 45, 100),
+        ("PAID IN FULL", 150, 640, 20, 24),
+        ("T", 40, 716, 0, 48),  # a drop cap
+    ],
+)
+def test_what_is_tall_does_not_pull_in_the_rows_beside_it(stamp):
+    rng, sheet = Random(3), made.Sheet()  # each line begins a little to the left of the one above
+    _across(sheet, *stamp)
+    lines = [f"line {i} {made.prose(rng, 8)}" for i in range(40)]
+    for i, line in enumerate(lines):
+        sheet.lines([line], x=94 - 0.1 * i, y=780 - 15 * i)
+    text = " ".join(text_of(sheet).split())
+    assert [line for line in lines if line not in text] == []
+    assert [text.index(line) for line in lines] == sorted(text.index(line) for line in lines)
+
+
+def test_a_stamp_is_parted_from_the_text_it_lies_on():
+    row = [Piece("a line of the text", 0, 0, 100, 10, 10), Piece("DRAFT", 30, -30, 70, 40, 70)]
+    assert row_text(row) == "a line of the text  DRAFT"
+
+
+def test_a_space_before_a_piece_stays():
+    sheet = made.Sheet()
+    text = sheet.canvas.beginText(60, 760)
+    for part, size, rise in (("Revenue was 12.5 million", 11, 0), ("3", 7, 4), (" in the year of the survey.", 11, 0)):
+        text.setFont("Helvetica", size)
+        text.setRise(rise)
+        text.textOut(part)
+    sheet.canvas.drawText(text)
+    assert text_of(sheet) == "Revenue was 12.5 million3 in the year of the survey."
+
+
+LEFT = (
+    "Replacement of the northern gauge",
+    "Repair of the southern bridge",
+    "Survey of the channel",
+    "A new lantern for all",
+)
+RIGHT = (
+    "Completed in the spring of 2020",
+    "Begun in the winter, not paid",
+    "Put off until next year",
+    "Paid in full by the board",
+)
+
+
+def test_cells_of_long_text_stay_in_their_rows():
+    sheet = made.Sheet()
+    for i, cells in enumerate(zip(LEFT, RIGHT, strict=True)):
+        for x, cell in zip((60, 330), cells, strict=True):
+            sheet.lines([cell], x=x, y=760 - 16 * i)
+    assert text_of(sheet) == "\n".join(f"{a}  {b}" for a, b in zip(LEFT, RIGHT, strict=True))
+
+
+def test_the_same_text_in_columns_is_read_down():
+    """As prose fills them: the columns stand near each other."""
+    pieces = [Piece(text, 0, 16 * i, 160, 16 * i + 10, 10) for i, text in enumerate(LEFT)]
+    pieces += [Piece(text, 180, 16 * i, 340, 16 * i + 10, 10) for i, text in enumerate(RIGHT)]
+    assert [row[0].text for block in reading_order(pieces) for row in block] == [*LEFT, *RIGHT]
+
+
+def test_vertical_lines_are_read_from_right_to_left():
+    columns = ("abcdefghij", "klmnopqrst", "uvwxyzABC", "DEFGHIJKLM")
+    letters = dict(
+        zip(
+            "".join(columns),
+            "河川委員会年度報告書北方橋梁冬期修復工事費用合計三百万元也次回会議木月十日予定",
+            strict=True,
+        )
+    )
+    sheet = made.Sheet("Courier", 19)
+    for i, column in enumerate(columns):
+        for j, letter in enumerate(column):
+            sheet.lines([letter], x=500 - 30 * i, y=780 - 19 * j)
+    data = made.spelled(sheet.save(), letters)
+    text = parse(io.BytesIO(data), Job("made", "pdf")).sections[0].text
+    assert text == "\n".join("".join(letters[c] for c in column) for column in columns)
