@@ -20,7 +20,7 @@ MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 CONTROLS = bytes(sorted(({*range(32)} | {127}) - set(b"\t\n\v\f\r\b\x1b")))
-PDF_HEADER = re.compile(rb"\s*%PDF-\d\.\d[ \t]*[\r\n]")  # the line alone: a text may begin with words about it
+PDF_HEADER = re.compile(rb"\s{0,1024}%PDF-\d\.\d[ \t]*[\r\n]")  # the line alone: a text may begin with words about it
 KNOWN = (
     (PDF_HEADER, "a PDF"),
     (re.compile(rb"PK\x03\x04"), "a zip archive"),

@@ -64,6 +64,14 @@ def zipped(files: Mapping[str, str | bytes]) -> bytes:
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 RELATED = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 MATH = "http://schemas.openxmlformats.org/officeDocument/2006/math"
+TYPES = (
+    '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types">'
+    '<Default Extension="rels" ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+    '<Default Extension="xml" ContentType="application/xml"/><Default Extension="bmp" ContentType="image/bmp"/>'
+    '<Override PartName="/word/styles.xml"'
+    ' ContentType="application/vnd.openxmlformats-officedocument.wordprocessingml.styles+xml"/><Override PartName="/{}"'
+    ' ContentType="application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"/></Types>'
+)
 CHOICES = "http://schemas.openxmlformats.org/markup-compatibility/2006"
 
 
@@ -88,6 +96,7 @@ def word(
     folder, _, name = main.rpartition("/")
     pointed = {"styles": "styles.xml"} | dict(targets or {})
     parts = {
+        "[Content_Types].xml": TYPES.format(main),
         "_rels/.rels": relations({"officeDocument": main}, base),
         main: f"<w:document {spaces}><w:body>{body}</w:body></w:document>",
         f"{folder}/_rels/{name}.rels": relations(pointed, base),

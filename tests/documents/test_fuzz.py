@@ -18,11 +18,12 @@ from kvcli.errors import KvcliError
 from tests.documents import books, made
 from tests.documents.test_formats import PAGE
 
+EQUATION = "<w:p><m:f><m:num><m:r><m:t>1</m:t></m:r></m:num><m:den/></m:f><w:txbxContent><w:p/></w:txbxContent></w:p>"
 SEEDS = {
     "pdf": [made.form(Random(1)).data, made.encrypted("", "x", "RC4-128")(Random(1)).data, made.table(Random(1)).data],
     "html": [PAGE.encode()],
     "epub": [books.epub()],
-    "docx": [books.docx_file()],
+    "docx": [books.docx_file(), books.word(books.paragraph("10") + EQUATION, styles="<w:style/>")],
 }
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SPLICE = st.tuples(st.integers(0, 1 << 20), st.integers(0, 64), st.binary(max_size=24))
