@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from kvcli.documents.lines import CJK, Line
 
 SOFT = "\u00ad"
+LONGEST = 100  # letters of the beginning of a broken word that are looked at
 BREAK = "\ufffe"  # what pdfium writes for a hyphen at the end of a line
 HYPHENS = "-\u2010" + SOFT + BREAK
 # ligatures of Latin type, and the shapes that letters of Arabic and Hebrew take in print
@@ -100,7 +101,7 @@ def mended(paragraphs: Sequence[Sequence[Line]], words: Words) -> str:
 
 def _broken(line: str) -> str | None:
     """The beginning of the word that breaks at the end of a line."""
-    found = HEAD.match(line[-2::-1]) if len(line) > 1 and line.endswith(tuple(HYPHENS)) else None
+    found = HEAD.match(line[-2:-LONGEST:-1]) if len(line) > 1 and line.endswith(tuple(HYPHENS)) else None
     return found[0][::-1] if found else None
 
 
