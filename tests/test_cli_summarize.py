@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
 
 import pytest
 from pydantic import TypeAdapter
@@ -19,6 +20,7 @@ from kvcli.commands.interrupt import Interrupt
 from kvcli.commands.setup import Setup
 from kvcli.demo.sample import write_sample
 from kvcli.schemas import DOCUMENTS
+from tests.documents import made
 from tests.fakes import Machine
 from tests.summarize.scribe import Scribe, first_sentences
 
@@ -208,7 +210,77 @@ def test_html_is_one_page_that_runs_nothing(office):
     assert [attrs["class"] for tag, attrs in tags if tag == "span"] == ["cite doubtful", "cite confirmed"]
 
 
+def test_html_keeps_paragraphs_and_the_places_of_citations(office):
+    office.clerk.answer = lambda prompt: (
+        "The river rose by 12 metres in March [p. 1], the mill burned down [p. 2] and fishermen caught 300 eels "
+        "in May [p. 3]. Nobody was hurt [p. 1].\n\nThe old bridge failed at noon [p. 2]. Prices fell at once [p. 3]."
+    )
+    office("a.txt", "--style", "abstract", "-o", "out.html", "--quotes")
+    quoted = (office.folder / "out.html").read_text()
+    assert quoted.count("<p>The ") == 2
+    office("a.txt", "--style", "abstract", "-o", "out.html")
+    page = (office.folder / "out.html").read_text()
+    body = page.partition("</h1>")[2].partition("<footer>")[0]
+    paragraphs = [re.sub(r"<[^>]*>", "", text) for text in re.findall(r"<p>(.*?)</p>", body)]
+    assert paragraphs == [
+        "The river rose by 12 metres in March p. 1, the mill burned down p. 2? and fishermen caught 300 eels in May "
+        "p. 3. Nobody was hurt p. 1.",
+        "The old bridge failed at noon p. 2. Prices fell at once p. 3.",
+    ]
+    document = json.loads(office("a.txt", "--style", "abstract", "--json").out)
+    assert [point["opens"] for point in document["points"]] == [True, False, True, False]
+
+
+def test_only_short_citations_of_html_stay_in_one_line(office):
+    title = "A very long heading about rivers " * 4
+    (office.folder / "b.html").write_text(f"<h1>{title}</h1><p>{PAGES[0]}</p><h1>B</h1><p>{PAGES[1]}</p>")
+
+    def classes(*args):
+        assert office(*args, "-o", "out.html").exit == 0
+        tags = Tags((office.folder / "out.html").read_text()).seen
+        return {attrs["class"] for tag, attrs in tags if tag == "span"}
+
+    assert classes("a.txt") == {"cite confirmed"}
+    office.clerk.answer = lambda prompt: f"- The river rose by 12 metres in March [\N{SECTION SIGN} {title.strip()}]."
+    assert classes("b.html") == {"cite confirmed long"}
+
+
 # --- files
+
+
+def test_standard_output_has_a_name_too(office):
+    done = office("a.txt", "-o", "-")
+    assert (done.exit, done.out.splitlines()) == (0, POINTS)
+    assert not (office.folder / "-").exists()
+
+
+def test_files_of_one_name_are_told_apart(office):
+    for folder, pages in (("x", PAGES), ("y", MILL)):
+        (office.folder / folder).mkdir()
+        (office.folder / folder / "r.txt").write_text("\f".join([*pages, " "]))
+    done = office("x/r.txt", "y/r.txt")
+    assert [line.partition(" \u00b7 ")[0] for line in done.err.splitlines()[:2]] == ["r.txt", "r.txt (2)"]
+    assert "note: r.txt (2): no text on page 4" in done.err
+    assert "r.txt (2) \u00b7 4 pages" in office("x/r.txt", "y/r.txt", "--dry-run").out
+    each = office("x/r.txt", "y/r.txt", "--each")
+    assert [line for line in each.out.splitlines() if line.startswith("#")] == ["# x/r.txt", "# y/r.txt"]
+    assert "y/r.txt \u00b7 4 pages" in each.err
+    for more, names in (([], ["r.txt", "r.txt (2)"]), (["--each"], ["x/r.txt", "y/r.txt"])):
+        office("x/r.txt", "y/r.txt", "-o", "out.html", *more)
+        page = (office.folder / "out.html").read_text()
+        assert f"<title>Summary of {', '.join(names)}</title>" in page
+
+
+@pytest.mark.parametrize("again", ["./r.txt", "link.txt", "sub/../r.txt"])
+def test_a_file_is_read_once_however_it_is_spelt(office, again):
+    (office.folder / "sub").mkdir()
+    (office.folder / "r.txt").write_text("\f".join(PAGES))
+    (office.folder / "link.txt").symlink_to("r.txt")
+    done = office("r.txt", again)
+    assert (done.exit, done.out) == (2, "")
+    assert f"{again} is named twice, first as r.txt" in " ".join(done.err.split())
+    assert office("r.txt:1", f"{again}:1").exit == 2
+    assert office("r.txt:1", f"{again}:2-3").exit == 0, "other pages of it"
 
 
 def test_a_file_is_replaced_at_the_end_and_kept_when_that_fails(office):
@@ -267,12 +339,25 @@ def test_a_name_that_is_not_utf8_makes_valid_json(office):
 
 
 def test_pages_without_text_are_said_in_the_same_words(office):
-    (office.folder / "gap.txt").write_text("\f".join([PAGES[0], " ", PAGES[1]]))
-    said = "gap.txt: no text on page 2, perhaps scanned"
-    assert f"{said}; it is not in the summary; ocrmypdf" in " ".join(office("gap.txt").err.split())
-    assert said in office("gap.txt", "--extract-only").err
-    office("gap.txt", "-o", "gap.html")
+    (office.folder / "gap.pdf").write_bytes(made.partly_scanned(Random(1)).data)
+    said = "gap.pdf: no text on pages 2, 4-5, perhaps scanned"
+    assert f"{said}; they are not in the summary; ocrmypdf" in " ".join(office("gap.pdf").err.split())
+    assert said in office("gap.pdf", "--extract-only").err
+    office("gap.pdf", "-o", "gap.html")
     assert said in (office.folder / "gap.html").read_text()
+
+
+def test_an_empty_page_of_a_text_was_not_scanned(office):
+    (office.folder / "gap.txt").write_text("\f".join([PAGES[0], " ", PAGES[1]]))
+    office("gap.txt", "-o", "gap.html")
+    shown = [
+        " ".join(office("gap.txt").err.split()),
+        office("gap.txt", "--extract-only").err,
+        (office.folder / "gap.html").read_text(),
+    ]
+    assert all("gap.txt: no text on page 2" in text for text in shown)
+    assert not any("scanned" in text or "ocrmypdf" in text for text in shown)
+    assert "no text on page 2; it is not in the summary" in shown[0]
 
 
 def test_a_missing_file_among_several(office):
@@ -295,6 +380,32 @@ def test_each_file_by_itself(office):
     assert "cut.pdf cannot be read" in done.err
     lines = [json.loads(line) for line in office("a.txt", "cut.pdf", "b.txt", "--each", "--json").out.splitlines()]
     assert [line["schema"] for line in lines] == ["kvcli.error/1", "kvcli.summary/1", "kvcli.summary/1"]
+
+
+def test_of_each_what_fails_is_named_and_has_no_heading(office):
+    (office.folder / "huge.txt").write_text(" ".join(PAGES * 200))
+    args = ["huge.txt", "a.txt", "--each", "--mode", "whole"]
+    done = office(*args)
+    assert (done.exit, done.out) == (6, "# a.txt\n\n" + "\n".join(POINTS) + "\n")
+    assert "error: huge.txt: the document is longer than the window" in done.err
+    error, summary = (json.loads(line) for line in office(*args, "--json").out.splitlines())
+    assert error["message"] == "huge.txt: the document is longer than the window"
+    assert summary["schema"] == "kvcli.summary/1"
+    assert "huge.txt: the document" not in office("huge.txt", "--mode", "whole").err, "there is only one"
+
+
+def test_of_each_a_plan_that_fails_leaves_the_others(tmp_path):
+    machine = Machine(tmp_path)
+    (tmp_path / "huge.txt").write_text(" ".join(PAGES * 2000))
+    (tmp_path / "a.txt").write_text("\f".join(PAGES))
+    args = ["summarize", "huge.txt", "a.txt", "--each", "--mode", "whole", "--dry-run"]
+    done = machine(*args)
+    assert done.exit == 6
+    assert "error: huge.txt: the document is longer than the window" in done.err
+    assert "--ctx" not in done.err, "the model takes no more than it has"
+    assert done.out.startswith("a.txt \u00b7 3 pages")
+    lines = [json.loads(line)["schema"] for line in machine(*args, "--json").out.splitlines()]
+    assert lines == ["kvcli.error/1", "kvcli.summary_plan/1"]
 
 
 @pytest.mark.parametrize("more", [[], ["--each"], ["--extract-only"], ["--dry-run"]])
@@ -340,7 +451,7 @@ def test_a_terminal_gets_no_escapes_of_a_file(office):
 def test_dry_run_loads_no_weights(machine_plan):
     done, document = machine_plan
     assert done.exit == 0
-    assert "plan: whole, 4,599 tokens" in done.out
+    assert "plan: whole, 4,599 tokens with the question" in done.out
     assert (document["schema"], document["mode"], document["limit"]) == ("kvcli.summary_plan/1", "whole", 8192)
     assert document["seconds"] is None, "nobody timed anything in this home"
 
@@ -360,7 +471,7 @@ def test_parts_are_told_and_kept(office):
     args = long_file(office)
     first = office(*args)
     assert first.exit == 0
-    assert "plan: map, 5 parts of" in first.err
+    assert re.search(r"plan: map, 5 parts of \N{LESS-THAN OR EQUAL TO} \d+ tokens with the question", first.err)
     assert len(re.findall(r"part \d of 5 · page \d · 1 point · read", first.err)) == 5
     asked = len(office.clerk.asked)
     again = office(*args)
@@ -371,10 +482,11 @@ def test_parts_are_told_and_kept(office):
     assert len(office.clerk.asked) == 2 * asked
 
 
-def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch):
-    args, hear = long_file(office), []
+@pytest.fixture
+def in_third(office, monkeypatch):
+    """Ctrl-C while the third part is written about."""
+    hear, stream = [], office.clerk.stream
     monkeypatch.setattr(Interrupt, "__enter__", lambda self: hear.append(self.hear) or self)
-    stream = office.clerk.stream
 
     def interrupted(*more, **kwargs):
         for event in stream(*more, **kwargs):
@@ -383,6 +495,36 @@ def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch):
             yield event
 
     monkeypatch.setattr(office.clerk, "stream", interrupted, raising=False)
+    return stream
+
+
+def test_ctrl_c_says_when_nothing_is_kept(office, in_third):
+    (office.folder / "home").mkdir()
+    (office.folder / "home" / "cache").write_text("no folder")
+    done = office(*long_file(office))
+    assert done.exit == 130
+    said = " ".join(done.err.split())
+    assert said.count("note: parts cannot be kept in") == 1
+    assert said.index("cannot be kept") < said.index("part 1 of 5")
+    assert "stopped: parts 1 and 2 of 5 are done but could not be kept; run it again to begin anew" in said
+
+
+def test_ctrl_c_after_fresh_says_how_to_go_on(office, in_third):
+    done = office(*long_file(office), "--fresh")
+    said = "stopped: parts 1 and 2 of 5 are kept; run it again without --fresh to go on"
+    assert said in " ".join(done.err.split())
+
+
+def test_what_cannot_be_kept_is_said_once(office):
+    (office.folder / "home").mkdir()
+    (office.folder / "home" / "cache").write_text("no folder")
+    done = office(*long_file(office))
+    assert (done.exit, done.err.count("cannot be kept")) == (0, 1)
+    assert "cannot be kept" in json.loads(office(*long_file(office), "--json").out)["notes"][0]
+
+
+def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch, in_third):
+    args, stream = long_file(office), in_third
     done = office(*args, "-o", "out.md")
     assert (done.exit, done.out) == (130, "")
     assert "stopped: parts 1 and 2 of 5 are kept; run it again to go on" in done.err
@@ -437,6 +579,13 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         (["a.txt", "--extract-only", "--format", "html"], "usage", "only a summary"),
         (["a.txt", "--dry-run", "-o", "x.md"], "usage", "writes no file"),
         (["a.txt", "-o", "."], "file_unwritable", "it is a folder"),
+        (["a.txt", "-o", ""], "usage", "-o names no file"),
+        (["a.txt", "-o", "loop1.md"], "file_unwritable", "symbolic links"),
+        (["a.txt", "-o", f"{'x' * 300}.md"], "file_unwritable", "name too long"),
+        (["a.txt", "--focus", "caf\udce9"], "usage", "--focus is not UTF-8"),
+        (["a.txt", "--lang", "\udcff"], "usage", "--lang is not UTF-8"),
+        (["a.txt", "--quotes", "--no-check"], "usage", "one of the two"),
+        (["a.txt", "--overlap", "-1"], "usage", "0 or more"),
         (["a.txt", "-o", "no/x.md"], "file_unwritable", "does not exist"),
         (["a.txt", "-o", "a.txt"], "usage", "would replace a file that is read"),
         (["a.txt:1-2", "--extract-only", "-o", "a.txt"], "usage", "would replace a file that is read"),
@@ -453,6 +602,8 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
 def test_what_is_refused(office, args, code, words):
     (office.folder / "empty.pdf").write_bytes(b"")
     (office.folder / "pw.txt").write_text("secret\n")
+    for one, other in (("loop1.md", "loop2.md"), ("loop2.md", "loop1.md")):
+        (office.folder / one).symlink_to(other)
     done = office(*args)
     assert code in done.err
     assert words in " ".join(done.err.split())

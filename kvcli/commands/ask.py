@@ -75,7 +75,7 @@ def notes_of(document: Document) -> list[str]:
     from kvcli.render.summarize import scanned
 
     empty = document.without_text
-    return [*([scanned(document.name, empty)] if empty else []), *document.notes]
+    return [*([scanned(document.name, empty, document.kind)] if empty else []), *document.notes]
 
 
 def tell_notes(world: World, document: Document) -> None:

@@ -71,7 +71,7 @@ def summarize(
     if extract_only:
         kept = {"files", "pages", "type_", "password_file", "extract", "extract_only", "output", "format"}
         o.refuse_others(context, "--extract-only", kept)
-    if dry_run and output is not None:
+    if dry_run and output not in (None, "-"):
         raise UsageError("--dry-run prints the plan and writes no file", try_=["leave -o out"])
     request = o.request_of(context.params)
     out = outlet(world, format, output, [*(files or []), *([password_file] if password_file else [])])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcli.errors import ExitStatus, KvcliError
+from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
 from kvcli.render.errors import print_error, print_note
 
 if TYPE_CHECKING:
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from kvcli.profile import Profile
     from kvcli.render.screen import Screen
     from kvcli.summarize.request import Request
+
+
+class NothingSaid(KvcliError):
+    code, exit = "nothing_said", ExitStatus.BAD_OUTPUT
 
 
 @dataclass
@@ -39,6 +45,15 @@ class Job:
         given = self.shelf.given
         return [[one] for one in given] if self.each else [given]
 
+    def names(self, given: Sequence[Given]) -> list[str]:
+        """What the screen calls the documents of one summary: as its citations do, so no two are the same."""
+        from kvcli.summarize.parts import names_of
+
+        if self.each:
+            return [one.heading for one in given]
+        named = names_of([one.document for one in given])
+        return [name or one.document.name for name, one in zip(named, given, strict=True)]
+
     @property
     def tells(self) -> bool:
         """Whether what is to know is said on stderr; in JSON it stands in the document."""
@@ -48,6 +63,17 @@ class Job:
         if self.tells:
             print_note(self.screen.err, text)
 
+    @contextmanager
+    def attempt(self, given: Sequence[Given]) -> Iterator[None]:
+        """One summary. With --each, what goes wrong with it is said and the others go on."""
+        try:
+            yield
+        except (BadInput, ContextOverflow, NothingSaid) as error:
+            if not self.each:
+                raise
+            error.message = f"{given[0].heading}: {error.message}"
+            self.failed(error)
+
     def failed(self, error: KvcliError) -> None:
         """One file went wrong; the others go on, and the exit code is of the first that did."""
         self.status = self.status or int(error.exit)
@@ -55,7 +81,7 @@ class Job:
         if in_lines:
             from kvcli.schemas.turn import error_document
 
-            self.out.json(error_document(error))
+            self.out.json(error_document(error), counts=False)
         if not in_lines or self.out.file is not None:
             print_error(self.screen.err, error)
 

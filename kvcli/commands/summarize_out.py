@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -41,7 +42,7 @@ class Outlet:
     held: list[SummaryDocument] = field(default_factory=list)  # of a page
     texts: list[str] = field(default_factory=list)  # of a file
     head: str = ""  # of the text that is to come in the file
-    has_any: bool = False  # of what was asked for; errors alone replace no file
+    has_any: bool = False  # of what was asked for, if only its beginning; errors alone replace no file
 
     @property
     def writer(self) -> Callable[[Sequence[Point]], str] | None:
@@ -57,21 +58,25 @@ class Outlet:
         width = max(20, out.width - 1) if out.is_tty and self.file is None else WIDTH
         return lambda points: plain_text(points, width)
 
-    @property
     def live(self) -> Callable[[Sequence[Point]], str] | None:
-        """The writer of what goes to standard output as it comes."""
-        return self.writer if self.file is None else None
+        """The writer of what goes to standard output as it comes; what heads it comes with the first point."""
+        writer, head = self.writer, self.head
+        if self.file is not None or writer is None:
+            return None
 
-    def begin(self, name: str, number: int) -> None:
+        def said(points: Sequence[Point]) -> str:
+            self.has_any = self.has_any or bool(points)
+            return head + writer(points) if points else ""
+
+        return said
+
+    def begin(self, name: str) -> None:
         """With --each, the name of the file heads its summary."""
         if self.form in ("json", "html"):
             return
         clean = neutralise(name, one_line=True)
         head = f"# {clean}\n\n" if self.form == "md" else f"{clean}\n{'=' * len(clean)}\n\n"
-        if self.file is not None:
-            self.head = ("\n" if self.texts else "") + head
-        else:
-            self._say(("\n" if number > 1 else "") + head)
+        self.head = ("\n" if self.has_any else "") + head
 
     def end(self, document: SummaryDocument, points: Sequence[Point]) -> None:
         """A summary is complete."""
@@ -88,7 +93,9 @@ class Outlet:
         self.has_any = True
         self._say(text)
 
-    def json(self, document: Json) -> None:
+    def json(self, document: Json, *, counts: bool = True) -> None:
+        """`counts`: it is what was asked for, and no error."""
+        self.has_any = self.has_any or counts
         if self.file is None:
             print_json(self.world, document)
         else:
@@ -110,9 +117,9 @@ class Outlet:
             Terminal.of(self.world, "stderr").line((f"wrote {neutralise(str(self.file), one_line=True)}", ""))
 
     def _say(self, text: str) -> None:
+        text, self.head = self.head + text, ""
         if self.file is not None:
-            self.texts.append(self.head + text)
-            self.head = ""
+            self.texts.append(text)
         else:
             out = Terminal.of(self.world, "stdout")
             out.write(neutralise(text.replace("\r\n", "\n")) if out.is_tty else text)
@@ -123,8 +130,10 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
     if world.options.json and form not in (None, "json"):
         raise UsageError(f"--json and --format {form} exclude each other", try_=["one of the two"])
     form = "json" if world.options.json else form
-    if output is None:
+    if output is None or output == "-":
         return Outlet(world, form or "md")
+    if not output:
+        raise UsageError("-o names no file", try_=["-o FILE", "-o - for standard output"])
     file = world.cwd / os.path.expanduser(output)
     if any(_same(file, world, name) for typed in inputs for name in (typed, split_pages(typed)[0])):
         raise UsageError(f"-o {output} would replace a file that is read", try_=["another name"])
@@ -135,10 +144,10 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
         raise UsageError(
             f"-o {output}: its ending names no format", try_=[f"--format {name}" for name in get_args(Form)]
         )
-    if file.is_dir() or not file.parent.is_dir():
-        what = "it is a folder" if file.is_dir() else "its folder does not exist"
-        raise BadInput(f"cannot write {output}: {what}", code="file_unwritable", try_=["-o FILE in a folder"])
     try:
+        if file.is_dir() or not file.parent.is_dir():
+            what = "it is a folder" if file.is_dir() else "its folder does not exist"
+            raise BadInput(f"cannot write {output}: {what}", code="file_unwritable", try_=["-o FILE in a folder"])
         _try_to_write(file)
     except OSError as error:
         raise _unwritable(output, error.strerror or str(error)) from None
@@ -157,6 +166,9 @@ def replace(file: Path, text: str) -> None:
 
 
 def _try_to_write(file: Path) -> None:
+    """Raises OSError where it cannot be written; links that lead in a circle are told from one that leads nowhere."""
+    with suppress(FileNotFoundError):
+        file.stat()
     if file.exists() and not os.access(file, os.W_OK):
         raise PermissionError(13, "Permission denied")
     if not file.exists() or file.is_file():

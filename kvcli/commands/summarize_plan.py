@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli.commands.show import print_json
 from kvcli.render.terminal import Terminal
 
 if TYPE_CHECKING:
     from kvcli.commands.outlook import Wanted
     from kvcli.commands.setup import Setup
+    from kvcli.commands.summarize_job import Job
     from kvcli.commands.summarize_read import Given
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import Plan as Fitted
@@ -19,26 +19,24 @@ if TYPE_CHECKING:
     from kvcli.schemas.fit import PassTime
     from kvcli.summarize.plan import Plan, Window
     from kvcli.summarize.prompt import Wording
-    from kvcli.summarize.request import Request
 
 
-def print_plans(
-    setup: Setup, profile: Profile, shelves: Sequence[Sequence[Given]], request: Request, wanted: Wanted, *, json: bool
-) -> None:
+def print_plans(job: Job) -> None:
     """A plan for each group of documents that would become one summary."""
     from kvcli.summarize.plan import make_plan
 
-    window, wording = look(setup, profile, wanted)
-    wording.refuse(request, setup.name)
-    for given in shelves:
-        plan = make_plan([one.document for one in given], request, window, wording)
-        if json:
-            from kvcli.commands.summarize_read import facts
-            from kvcli.schemas.summary import plan_document
+    window, wording = look(job.setup, job.profile, job.wanted)
+    wording.refuse(job.request, job.setup.name)
+    for given in job.groups:
+        with job.attempt(given):
+            plan = make_plan([one.document for one in given], job.request, window, wording)
+            if job.out.form == "json":
+                from kvcli.commands.summarize_read import facts
+                from kvcli.schemas.summary import plan_document
 
-            print_json(setup.world, plan_document(plan, facts(given, window.tokenizer)))
-        else:
-            _print(setup, given, plan, window)
+                job.out.json(plan_document(plan, facts(given, window.tokenizer)))
+            else:
+                _print(job, given, plan, window)
 
 
 def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wording]:
@@ -63,7 +61,8 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     asked = profile.context.limit
     limit = fitted.need.context if note else most if asked == "auto" else min(int(asked), most)
     passes = _passes(setup, outlook, fitted)
-    window = Window(tokenizer, limit, most_of(profile), passes, partial(outlook.foretell, profile))
+    foretell, drafts = partial(outlook.foretell, profile), profile.spec.method != "off"
+    window = Window(tokenizer, limit, most_of(profile), passes, foretell, reach=most, drafts=drafts)
     return window, wording_of(found.path)
 
 
@@ -85,12 +84,20 @@ def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
     return kept_times(cache, machine, key)
 
 
-def _print(setup: Setup, given: Sequence[Given], plan: Plan, window: Window) -> None:
-    from kvcli.render.summarize import about_file, hung, plan_lines, stretch
+def plan_words(job: Job, given: Sequence[Given], plan: Plan, window: Window, width: int) -> list[str]:
+    """The files and the plan, in lines."""
+    from kvcli.render.summarize import about_file, hung, plan_lines
 
-    out = Terminal.of(setup.world, "stdout")
-    sources = [about_file(one.document, one.document.tokens(window.tokenizer)) for one in given]
-    for line in [*(line for words in sources for line in hung(words, out.width)), *plan_lines(plan, out.width)]:
+    named = zip(given, job.names(given), strict=True)
+    sources = [about_file(name, one.document, one.document.tokens(window.tokenizer)) for one, name in named]
+    return [*(line for words in sources for line in hung(words, width)), *plan_lines(plan, width)]
+
+
+def _print(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> None:
+    from kvcli.render.summarize import stretch
+
+    out = Terminal.of(job.setup.world, "stdout")
+    for line in plan_words(job, given, plan, window, out.width):
         out.line((line, ""))
     if len(plan.parts) > 1:
         for part, prompt in zip(plan.parts, plan.prompts, strict=True):

@@ -36,6 +36,11 @@ class Given:
     typed: str
     document: Document
 
+    @property
+    def heading(self) -> str:
+        """What heads its summary: as it was typed, so that two files of one name differ."""
+        return self.document.name if self.typed == "-" else self.typed
+
 
 @dataclass
 class Shelf:
@@ -57,9 +62,7 @@ def read_all(world: World, names: Sequence[str], how: How, screen: Screen) -> Sh
             "which file?",
             try_=["kvcli summarize paper.pdf", "kvcli summarize - < paper.pdf", "kvcli summarize demo:pdf"],
         )
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if twice is not None:
-        raise UsageError(f"{twice} is named twice", try_=["each file once"])
+    _refuse_twice(world, names)
     shelf = Shelf()
     for name in names:
         try:
@@ -69,6 +72,31 @@ def read_all(world: World, names: Sequence[str], how: How, screen: Screen) -> Sh
     if not shelf.given and len(shelf.failed) == 1:
         raise shelf.failed[0][1]
     return shelf
+
+
+def _refuse_twice(world: World, names: Sequence[str]) -> None:
+    """The same pages of the same file, however it is spelt."""
+    first: dict[object, str] = {}
+    for name in names:
+        file = _file_of(world, name)
+        if file in first:
+            also = f", first as {first[file]}" if first[file] != name else ""
+            raise UsageError(f"{name} is named twice{also}", try_=["each file once"])
+        first[file] = name
+
+
+def _file_of(world: World, name: str) -> object:
+    """Device, inode and pages; the name alone where nothing like that is there."""
+    path, pages = split_pages(name)
+    if name == "-" or path in BUNDLED:
+        return name
+    for candidate, which in ((name, None), (path, pages)):
+        try:
+            found = (world.cwd / expanduser(candidate)).stat()
+        except OSError:
+            continue
+        return found.st_dev, found.st_ino, which
+    return name
 
 
 def _read(world: World, name: str, how: How, screen: Screen) -> Document:

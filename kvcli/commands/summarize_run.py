@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
-from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
+from kvcli.commands.summarize_job import NothingSaid
+from kvcli.errors import ExitStatus, KvcliError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan, Window
     from kvcli.summarize.prompt import Wording
-    from kvcli.summarize.result import Summary
-
-
-class NothingSaid(KvcliError):
-    code, exit = "nothing_said", ExitStatus.BAD_OUTPUT
 
 
 def run(job: Job, *, dry_run: bool) -> int:
@@ -36,12 +32,11 @@ def run(job: Job, *, dry_run: bool) -> int:
     if dry_run:
         from kvcli.commands.summarize_plan import print_plans
 
-        is_json = job.out.form == "json"
-        print_plans(job.setup, job.profile, job.groups, job.request, job.wanted, json=is_json)
+        print_plans(job)
         return job.status
-    for one in job.shelf.given:
+    for one, name in zip(job.shelf.given, job.names(job.shelf.given), strict=True):
         for note in one.document.notes:
-            job.tell(f"{one.document.name}: {note}")
+            job.tell(f"{name}: {note}")
     status = _summarize(job)
     if status != ExitStatus.INTERRUPTED:
         job.out.close()
@@ -60,14 +55,13 @@ def print_text(job: Job) -> int:
         from kvcli.schemas.summary import extract_document
 
         job.out.json(extract_document(facts(given), job.shelf.documents))
-        job.out.has_any = True
-    for number, one in enumerate(given, 1):
+    for one in given:
         document = one.document
         for note in notes_of(document):
             job.tell(note)
         if job.out.form != "json":
             if len(given) > 1:
-                job.out.begin(document.name, number)
+                job.out.begin(one.heading)
             text = document.text if document.unit == "line" else marked(document.unit, document.sections)
             job.out.text(text if text.endswith("\n") else text + "\n")
     job.out.close()
@@ -99,15 +93,11 @@ def _summarize(job: Job) -> int:
         wording = wording_of(model.info.path)
         wording.refuse(job.request, model.info.id)
         window = Window.of(model, job.setup.pass_times(model))
-        for number, given in enumerate(job.groups, 1):
+        for given in job.groups:
             if job.each and len(job.groups) > 1:
-                job.out.begin(given[0].document.name, number)
-            try:
+                job.out.begin(given[0].heading)
+            with job.attempt(given):
                 _one(job, prepared, model, given, window, wording, cancel)
-            except (BadInput, ContextOverflow, NothingSaid) as error:
-                if not job.each:
-                    raise
-                job.failed(error)
             if cancel():
                 return ExitStatus.INTERRUPTED
     return job.status
@@ -134,7 +124,7 @@ def _one(
     _tell_plan(job, given, plan, window)
     cache = Cache.of(job.setup.world.paths.cache, model.info, prepared.profile, is_fresh=job.fresh)
     look = Look(prepared.profile.name, stopping=cancel)
-    view = SummaryView(job.screen, look, plan, job.out.live, tells=job.tells)
+    view = SummaryView(job.screen, look, plan, job.out.live(), tells=job.tells)
     events = summarize(model, documents, cache=cache, cancel=cancel, plan=plan)
     with view.running(), closing(cast("Generator[Event]", events)):
         for event in events:
@@ -148,34 +138,25 @@ def _one(
             lines=["its answer is empty"],
             try_=["-m with another model", "--fresh"],
         )
-    _finish(job, prepared, model, given, view.summary)
+    _finish(job, prepared, model, given, view)
 
 
 def _tell_plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> None:
-    from kvcli.render.summarize import about_file, hung, plan_lines
+    from kvcli.commands.summarize_plan import plan_words
 
-    if not job.tells:
-        return
     err = job.screen.err
-    sources = [about_file(one.document, one.document.tokens(window.tokenizer)) for one in given]
-    lines = [line for words in sources for line in hung(words, err.width)]
-    for line in [*lines, *plan_lines(plan, err.width)]:
+    for line in plan_words(job, given, plan, window, err.width) if job.tells else ():
         err.line((line, ""))
 
 
 def _tell_stopped(job: Job, view: SummaryView) -> None:
-    stopped = view.stopped
-    if stopped is None or not job.tells:
-        return
-    if stopped.done and stopped.is_kept:
-        parts = {1: "part 1", 2: "parts 1 and 2"}.get(stopped.done, f"parts 1 to {stopped.done}")
-        kept = f"{parts} of {stopped.of} {'is' if stopped.done == 1 else 'are'} kept; run it again to go on"
-    else:
-        kept = "nothing was complete yet; run it again to begin anew"
-    job.screen.err.line((f"stopped: {kept}", ""))
+    from kvcli.render.summarize import stopped
+
+    if view.stopped is not None and job.tells:
+        job.screen.err.line((stopped(view.stopped, fresh=job.fresh), ""))
 
 
-def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], summary: Summary) -> None:
+def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], view: SummaryView) -> None:
     """The document, the notes, the figures, and a line in the log of memory."""
     from kvcli.commands.summarize_read import facts
     from kvcli.commands.turn_json import Run, turn_document
@@ -184,15 +165,18 @@ def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], 
     from kvcli.render.summary import joined
     from kvcli.schemas.summary import summary_document
 
-    profile, documents = prepared.profile, [one.document for one in given]
+    summary, profile = view.summary, prepared.profile
+    assert summary is not None
     under = Run(profile.name, profile.spec.method, profile.hash, profile.exactness, cautions=model.cautions)
     sources = facts(given, model.tokenizer)
     made = summary_document(summary, sources, [turn_document(a.turn, model.info, under) for a in summary.turns])
     if not job.each:
         made.notes += [f"{name} is left out: {error.message}" for name, error in job.shelf.failed]
     job.out.end(made, summary.points)
-    for note in notes(summary, documents, cited=job.request.cite):
-        job.tell(note)
+    named = {name: one.document for name, one in zip(job.names(given), given, strict=True)}
+    for note in notes(summary, named, cited=job.request.cite):
+        if note not in view.told:
+            job.tell(note)
     fresh = [answered.turn for answered in summary.turns if not answered.is_cached]
     if job.tells and job.screen.stats != "off":
         if len(fresh) == 1 and len(summary.turns) == 1:

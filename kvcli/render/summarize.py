@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.documents import listed
@@ -12,7 +12,7 @@ from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.documents import Document
-    from kvcli.summarize.events import MergeEnded, PartEnded
+    from kvcli.summarize.events import MergeEnded, PartEnded, Stopped
     from kvcli.summarize.parts import Part
     from kvcli.summarize.plan import Plan
     from kvcli.summarize.result import Answered, Summary
@@ -30,12 +30,12 @@ def plural(n: int, word: str) -> str:
     return f"{f.count(n)} {word}{'s' * (n != 1)}"
 
 
-def scanned(name: str, empty: Sequence[int]) -> str:
-    """The sentence about pages without text, without what follows from it."""
-    return f"{name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}, perhaps scanned"
+def scanned(name: str, empty: Sequence[int], kind: str) -> str:
+    """The sentence about pages without text, without what follows from it. Only pages of a PDF are pictures."""
+    return f"{name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}" + ", perhaps scanned" * (kind == "pdf")
 
 
-def about_file(document: Document, tokens: int | None = None) -> list[str]:
+def about_file(name: str, document: Document, tokens: int | None = None) -> list[str]:
     """`annual-report.pdf`, `214 pages`, `131,902 tokens`, `3 pages without text (12, 13, 90)`."""
     empty = document.without_text
     n, whole = len(document.sections) + len(empty), document.n_pages
@@ -44,7 +44,7 @@ def about_file(document: Document, tokens: int | None = None) -> list[str]:
     else:
         size = f"{f.count(n)} of {plural(whole, 'page')}" if whole and n < whole else plural(n, UNITS[document.unit])
     return [
-        neutralise(document.name, one_line=True),
+        neutralise(name, one_line=True),
         size,
         plural(tokens, "token") if tokens is not None else "",
         f"{plural(len(empty), 'page')} without text ({listed(empty)})" if empty else "",
@@ -52,25 +52,26 @@ def about_file(document: Document, tokens: int | None = None) -> list[str]:
 
 
 def plan_lines(plan: Plan, width: int) -> list[str]:
-    """`plan: map, 5 parts of ≤ 29,600 tokens, then 1 merge · longer than the window`, below it what that takes."""
+    """`plan: map, 5 parts of ≤ 29,600 tokens with the question · as asked`, below it what that takes."""
     n = len(plan.parts)
     if plan.mode == "whole":
         what = f"whole, {f.count(plan.longest)} tokens with the question"
     else:
         then = f", then {'at most ' * (plan.merges > 1)}{plural(plan.merges, 'merge')}" if plan.merges else ""
         then = then or (", joined in order" if n > 1 else "")
-        what = f"map, {plural(n, 'part')} of ≤ {f.count(plan.longest)} tokens{then}"
-    cost = joined([about(plan.seconds), _room(plan.estimate, plan.available)], width - 2)
+        what = f"map, {plural(n, 'part')} of ≤ {f.count(plan.longest)} tokens with the question{then}"
+    cost = joined([about(plan.seconds, at_most=plan.drafts), _room(plan.estimate, plan.available)], width - 2)
     return [*hung([f"plan: {what}", plan.why], width), *(f"  {line}" for line in cost)]
 
 
-def about(seconds: float | None) -> str:
+def about(seconds: float | None, *, at_most: bool = False) -> str:
     """`about 4 min`; a guess with seconds in it would promise more than it knows."""
     if seconds is None:
         return "not timed"
+    word = "at most about" if at_most else "about"
     if seconds < 90:
-        return f"about {max(1, round(seconds))} s"
-    return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+        return f"{word} {max(1, round(seconds))} s"
+    return f"{word} {round(seconds / 60)} min" if seconds < 5400 else f"{word} {seconds / 3600:.1f} h"
 
 
 def _room(estimate: int, available: int) -> str:
@@ -111,8 +112,19 @@ def _work(answered: Answered, seconds: float) -> list[str]:
     return [read + pace, wrote, accept, f.seconds(seconds)]
 
 
-def notes(summary: Summary, documents: Sequence[Document], *, cited: bool) -> Iterator[str]:
-    """What to know of a finished summary, a sentence each."""
+def stopped(event: Stopped, *, fresh: bool) -> str:
+    """The last line after Ctrl-C: what the next run finds."""
+    if not event.done:
+        return "stopped: nothing was complete yet; run it again to begin anew"
+    parts = {1: "part 1", 2: "parts 1 and 2"}.get(event.done, f"parts 1 to {event.done}")
+    which = f"{parts} of {event.of} {'is' if event.done == 1 else 'are'}"
+    if not event.is_kept:
+        return f"stopped: {which} done but could not be kept; run it again to begin anew"
+    return f"stopped: {which} kept; run it again {'without --fresh ' * fresh}to go on"
+
+
+def notes(summary: Summary, documents: Mapping[str, Document], *, cited: bool) -> Iterator[str]:
+    """What to know of a finished summary, a sentence each. `documents` under the names that the screen calls them."""
     yield from summary.notes
     n = len(summary.cites)
     if cited and not n:
@@ -128,13 +140,11 @@ def notes(summary: Summary, documents: Sequence[Document], *, cited: bool) -> It
         kept = sum(answered.is_cached for answered in summary.turns)
         which = "the answer is" if len(summary.turns) == 1 else f"{kept} of {len(summary.turns)} answers are"
         yield f"{which} from an earlier run; --fresh asks anew"
-    for document in documents:
+    for name, document in documents.items():
         if document.without_text:
             left = "they are" if len(document.without_text) > 1 else "it is"
-            yield (
-                f"{scanned(document.name, document.without_text)}; {left} not in the summary; "
-                "ocrmypdf IN.pdf OUT.pdf adds text"
-            )
+            mend = "; ocrmypdf IN.pdf OUT.pdf adds text" if document.kind == "pdf" else ""
+            yield f"{scanned(name, document.without_text, document.kind)}; {left} not in the summary{mend}"
 
 
 def totals(summary: Summary) -> list[str]:

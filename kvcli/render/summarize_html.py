@@ -8,7 +8,8 @@ from importlib.resources import files
 from kvcli.documents.document import SIGNS
 from kvcli.render.html import Markup, data_table, join, tag
 from kvcli.render.summarize import scanned
-from kvcli.schemas.summary import CiteFacts, PointFacts, SourceFacts, SummaryDocument
+from kvcli.schemas.summary import CiteFacts, PointFacts, SummaryDocument
+from kvcli.summarize.cites import find
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _DEEPEST = 2  # of indented points
@@ -17,7 +18,8 @@ _DEEPEST = 2  # of indented points
 def html(documents: Sequence[SummaryDocument]) -> str:
     """The page of one summary or several."""
     style = Markup((files("kvcli.render") / "summary_page.css").read_text(encoding="utf-8"))
-    names = ", ".join(_name(source) for document in documents for source in document.sources)
+    alone = len(documents) == 1
+    names = ", ".join(name for document in documents for name in _names(document, alone=alone))
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -27,40 +29,73 @@ def html(documents: Sequence[SummaryDocument]) -> str:
         tag("title", f"Summary of {names}"),
         tag("style", style),
     )
-    parts = [part for document in documents for part in _summary(document, alone=len(documents) == 1)]
+    parts = [part for document in documents for part in _summary(document, alone=alone)]
     return f"<!doctype html>\n{tag('html', head, tag('body', tag('main', *parts, _footer(documents))), lang='')}\n"
 
 
 def _summary(document: SummaryDocument, *, alone: bool) -> Iterator[Markup]:
-    names = ", ".join(_title(source) for source in document.sources)
-    yield tag("h1" if alone else "h2", names)
+    names = _names(document, alone=alone)
+    titled = [f"{s.title} ({name})" if s.title else name for s, name in zip(document.sources, names, strict=True)]
+    yield tag("h1" if alone else "h2", ", ".join(titled))
     yield tag("p", " · ".join(_facts(document)), class_="sub")
     yield from _points(document.points)
     notes = [*_check(document), *(f"{s.path}: {note}" for s in document.sources for note in s.notes), *document.notes]
     if notes:
         yield tag("ul", [tag("li", note) for note in notes], class_="notes")
     if len(document.sources) > 1:
-        rows = [[_name(s), str(s.pages or s.sections), f"{s.tokens:,}" if s.tokens else "–"] for s in document.sources]
+        rows = [[s.name, str(s.pages or s.sections), f"{s.tokens:,}" if s.tokens else "–"] for s in document.sources]
         yield data_table(["", "pages or sections", "tokens"], rows)
 
 
 def _points(points: Sequence[PointFacts]) -> Iterator[Markup]:
-    """Bullets that follow each other are one list; sentences are paragraphs."""
-    items: list[Markup] = []
-    for point in points:
-        body = join([point.text, *(_cite(cite) for cite in point.cites)])
-        quotes = [tag("blockquote", cite.quote) for cite in point.cites if cite.quote]
-        if point.kind == "bullet":
-            level = min(point.level, _DEEPEST)
-            items.append(tag("li", body, *quotes, class_=f"deep{level}" if level else None))
+    """Bullets that follow each other are one list; sentences are paragraphs, as the model made them."""
+    for block in _blocks(points):
+        first = block[0]
+        if first.kind == "bullet":
+            yield tag("ul", [_item(point) for point in block], class_="points")
             continue
-        if items:
-            yield tag("ul", items, class_="points")
-            items = []
-        yield tag("h3" if point.kind == "heading" else "p", body)
-        yield from quotes
-    if items:
-        yield tag("ul", items, class_="points")
+        bodies = [part for point in block for part in (" ", _body(point))][1:]
+        yield tag("h3" if first.kind == "heading" else "p", *bodies)
+        yield from (quote for point in block for quote in _quotes(point))
+
+
+def _blocks(points: Sequence[PointFacts]) -> list[list[PointFacts]]:
+    """What stands in one list, in one paragraph or in one heading. A quotation ends a paragraph."""
+    blocks: list[list[PointFacts]] = []
+    for point in points:
+        before = blocks[-1][-1] if blocks else None
+        if before is None or before.kind != point.kind or point.kind == "heading":
+            goes_on = False
+        else:
+            goes_on = point.kind == "bullet" or not (point.opens or _quotes(before))
+        if goes_on:
+            blocks[-1].append(point)
+        else:
+            blocks.append([point])
+    return blocks
+
+
+def _item(point: PointFacts) -> Markup:
+    level = min(point.level, _DEEPEST)
+    return tag("li", _body(point), *_quotes(point), class_=f"deep{level}" if level else None)
+
+
+def _quotes(point: PointFacts) -> list[Markup]:
+    return [tag("blockquote", cite.quote) for cite in point.cites if cite.quote]
+
+
+def _body(point: PointFacts) -> Markup:
+    """The text with each citation in its place."""
+    brackets = find(point.marked, [cite.document_ for cite in point.cites if cite.document_])
+    cites = iter(point.cites)
+    if sum(len(bracket.places) for bracket in brackets) != len(point.cites):  # the text itself has brackets like these
+        return join([point.text, *map(_cite, cites)])
+    parts: list[str] = []
+    at = 0
+    for bracket in brackets:
+        parts += [point.marked[at : bracket.start].rstrip(" "), *(_cite(next(cites)) for _ in bracket.places)]
+        at = bracket.end
+    return join([*parts, point.marked[at:]])
 
 
 def _cite(cite: CiteFacts) -> Markup:
@@ -70,7 +105,9 @@ def _cite(cite: CiteFacts) -> Markup:
     title = {"confirmed": "has the words of this point", "doubtful": "could not be confirmed", "": "not checked"}[kind]
     if cite.instead_of:
         title += f"; the model named {cite.instead_of}"
-    return join([" ", tag("span", words + "?" * (kind == "doubtful"), class_=f"cite {kind}".strip(), title=title)])
+    is_long = bool(cite.document_) or SIGNS[cite.unit] == "§"
+    classes = " ".join(filter(None, ["cite", kind, "long" if is_long else ""]))
+    return join([" ", tag("span", words + "?" * (kind == "doubtful"), class_=classes, title=title)])
 
 
 def _facts(document: SummaryDocument) -> Iterator[str]:
@@ -94,7 +131,7 @@ def _check(document: SummaryDocument) -> Iterator[str]:
         yield f"{document.corrected} of {len(cites)} citations were moved to the place that has the words"
     for source in document.sources:
         if source.pages_without_text:
-            yield scanned(source.path, source.pages_without_text)
+            yield scanned(source.path, source.pages_without_text, source.kind)
 
 
 def _footer(documents: Sequence[SummaryDocument]) -> Markup:
@@ -107,9 +144,14 @@ def _footer(documents: Sequence[SummaryDocument]) -> Markup:
     return tag("footer", tag("p", said), tag("p", f"kvcli {documents[0].kvcli}" if documents else ""))
 
 
-def _title(source: SourceFacts) -> str:
-    return f"{source.title} ({_name(source)})" if source.title else _name(source)
+def _names(document: SummaryDocument, *, alone: bool) -> list[str]:
+    """What the page calls the sources: as citations do where there are several, else the file, if need be in full."""
+    if len(document.sources) > 1:
+        return [source.name for source in document.sources]
+    if not alone:
+        return [source.path for source in document.sources]
+    return [source.name if source.path == "-" else _last(source.path) for source in document.sources]
 
 
-def _name(source: SourceFacts) -> str:
-    return source.path.rpartition("/")[2] or source.path
+def _last(path: str) -> str:
+    return path.rpartition("/")[2] or path

@@ -15,7 +15,7 @@ from kvcli.render.summarize import hung, merge_done, part_done, stretch
 from kvcli.render.summary import DOT
 from kvcli.render.tables import clip
 from kvcli.render.terminal import Span
-from kvcli.summarize.events import Done, MergeBegan, MergeEnded, PartBegan, PartEnded, Planned, Said, Stopped
+from kvcli.summarize.events import Done, MergeBegan, MergeEnded, PartBegan, PartEnded, Planned, Said, Stopped, Unkept
 
 if TYPE_CHECKING:
     from kvcli.render.screen import Screen
@@ -37,8 +37,8 @@ class SummaryView(TurnView):
         self.step: PartBegan | MergeBegan | None = None
         self.points: list[Point] = []
         self.shown = ""  # of the summary
-        self.before = 0  # tokens of prompts that are done and were read by this run
-        self.began = screen.clock()
+        self.took: list[float] = []  # seconds of each part and merge that this run asked about
+        self.told: set[str] = set()  # notes that need not be said again at the end
 
     def on(self, event: Event | TurnEvent) -> None:
         """Take one event."""
@@ -53,6 +53,10 @@ class SummaryView(TurnView):
             case Said(point):
                 self.points.append(point)
                 self._write()
+            case Unkept(why):
+                self.told.add(why)
+                if self.tells:
+                    print_note(self.screen.err, why)
             case Stopped():
                 self.stopped, self.step = event, None
             case Done(summary):
@@ -63,7 +67,7 @@ class SummaryView(TurnView):
 
     def _ended(self, event: PartEnded | MergeEnded) -> None:
         if self.step is not None and not self.step.is_cached:
-            self.before += self.step.prompt
+            self.took.append(event.seconds)
         self.step = None
         if self.tells and len(self.plan.parts) > 1:
             words = part_done(event) if isinstance(event, PartEnded) else merge_done(event)
@@ -89,21 +93,26 @@ class SummaryView(TurnView):
         if step is None or self.screen.quiet or width < NARROWEST or len(self.plan.parts) < 2:
             return []
         if isinstance(step, PartBegan):
-            words = [f"part {step.part.number} of {step.of}", stretch(step.part)]
+            at, words = step.part.number, [f"part {step.part.number} of {step.of}", stretch(step.part)]
         else:
-            words = [f"merge {step.number}", f"{step.n_points} points"]
-        left = self._left()
+            at, words = len(self.plan.parts) + step.number, [f"merge {step.number}", f"{step.n_points} points"]
+        left = time_left(self.plan, at, self.took, self.screen.clock() - self.started)
         words += [f"{f.count(step.prompt)} tokens", f"{f.clock(left)} left" if left is not None else ""]
         return [(clip(" " + DOT.join(filter(None, words)), width - 2), "")]
 
-    def _left(self) -> float | None:
-        """Seconds: by the pace so far, or by the estimate before there is one."""
-        now, step = self.screen.clock() - self.began, self.step
-        done = self.before
-        if step is not None and self.read is not None and isinstance(step, PartBegan):
-            done += self.read.done
-        ahead = sum(self.plan.prompts[step.part.number - 1 :]) if isinstance(step, PartBegan) else 0
-        here = self.read.done if self.read is not None and isinstance(step, PartBegan) else 0
-        if self.before and ahead:
-            return (ahead - here) * now / max(1, done)
-        return max(0.0, self.plan.seconds - now) if self.plan.seconds is not None else None
+
+def time_left(plan: Plan, at: int, took: Sequence[float], here: float) -> float | None:
+    """Seconds for the step `at`, counted from 1, and for all behind it: parts first, then merges.
+
+    `took`: what steps before it took, for the pace; without any the plan's estimate gives it. `here`: seconds in this
+    step so far. None where nothing is known, and where it takes longer than that already.
+    """
+    steps = max(at, len(plan.parts) + plan.merges)
+    if took:
+        pace = sum(took) / len(took)
+    elif plan.seconds is not None:
+        pace = plan.seconds / steps
+    else:
+        return None
+    left = pace * (steps - at + 1) - here
+    return left if left > 0 else None

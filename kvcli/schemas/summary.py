@@ -53,6 +53,7 @@ class PointFacts(Json):
     marked: str = Field(description='with them, doubtful ones with "?"')
     kind: Literal["bullet", "sentence", "heading"]
     level: Count = Field(description="depth in an outline")
+    opens: bool = Field(description="a sentence that begins a paragraph")
     cites: list[CiteFacts]
 
 
@@ -208,7 +209,9 @@ def source_facts(document: Document, path: str, tokens: int | None = None, *, na
 
 def _point(point: Point, checked: bool) -> PointFacts:
     cites = [_cite(cite, checked) for cite in point.cites]
-    return PointFacts(text=point.text, marked=point.marked, kind=point.kind, level=point.level, cites=cites)
+    return PointFacts(
+        text=point.text, marked=point.marked, kind=point.kind, level=point.level, opens=point.opens, cites=cites
+    )
 
 
 def _cite(cite: Cite, checked: bool) -> CiteFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.documents import Document, Section, mark
+from kvcli.render.summarize import plan_lines
+from kvcli.render.summarize_view import time_left
 from kvcli.schemas.fit import PassTime
 from kvcli.summarize.cites import Place, find, write
 from kvcli.summarize.parts import Part, cut, pieces_of, shown
@@ -102,6 +105,24 @@ def test_an_estimate_of_time_needs_measured_passes():
     timed = make_plan([paged(PARAGRAPHS)], Request(), Window.of(model, passes))  # type: ignore[arg-type]
     reading = -(-timed.prompts[0] // 32) * 0.02
     assert timed.seconds == pytest.approx(reading + timed.answer // 2 * 0.01)
+    model.profile.spec.method = "ngram"
+    drafting = make_plan([paged(PARAGRAPHS)], Request(), Window.of(model, passes))  # type: ignore[arg-type]
+    assert [" ".join(plan_lines(plan, 100)).count("at most about 4 s") for plan in (timed, drafting)] == [0, 1]
+    assert "  about 4 s" in plan_lines(timed, 100)
+
+
+def test_time_left_is_of_parts_and_merges_and_goes_down():
+    pages = [" ".join(["word"] * 200) + "." for _ in range(5)]
+    model = Scribe(first_sentences, limit=20_000)
+    made = make_plan([paged(*pages)], Request(chunk=250), Window.of(model))  # type: ignore[arg-type]
+    plan = replace(made, merges=1, seconds=None)
+    assert len(plan.parts) == 5
+    assert time_left(plan, 1, [], 3.0) is None, "nobody timed it"
+    assert time_left(replace(plan, seconds=60.0), 2, [], 3.0) == 47.0, "a sixth of the estimate each"
+    at_ends = [time_left(plan, at, [10.0] * (at - 1), here) for at in range(2, 7) for here in (0.0, 9.0)]
+    assert at_ends == [50, 41, 40, 31, 30, 21, 20, 11, 10, 1]
+    assert time_left(plan, 6, [10.0] * 5, 12.0) is None, "longer than the others: no number is right"
+    assert time_left(plan, 7, [10.0] * 6, 4.0) == 6.0, "a merge more than planned"
 
 
 def test_what_the_user_wrote_limits_an_answer():
