@@ -100,7 +100,8 @@ def _body(point: PointFacts) -> Markup:
 
 def _cite(cite: CiteFacts) -> Markup:
     name = f"{cite.document_} " if cite.document_ else ""
-    words = f"{name}{SIGNS[cite.unit]} {cite.label}".strip() if cite.label else "no place"
+    sign = SIGNS[cite.unit] + ("\N{NO-BREAK SPACE}" if SIGNS[cite.unit] == "§" else " ")
+    words = f"{name}{sign}{cite.label}".strip() if cite.label else "no place"
     kind = {True: "confirmed", False: "doubtful", None: ""}[cite.confirmed]
     title = {"confirmed": "has the words of this point", "doubtful": "could not be confirmed", "": "not checked"}[kind]
     if cite.instead_of:
@@ -128,7 +129,8 @@ def _check(document: SummaryDocument) -> Iterator[str]:
     if document.unconfirmed:
         yield f'{document.unconfirmed} of {len(cites)} citations could not be confirmed, marked "?"'
     if document.corrected:
-        yield f"{document.corrected} of {len(cites)} citations were moved to the place that has the words"
+        moved = "was" if document.corrected == 1 else "were"
+        yield f"{document.corrected} of {len(cites)} citations {moved} moved to the place that has the words"
     for source in document.sources:
         if source.pages_without_text:
             yield scanned(source.path, source.pages_without_text, source.kind)
