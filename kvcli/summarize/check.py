@@ -8,15 +8,16 @@ each. That says that the page has the words of the claim; it is no proof that th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 from kvcli.documents.document import SIGNS
 from kvcli.summarize.cites import Bracket, Place, clean, same, write
+from kvcli.summarize.lexicon import Lexicon
 from kvcli.summarize.result import Cite, Quote
-from kvcli.summarize.words import Lexicon, Unit, Word, units, words
+from kvcli.summarize.words import Unit, Word, units, words
 
 MOST_PARTS = 12  # of a claim; what has more is no claim but a page
 WIDEST = 5  # pages; a range of more says too little about where something stands
@@ -68,17 +69,6 @@ class Judged:
 
     cites: tuple[Cite, ...]
     text: str
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a sentence must have of some words: all `musts`, and a share of the weights."""
-
-    musts: frozenset[str]
-    weights: Mapping[str, float]
-
-    def share(self, unit: Unit) -> float:
-        return sum(w for key, w in self.weights.items() if key in unit.keys) / (sum(self.weights.values()) or 1.0)
 
 
 class Checker:
@@ -133,13 +123,12 @@ class Checker:
 
     def quote(self, claim: str, at: Collection[int]) -> Quote | None:
         """The sentence of these passages that has most of the claim, exactly as it stands there."""
-        wanted = self._wanted(Claim.of(claim).words)
+        wanted = self.lexicon.wanted(Claim.of(claim).words)
         best, most = None, 0.0
         for i in sorted(at):
             for unit in self.passages[i].units:
-                share = wanted.share(unit)
-                if share > most:
-                    best, most = (self.passages[i], unit), share
+                if (overlap := wanted.overlap(unit)) > most:
+                    best, most = (self.passages[i], unit), overlap
         if best is None:
             return None
         passage, unit = best
@@ -193,13 +182,9 @@ class Checker:
 
     def _any_has(self, said: Sequence[Word], sentences: Sequence[Unit]) -> bool:
         """Whether one of these sentences has all numbers and names, and enough of the rest."""
-        wanted = self._wanted(said)
+        wanted = self.lexicon.wanted(said)
         least = self.shares[0 if wanted.musts else 1]
-        return any(wanted.musts <= unit.keys and wanted.share(unit) >= least for unit in sentences)
-
-    def _wanted(self, said: Sequence[Word]) -> Wanted:
-        musts = frozenset(word.key for word in said if self.lexicon.kind(word) != "word")
-        return Wanted(musts, {word.key: self.lexicon.weight(word.key) for word in said})
+        return any(wanted.musts.keys() <= unit.keys and wanted.share(unit) >= least for unit in sentences)
 
 
 def named(asked: Place, places: Sequence[Place]) -> list[int]:

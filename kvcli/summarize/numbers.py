@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from dataclasses import dataclass
 
-_DIGITS = re.compile(r"\d+(?:[.,]\d+)*")
+from kvcli.summarize.measures import CURRENCIES, LETTER, MEASURES, measure, unit_at
+
 COUNTED = {
     w: str(n)
     for n, w in enumerate(
@@ -16,54 +19,110 @@ COUNTED = {
     w: str(n)
     for n, w in zip(range(20, 100, 10), "twenty thirty forty fifty sixty seventy eighty ninety".split(), strict=True)
 }
-_ONES = re.compile(r"[-\u2010\u2011](one|two|three|four|five|six|seven|eight|nine)\b", re.IGNORECASE)  # twenty-five
-_SCALE = re.compile(r"[ \t\n\u00a0-]{0,3}(hundred|thousand|million|billion|trillion|mn|bn)\b", re.IGNORECASE)
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "mn": 6, "billion": 9, "bn": 9, "trillion": 12}
-_MEASURE = re.compile(r"[\s-]{0,3}(%|per\s?cent\b|[°µμ]?[a-z]{1,12}\b)", re.IGNORECASE)
-_MINUS = re.compile(r"(?<![^\s(\[])(?:[-\u2013\u2212]|minus\s)[$€£]?\Z", re.IGNORECASE)
-MEASURES = {
-    name: names.strip().split("|")[0]
-    for names in """%|percent|pct|per cent;m|metre|meter;km|kilometre|kilometer;cm|centimetre|centimeter;
-    mm|millimetre|millimeter;mi|mile;ft|foot|feet;kg|kilogram|kilo;g|gram;mg|milligram;µg|μg|ug|mcg|microgram;
-    t|tonne|ton;l|litre|liter;ml|millilitre|milliliter;s|sec|second;h|hr|hour;min|minute;ms|millisecond;kw|kilowatt;
-    mw|megawatt;gw|gigawatt;w|watt;v|volt;c|°c;f|°f;k;b|byte;gb|gigabyte;mb|megabyte;kb|kilobyte;hz|hertz""".split(";")
-    for name in names.strip().split("|")
-}
+LETTERS = {"k": 3, "m": 6, "b": 9, "t": 12}  # scales, as in $1.2M
+
+_GAP = "[ \u00a0\u2009\u202f'’]"  # between groups of three
+_NO_ROW = "".join(rf"(?<!\b\d{{{n}}}{_GAP})" for n in (1, 2, 3))  # "12 340 7" of a table are three numbers
+_GROUPED = rf"{_NO_ROW}(?!0)\d{{1,3}}(?:{_GAP}\d{{3}}(?!\d)){{1,6}}(?!{_GAP}\d)(?:[.,]\d+)?"
+_DIGITS = rf"{_GROUPED}|\d+(?:[.,]\d+)*|(?<![\w.,])\.\d+"
+_POWER = r"\^[-\u2212]?\d+|[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+"
+_MONEY = rf"(?:US)?\$|[{CURRENCIES}]|(?:USD|EUR|GBP|JPY|INR|CHF)[ \u00a0]?"
+# 1990s is no number of seconds
+_GLUED = "|".join(sorted(map(re.escape, {*MEASURES, *SCALES, *LETTERS} - {"s"}), key=len, reverse=True))
+_COUNTED = "|".join(sorted(COUNTED, key=len, reverse=True))
+_ONE = rf"(?:(?P<half>half[ -])?an?|one)(?=[ -](?:{'|'.join(SCALES)})(?!{LETTER}))"
+NUMBER = (
+    rf"(?:(?P<money>{_MONEY})?(?P<below>[-\u2212](?=[\d.])(?<=[{CURRENCIES}].))?(?P<digits>{_DIGITS})(?P<power>{_POWER})?"
+    rf"(?![.,]\d)(?:(?!{LETTER})|(?=(?:{_GLUED})(?!{LETTER})))"
+    rf"|(?P<counted>{_COUNTED})(?!{LETTER})|(?P<one>{_ONE}))(?:['’]s(?!{LETTER}))?"
+)
+_ONES = re.compile(r"[-\u2010\u2011](one|two|three|four|five|six|seven|eight|nine)\b", re.IGNORECASE)  # twenty-five
+_SCALE = re.compile(rf"[ \t\n\u00a0-]{{0,3}}({'|'.join(SCALES)})(?!{LETTER})", re.IGNORECASE)
+_LETTER_SCALE = re.compile(rf"([kKMB])(?!{LETTER})")
+_MONEY_SCALE = re.compile(rf"[ \u00a0]?([kmbt])(?!{LETTER})", re.IGNORECASE)
+_MINUS = re.compile(r"(?<![^\s(\[])(?:[-\u2013\u2212]|minus\s)\Z", re.IGNORECASE)
+_CELL = re.compile(r"[ \t]*(?:[|\t]|\Z|\n(?!\s{0,9}[a-z])|[-+\u2212]?\.?\d)")
 
 
-def number_of(word: str) -> str | None:
-    """The number that a word in small letters is: 1,234 and 1234 are one, so are 3,5 and 3.5, and 3 and three."""
-    return _plain(word) if _DIGITS.fullmatch(word) else COUNTED.get(word)
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number, and again with its unit if it has one. Where it ends, and where its unit does.
+
+    `is_bare`: without a unit and in a row or a column of numbers, whose head may have the unit.
+    """
+
+    keys: tuple[str, ...]
+    end: int
+    over: int
+    is_bare: bool
 
 
-def amount(number: str, text: str, match: re.Match[str]) -> tuple[list[str], int, int]:
-    """A number with its sign and scale, and again with its unit if it has one; where it ends, and where its unit does.
+def read(match: re.Match[str]) -> Amount:
+    """What a match of NUMBER says.
 
     5 million and 5,000,000 are one, so are 5 m and 5 metres; 5 and 5 million are not, nor are 5 g and 5 mg.
     """
-    end = match.end()
-    if not match[0][0].isdigit() and len(number) == 2 and number >= "20" and (ones := _ONES.match(text, end)):
-        number, end = f"{number[0]}{COUNTED.get(ones[1].lower(), '1')}", ones.end()
-    while number.count(".") <= 1 and (scale := _SCALE.match(text, end)):
-        number, end = _shifted(number, SCALES[scale[1].lower()]), scale.end()
-    if _MINUS.search(text, max(0, match.start() - 8), match.start()):
+    text, money = match.string, (match["money"] or "").strip()
+    number, end = _first(match)
+    number, end = _scaled(number, text, end, bool(money))
+    if match["below"] or _MINUS.search(text, max(0, match.start() - 8), match.start()):
         number = f"-{number}"
-    measure = _MEASURE.match(text, end)
-    name = " ".join(measure[1].lower().split()) if measure else ""
-    unit = MEASURES.get(name) or (len(name) > 3 and MEASURES.get(name.removesuffix("s"))) or ""
-    return ([number, f"{number} {unit}"], end, measure.end()) if measure and unit else ([number], end, end)
+    unit, over = unit_at(text, end) or ("", end)
+    if money and unit != measure(money):
+        unit, over = measure(money), end
+    keys = (number, f"{number} {unit}") if unit else (number,)
+    return Amount(keys, end, over, not unit and _CELL.match(text, end) is not None)
+
+
+def _first(match: re.Match[str]) -> tuple[str, int]:
+    """The number before its scale: of digits, or of words up to ninety-nine. And where it ends."""
+    if match["digits"]:
+        power = unicodedata.normalize("NFKC", match["power"] or "").lstrip("^+").replace("\u2212", "-")
+        return plain(match["digits"]) + (f"^{power}" if power else ""), match.end()
+    if match["one"]:
+        return ("0.5" if match["half"] else "1"), match.end()
+    number = COUNTED[match["counted"].lower()]
+    if len(number) == 2 and number >= "20" and (ones := _ONES.match(match.string, match.end())):
+        return f"{number[0]}{COUNTED.get(ones[1].lower(), '1')}", ones.end()
+    return number, match.end()
+
+
+def _scaled(number: str, text: str, end: int, is_money: bool) -> tuple[str, int]:
+    """The number with the scales behind it. A letter is one where it touches the number, or where money has one."""
+    if number.count(".") > 1 or "^" in number:
+        return number, end
+    letter = (_MONEY_SCALE if is_money else _LETTER_SCALE).match(text, end)
+    if letter:
+        return _shifted(number, LETTERS[letter[1].lower()]), letter.end()
+    while scale := _SCALE.match(text, end):
+        number, end = _shifted(number, SCALES[scale[1].lower()]), scale.end()
+    return number, end
 
 
 def _shifted(number: str, zeros: int) -> str:
     """A number times a power of ten, exactly."""
     whole, _, rest = number.partition(".")
     digits = rest.ljust(zeros, "0")
-    rest = digits[zeros:].rstrip("0")
-    return ((whole + digits[:zeros]).lstrip("0") or "0") + (f".{rest}" if rest else "")
+    return _joined(whole + digits[:zeros], digits[zeros:])
 
 
-def _plain(text: str) -> str:
-    whole = re.fullmatch(r"[1-9]\d{0,2}(?:[.,]\d{3})+", text)  # 0.125 is no 125
-    text = re.sub(r"[.,]", "", text) if whole else text.replace(",", ".")
-    digits = text.lstrip("0") or "0"
-    return "0" + digits if digits.startswith(".") else digits
+def plain(digits: str) -> str:
+    """One spelling of a number: 1,234 and 1 234 and 1234, 3,5 and 3.50, .5 and 0.5. 0.125 is no 125; 1.2.3 stays."""
+    text = unicodedata.normalize("NFKC", digits)
+    closed = re.sub(_GAP, "", text)
+    marks = re.findall(r"[.,]", closed)
+    *whole, rest = re.split(r"[.,]", closed)
+    if not marks:
+        return _joined(rest, "")
+    is_grouped = 1 <= len(whole[0]) <= 3 and whole[0][0] != "0" and all(len(group) == 3 for group in whole[1:])
+    if is_grouped and closed == text and len(rest) == 3 and len(set(marks)) == 1:
+        return _joined("".join([*whole, rest]), "")
+    if len(marks) == 1 or (is_grouped and marks[-1] not in marks[:-1] and len(set(marks[:-1])) == 1):
+        return _joined("".join(whole), rest)
+    return closed.replace(",", ".")
+
+
+def _joined(whole: str, rest: str) -> str:
+    rest = rest.rstrip("0")
+    return (whole.lstrip("0") or "0") + (f".{rest}" if rest else "")

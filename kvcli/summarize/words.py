@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
 
 from kvcli.summarize.cites import find
-from kvcli.summarize.numbers import amount, number_of
+from kvcli.summarize.measures import CJK, LETTER, heads
+from kvcli.summarize.numbers import NUMBER, read
 
-Kind = Literal["number", "name", "word"]
-
-# Chinese and Japanese have no spaces; there each character is a word
-_CJK = r"[\u3040-\u30ff\u3400-\u9fff]"
-_LETTER = rf"(?:(?!{_CJK})\w)"
-_WORD = re.compile(rf"{_CJK}|{_LETTER}+(?:['’.,]{_LETTER}+)*")
+_WORD = rf"{CJK}|{LETTER}+(?:['’.,]{LETTER}+)*"
+_TOKEN = re.compile(rf"(?P<number>{NUMBER})|{_WORD}", re.IGNORECASE)
 _FULL = r"\u3002\uff01\uff1f"  # full stop, exclamation and question mark of Chinese and Japanese
 _HEADED = r"(?m:^#{1,6}[ \t][^\n]*(?:\n|\Z))"  # a heading of markdown is a sentence, and so is each item of a list
 _DOTS = (
@@ -36,15 +28,14 @@ STOP = frozenset(
     then there these they this those through thus to too under until up upon us very was we were what when where
     whereas which while who whom whose why will with within without would yet you your p pp mr mrs ms dr prof
     according said say says states stated reports reported report document notes noted note mentions mentioned
-    describes described given""".split()
+    describes described given however moreover furthermore additionally overall finally notably meanwhile therefore
+    hence instead despite similarly likewise consequently nevertheless specifically importantly""".split()
 )
 ABBREVIATED = frozenset(
     "dr mr mrs ms prof no nos vs fig figs p pp st e.g i.e approx inc ltd co cf etc al jr sr".split()
 )
 PRONOUNS = frozenset("he she it they this these those such both its their his her".split())
-MOST_CAPITALS = 0.25  # of all words inside sentences; with more (German, titles) a capital says nothing about names
 NEAR = 16  # characters before a dot that say whether it ends a sentence: more than any abbreviation has
-UNSEEN = 2.0  # weight of a word that no sentence has, most often the writer's own: less than that of a rare word
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +45,15 @@ class Word:
     key: str
     start: int
     end: int
-    is_capital: bool = False  # in the text, and not because a sentence begins
+    is_capital: bool = False
     leads: bool = False  # a sentence
     is_number: bool = False
+    is_bare: bool = False  # a number without a unit in a row or a column of them
+
+    @property
+    def stands_out(self) -> bool:
+        """By a capital that is not there because a sentence begins."""
+        return self.is_capital and not self.leads
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +71,18 @@ def words(text: str) -> list[Word]:
     text = blank(text)
     found: list[Word] = []
     over = 0  # what stands before it is said
-    for match in _WORD.finditer(text):
+    for match in _TOKEN.finditer(text):
         if match.start() < over:
             continue
-        raw, leads = match[0], bool(_STARTS.search(text, max(0, match.start() - 12), match.start()))
-        for key, is_number in _keys(raw):
-            if is_number and number_of(raw.casefold()):
-                said, end, over = amount(key, text, match)
-                found += [Word(k, match.start(), end, False, leads, True) for k in said]
-                continue
-            capital = raw[0].isupper() and not is_number
-            found.append(Word(key, match.start(), match.end(), capital and not leads, leads, is_number))
+        leads = bool(_STARTS.search(text, max(0, match.start() - 12), match.start()))
+        if match["number"]:
+            said = read(match)
+            over = said.over
+            found += [Word(k, match.start(), said.end, False, leads, True, said.is_bare) for k in said.keys]
+            continue
+        for key, is_code in _keys(match[0]):
+            capital = match[0][0].isupper() and not is_code
+            found.append(Word(key, match.start(), match.end(), capital, leads, is_code))
     return found
 
 
@@ -119,68 +117,29 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 def units(text: str) -> list[Unit]:
-    """The sentences of a text with their words."""
-    found, inside = [], words(text)
+    """The sentences of a text with their words. A bare number of a table may have the unit of any column."""
+    found, inside, columns = [], words(text), heads(text)
     i = 0
     for start, end in sentences(text):
-        keys = []
+        keys, also = [], []
         while i < len(inside) and inside[i].start < end:
             keys.append(inside[i].key)
+            also += [f"{keys[-1]} {unit}" for unit in columns if inside[i].is_bare]
             i += 1
-        found.append(Unit(start, end, frozenset(keys), f" {' '.join(keys)} "))
+        found.append(Unit(start, end, frozenset([*keys, *also]), f" {' '.join(keys)} "))
     return found
 
 
-@dataclass(frozen=True)
-class Lexicon:
-    """What the words of a text are worth: those that few sentences have weigh most."""
-
-    texts: tuple[str, ...]
-    counts: Counter[str]  # key -> sentences
-    n: int  # sentences
-
-    @classmethod
-    def of(cls, texts: Sequence[str], sentences: Iterable[Unit]) -> Lexicon:
-        all_units = list(sentences)
-        return cls(tuple(texts), Counter(key for unit in all_units for key in unit.keys), len(all_units))
-
-    def weight(self, key: str) -> float:
-        """ln(1 + sentences / those with it)."""
-        return math.log(1 + self.n / self.counts[key]) if self.counts[key] else UNSEEN
-
-    def kind(self, word: Word) -> Kind:
-        if word.is_number:
-            return "number"
-        if not self._capitals_name or word.key in self._small:
-            return "word"
-        return "name" if word.is_capital or (word.leads and word.key in self._capital) else "word"
-
-    @cached_property
-    def _capital(self) -> frozenset[str]:
-        """Words with a capital inside a sentence."""
-        return frozenset(word.key for word in self._words if word.is_capital)
-
-    @cached_property
-    def _small(self) -> frozenset[str]:
-        """Words that also come without one: no names."""
-        return frozenset(w.key for w in self._words if not w.is_capital and not w.leads and not w.is_number)
-
-    @cached_property
-    def _capitals_name(self) -> bool:
-        n = sum(len(_WORD.findall(text)) for text in self.texts)
-        return sum(word.is_capital for word in self._words) <= MOST_CAPITALS * n
-
-    @cached_property
-    def _words(self) -> list[Word]:
-        return [word for text in self.texts for word in words(text)]
+def n_words(text: str) -> int:
+    """All of them, also those that say nothing."""
+    return sum(1 for _ in re.finditer(_WORD, text))
 
 
 def _keys(raw: str) -> list[tuple[str, bool]]:
     """How a word is compared: (key, whether it is a number). None of a word that says nothing."""
-    plain = unicodedata.normalize("NFKC", raw).casefold().replace("’", "'").replace("\u00ad", "")
+    raised = re.sub(r"(?<=\d)(?=[\u2070\u00b9\u00b2\u00b3\u2074-\u2079])", "^", raw)  # x10⁶ is no x106
+    plain = unicodedata.normalize("NFKC", raised).casefold().replace("’", "'").replace("\u00ad", "")
     plain = plain.removesuffix("'s").strip("_'.,")
-    if number := number_of(plain):
-        return [(number, True)]
     if any(c.isdigit() for c in plain):  # a code, as K482 or 3rd
         return [(plain, True)]
     if "." in plain or "," in plain:  # words without a space between them

@@ -1,6 +1,9 @@
 """How often the checker of citations is right over generated claims, and which shares it should ask for.
 
-python -m kvcli.summarize.measure --n 40 --grid > docs/benchmarks/citations.json
+python tests/bench/citations.py --grid --out docs/benchmarks/citations.json
+
+`by_kind` has the kinds of which every case must come out right, and `errors` what did not: true citations that were
+marked, false ones that passed. `partly` has false ones that a comparison of words cannot always find.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from kvcli.summarize.check import WITH_NUMBERS, WITHOUT, Checker  # noqa: E402
 from kvcli.summarize.cites import Bracket, Place  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
-from tests.summarize.cases import Case, Wanted, cases  # noqa: E402
+from tests.summarize.cases import PARTLY, SURE, Case, Wanted, cases  # noqa: E402
 
 GRID = (0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
 
@@ -45,15 +48,20 @@ def table(chosen: Iterable[Case], with_numbers: float = WITH_NUMBERS, without: f
     return {kind: {"right": right[kind], "of": of[kind]} for kind in of}
 
 
+def errors(chosen: Iterable[Case], with_numbers: float = WITH_NUMBERS, without: float = WITHOUT) -> dict[str, int]:
+    """True citations not confirmed or corrected, and false ones not doubted."""
+    wrong = [case for case in chosen if not is_right(case, with_numbers, without)]
+    false = sum(case.wanted == "doubtful" for case in wrong)
+    return {"true": len(wrong) - false, "false": false}
+
+
 def grid(chosen: Sequence[Case]) -> list[dict[str, float]]:
-    """Errors for every pair of shares: true citations not confirmed or corrected, and false ones not doubted."""
-    found = []
-    for with_numbers in GRID:
-        for without in GRID:
-            wrong = [case for case in chosen if not is_right(case, with_numbers, without)]
-            false = sum(case.wanted == "doubtful" for case in wrong)
-            found.append({"with_numbers": with_numbers, "without": without, "true": len(wrong) - false, "false": false})
-    return found
+    """Errors for every pair of shares."""
+    return [
+        {"with_numbers": with_numbers, "without": without, **errors(chosen, with_numbers, without)}
+        for with_numbers in GRID
+        for without in GRID
+    ]
 
 
 def main() -> None:
@@ -63,6 +71,7 @@ def main() -> None:
     parser.add_argument("--grid", action="store_true", help="also try other shares, on half as many of another seed")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    sure = list(cases(args.n, args.seed, list(SURE)))
     found: dict[str, object] = {
         "schema": "kvcli.bench.citations/1",
         "environment": machine(),
@@ -70,10 +79,12 @@ def main() -> None:
         "seed": args.seed,
         "with_numbers": WITH_NUMBERS,
         "without": WITHOUT,
-        "by_kind": table(cases(args.n, args.seed)),
+        "errors": errors(sure),
+        "by_kind": table(sure),
+        "partly": table(cases(args.n, args.seed, list(PARTLY))),
     }
     if args.grid:
-        found["grid"] = grid(list(cases(max(1, args.n // 2), args.seed + 1)))
+        found["grid"] = grid(list(cases(max(1, args.n // 2), args.seed + 1, list(SURE))))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found))

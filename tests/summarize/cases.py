@@ -1,7 +1,7 @@
 """Claims about generated reports with what their citations are worth: what the checker is measured and tested with.
 
-True claims are sentences of a page, word for word or put another way; false ones have a digit, a name or the page
-changed. The reports are those of `kvcli.demo.report`.
+True claims are sentences of a page, word for word or put another way; false ones have a digit, a name, other words or
+the page changed. The reports are those of `kvcli.demo.report`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from kvcli.demo.report import write_report
 from kvcli.demo.words import place as place_name
 from kvcli.summarize.check import Passage
 from kvcli.summarize.cites import Place
-from kvcli.summarize.words import sentences, words
+from kvcli.summarize.measures import measure
+from kvcli.summarize.numbers import COUNTED, SCALES
+from kvcli.summarize.words import STOP, sentences, words
 
 Wanted = Literal["confirmed", "corrected", "doubtful"]
 
@@ -74,14 +76,28 @@ def shortened(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None
     return (" ".join(kept[:-1]) + ".", page) if len(kept) > 6 else None
 
 
+FRAMES = ("It is reported that {}", "{}", "According to the report, {}", "The team notes: {}", "Engineers say that {}")
+
+
 def reworded(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
     """Another frame, other endings, other typography."""
     page, sentence = _sentence(rng, pages)
     claim = re.sub(r"^The (\S+ of .+?) is (.+)\.$", r"\2 is given as the \1.", sentence)
     claim = re.sub(r"\b(\w{4,})ed\b", r"\1ing", claim, count=1)
     claim = claim.replace("-", "\N{NON-BREAKING HYPHEN}").replace("metres", "m").replace(" and ", " & ")
-    frame = rng.choice(["It is reported that {}", "{}", "According to the report, {}", "The team notes: {}"])
-    return frame.format(claim), page
+    return rng.choice(FRAMES).format(claim), page
+
+
+def number_respelt(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
+    """The same number in another spelling, touching its unit or not."""
+    page, sentence = _sentence(rng, pages)
+    if not (number := re.search(r"(?<= )([1-9]\d*)(?: metres)?(?= |\.\Z)", sentence)):
+        return None
+    n = int(number[1])
+    ways = [f"{n}.0", f"{n},00", f"{n:,}", f"{n:,}".replace(",", "\u202f"), f"{n:,}".replace(",", " "), f"{n:,}.0"]
+    ways += [word for word, counted in COUNTED.items() if counted == number[1]]
+    unit = rng.choice([" m", "m", " meters", "-metre"]) if "metres" in number[0] else ""
+    return f"{sentence[: number.start()]}{rng.choice(ways)}{unit}{sentence[number.end() :]}", page
 
 
 def swapped_order(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
@@ -125,6 +141,23 @@ def number_of_the_page(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, st
     return (changed, page) if not _stands(changed, pages) else None
 
 
+AMOUNTS = (
+    "-{}",
+    "0.{}",
+    ".{}",
+    "{} 000",
+    "{} million",
+    "{} bn",
+    "{}k",
+    "{} mg",
+    "{} cl",
+    "{} %",
+    "{} ppm",
+    "${}",
+    "{}⁶",
+)
+
+
 def amount_changed(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
     """The same digits with another sign, scale or unit."""
     page, sentence = _sentence(rng, pages)
@@ -132,7 +165,7 @@ def amount_changed(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] |
     if not found:
         return None
     number = rng.choice(found)
-    new = rng.choice(["-{}", "0.{}", "{} million", "{} billion", "{} mg", "{} %"]).format(number[0])
+    new = rng.choice(AMOUNTS).format(number[0])
     changed = sentence[: number.start()] + new + sentence[number.end() :]
     return (changed, page) if not _stands(changed, pages) else None
 
@@ -154,6 +187,34 @@ def foreign(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
     """A sentence of another report."""
     _, sentence = _sentence(rng, report_pages(rng))
     return (sentence, rng.choice(pages).place.label) if not _stands(sentence, pages) else None
+
+
+def plain_changed(n: int) -> Callable[[Random, tuple[Passage, ...]], tuple[str, str] | None]:
+    """So many words that are no numbers and no names in place of others, which come from another report."""
+
+    def change(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
+        page, sentence = _sentence(rng, pages)
+        own = _plain_words(sentence)
+        if len(own) < n:
+            return None
+        _, foreign = _sentence(rng, report_pages(rng))
+        others = [word for word in _plain_words(foreign) if word not in own]
+        if len(others) < n:
+            return None
+        for old, new in zip(rng.sample(own, n), rng.sample(others, n), strict=True):
+            sentence = re.sub(rf"\b{old}\b", new, sentence, count=1)
+        return (sentence, page) if not _stands(sentence, pages) else None
+
+    return change
+
+
+def name_in_front(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
+    """Another name where the sentence begins with one: the text never has it."""
+    page, sentence = _sentence(rng, pages)
+    if not (found := re.match(r"[A-Z][a-z]+ [A-Z][a-z]+ (?=[a-z]+ed )", sentence)):
+        return None
+    changed = f"{place_name(rng)} {sentence[found.end() :]}"
+    return (changed, page) if not _stands(changed, pages) else None
 
 
 def _false(make: Callable[[Random, tuple[Passage, ...]], tuple[str, str] | None]) -> Callable[..., Case | None]:
@@ -198,10 +259,12 @@ def on_two_pages(kind: str, rng: Random, pages: tuple[Passage, ...]) -> Case | N
     return Case(kind, tuple(changed), sentence, pages[cited].place.label, "doubtful", "")
 
 
-KINDS: dict[str, Callable[[str, Random, tuple[Passage, ...]], Case | None]] = {
+# Those of which every case must come out right
+SURE: dict[str, Callable[[str, Random, tuple[Passage, ...]], Case | None]] = {
     "verbatim": _true(verbatim),
     "shortened": _true(shortened),
     "reworded": _true(reworded),
+    "number in another spelling": _true(number_respelt),
     "halves swapped": _true(swapped_order),
     "two sentences in one": _true(two_joined),
     "wrong page": wrong_page,
@@ -212,6 +275,14 @@ KINDS: dict[str, Callable[[str, Random, tuple[Passage, ...]], Case | None]] = {
     "of another report": _false(foreign),
     "on two pages, citing a third": on_two_pages,
 }
+# Those that a comparison of words finds in part: how many, the benchmark tells
+PARTLY: dict[str, Callable[[str, Random, tuple[Passage, ...]], Case | None]] = {
+    "one plain word changed": _false(plain_changed(1)),
+    "two plain words changed": _false(plain_changed(2)),
+    "three plain words changed": _false(plain_changed(3)),
+    "an unknown name in front": _false(name_in_front),
+}
+KINDS = SURE | PARTLY
 
 
 def _sentence(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str]:
@@ -229,6 +300,11 @@ def _of_page(rng: Random, pages: tuple[Passage, ...], label: str) -> str:
     body = [s for s in body if s.endswith(".") and not s.startswith("#") and "\n" not in s]
     sentence = rng.choice(body or ["The page is empty."])
     return re.sub(r" \[p\. \d+\]", "", sentence)
+
+
+def _plain_words(sentence: str) -> list[str]:
+    found = dict.fromkeys(re.findall(r"\b[a-z]{3,}\b", sentence))
+    return [w for w in found if w not in STOP and w not in COUNTED and w not in SCALES and not measure(w)]
 
 
 def _stands(claim: str, pages: tuple[Passage, ...]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,12 +12,12 @@ from kvcli.summarize.check import Checker, Claim, Passage
 from kvcli.summarize.cites import Bracket, Place, find, write
 from kvcli.summarize.words import units, words
 from tests.bench.citations import is_right, judged
-from tests.summarize.cases import KINDS, cases
+from tests.summarize.cases import KINDS, SURE, cases
 
-EACH = 24  # cases of each kind, 288 in all
+EACH = 24  # cases of each kind
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SURE)
 def test_generated_citations_are_judged_right(kind: str):
     """Of every kind: the true are confirmed, those of another page moved to it, the planted false ones doubted."""
     chosen = list(cases(EACH, 1, [kind]))
@@ -191,36 +191,60 @@ def test_a_chapter_is_cited_as_the_document_has_it():
     assert (judged.cites[0].place, judged.text) == (Place("chapter", "Debt"), "[§ Debt]")
 
 
-@pytest.mark.parametrize("text", ["x" + "." * 60_000 + "y", "A. " * 30_000, "x" + "。." * 30_000 + "y", "\n " * 30_000])
-def test_long_rows_take_no_time(text: str):
-    began = time.process_time()
-    units(text)
-    assert time.process_time() - began < 5
+@pytest.mark.parametrize(
+    ("text", "n"),
+    [("x" + "." * 99_000 + "y", 1), ("A. " * 30_000, 1), ("x" + "。." * 40_000 + "y", 40_001), ("\n " * 40_000, 0)],
+)
+def test_long_rows_are_cut_into_sentences(text: str, n: int):
+    """Where a pattern takes squares, this never ends."""
+    assert len(units(text)) == n
+
+
+PLANT = "In 2027 the plant in Lyon employed 340 people and grew by 12 %, as Adler said. The mill stands idle."
 
 
 @pytest.mark.parametrize(
-    ("page", "claim", "is_true"),
+    "claim",
     [
-        ("125 mg", "0.125 mg", False),
-        ("5 mg", "5 g", False),
-        ("125 mg", "125 kg", False),
-        ("5 million", "5 billion", False),
-        ("5 million", "5", False),
-        ("12 %", "12", True),
-        ("12 %", "12 percent", True),
-        ("5", "-5", False),
-        ("-5", "\u22125", True),
-        ("thirty", "Twenty", False),
-        ("twenty-five", "25", True),
-        ("twenty-one", "20", False),
-        ("1.25 million", "1,250,000", True),
-        ("1,234", "1234", True),
-        ("0.125 mg", "0,125 mg", True),
-        ("5 m", "5 metres", True),
-        ("5 hours", "5 h", True),
+        "In 2027 Adler closed Lyon and fired 12 % of 340 staff",
+        "Adler bribed 340 judges in Lyon in 2027, 12 % of whom confessed",
+        "Adler stole 12 %",
     ],
 )
-def test_a_number_is_one_with_its_sign_scale_and_unit(page: str, claim: str, is_true: bool):
-    text = "The patients of the trial at Stultov got {} of sugar each morning. Nothing else was given."
-    found = shown([text.format(page), DEBT], f"{text.partition('.')[0].format(claim)} [p. 1]")
-    assert found == ("[p. 1]" if is_true else "[p. 1?]")
+def test_numbers_and_names_confirm_no_other_words(claim: str):
+    assert shown([PLANT, DEBT], f"{claim} [p. 1]") == "[p. 1?]"
+
+
+def test_a_claim_of_numbers_and_names_alone_is_confirmed():
+    assert shown([PLANT, DEBT], "Lyon 2027: 340, 12 % (Adler) [p. 1]") == "[p. 1]"
+
+
+def test_a_quote_goes_by_all_words_numbers_and_names_included():
+    text = "The plant grew. The plant grew by 12 %."
+    place = Place("page", "1")
+    (cite,) = Checker(pages(text)).judge("Plant grew by 12 %", Bracket(0, 0, (place,)), quotes=True).cites
+    assert cite.quote is not None
+    assert cite.quote.text == "The plant grew by 12 %."
+
+
+CLOSED = "Adler closed the plant in Lyon in 2027. The board met, and Adler left."
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("Adler closed the plant in Lyon in 2027 [p. 1]", "[p. 1]"),
+        ("Miller closed the plant in Lyon in 2027 [p. 1]", "[p. 1?]"),
+        ("Toyota closed the plant in Lyon in 2027 [p. 1]", "[p. 1?]"),
+        ("Overall, the plant in Lyon closed in 2027 [p. 1]", "[p. 1]"),
+        ("Observers say that Adler closed the plant in Lyon in 2027 [p. 1]", "[p. 1]"),
+    ],
+)
+def test_an_unknown_name_in_front_does_not_stand_for_the_one_of_the_page(said: str, expected: str):
+    filler = " ".join(f"The {word} was painted." for word in "gate mill road barn roof pier lamp kiln".split())
+    assert shown([CLOSED, filler], said) == expected
+
+
+def test_the_docs_name_every_kind_of_claim():
+    text = (Path(__file__).parents[2] / "docs/summarize.md").read_text(encoding="utf-8")
+    assert [kind for kind in KINDS if kind not in " ".join(text.split())] == []
