@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -59,7 +60,15 @@ class Document:
 
 def mark(unit: Unit, label: str) -> str:
     """What leads a section in a prompt, and how a citation of it is written: `[p. 12]`, `[§ Methods]`, `[l. 41-80]`."""
-    return f"[{SIGNS[unit]} {label}]"
+    return f"[{SIGNS[unit]} {clean(label)}]"
+
+
+def clean(label: str) -> str:
+    """A label or a name that cannot end its bracket, nor begin another citation in it."""
+    return re.sub(r"\s+", " ", label.translate(_CLEAN)).strip(" ?")
+
+
+_CLEAN = str.maketrans({"[": "(", "]": ")", ";": ","})
 
 
 def marked(unit: Unit, sections: Sequence[Section]) -> str:

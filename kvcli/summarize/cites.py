@@ -7,41 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from kvcli.documents.document import SIGNS, Unit
+from kvcli.documents.document import SIGNS, clean
+from kvcli.summarize.places import Place, Reader
+
+__all__ = ["Bracket", "Place", "clean", "find", "same", "without", "write"]
 
 LONGEST = 300  # characters of a bracket; what is longer is text
-DASH = "-\N{EN DASH}\N{EM DASH}\N{NON-BREAKING HYPHEN}\N{HYPHEN}"
 
-_BRACKET = re.compile(rf"\[([^\[\]\n]{{1,{LONGEST}}})(?:\]|(?=\n)|\Z)|\(((?:see\s+)?p[^()\n]{{1,40}})\)", re.IGNORECASE)
-_KIND = re.compile(
-    r"\s*(?:see\s+)?(?:(?P<page>pp?\.|(?P<bare>pp?)(?=\s+\d)|pg\.?(?=\s*\d)|pages?(?=\s*\d))"
-    r"|(?P<line>ll?\.|(?P<stark>ll?)(?=\s+\d)|lines?(?=\s*\d))|(?P<heading>§+))\s*",
-    re.IGNORECASE,
+_WIDE = "\N{FULLWIDTH LEFT SQUARE BRACKET}", "\N{FULLWIDTH RIGHT SQUARE BRACKET}"
+# Each ends where one of its kind or a square one begins: otherwise rows of open brackets would take squares
+_OTHERS = "".join(
+    f"|{re.escape(a)}([^{re.escape(a + b)}\\[\\]\\n]{{1,{LONGEST}}}){re.escape(b)}"
+    for a, b in (("【", "】"), ("⟦", "⟧"), _WIDE, ("{", "}"))
 )
-_ITEM = re.compile(rf"(\d{{1,6}})(?!\d)(?:\s*(?:[{DASH}]|to\b)\s*(?:pp?\.\s*|ll?\.\s*)?(\d{{1,6}})(?!\d))?\s*(\?)?")
-_BETWEEN = re.compile(r"\s*(?:,|/|&|\band\b)\s*(?:and\b\s*)?(?:pp?\.|pages?\b|ll?\.|lines?\b)?\s*", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where something stands.
-
-    `label` is that of the section ("12", "Methods", "41-80"); of pages and lines it may be a range. It is empty where
-    a model began a citation and named no place. `document` is empty where there is only one.
-    """
-
-    unit: Unit
-    label: str
-    document: str = ""
-
-    @property
-    def span(self) -> tuple[int, int] | None:
-        """First and last number of a page, a line or a range of them."""
-        found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", self.label) if SIGNS[self.unit] != "§" else None
-        return (int(found[1]), int(found[2] or found[1])) if found else None
+_BRACKET = re.compile(
+    rf"\[([^\[\]\n]{{1,{LONGEST}}})(?:\]|(?=\n)|\Z){_OTHERS}"
+    rf"|(?P<round>[(\uff08])([^()\uff08\uff09\[\]\n]{{1,{LONGEST}}})[)\uff09]"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +39,22 @@ class Bracket:
 
 
 def find(text: str, documents: Sequence[str] = ()) -> list[Bracket]:
-    """All citations in order. `documents`: names that may stand before a place. Never raises."""
-    names = "|".join(re.escape(clean(n)) for n in sorted(documents, key=len, reverse=True) if clean(n))
-    named = re.compile(rf"\s*(?:see\s+)?({names})[\s,:]+", re.IGNORECASE) if names else None
-    known = {clean(name).casefold(): name for name in documents}
-    found = []
+    """All citations in order; those with only spaces or a comma between them are one. Never raises.
+
+    `documents`: names that may stand before a place. A place of another name is found too, and is nowhere.
+    """
+    reader = Reader(documents)
+    found: list[Bracket] = []
     for match in _BRACKET.finditer(text):
-        inside = match[1] or match[2]
-        places: list[Place] = []
-        for group in inside.split(";"):  # a group without a name is about the document of the one before
-            places += _places(group, named, known, places[-1].document if places else "")
-        if places and (match[1] or any(place.label for place in places)):
+        is_open = match[1] is not None and not match[0].endswith("]")
+        inside = match[match.lastindex or 0]
+        places = reader.read(inside, is_round=match["round"] is not None, is_open=is_open)
+        if not places:
+            continue
+        if found and _is_seam(text[found[-1].end : match.start()]):
+            both = tuple(dict.fromkeys([*found[-1].places, *places]))
+            found[-1] = replace(found[-1], end=match.end(), places=both)
+        else:
             found.append(Bracket(match.start(), match.end(), tuple(places)))
     return found
 
@@ -94,40 +84,5 @@ def same(label: str) -> str:
     return "".join(c for c in label.casefold().lstrip("# ") if c.isalnum() or c in "+#")
 
 
-def clean(label: str) -> str:
-    """A label or a name that cannot end its bracket, nor begin another citation in it."""
-    return re.sub(r"\s+", " ", label.translate(_CLEAN)).strip(" ?")
-
-
-_CLEAN = str.maketrans({"[": "(", "]": ")", ";": ","})
-
-
-def _places(group: str, named: re.Pattern[str] | None, known: dict[str, str], document: str) -> list[Place]:
-    """Of "a.pdf pp. 3, 9-11": a page and a range; of what is no citation, none."""
-    if named and (match := named.match(group)):
-        document, group = known[match[1].casefold()], group[match.end() :]
-    kind = _KIND.match(group)
-    if kind is None:
-        return []
-    rest = group[kind.end() :]
-    if kind["heading"]:
-        label = clean(rest)
-        return [Place("heading", label, document)] if label else []
-    unit: Unit = "page" if kind["page"] else "line"
-    labels, end = _labels(rest)
-    if (kind["bare"] or kind["stark"]) and rest[end:].strip():  # "(p 53 pathway)"
-        return []
-    return [Place(unit, label, document) for label in labels]
-
-
-def _labels(text: str) -> tuple[list[str], int]:
-    """Numbers and ranges at the beginning, one empty label where there are none; and where they end."""
-    labels, at, end = [], 0, 0
-    while item := _ITEM.match(text, at):
-        first, last = int(item[1]), int(item[2] or item[1])
-        labels.append(str(first) if first == last else f"{min(first, last)}-{max(first, last)}")
-        end = item.end()
-        if not (between := _BETWEEN.match(text, end)):
-            break
-        at = between.end()
-    return labels or [""], end
+def _is_seam(between: str) -> bool:
+    return "\n" not in between and between.strip() in ("", ",", ";", "&", "and")

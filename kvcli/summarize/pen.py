@@ -1,4 +1,4 @@
-"""Points of an answer while it grows: each comes once, as soon as it is complete and checked."""
+"""Points of an answer while it grows: each comes once, as soon as no later line can change it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,41 @@ from collections.abc import Callable, Iterator, Sequence
 from kvcli.summarize.cites import same
 from kvcli.summarize.events import Said
 from kvcli.summarize.result import Point
+from kvcli.summarize.split import Raw, Splitter
 
 
 class Pen:
-    """Points of an answer as it grows; those that are final are said at once, each only once."""
+    """Points of an answer as it grows; where they are final, each is said at once.
 
-    def __init__(self, points_of: Callable[[str], list[Point]], *, is_final: bool) -> None:
+    `documents`: their names, where citations have them.
+    """
+
+    def __init__(self, point_of: Callable[[Raw], Point], documents: Sequence[str] = (), *, is_final: bool) -> None:
         self.points: list[Point] = []
         self.repeated = 0
-        self._points_of, self._is_final = points_of, is_final
-        self._taken = 0  # characters of the answer
+        self._point_of, self._is_final = point_of, is_final
+        self._splitter = Splitter(documents)
+        self._taken = 0  # characters of the answer, in whole lines
+        self._is_begun = False  # what follows them told already that the point before it is complete
+        self._n_raws = 0  # that became points
 
     def write(self, answer: str, *, whole: bool = False) -> Iterator[Said]:
-        end = len(answer) if whole else settled(answer)
-        if end <= self._taken:
-            return
-        fresh = self._points_of(answer[self._taken : end])
-        self._taken = end
+        """The points that are new in this answer, which goes on from the one before. `whole`: nothing follows."""
+        end = len(answer) if whole else max(self._taken, answer.rfind("\n", self._taken) + 1)
+        if end > self._taken:
+            for line in answer[self._taken : end].splitlines():
+                self._splitter.feed(line)
+            self._taken, self._is_begun = end, False
+        if whole:
+            self._splitter.end()
+        raws = self._splitter.found
+        if not whole and not self._is_begun and (begun := answer[end:].splitlines()):
+            after = self._splitter.after(begun[0])
+            self._is_begun, raws = bool(after), [*raws, *after]
+        fresh, self._n_raws = raws[self._n_raws :], max(self._n_raws, len(raws))
+        yield from self._add([self._point_of(raw) for raw in fresh])
+
+    def _add(self, fresh: Sequence[Point]) -> Iterator[Said]:
         kept = unique([*self.points, *fresh])
         self.repeated += len(self.points) + len(fresh) - len(kept)
         new = kept[len(self.points) :]
@@ -31,18 +49,6 @@ class Pen:
         if self._is_final:
             for point in new:
                 yield Said(point)
-
-
-def settled(answer: str) -> int:
-    """How much of a growing answer will be split as it is now: up to its last whole bullet, heading or paragraph."""
-    end = answer.rfind("\n") + 1
-    while end:
-        line = answer[answer.rfind("\n", 0, end - 1) + 1 : end].strip()
-        is_bullet = bool(line) and (line[0] in "-*•" or line[0].isdigit())
-        if not line or line[0] == "#" or (is_bullet and answer[end : end + 1].strip(" \t")):
-            return end  # behind a bullet, an indented line may go on with it
-        end = answer.rfind("\n", 0, end - 1) + 1
-    return 0
 
 
 def unique(points: Sequence[Point]) -> list[Point]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from kvcli.summarize.events import (
 from kvcli.summarize.merge import cited, for_merge, grouped
 from kvcli.summarize.pen import Pen, unique
 from kvcli.summarize.plan import Plan, Window, make_plan
-from kvcli.summarize.points import point_of, split
+from kvcli.summarize.points import point_of
 from kvcli.summarize.prompt import Messages, merge_messages, part_messages, wording_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
@@ -120,7 +120,7 @@ class _Run:
         messages = part_messages(plan.wording, self.request, part.text, plan.unit, part.number, of)
         kept = self._kept(messages)
         yield PartBegan(part, of, plan.prompts[part.number - 1], kept is not None)
-        pen = Pen(self._pointer(part.passages), is_final=of == 1)
+        pen = self._pen(part.passages, is_final=of == 1)
         turn = yield from self._turn(messages, kept, pen, keeps_nothing=of > 1)
         answered = Answered(turn, (part.number, part.number), False, kept is not None)
         self._took(answered, pen, f"part {part.number} of {of}" if of > 1 else "the answer")
@@ -168,7 +168,7 @@ class _Run:
         messages = merge_messages(plan.wording, self.request, [for_merge(p) for p in inputs], plan.unit)
         kept = self._kept(messages)
         yield MergeBegan(number, len(inputs), len(self._ids(messages)), kept is not None)
-        pen = Pen(self._pointer(cited(inputs, passages)), is_final=is_final)
+        pen = self._pen(cited(inputs, passages), is_final=is_final)
         turn = yield from self._turn(messages, kept, pen, keeps_nothing=False)
         answered = Answered(turn, span, True, kept is not None)
         self._took(answered, pen, f"merge {number}")
@@ -227,15 +227,11 @@ class _Run:
         if text and text not in self.notes:
             self.notes.append(text)
 
-    def _pointer(self, passages: Sequence[Passage]) -> Callable[[str], list[Point]]:
+    def _pen(self, passages: Sequence[Passage], *, is_final: bool) -> Pen:
         """From an answer to its points, citations checked against these passages."""
         request, names = self.request, self.names
         checker = Checker(passages) if request.cite and request.check else None
-
-        def points(answer: str) -> list[Point]:
-            return [point_of(raw, checker, names, quotes=request.quotes) for raw in split(answer)]
-
-        return points
+        return Pen(lambda raw: point_of(raw, checker, names, quotes=request.quotes), names, is_final=is_final)
 
     def _took(self, answered: Answered, pen: Pen, what: str) -> None:
         self.turns.append(answered)

@@ -40,6 +40,53 @@ WRITTEN = {
     "[§ Methods; § Results, in brief]": (Place("heading", "Methods"), Place("heading", "Results, in brief")),
     "[l. 41-80]": (Place("line", "41-80"),),
     "[lines 41-80, 90]": (Place("line", "41-80"), Place("line", "90")),
+    "【p. 2】": pages("2"),
+    "⟦p. 2⟧": pages("2"),
+    "{p. 2}": pages("2"),
+    "\uff3bp. 2\uff3d": pages("2"),
+    "\uff08p. 2\uff09": pages("2"),
+    "[p2]": pages("2"),
+    "[P9]": pages("9"),
+    "[*p. 2*]": pages("2"),
+    "[**p. 2**]": pages("2"),
+    "[page: 2]": pages("2"),
+    "[pgs. 9-10]": pages("9-10"),
+    "[S. 2]": pages("2"),
+    "[Seiten 2-3]": pages("2-3"),
+    "[Source: p. 2]": pages("2"),
+    "(Source: p. 2)": pages("2"),
+    "[cf. p. 2]": pages("2"),
+    "(see p. 2)": pages("2"),
+    "(on page 2)": pages("2"),
+    "[L41-L80]": (Place("line", "41-80"),),
+    "(l. 41-80)": (Place("line", "41-80"),),
+    "(lines 3-4)": (Place("line", "3-4"),),
+    "(§ Methods)": (Place("heading", "Methods"),),
+    "[Section 2]": (Place("heading", "Section 2"),),
+    "(p. 9, line 3)": pages("9"),
+    "(p. 9, table 3)": pages("9"),
+    "[p. 9 ff.]": pages("9"),
+    "[p. 9f., 12]": pages("9", "12"),
+    "[p. 9, 2nd table]": pages("9"),
+    "[p. 1,234]": pages("1234"),
+    "[p. 9,10,123]": pages("9", "10", "123"),
+    "[p. 112,115,120]": pages("112", "115", "120"),
+    "[p. 9; 41]": pages("9", "41"),
+    "[p. 9 p. 41]": pages("9", "41"),
+    "[p. 3.5]": pages(""),
+    "[p. iv]": pages(""),
+    "[p. 9; l. 3; § Debt]": (*pages("9"), Place("line", "3"), Place("heading", "Debt")),
+    "[§ Costs, revenue; and 5?]": (Place("heading", "Costs, revenue, and 5"),),
+    "[§ Costs; see p. 5]": (Place("heading", "Costs"), *pages("5")),
+    # of documents that nobody knows
+    "[mill.txt p. 9]": pages("9", document="mill.txt"),
+    "(mill.txt p. 9)": pages("9", document="mill.txt"),
+    "[mill.txt, p. 9, table 3]": pages("9", document="mill.txt"),
+    "[Smith 2019, p. 9]": pages("9", document="Smith 2019"),
+    "[as shown on page 9]": pages("9", document="as shown on"),
+    "[mill p. 9; oil.txt p. 3]": (*pages("9", document="mill"), *pages("3", document="oil.txt")),
+    "[p. 1; mill p. 4]": (*pages("1"), *pages("4", document="mill")),
+    "[§ Costs; x.md § Debt]": (Place("heading", "Costs"), Place("heading", "Debt", "x.md")),
 }
 PLAIN = [
     "[9]",
@@ -56,7 +103,28 @@ PLAIN = [
     "(p 53 pathway)",
     "[L2 norm]",
     "(P2P networks)",
-    "[p1]",
+    "[p53 pathway]",
+    "[sic]",
+    "[9, 12]",
+    "(p < 0.05)",
+    "[p < 0.05]",
+    "(p.05)",
+    "(p. 0.05)",
+    "(p 0.05)",
+    "(5 p.m.)",
+    "[p.m.]",
+    "(see page 12 of the annex)",
+    "(page 12 was blank)",
+    "[the court held on page 9 that it fell]",
+    "[the p 53 pathway]",
+    "[metro line 3 opened]",
+    "(line 3)",
+    "(Section 2)",
+    "(§ 433 BGB)",
+    "(Smith 2019, p. 9)",
+    "(Smith, pp. 9-11)",
+    "{a, b}",
+    "【9】",
 ]
 
 
@@ -75,6 +143,46 @@ def test_other_brackets_are_text(text: str):
 def test_documents_are_named():
     found = find("It rose [a b.pdf p. 3, 4; c(1).pdf p. 9].", ["a b.pdf", "c(1).pdf"])
     assert found[0].places == (*pages("3", "4", document="a b.pdf"), *pages("9", document="c(1).pdf"))
+
+
+NAMED = {
+    "[a b.pdf, p. 3]": pages("3", document="a b.pdf"),
+    "[A B.PDF p. 3]": pages("3", document="a b.pdf"),
+    '["a b.pdf", p. 3]': pages("3", document="a b.pdf"),
+    "[a b p. 3]": pages("3", document="a b.pdf"),
+    "(a b.pdf p. 3)": pages("3", document="a b.pdf"),
+    "[see a b.pdf p. 3; see also 2027.txt p. 4]": (
+        *pages("3", document="a b.pdf"),
+        *pages("4", document="2027.txt"),
+    ),
+    "[a b.pdf p. 3, 2027.txt p. 4]": (*pages("3", document="a b.pdf"), *pages("4", document="2027.txt")),
+    "[a b.pdf, p. 3 and 2027.txt, p. 4]": (*pages("3", document="a b.pdf"), *pages("4", document="2027.txt")),
+    "[a b.pdf, p. 3; mill.txt p. 4]": (*pages("3", document="a b.pdf"), *pages("4", document="mill.txt")),
+    "[b.pdf p. 3]": pages("3", document="b.pdf"),
+    "[twice p. 3]": pages("3", document="twice"),  # of two files
+}
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_names_are_understood_however_they_are_written(text: str):
+    (bracket,) = find(f"It rose {text}.", ["a b.pdf", "2027.txt", "twice.pdf", "twice.txt"])
+    assert bracket.places == NAMED[text]
+
+
+def test_a_name_whose_capitals_are_another_letters_is_another_name():
+    assert find("It rose [i p. 3].", ["\N{LATIN CAPITAL LETTER I WITH DOT ABOVE}"])[0].places == pages(
+        "3", document="i"
+    )
+
+
+def test_neighbours_are_one_citation():
+    text = "It rose [p. 1] [p. 2], [p. 1] and [p. 4]. It fell [p. 5] by [p. 6]."
+    assert [(text[b.start : b.end], b.places) for b in find(text)] == [
+        ("[p. 1] [p. 2], [p. 1] and [p. 4]", pages("1", "2", "4")),
+        ("[p. 5]", pages("5")),
+        ("[p. 6]", pages("6")),
+    ]
+    assert len(find("It rose [p. 1]\n[p. 2].")) == 2
 
 
 def test_doubt_is_written():
@@ -120,10 +228,15 @@ def test_what_is_written_is_found_again(wanted: list[Place], data: st.DataObject
         assert (bracket.start, bracket.end) == (8, 8 + len(text))
 
 
-hostile = st.text() | st.text("[]()p.§l;,?-0123456789 \n\t&and") | st.text("[p. 9]").map(lambda t: t * 50)
+hostile = st.text() | st.text("[](){}p.§l;:*,?-0123456789 \n\t&and") | st.text("[p. 9]").map(lambda t: t * 50)
 
 
-@given(hostile, st.lists(st.text(), max_size=3))
+hostile |= st.lists(st.sampled_from("[ ] ( ) p. p l. § ; , see 9 1,234 - a.pdf x.md \uff08 【 of *".split())).map(
+    " ".join
+)
+
+
+@given(hostile, st.lists(st.text() | st.sampled_from(["a.pdf", "see", "9"]), max_size=3))
 def test_no_text_breaks_it(text: str, documents: list[str]):
     found = find(text, documents)
     assert all(text[b.start] in "[(" and b.places for b in found)

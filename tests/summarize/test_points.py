@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvcli.summarize.check import Checker, Passage
 from kvcli.summarize.cites import Place, find
-from kvcli.summarize.pen import Pen
-from kvcli.summarize.points import Raw, pieces, point_of, split
+from kvcli.summarize.points import pieces, point_of
 from kvcli.summarize.result import written
+from kvcli.summarize.split import Raw, split
 
 
 def test_bullets_with_their_levels():
@@ -120,7 +120,3 @@ def test_an_indented_line_goes_on_with_its_bullet():
         ("Last", "bullet"),
         ("Apart.", "sentence"),
     ]
-    pen = Pen(lambda text: [point_of(raw, None) for raw in split(text)], is_final=False)
-    for n in range(len(answer) + 1):
-        list(pen.write(answer[:n], whole=n == len(answer)))
-    assert [point.text for point in pen.points] == [point_of(raw, None).text for raw in split(answer)]

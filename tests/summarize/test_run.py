@@ -13,7 +13,6 @@ from kvcli.documents import Document, Section
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done, Event, MergeBegan, PartBegan, Planned, Said, Stopped, Unkept
-from kvcli.summarize.pen import settled
 from kvcli.summarize.request import Request, length_of
 from kvcli.summarize.run import summarize, summary_of
 from tests.fake_model import fake_info
@@ -432,13 +431,6 @@ def test_a_damaged_wording_is_an_error(tmp_path: Path, text: str):
     (tmp_path / "summarize.json").write_text(text)
     with pytest.raises(BadModel):
         summary_of(Scribe(first_sentences, info=fake_info(path=str(tmp_path))), [TEN])
-
-
-def test_an_answer_settles_line_by_line():
-    answer = "- One.\n- Two.\nMore of it. And\nmore.\n\nNext. Par"
-    assert [answer[: settled(answer[:n])] for n in (6, 7, 20, 36, 37, len(answer))] == [
-        "", "", "- One.\n- Two.\n", "- One.\n- Two.\n", answer[:37], answer[:37],
-    ]  # fmt: skip
 
 
 FORMS = {

@@ -1,0 +1,210 @@
+"""What stands inside the brackets of a citation: documents, pages, lines and headings, however a model spells them.
+
+It is read from sign to sign ("p.", "page", "l.", "§"): what leads a sign names a document, what follows it are labels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvcli.documents.document import SIGNS, Unit, clean
+
+DASH = "-\N{EN DASH}\N{EM DASH}\N{NON-BREAKING HYPHEN}\N{HYPHEN}"
+
+_SIGN = re.compile(
+    r"(?<![^\W_])(?:(?P<page>pp?\.(?![a-z])|pp?\s?:(?=\s?\d)|pgs?[.:]?(?=\s*\d)|pages?\s?:?(?=\s*\d)"
+    r"|seiten?(?=\s*\d)|(?-i:S\.)(?=\s*\d))"
+    r"|(?P<line>ll?\.(?![a-z])|lines\s?:?(?=\s*\d)|(?P<metro>line)\s?:?(?=\s*\d))"
+    r"|(?P<bare>(?P<p>pp?)(?=\s+\d|\d)|ll?(?=\s+\d|\d))"
+    r"|(?P<heading>§+)|(?P<word>(?:sections?|sec\.|chapters?|chap\.|ch\.)(?=\s*\d)))\s*",
+    re.IGNORECASE,
+)
+_ENDS = r"(?=ff?\b|(?!\.?[^\W_]))"  # of a number: not 3.5, not 2nd, not 2027.pdf
+# One comma before three figures is that of a thousand, unless there are more commas like it
+_ITEM = re.compile(
+    rf"(?P<first>(?<!,)\d{{1,2}},\d{{3}}(?!,?\d)|\d{{1,6}}){_ENDS}"
+    rf"(?:\s*(?:[{DASH}]|to\b)\s*(?:(?:pp?\.?|ll?\.?)\s*)?(?P<last>\d{{1,6}}){_ENDS})?(?:\s?ff?\b\.?)?\s*\??",
+    re.IGNORECASE,
+)
+_BETWEEN = {
+    unit: re.compile(rf"\s*(?:(?:[,;/&]|\band\b)\s*(?:and\b\s*)?(?:(?:{sign})\s*)?|(?:{sign})\s*)(?=\d)", re.IGNORECASE)
+    for unit, sign in (("page", r"pp?\.?|pages?\b"), ("line", r"ll?\.?|lines?\b"))
+}
+_PREFIX = re.compile(
+    r"[\s*_,;]*+(?:(?:see|also|cf|vgl|siehe|sources?|quelle|refs?|from|on|at|in|and)\b[\s*_.,:]*+)*", re.IGNORECASE
+)
+_FILE = re.compile(r"\w\.[a-z]\w{0,4}[\"'”’*_`]*+[\s,:]*+\Z", re.IGNORECASE)
+# What may follow a page number without saying anything about the claim
+_DETAIL = re.compile(
+    r"\W*+(?:(?<=[\s,])(?:table|tab|fig|figure|box|note|footnote|fn|lines?|l|para|paragraph|section|col)\b"
+    r"[^;]*+|(?<=§).*+)?(?:and\b)?\W*+",
+    re.IGNORECASE,
+)
+_QUOTES = "\"'`“”\N{LEFT SINGLE QUOTATION MARK}’*_"
+_EDGE = f" \t\n,:;({_QUOTES}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something stands.
+
+    `label` is that of the section ("12", "Methods", "41-80"); of pages and lines it may be a range. It is empty where
+    a model began a citation and named no place. `document` is empty where there is only one; it may be one that
+    nobody knows, as a model wrote it.
+    """
+
+    unit: Unit
+    label: str
+    document: str = ""
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """First and last number of a page, a line or a range of them."""
+        found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", self.label) if SIGNS[self.unit] != "§" else None
+        return (int(found[1]), int(found[2] or found[1])) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A sign with what leads it and what follows it."""
+
+    name: str
+    is_known: bool  # or empty
+    sign: re.Match[str]
+    labels: tuple[str, ...]  # numbers; of a heading none
+    rest: str  # behind the numbers; of a heading all of it
+
+    @property
+    def is_titled(self) -> bool:
+        return bool(self.sign["heading"] or self.sign["word"])
+
+    @property
+    def is_page(self) -> bool:
+        return bool(self.sign["page"] or self.sign["p"])
+
+
+class Reader:
+    """Reads the insides of brackets. `documents`: their names; they count without their ending too."""
+
+    def __init__(self, documents: Sequence[str] = ()) -> None:
+        self._known = {clean(name).casefold(): name for name in documents if clean(name)}
+        names = "|".join(re.escape(clean(n)) for n in sorted(documents, key=len, reverse=True) if clean(n))
+        stems = [name.rpartition(".")[0].casefold() for name in documents]
+        self._stems = {s: n for s, n in zip(stems, documents, strict=True) if s and stems.count(s) == 1}
+        self._ends = (
+            re.compile(rf"(?:\A|[\s;,({_QUOTES}])({names})[{_QUOTES}]*+[\s,:]*+\Z", re.IGNORECASE) if names else None
+        )
+        self._begins = re.compile(rf"(?:{names})[\s,:]+(?:pp?\.|ll?\.|§)", re.IGNORECASE) if names else None
+
+    def read(self, inside: str, *, is_round: bool = False, is_open: bool = False) -> list[Place]:
+        """The places that it names, also of documents that nobody knows; none if it is no citation.
+
+        Round brackets are most often text: there all must be understood. So are those that nobody closed: there the
+        sign or a known name comes first.
+        """
+        places: list[Place] = []
+        for group in self._groups(inside, is_strict=is_round or is_open):
+            found = _in_round(group) if is_round else _in_square(group)
+            if not found and (is_round or not places):
+                return []
+            inherits = places and not group.name
+            places += [replace(p, document=places[-1].document) for p in found] if inherits else found
+        return places
+
+    def _groups(self, inside: str, *, is_strict: bool) -> list[_Group]:
+        groups: list[_Group] = []
+        at = 0  # what stands before it is read
+        for sign in _SIGN.finditer(inside):
+            if sign.start() < at:
+                continue
+            before = groups[-1] if groups else None
+            lead = self._lead(inside[at : sign.start()], before, is_strict=is_strict)
+            if lead is None:
+                continue
+            name, is_known, cut = lead
+            if not is_known and not _is_plain(sign):
+                continue
+            if before is not None:
+                groups[-1] = replace(before, rest=inside[at : at + cut])
+            is_page = bool(sign["page"] or sign["p"])
+            is_titled = bool(sign["heading"] or sign["word"])
+            labels, at = ((), sign.end()) if is_titled else self._labels(inside, sign.end(), is_page)
+            groups.append(_Group(name, is_known, sign, labels, inside[at:]))
+        return groups
+
+    def _lead(self, text: str, before: _Group | None, *, is_strict: bool) -> tuple[str, bool, int] | None:
+        """The document that a sign is about, whether it is known, and where in the text the group before it ends.
+
+        None where the sign begins no group: a heading goes on until ";", and "p. 9, line 3" is about one page.
+        """
+        cut = text.rfind(";")
+        own = text[cut + 1 :]
+        if before is not None and before.is_titled and cut < 0:
+            return None
+        if self._ends and (match := self._ends.search(own)) and (name := self._known.get(match[1].casefold())):
+            return name, True, cut if cut >= 0 else match.start()
+        name = own[_PREFIX.match(own).end() :].strip(_EDGE)  # type: ignore[union-attr]
+        if before is not None and cut < 0:
+            name = name.rpartition(",")[2].strip(_EDGE)
+            if not name:
+                return None
+        end = cut if cut >= 0 else own.rfind(name)
+        if not name or name.casefold() in self._stems:
+            return self._stems.get(name.casefold(), ""), True, end
+        is_loose = not is_strict if before is None else cut >= 0 and not before.is_titled
+        return (name, False, end) if is_loose or _FILE.search(own) else None
+
+    def _labels(self, text: str, at: int, is_page: bool) -> tuple[tuple[str, ...], int]:
+        """Numbers and ranges from there on, and where they end."""
+        labels: list[str] = []
+        end = at
+        while item := _ITEM.match(text, at):
+            first = int(item["first"].replace(",", ""))
+            last = int(item["last"] or first)
+            labels.append(str(first) if first == last else f"{min(first, last)}-{max(first, last)}")
+            end = item.end()
+            between = _BETWEEN["page" if is_page else "line"].match(text, end)
+            if not between or (self._begins and self._begins.match(text, between.end())):
+                break
+            at = between.end()
+        return tuple(labels), end
+
+
+def _is_plain(sign: re.Match[str]) -> bool:
+    """Whether nothing else can be meant by a sign: behind words that nobody knows "p53" and "chapter 3" are text."""
+    behind = sign.string[sign.end() : sign.end() + 1]
+    return bool(sign["heading"]) or (not sign["bare"] and not sign["word"] and behind.isdigit())
+
+
+def _in_square(group: _Group) -> list[Place]:
+    """What a group in square brackets names. A number that cannot be read is a place without a label."""
+    if group.is_titled:
+        label = clean((group.sign[0] if group.sign["word"] else "") + group.rest)
+        return [Place("heading", label, group.name)] if label else []
+    if group.sign["bare"] and any(c.isalnum() for c in group.rest):  # "[p 53 pathway]"
+        return []
+    is_prose = not _DETAIL.fullmatch(group.rest)
+    if is_prose and not group.is_known and not _FILE.search(group.name):  # "[he said on page 9 that it fell]"
+        return []
+    return _numbered(group)
+
+
+def _in_round(group: _Group) -> list[Place]:
+    """What a group in round brackets names, where nothing in it is left over: "(p. 9)", not "(p53)", "(p.05)"."""
+    sign = group.sign
+    behind = sign.string[sign.end() :]
+    if sign["heading"]:  # a law has numbers: "(§ 433)"
+        label = clean(group.rest)
+        return [Place("heading", label, group.name)] if label[:1].isalpha() else []
+    is_glued = sign["bare"] and not sign[0][-1].isspace()
+    if sign["word"] or sign["metro"] or is_glued or behind.startswith("0") or not group.labels:
+        return []
+    if not _DETAIL.fullmatch(group.rest) or (sign["bare"] and any(c.isalnum() for c in group.rest)):
+        return []
+    return _numbered(group)
+
+
+def _numbered(group: _Group) -> list[Place]:
+    return [Place("page" if group.is_page else "line", label, group.name) for label in group.labels or ("",)]
