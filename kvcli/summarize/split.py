@@ -51,8 +51,8 @@ class Splitter:
     documents: Sequence[str] = ()
     found: list[Raw] = field(default_factory=list)
     _held: Raw | None = None  # may still get the citation of a line of its own
-    _bullet: Raw | None = None  # indented lines go on with it
-    _paragraph: list[str] = field(default_factory=list)
+    _bullet: Raw | None = None  # begun, still without its text
+    _lines: list[str] = field(default_factory=list)  # of the bullet or else of a paragraph
     _lead: str = ""  # citations that wait for their text
     _leads: bool = False  # such citations stand above their text, not below it
     _is_first: bool = True
@@ -83,7 +83,7 @@ class Splitter:
         """What will be found once a line is whole that so far begins like this."""
         if not _CERTAIN.match(begun):
             return []
-        copy = replace(self, found=[], _paragraph=list(self._paragraph))
+        copy = replace(self, found=[], _lines=list(self._lines))
         copy.feed(begun)
         return copy.found
 
@@ -91,8 +91,8 @@ class Splitter:
         if bullet := _BULLET.fullmatch(line):
             level = len(bullet["pad"].expandtabs(WIDTH)) // WIDTH
             self._close()
-            self._bullet = Raw(_plain(bullet["text"]), "bullet", min(level, DEEPEST))
-            self._begin(self._bullet.text)
+            self._bullet = Raw("", "bullet", min(level, DEEPEST))
+            self._begin(bullet["text"])
         elif heading := _HEADING.fullmatch(line):
             self._close()
             self._put(Raw(_plain(heading["text"].rstrip(" \t#")), "heading", len(heading["signs"]) - 1))
@@ -101,23 +101,31 @@ class Splitter:
             self._put(Raw(bold["text"].strip(), "heading", 1))
         elif not line.strip():
             self._close()
-        elif self._bullet and (line[0] in " \t" or (not self._leads and _is_bare(line, self.documents))):
-            self._bullet = replace(self._bullet, text=_plain(f"{self._bullet.text} {line.strip()}"))
+        elif self._goes_on(line):
+            self._lines.append(line.strip())
         else:
-            if not self._paragraph:
-                self._close()
-                self._begin(line.strip())
-            self._paragraph.append(line.strip())
+            self._close()
+            self._begin(line.strip())
+
+    def _goes_on(self, line: str) -> bool:
+        """Whether a plain line belongs to what the lines before it began."""
+        if not self._bullet:
+            return bool(self._lines)
+        return line[0] in " \t" or (not self._leads and _is_bare(line, self.documents))
 
     def _begin(self, text: str) -> None:
         """A point begins like this; if with a word, it is more than a citation, and the one before it is done."""
+        self._lines = [text]
         if text.lstrip("*_")[:1].isalnum():
             self._release()
 
     def _close(self) -> None:
         """The bullet or the paragraph ends here."""
-        raws = [self._bullet] if self._bullet else _sentences(self._paragraph, self.documents)
-        self._bullet, self._paragraph = None, []
+        if self._bullet:
+            raws = [replace(self._bullet, text=_plain(" ".join(self._lines)))]
+        else:
+            raws = _sentences(self._lines, self.documents)
+        self._bullet, self._lines = None, []
         for raw in raws:
             self._put(raw)
 

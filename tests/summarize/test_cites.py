@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcli.documents import mark
+from kvcli.summarize.check import named
 from kvcli.summarize.cites import Place, clean, find, without, write
 
 
@@ -189,6 +191,14 @@ def test_doubt_is_written():
     nine, seventy = pages("9", "77")
     assert write([nine, seventy], [seventy]) == "[p. 9, 77?]"
     assert write(pages("")) == "[p. ?]"
+
+
+@pytest.mark.parametrize("label", ["Costs, revenue; and 5?", "Costs; Debt", "[1] Debt  of\t2027"])
+def test_a_heading_is_cited_as_its_mark_spells_it(label: str):
+    place = Place("heading", label)
+    assert mark("heading", label) == write([place])
+    for written in (mark("heading", label), f"[§ {label.replace('[', '(').replace(']', ')')}]"):
+        assert named(find(written)[0].places[0], [place, Place("heading", "Costs")]) == [0]
 
 
 def test_an_open_bracket_ends_with_its_line():

@@ -59,6 +59,55 @@ def test_one_citation_stands_for_all():
     assert pieces(text, find(text)) == ["In May revenue rose by a third."]
 
 
+def test_few_words_stand_for_themselves():
+    text = "The river rose in March [p. 1], killing dozens [p. 2], and it did so [p. 3]."
+    whole = "The river rose in March, killing dozens, and it did so."
+    assert pieces(text, find(text)) == ["The river rose in March", "killing dozens", whole]
+
+
+def test_citations_that_come_first_stand_for_what_follows():
+    text = "[p. 1] The river rose. [p. 2, 3] The bridge failed."
+    assert pieces(text, find(text)) == ["The river rose", "The bridge failed"]
+
+
+def test_sentences_keep_the_citations_of_several_documents():
+    answer = "It rose. [a.txt p. 1] It fell. [b.txt p. 2; c.txt p. 3] Nothing else. [d p. 4]"
+    wanted = ["It rose. [a.txt p. 1]", "It fell. [b.txt p. 2; c.txt p. 3]", "Nothing else. [d p. 4]"]
+    assert [raw.text for raw in split(answer, ["a.txt", "b.txt", "d"])] == wanted
+
+
+def test_a_paragraph_that_begins_with_a_citation_has_all_of_them_in_front():
+    assert [raw.text for raw in split("[p. 1] One. [l. 2] Two. [p. 3] Three. [p. 4]\n\nFour. [p. 5] Five.")] == [
+        "[p. 1] One.",
+        "[l. 2] Two.",
+        "[p. 3] Three. [p. 4]",
+        "Four. [p. 5]",
+        "Five.",
+    ]
+
+
+ALONE = {
+    "below a bullet": ("- One.\n[p. 1]\n- Two.\n[p. 2]", ["One. [p. 1]", "Two. [p. 2]"]),
+    "below a bullet, then prose": ("- One.\n[p. 1]\nTwo.", ["One. [p. 1]", "Two."]),
+    "as a bullet": ("- One.\n- [p. 1]\n- [p. 2]\n- Two.", ["One. [p. 1] [p. 2]", "Two."]),
+    "as a paragraph": ("One.\n\n[p. 1]\n\nTwo.\n\n(p. 2)", ["One. [p. 1]", "Two. (p. 2)"]),
+    "of an unknown document": ("- One.\n[x.txt p. 1]\n- Two.", ["One. [x.txt p. 1]", "Two."]),
+    "above bullets": ("[p. 1]\n- One.\n[p. 2]\n- Two.\n- Three.", ["[p. 1] One.", "[p. 2] Two.", "Three."]),
+    "above paragraphs": ("[p. 1]\nOne.\n\n[p. 2]\nTwo.", ["[p. 1] One.", "[p. 2] Two."]),
+    "as headings": ("## [p. 1]\n- One.\n## [p. 2]\n- Two.", ["[p. 1] One.", "[p. 2] Two."]),
+    "below a heading": ("# A\n[p. 1]\n- One.\n# B\n- Two.\n[p. 2]", ["A", "[p. 1] One.", "B", "Two. [p. 2]"]),
+    "above a heading": ("[p. 1]\n# A\n- One.", ["A", "[p. 1] One."]),
+    "above and below": ("[p. 1]\n- One.\n[p. 2]", ["[p. 1] One. [p. 2]"]),
+    "above nested bullets": ("- [p. 1]\n  - One.\n- [p. 2]\n  - Two.", ["[p. 1] One.", "[p. 2] Two."]),
+}
+
+
+@pytest.mark.parametrize("where", ALONE)
+def test_a_citation_on_a_line_of_its_own_is_kept(where: str):
+    answer, wanted = ALONE[where]
+    assert [raw.text for raw in split(answer)] == wanted
+
+
 PAGES = [
     Passage(Place("page", "1"), "The depth of well Volras is 256 metres. The keeper of depot Warrum is Fanus Benini."),
     Passage(Place("page", "2"), "The stone tower at Stultov shifted at low tide."),
@@ -76,6 +125,18 @@ PAGES = [
             "Well Volras is 256 metres in depth [p. 1], and the tower at Stultov shifted [p. 1].",
             "Well Volras is 256 metres in depth [p. 1], and the tower at Stultov shifted [p. 2].",
         ),
+        (
+            "Well Volras is 256 metres in depth [p. 1] and exploded [p. 1].",
+            "Well Volras is 256 metres in depth [p. 1] and exploded [p. 1?].",
+        ),
+        (
+            "[p. 1] Well Volras is 256 metres in depth. [p. 2] The stone tower at Stultov shifted.",
+            "[p. 1] Well Volras is 256 metres in depth. [p. 2] The stone tower at Stultov shifted.",
+        ),
+        ("Well Volras is 256 metres in depth [p. 1] [p. 2].", "Well Volras is 256 metres in depth [p. 1, 2?]."),
+        ("The mill was sold to Zagreb [mill.txt p. 9].", "The mill was sold to Zagreb [mill.txt p. 9?]."),
+        ("The stone tower shifted at low tide [Smith, p. 2].", "The stone tower shifted at low tide [p. 2]."),
+        ("The tower at Stultov shifted (p < 0.05) [9].", "The tower at Stultov shifted (p < 0.05) [9]."),
     ],
 )
 def test_citations_are_checked_where_they_stand(said: str, shown: str):
