@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from kvcli.documents.document import SIGNS, clean
@@ -44,19 +44,17 @@ def find(text: str, documents: Sequence[str] = ()) -> list[Bracket]:
     `documents`: names that may stand before a place. A place of another name is found too, and is nowhere.
     """
     reader = Reader(documents)
-    found: list[Bracket] = []
+    found: list[list[tuple[int, int, list[Place]]]] = []  # side by side
     for match in _BRACKET.finditer(text):
         is_open = match[1] is not None and not match[0].endswith("]")
         inside = match[match.lastindex or 0]
         places = reader.read(inside, is_round=match["round"] is not None, is_open=is_open)
         if not places:
             continue
-        if found and _is_seam(text[found[-1].end : match.start()]):
-            both = tuple(dict.fromkeys([*found[-1].places, *places]))
-            found[-1] = replace(found[-1], end=match.end(), places=both)
-        else:
-            found.append(Bracket(match.start(), match.end(), tuple(places)))
-    return found
+        if not found or not _is_seam(text[found[-1][-1][1] : match.start()]):
+            found.append([])
+        found[-1].append((match.start(), match.end(), places))
+    return [_joined(row) for row in found]
 
 
 def write(places: Sequence[Place], doubtful: Collection[Place] = ()) -> str:
@@ -82,6 +80,11 @@ def without(text: str, brackets: Sequence[Bracket]) -> str:
 def same(label: str) -> str:
     """What two spellings of a heading have in common: letters and digits, in one case. C++ is not C#."""
     return "".join(c for c in label.casefold().lstrip("# ") if c.isalnum() or c in "+#")
+
+
+def _joined(row: Sequence[tuple[int, int, list[Place]]]) -> Bracket:
+    places = [place for _, _, places in row for place in places]
+    return Bracket(row[0][0], row[-1][1], tuple(dict.fromkeys(places) if len(row) > 1 else places))
 
 
 def _is_seam(between: str) -> bool:
