@@ -22,8 +22,8 @@ from kvcli.summarize.words import Unit, Word, units, words
 MOST_PARTS = 12  # of a claim; what has more is no claim but a page
 WIDEST = 5  # pages; a range of more says too little about where something stands
 
-# Shares of a claim's weight that a sentence must have: the middle of those with which `python tests/bench/citations.py`
-# --grid found no error, see docs/benchmarks/citations.json
+# Shares of a claim's weight that a sentence must have: of those with which `python tests/bench/citations.py --grid`
+# found no error (docs/benchmarks/citations.json) high ones, which notice more other words
 WITH_NUMBERS = 0.65  # where it has numbers or names, all of which must be there
 WITHOUT = 0.8
 

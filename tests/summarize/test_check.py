@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvcli.summarize.check import Checker, Claim, Passage
 from kvcli.summarize.cites import Bracket, Place, find, write
+from kvcli.summarize.measures import heads
 from kvcli.summarize.words import units, words
 from tests.bench.citations import is_right, judged
 from tests.summarize.cases import KINDS, SURE, cases
@@ -146,7 +147,9 @@ def test_no_text_breaks_it(passages: list[str], claim: str, cited: list[int]):
 @given(texts)
 def test_sentences_cover_all_words(text: str):
     keys = {word.key for word in words(text)}
-    assert set().union(*(unit.keys for unit in units(text)), frozenset()) == keys
+    covered = set().union(*(unit.keys for unit in units(text)), frozenset())
+    assert covered >= keys
+    assert covered == keys or heads(text)
 
 
 @given(texts)
