@@ -76,14 +76,6 @@ class _Group:
     labels: tuple[str, ...]  # numbers; of a heading none
     rest: str  # behind the numbers; of a heading all of it
 
-    @property
-    def is_titled(self) -> bool:
-        return bool(self.sign["heading"] or self.sign["word"])
-
-    @property
-    def is_page(self) -> bool:
-        return bool(self.sign["page"] or self.sign["p"])
-
 
 class Reader:
     """Reads the insides of brackets. `documents`: their names; they count without their ending too."""
@@ -128,9 +120,7 @@ class Reader:
                 continue
             if before is not None:
                 groups[-1] = replace(before, rest=inside[at : at + cut])
-            is_page = bool(sign["page"] or sign["p"])
-            is_titled = bool(sign["heading"] or sign["word"])
-            labels, at = ((), sign.end()) if is_titled else self._labels(inside, sign.end(), is_page)
+            labels, at = ((), sign.end()) if _is_titled(sign) else self._labels(inside, sign)
             groups.append(_Group(name, is_known, sign, labels, inside[at:]))
         return groups
 
@@ -141,7 +131,7 @@ class Reader:
         """
         cut = text.rfind(";")
         own = text[cut + 1 :]
-        if before is not None and before.is_titled and cut < 0:
+        if before is not None and _is_titled(before.sign) and cut < 0:
             return None
         if self._ends and (match := self._ends.search(own)) and (name := self._known.get(match[1].casefold())):
             return name, True, cut if cut >= 0 else match.start()
@@ -153,34 +143,42 @@ class Reader:
         end = cut if cut >= 0 else own.rfind(name)
         if not name or name.casefold() in self._stems:
             return self._stems.get(name.casefold(), ""), True, end
-        is_loose = not is_strict if before is None else cut >= 0 and not before.is_titled
+        is_loose = not is_strict if before is None else cut >= 0 and not _is_titled(before.sign)
         return (name, False, end) if is_loose or _FILE.search(own) else None
 
-    def _labels(self, text: str, at: int, is_page: bool) -> tuple[tuple[str, ...], int]:
-        """Numbers and ranges from there on, and where they end."""
+    def _labels(self, text: str, sign: re.Match[str]) -> tuple[tuple[str, ...], int]:
+        """Numbers and ranges behind a sign, and where they end."""
         labels: list[str] = []
-        end = at
+        at = end = sign.end()
         while item := _ITEM.match(text, at):
             first = int(item["first"].replace(",", ""))
             last = int(item["last"] or first)
             labels.append(str(first) if first == last else f"{min(first, last)}-{max(first, last)}")
             end = item.end()
-            between = _BETWEEN["page" if is_page else "line"].match(text, end)
+            between = _BETWEEN["page" if _is_page(sign) else "line"].match(text, end)
             if not between or (self._begins and self._begins.match(text, between.end())):
                 break
             at = between.end()
         return tuple(labels), end
 
 
+def _is_titled(sign: re.Match[str]) -> bool:
+    return bool(sign["heading"] or sign["word"])
+
+
+def _is_page(sign: re.Match[str]) -> bool:
+    return bool(sign["page"] or sign["p"])
+
+
 def _is_plain(sign: re.Match[str]) -> bool:
     """Whether nothing else can be meant by a sign: behind words that nobody knows "p53" and "chapter 3" are text."""
     behind = sign.string[sign.end() : sign.end() + 1]
-    return bool(sign["heading"]) or (not sign["bare"] and not sign["word"] and behind.isdigit())
+    return bool(sign["heading"]) or (not (sign["bare"] or sign["word"]) and behind.isdigit())
 
 
 def _in_square(group: _Group) -> list[Place]:
     """What a group in square brackets names. A number that cannot be read is a place without a label."""
-    if group.is_titled:
+    if _is_titled(group.sign):
         label = clean((group.sign[0] if group.sign["word"] else "") + group.rest)
         return [Place("heading", label, group.name)] if label else []
     if group.sign["bare"] and any(c.isalnum() for c in group.rest):  # "[p 53 pathway]"
@@ -207,4 +205,4 @@ def _in_round(group: _Group) -> list[Place]:
 
 
 def _numbered(group: _Group) -> list[Place]:
-    return [Place("page" if group.is_page else "line", label, group.name) for label in group.labels or ("",)]
+    return [Place("page" if _is_page(group.sign) else "line", label, group.name) for label in group.labels or ("",)]
