@@ -35,6 +35,7 @@ from kvcli.summarize.events import PartBegan
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summarize
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without
 part = 0
 with kvcli.load("demo", set={BRIEF}) as model:
     cache = Cache.of(Path(sys.argv[1]), model.info, model.profile)
