@@ -117,7 +117,7 @@ class Checker:
         lines = [unit.line for unit in sentences]
         if not all(any(f" {quoted} " in line for line in lines) for quoted in claim.quoted):
             return False
-        if self._any_has(claim.words, sentences):
+        if self._any_has(claim.words, [unit for unit in sentences if _touches_all(claim, unit)]):
             return True
         return 1 < len(claim.parts) <= MOST_PARTS and self._has_parts(claim, sentences)
 
@@ -156,8 +156,7 @@ class Checker:
 
     def _has_all(self, claim: Claim, i: int) -> bool:
         """Whether one sentence of a passage has every word of the claim."""
-        keys = {word.key for word in claim.words}
-        return any(keys <= unit.keys for unit in self.passages[i].units)
+        return _has_it(claim.words, self.passages[i].units)
 
     def _units(self, at: Collection[int]) -> list[Unit]:
         """Sentences of these passages, those included that begin or end on the next page."""
@@ -174,8 +173,11 @@ class Checker:
         for end in range(1, n + 1):
             for start in sorted(reached):
                 piece = [word for part in claim.parts[start:end] for word in part]
-                whole = n == end - start  # which was looked for already
-                if not whole and _stands_alone(piece, claim.text) and self._any_has(piece, sentences):
+                if n == end - start:  # the whole, which was looked for already
+                    continue
+                telling = _telling(piece, claim.text)
+                stands = self._any_has(piece, sentences) if telling >= 3 else telling == 2 and _has_it(piece, sentences)
+                if stands:
                     reached.add(end)
                     break
         return n in reached
@@ -219,13 +221,24 @@ def _seam(before: Passage, after: Passage) -> Passage | None:
     return Passage(before.place, f"{text} {after.text[first.start : first.end]}")
 
 
-def _stands_alone(part: Sequence[Word], text: str) -> bool:
-    """Whether a part of a claim can be looked for by itself: three words, at most one of them a number.
+def _telling(part: Sequence[Word], text: str) -> int:
+    """Words by which a part of a claim can be looked for by itself: no units behind numbers, one number at most.
 
-    The unit behind a number counts for nothing.
+    Below two words that are no numbers there is nothing to look for.
     """
     telling = {word.key for i, word in enumerate(part) if not word.is_number and not _measures(part, i, text)}
-    return len(telling) >= 2 and len(telling) + any(word.is_number for word in part) >= 3
+    return len(telling) + any(word.is_number for word in part) if len(telling) >= 2 else 0
+
+
+def _touches_all(claim: Claim, unit: Unit) -> bool:
+    """Whether a sentence has something of each part that could stand alone: a long claim carries no foreign clause."""
+    return all({w.key for w in part} & unit.keys for part in claim.parts if _telling(part, claim.text) >= 2)
+
+
+def _has_it(part: Sequence[Word], sentences: Sequence[Unit]) -> bool:
+    """Whether one of these sentences has every word of a part."""
+    keys = {word.key for word in part}
+    return any(keys <= unit.keys for unit in sentences)
 
 
 def _measures(part: Sequence[Word], i: int, text: str) -> bool:

@@ -87,6 +87,31 @@ def on_two_pages(kind: str, rng: Random, pages: tuple[Passage, ...]) -> Case | N
     return Case(kind, tuple(changed), sentence, pages[cited].place.label, "doubtful", "")
 
 
+SHORT = ("Nobody was hurt.", "Taxes were left unchanged.", "The harvest failed.")
+
+
+def with_short_clause(kind: str, rng: Random, pages: tuple[Passage, ...]) -> Case | None:
+    """A claim with a clause of two words that mean something, which the page has in a sentence of its own."""
+    return _short(kind, rng, pages, "confirmed")
+
+
+def with_foreign_clause(kind: str, rng: Random, pages: tuple[Passage, ...]) -> Case | None:
+    """The same, with a clause that stands on another page."""
+    return _short(kind, rng, pages, "doubtful")
+
+
+def _short(kind: str, rng: Random, pages: tuple[Passage, ...], wanted: Wanted) -> Case | None:
+    if len(pages) < 3:
+        return None
+    page, sentence = drawn(rng, pages)
+    clause = rng.choice(SHORT)
+    rest = [i for i, p in enumerate(pages) if (p.place.label == page) == (wanted == "confirmed")]
+    changed, also = list(pages), rng.choice(rest)
+    changed[also] = Passage(pages[also].place, f"{pages[also].text.rstrip()} {clause}\n")
+    claim = f"{sentence.removesuffix('.')}{rng.choice([' and ', ', while '])}{clause[0].lower()}{clause[1:]}"
+    return Case(kind, tuple(changed), claim, page, wanted, page if wanted == "confirmed" else "")
+
+
 # Those of which every case must come out right
 SURE: dict[str, Maker] = {
     "verbatim": _true(claims.verbatim),
@@ -95,12 +120,14 @@ SURE: dict[str, Maker] = {
     "number in another spelling": _true(claims.number_respelt),
     "halves swapped": _true(claims.swapped_order),
     "two sentences in one": _true(claims.two_joined),
+    "with a short clause": with_short_clause,
     "wrong page": wrong_page,
     "digit changed": _false(claims.digit_changed),
     "another number of the page": _false(claims.number_of_the_page),
     "sign, scale or unit changed": _false(claims.amount_changed),
     "name changed": _false(claims.name_changed),
     "of another report": _false(claims.foreign),
+    "with a short clause of another page": with_foreign_clause,
     "on two pages, citing a third": on_two_pages,
 }
 # Those that a comparison of words finds in part: how many, the benchmark tells

@@ -59,6 +59,8 @@ REPORT = [REVENUE, DEBT, BRIDGE]
         ("Bridge repairs were moved to 2027 [p. 1-200]", "[p. 3]"),
         ('It says that the "old town bridge stays closed" to lorries [p. 3]', "[p. 3]"),
         ('It says that the "new town bridge stays closed" to lorries [p. 3]', "[p. 3?]"),
+        ("Revenue rose by 12 % in the third quarter, carried by river freight, and the board met [p. 1]", "[p. 1]"),
+        ("Revenue rose by 12 % in the third quarter, carried by river freight, and lorries stopped [p. 1]", "[p. 1?]"),
         ("The company expects a merger with Acme [p. 1]", "[p. 1?]"),
         ("[p. 1]", "[p. 1?]"),
     ],
