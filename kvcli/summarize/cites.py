@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +18,7 @@ __all__ = ["Bracket", "Place", "clean", "find", "same", "without", "write"]
 
 LONGEST = 300  # characters of a bracket; what is longer is text
 
+_CODE = frozenset(string.ascii_letters + string.digits + "_\\}")  # no space behind them: a[p1], \\cite{p. 1}, x_{p. 1}
 _WIDE = "\N{FULLWIDTH LEFT SQUARE BRACKET}", "\N{FULLWIDTH RIGHT SQUARE BRACKET}"
 # Each ends where one of its kind or a square one begins: otherwise rows of open brackets would take squares
 _OTHERS = "".join(
@@ -41,14 +43,18 @@ class Bracket:
 def find(text: str, documents: Sequence[str] = ()) -> list[Bracket]:
     """All citations in order; those with only spaces or a comma between them are one. Never raises.
 
-    `documents`: names that may stand before a place. A place of another name is found too, and is nowhere.
+    `documents`: names that may stand before a place. A place of another name is found too, and is nowhere. With ""
+    among them there is one document: what leads a place names it, unless it looks like another file.
     """
     reader = Reader(documents)
     found: list[list[tuple[int, int, list[Place]]]] = []  # side by side
     for match in _BRACKET.finditer(text):
         is_open = match[1] is not None and not match[0].endswith("]")
-        inside = match[match.lastindex or 0]
-        places = reader.read(inside, is_round=match["round"] is not None, is_open=is_open)
+        is_curly, is_glued = match[0].startswith("{"), text[max(0, match.start() - 1) : match.start()] in _CODE
+        if is_curly and is_glued:
+            continue
+        inside, is_round = match[match.lastindex or 0], match["round"] is not None
+        places = reader.read(inside, is_round=is_round, is_open=is_open, is_code=is_curly or is_glued)
         if not places:
             continue
         if not found or not _is_seam(text[found[-1][-1][1] : match.start()]):

@@ -175,3 +175,10 @@ def names_of(documents: Sequence[Document]) -> list[str]:
             name, n = f"{own} ({n})", n + 1
         names.append(name)
     return names
+
+
+def spoken_names(documents: Sequence[Document]) -> list[str]:
+    """Names that may stand in citations; with "" before them where none has to, as there is only one document."""
+    if len(documents) > 1:
+        return names_of(documents)
+    return ["", *(SURROGATE.sub("\N{REPLACEMENT CHARACTER}", document.name) for document in documents)]

@@ -25,15 +25,19 @@ _ENDS = r"(?=ff?\b|(?!\.?[^\W_]))"  # of a number: not 3.5, not 2nd, not 2027.pd
 # One comma before three figures is that of a thousand, unless there are more commas like it
 _ITEM = re.compile(
     rf"(?P<first>(?<!,)\d{{1,2}},\d{{3}}(?!,?\d)|\d{{1,6}}){_ENDS}"
-    rf"(?:\s*(?:[{DASH}]|to\b)\s*(?:(?:pp?\.?|ll?\.?)\s*)?(?P<last>\d{{1,6}}){_ENDS})?(?:\s?ff?\b\.?)?\s*\??",
+    rf"(?:\s*(?:[{DASH}]|\.{{2,3}}|…|to\b)\s*(?:(?:pp?\.?|ll?\.?)\s*)?(?P<last>\d{{1,6}}){_ENDS})?(?:\s?ff?\b\.?)?\s*\??",
     re.IGNORECASE,
 )
 _BETWEEN = {
-    unit: re.compile(rf"\s*(?:(?:[,;/&]|\band\b)\s*(?:and\b\s*)?(?:(?:{sign})\s*)?|(?:{sign})\s*)(?=\d)", re.IGNORECASE)
+    unit: re.compile(
+        rf"\s*(?:(?:[,;/&|+]|\band\b)\s*(?:and\b\s*)?(?:(?:(?:see|also)\s+){{0,2}}(?:{sign})\s*)?|(?:{sign})\s*)(?=\d)",
+        re.IGNORECASE,
+    )
     for unit, sign in (("page", r"pp?\.?|pages?\b"), ("line", r"ll?\.?|lines?\b"))
 }
 _PREFIX = re.compile(
-    r"[\s*_,;]*+(?:(?:see|also|cf|vgl|siehe|sources?|quelle|refs?|from|on|at|in|and)\b[\s*_.,:]*+)*", re.IGNORECASE
+    r"[\s*_,;^]*+(?:(?:see|also|cf|vgl|siehe|cite|citation|sources?|quelle|refs?|from|on|at|in|and)\b[\s*_.,:]*+)*",
+    re.IGNORECASE,
 )
 _FILE = re.compile(r"\w\.[a-z]\w{0,4}[\"'”’*_`]*+[\s,:]*+\Z", re.IGNORECASE)
 # What may follow a page number without saying anything about the claim
@@ -78,26 +82,32 @@ class _Group:
 
 
 class Reader:
-    """Reads the insides of brackets. `documents`: their names; they count without their ending too."""
+    """Reads the insides of brackets. `documents`: their names; they count without their ending too.
+
+    With "" among them there is only one document, and its places have no name, whatever words lead them.
+    """
 
     def __init__(self, documents: Sequence[str] = ()) -> None:
-        self._known = {clean(name).casefold(): name for name in documents if clean(name)}
-        names = "|".join(re.escape(clean(n)) for n in sorted(documents, key=len, reverse=True) if clean(n))
-        stems = [name.rpartition(".")[0].casefold() for name in documents]
-        self._stems = {s: n for s, n in zip(stems, documents, strict=True) if s and stems.count(s) == 1}
+        self._is_one = "" in documents
+        called = {name: "" if self._is_one else name for name in documents}
+        self._known = {clean(name).casefold(): own for name, own in called.items() if clean(name)}
+        names = "|".join(re.escape(clean(n)) for n in sorted(called, key=len, reverse=True) if clean(n))
+        stems = [name.rpartition(".")[0].casefold() for name in called]
+        self._stems = {s: n for s, n in zip(stems, called.values(), strict=True) if s and stems.count(s) == 1}
         self._ends = (
             re.compile(rf"(?:\A|[\s;,({_QUOTES}])({names})[{_QUOTES}]*+[\s,:]*+\Z", re.IGNORECASE) if names else None
         )
         self._begins = re.compile(rf"(?:{names})[\s,:]+(?:pp?\.|ll?\.|§)", re.IGNORECASE) if names else None
 
-    def read(self, inside: str, *, is_round: bool = False, is_open: bool = False) -> list[Place]:
+    def read(self, inside: str, *, is_round: bool = False, is_open: bool = False, is_code: bool = False) -> list[Place]:
         """The places that it names, also of documents that nobody knows; none if it is no citation.
 
         Round brackets are most often text: there all must be understood. So are those that nobody closed: there the
-        sign or a known name comes first.
+        sign or a known name comes first. In what looks like code "p1" is text.
         """
         places: list[Place] = []
-        for group in self._groups(inside, is_strict=is_round or is_open):
+        signs = [sign for sign in _SIGN.finditer(inside) if not (is_code and sign["bare"])]
+        for group in self._groups(inside, signs, is_strict=is_round or is_open):
             found = _in_round(group) if is_round else _in_square(group)
             if not found and (is_round or not places):
                 return []
@@ -105,36 +115,39 @@ class Reader:
             places += [replace(p, document=places[-1].document) for p in found] if inherits else found
         return places
 
-    def _groups(self, inside: str, *, is_strict: bool) -> list[_Group]:
+    def _groups(self, inside: str, signs: Sequence[re.Match[str]], *, is_strict: bool) -> list[_Group]:
         groups: list[_Group] = []
         at = 0  # what stands before it is read
-        for sign in _SIGN.finditer(inside):
+        for sign in signs:
             if sign.start() < at:
                 continue
-            before = groups[-1] if groups else None
-            lead = self._lead(inside[at : sign.start()], before, is_strict=is_strict)
+            before, text = groups[-1] if groups else None, inside[at : sign.start()]
+            labels, end = ((), sign.end()) if _is_titled(sign) else self._labels(inside, sign)
+            if before is not None and _is_titled(before.sign) and ";" not in text:  # a heading goes on until then
+                if labels and _is_paged(text, sign, inside[end:], before, is_strict=is_strict):
+                    groups[-1], at = replace(before, sign=sign, labels=labels, rest=inside[end:]), end
+                continue
+            lead = self._lead(text, before, is_strict=is_strict)
             if lead is None:
                 continue
             name, is_known, cut = lead
             if not is_known and not _is_plain(sign):
                 continue
             if before is not None:
-                groups[-1] = replace(before, rest=inside[at : at + cut])
-            labels, at = ((), sign.end()) if _is_titled(sign) else self._labels(inside, sign)
+                groups[-1] = replace(before, rest=text[:cut])
+            at = end
             groups.append(_Group(name, is_known, sign, labels, inside[at:]))
         return groups
 
     def _lead(self, text: str, before: _Group | None, *, is_strict: bool) -> tuple[str, bool, int] | None:
         """The document that a sign is about, whether it is known, and where in the text the group before it ends.
 
-        None where the sign begins no group: a heading goes on until ";", and "p. 9, line 3" is about one page.
+        None where the sign begins no group: "p. 9, line 3" is about one page.
         """
         cut = text.rfind(";")
         own = text[cut + 1 :]
-        if before is not None and _is_titled(before.sign) and cut < 0:
-            return None
-        if self._ends and (match := self._ends.search(own)) and (name := self._known.get(match[1].casefold())):
-            return name, True, cut if cut >= 0 else match.start()
+        if self._ends and (match := self._ends.search(own)) and match[1].casefold() in self._known:
+            return self._known[match[1].casefold()], True, cut if cut >= 0 else match.start()
         name = own[_PREFIX.match(own).end() :].strip(_EDGE)  # type: ignore[union-attr]
         if before is not None and cut < 0:
             name = name.rpartition(",")[2].strip(_EDGE)
@@ -144,7 +157,8 @@ class Reader:
         if not name or name.casefold() in self._stems:
             return self._stems.get(name.casefold(), ""), True, end
         is_loose = not is_strict if before is None else cut >= 0 and not _is_titled(before.sign)
-        return (name, False, end) if is_loose or _FILE.search(own) else None
+        is_file = bool(_FILE.search(own))
+        return ("" if self._is_one and not is_file else name, False, end) if is_loose or is_file else None
 
     def _labels(self, text: str, sign: re.Match[str]) -> tuple[tuple[str, ...], int]:
         """Numbers and ranges behind a sign, and where they end."""
@@ -176,8 +190,15 @@ def _is_plain(sign: re.Match[str]) -> bool:
     return bool(sign["heading"]) or (not (sign["bare"] or sign["word"]) and behind.isdigit())
 
 
+def _is_paged(text: str, sign: re.Match[str], rest: str, heading: _Group, *, is_strict: bool) -> bool:
+    """Whether a heading with this text ends with a page, which says more exactly where: "Section 4, p. 3"."""
+    is_last = text.rstrip().endswith((",", ":", "(")) and not any(c.isalnum() for c in rest)
+    is_text = is_strict and heading.sign["word"] and any(c.isalpha() for c in text)  # "(section 4 of it, p. 3)"
+    return is_last and not is_text and _is_page(sign) and _is_plain(sign)
+
+
 def _in_square(group: _Group) -> list[Place]:
-    """What a group in square brackets names. A number that cannot be read is a place without a label."""
+    """What a group in square brackets names. A number that cannot be read is a label as it stands."""
     if _is_titled(group.sign):
         label = clean((group.sign[0] if group.sign["word"] else "") + group.rest)
         return [Place("heading", label, group.name)] if label else []
@@ -205,4 +226,5 @@ def _in_round(group: _Group) -> list[Place]:
 
 
 def _numbered(group: _Group) -> list[Place]:
-    return [Place("page" if _is_page(group.sign) else "line", label, group.name) for label in group.labels or ("",)]
+    labels = group.labels or (clean(group.rest).rstrip(", "),)
+    return [Place("page" if _is_page(group.sign) else "line", label, group.name) for label in labels]

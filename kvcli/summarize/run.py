@@ -22,6 +22,7 @@ from kvcli.summarize.events import (
     Unkept,
 )
 from kvcli.summarize.merge import cited, for_merge, grouped
+from kvcli.summarize.parts import spoken_names
 from kvcli.summarize.pen import Pen, unique
 from kvcli.summarize.plan import Plan, Window, make_plan
 from kvcli.summarize.points import point_of
@@ -57,7 +58,7 @@ def summarize(
         wording.refuse(request, model.info.id)
         plan = make_plan(documents, request, Window.of(model), wording)
     yield Planned(plan)
-    yield from _Run(model, plan, cache, cancel or (lambda: False)).events()
+    yield from _Run(model, plan, spoken_names(documents), cache, cancel or (lambda: False)).events()
 
 
 def summary_of(
@@ -80,6 +81,7 @@ class _Run:
 
     model: Model
     plan: Plan
+    names: list[str]  # that may stand in citations
     cache: Cache | None
     cancel: Cancel
     turns: list[Answered] = field(default_factory=list)
@@ -89,11 +91,6 @@ class _Run:
     @property
     def request(self) -> Request:
         return self.plan.request
-
-    @property
-    def names(self) -> list[str]:
-        """Documents that stand in citations."""
-        return sorted({piece.document for part in self.plan.parts for piece in part.pieces if piece.document})
 
     def events(self) -> Iterator[Event]:
         found: list[list[Point]] = []

@@ -87,9 +87,14 @@ def words(text: str) -> list[Word]:
 
 
 def blank(text: str) -> str:
-    """The text with spaces for its citations: page numbers in them are no numbers that it tells."""
+    """The text with spaces for its citations: page numbers in them are no numbers that it tells.
+
+    One of another text ("[Smith 2020, p. 45]") stays: a claim may tell of it.
+    """
     kept, at = [], 0
     for bracket in find(text.replace("\n", " ")):  # one may be broken over two lines
+        if any(place.document for place in bracket.places):
+            continue
         kept += [text[at : bracket.start], " " * (bracket.end - bracket.start)]
         at = bracket.end
     return "".join([*kept, text[at:]])

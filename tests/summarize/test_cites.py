@@ -36,7 +36,8 @@ WRITTEN = {
     "[p. 12, table 3]": pages("12"),
     "[p. 012]": pages("12"),
     "[p. 11-9]": pages("9-11"),
-    "[p. The]": pages(""),
+    "[p. The]": pages("The"),
+    "[p. ]": pages(""),
     "[p. 5 5": pages("5"),
     "[§ Methods]": (Place("heading", "Methods"),),
     "[§ Methods; § Results, in brief]": (Place("heading", "Methods"), Place("heading", "Results, in brief")),
@@ -75,8 +76,31 @@ WRITTEN = {
     "[p. 112,115,120]": pages("112", "115", "120"),
     "[p. 9; 41]": pages("9", "41"),
     "[p. 9 p. 41]": pages("9", "41"),
-    "[p. 3.5]": pages(""),
-    "[p. iv]": pages(""),
+    "[p. 3.5]": pages("3.5"),
+    "[p. iv]": pages("iv"),
+    "[pp. iii-iv]": pages("iii-iv"),
+    "[p. 3a]": pages("3a"),
+    "[p. #3]": pages("#3"),
+    "[p. < 0.05]": pages("< 0.05"),
+    "[p. 3 | p. 4]": pages("3", "4"),
+    "[p. 3 + 4]": pages("3", "4"),
+    "[p. 3, see also p. 4]": pages("3", "4"),
+    "[p. 3..5]": pages("3-5"),
+    "[p. 3 ... 5]": pages("3-5"),
+    "[p. 3 \N{HORIZONTAL ELLIPSIS} 5]": pages("3-5"),
+    "[^p. 1]": pages("1"),
+    "(cite: p. 1)": pages("1"),
+    "[citation: p. 1]": pages("1"),
+    # a page says more than the heading or the table that it stands beside
+    "[Chapter 1, p. 1]": pages("1"),
+    "[see Section 2: p. 3]": pages("3"),
+    "[§ Methods, p. 3]": pages("3"),
+    "[§ Methods (pp. 3-4)]": pages("3-4"),
+    "[p. 3, § Methods]": pages("3"),
+    "(Section 4, p. 3)": pages("3"),
+    "[§ Costs; Section 4, p. 3]": (Place("heading", "Costs"), *pages("3")),
+    "[§ Costs, p. 5 in brief]": (Place("heading", "Costs, p. 5 in brief"),),
+    "[§ Costs, p53]": (Place("heading", "Costs, p53"),),
     "[p. 9; l. 3; § Debt]": (*pages("9"), Place("line", "3"), Place("heading", "Debt")),
     "[§ Costs, revenue; and 5?]": (Place("heading", "Costs, revenue, and 5"),),
     "[§ Costs; see p. 5]": (Place("heading", "Costs"), *pages("5")),
@@ -125,7 +149,15 @@ PLAIN = [
     "(§ 433 BGB)",
     "(Smith 2019, p. 9)",
     "(Smith, pp. 9-11)",
+    "(Section 4 of the annex, p. 3)",
     "{a, b}",
+    "{p1}",
+    r"\citep{p1}",
+    r"\cite{p. 1}",
+    "$x_{p. 1}$",
+    r"\frac{page 2}{line 3}",
+    "array[p1]",
+    "f(x)_[p1]",
     "【9】",
 ]
 
@@ -169,6 +201,37 @@ NAMED = {
 def test_names_are_understood_however_they_are_written(text: str):
     (bracket,) = find(f"It rose {text}.", ["a b.pdf", "2027.txt", "twice.pdf", "twice.txt"])
     assert bracket.places == NAMED[text]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[report.pdf p. 1]", pages("1")),
+        ("[REPORT, p. 1]", pages("1")),
+        ("(report.pdf p. 1)", pages("1")),
+        ("[see the report.pdf, p. 1]", pages("1")),
+        ("[Introduction, p. 1]", pages("1")),
+        ("[Table 2, p. 1]", pages("1")),
+        ("[Fig. 1, p. 1]", pages("1")),
+        ("[document, page 1]", pages("1")),
+        ("[Introduction, § Costs]", (Place("heading", "Costs"),)),
+        ("[Introduction, p. 1; Results, p. 3]", pages("1", "3")),
+        ("[mill.txt p. 1]", pages("1", document="mill.txt")),
+    ],
+)
+def test_of_one_document_no_name_is_needed(text: str, expected: tuple[Place, ...]):
+    (bracket,) = find(f"It rose {text}.", ["", "report.pdf"])
+    assert bracket.places == expected
+
+
+@pytest.mark.parametrize("text", ["[Smith on page 9 said so]", "(Smith, p. 9)", "[the p 53 pathway]"])
+def test_text_is_text_in_one_document_too(text: str):
+    assert find(f"It rose {text}.", ["", "report.pdf"]) == []
+
+
+@pytest.mark.parametrize("text", ["rose[p. 1]", "\N{CJK UNIFIED IDEOGRAPH-589E}[p1]", r"\[p. 1\]", "*rose*[p1]"])
+def test_no_space_is_needed_before_a_citation(text: str):
+    assert find(text)[0].places == pages("1")
 
 
 def test_a_name_whose_capitals_are_another_letters_is_another_name():

@@ -101,6 +101,32 @@ def lying(prompt: str) -> str:
     return "- The amber survey found 111 leaks [p. 9]."
 
 
+@pytest.mark.parametrize("lead", ["a.pdf", "a", "the report,", "Introduction,", "Table 2,", "Section 4,"])
+def test_what_leads_a_page_of_the_only_document_is_no_other_document(lead: str):
+    summary = summary_of(Scribe(lambda _: f"- The amber survey found 111 leaks [{lead} p. 1].", limit=20_000), [TEN])
+    assert [point.marked for point in summary.points] == ["The amber survey found 111 leaks [p. 1]."]
+    assert [(cite.confirmed, cite.corrected) for cite in summary.cites] == [(True, False)]
+
+
+def test_another_file_is_another_document():
+    said = "- The amber survey found 111 leaks [b.pdf p. 1]."
+    (cite,) = summary_of(Scribe(lambda _: said, limit=20_000), [TEN]).cites
+    assert (cite.place.label, cite.instead_of) == ("1", "b.pdf p. 1")
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "Smith found in 2020 that the effect was strong in all trials",
+        "Prices fell by 7 % in Lyon, says Miller",
+    ],
+)
+def test_references_of_a_page_are_part_of_what_it_says(claim: str):
+    text = "The effect was strong in all trials [Smith 2020, p. 45]. Prices fell by 7 % in {Miller, page 3} Lyon."
+    model = Scribe(lambda _: f"- {claim} [p. 1].", limit=20_000)
+    assert summary_of(model, [paged(f"{text} Adler left.")]).points[0].marked == f"{claim} [p. 1]."
+
+
 def test_a_page_that_no_part_confirmed_cannot_be_cited_by_the_merge():
     model = Scribe(
         lambda p: (
