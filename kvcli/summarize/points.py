@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.summarize.check import Checker
-from kvcli.summarize.cites import Bracket, find, without, write
+from kvcli.summarize.check import Checker, Judged
+from kvcli.summarize.cites import Bracket, Place, find, without, write
 from kvcli.summarize.result import Cite, Point
 from kvcli.summarize.split import Raw
 from kvcli.summarize.words import words
+
+MOST = 12  # rows of places that are held against one statement; what has more is none
 
 
 def pieces(point: str, brackets: Sequence[Bracket]) -> list[str]:
     """The words that each citation stands for: those since the one before it, or all where these say nothing.
 
-    Where the point begins with a citation, each stands for the words up to the next.
+    Where the point begins with a citation, each stands for the words up to the next. Beyond MOST different ones, those
+    that would stand for all stand for nothing.
     """
     if not brackets:
         return []
@@ -25,20 +28,34 @@ def pieces(point: str, brackets: Sequence[Bracket]) -> list[str]:
         spans = zip([0, *ends[:-1]], starts, strict=True)
     whole = without(point, brackets)
     found = [point[a:b].strip(" ,;.") for a, b in spans]
-    return [piece if len(brackets) > 1 and words(piece) else whole for piece in found]
+    judged: set[tuple[Place, ...]] = set()
+    claims = []
+    for piece, bracket in zip(found, brackets, strict=True):
+        if len(brackets) > 1 and words(piece):
+            claims.append(piece)
+            continue
+        if len(judged) < MOST:
+            judged.add(bracket.places)
+        claims.append(whole if bracket.places in judged else "")
+    return claims
 
 
 def point_of(raw: Raw, checker: Checker | None, documents: Sequence[str] = (), *, quotes: bool = False) -> Point:
     """One point with its citations checked; without a checker they stay as the model wrote them."""
     brackets = find(raw.text, documents)
     cites: list[Cite] = []
+    # Each is asked once: many citations over words that say nothing all stand for the whole point
+    verdicts: dict[tuple[str, tuple[Place, ...]], Judged] = {}
     marked, at = [], 0
     for bracket, claim in zip(brackets, pieces(raw.text, brackets), strict=True):
         if checker is None:
             cites += [Cite(place, False) for place in bracket.places]
             text = write(bracket.places)
         else:
-            judged = checker.judge(claim, bracket, quotes=quotes)
+            key = claim, bracket.places
+            if key not in verdicts:
+                verdicts[key] = checker.judge(claim, bracket, quotes=quotes)
+            judged = verdicts[key]
             cites += judged.cites
             text = judged.text
         marked.append(raw.text[at : bracket.start] + text)

@@ -1,7 +1,8 @@
 """An answer as raw points, line by line: what later lines can still change is held back.
 
 A bullet or a heading is a line, prose goes by sentences. A citation alone on a line belongs to the point above it;
-where the first one stands above its text, as marks in the prompt do, so do all.
+where the first one stands above its text, as marks in the prompt do, so do all, and each is about all points up to the
+next one, to a heading, or to a point with a citation of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +19,22 @@ _SIGN = r"(?:[-*•–+]|\(?\d{1,3}[.)])"
 _BULLET = re.compile(rf"(?P<pad>[ \t]*){_SIGN}[ \t]+(?P<text>\S.*)")
 _HEADING = re.compile(r"[ \t]*(?P<signs>#{1,6})[ \t]+(?P<text>\S.*)")
 _BOLD = re.compile(r"[ \t]*(?:\*\*|__)(?P<text>[^*_]+?):?(?:\*\*|__):?[ \t]*")
-_TALK = re.compile(r"(?:sure|certainly|of course|here (?:is|are)|below is)\b[^.]*:\s*", re.IGNORECASE)
+_NOD = r"(?:sure(?: thing)?|certainly|of course|absolutely|okay|ok)"
+_NODS = re.compile(rf"{_NOD}\s*[.!,]?\s*", re.IGNORECASE)
+_TALK = re.compile(
+    rf"(?:{_NOD}|here(?: is| are|['’]s)|(?:below|the following) (?:is|are)|this is)\b(?!\s*:)", re.IGNORECASE
+)
+_ABOUT = re.compile(
+    r"\b(?:summar(?:y|ies)|points|overview|list|outline|abstract|synopsis|recap|findings|takeaways|highlights)\b",
+    re.IGNORECASE,
+)
+_CLOSED = re.compile(r"[.!?…\u3002\uff01\uff1f][\"')\]”’»*_]*\Z")
 _CERTAIN = re.compile(rf"[ \t]*(?:(?:{_SIGN}|#{{1,6}})[ \t]+[*_]{{0,2}}[^\W_]|[^\W\d_])")
 _THINKS, _THOUGHT = re.compile(r"\s*<think(?:ing)?>", re.IGNORECASE), re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 WIDTH = 2  # spaces of one level
 DEEPEST = 5
+LONGEST_TITLE = 8  # words of a first line without a full stop; what has more is a statement
+LONGEST_LEAD = 120  # characters of citations that several points take over: else long rows of them would take squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +65,11 @@ class Splitter:
     _held: Raw | None = None  # may still get the citation of a line of its own
     _bullet: Raw | None = None  # begun, still without its text
     _lines: list[str] = field(default_factory=list)  # of the bullet or else of a paragraph
-    _lead: str = ""  # citations that wait for their text
-    _leads: bool = False  # such citations stand above their text, not below it
+    _is_title: bool = False  # what is held; a citation below is not about it
+    _lead: str = ""  # citations above their text
+    _is_spent: bool = False  # a point has them
+    _leads: bool = False  # citations stand above their text, not below it
+    _is_tight: bool = False  # without an empty line between
     _is_first: bool = True
     _begun: bool = False
     _thinks: bool = False
@@ -75,7 +90,7 @@ class Splitter:
     def end(self) -> None:
         """No line follows."""
         self._close()
-        if self._held is not None and self._lead:
+        if self._held is not None and self._held.kind != "heading" and self._lead and not self._is_spent:
             self._held = replace(self._held, text=f"{self._held.text} {self._lead}")
         self._release()
 
@@ -101,6 +116,7 @@ class Splitter:
             self._put(Raw(bold["text"].strip(), "heading", 1))
         elif not line.strip():
             self._close()
+            self._is_tight = self._is_tight and (self._is_spent or not self._lead)
         elif self._goes_on(line):
             self._lines.append(line.strip())
         else:
@@ -111,7 +127,8 @@ class Splitter:
         """Whether a plain line belongs to what the lines before it began."""
         if not self._bullet:
             return bool(self._lines)
-        return line[0] in " \t" or (not self._leads and _is_bare(line, self.documents))
+        leads = self._leads and self._is_tight
+        return line[0] in " \t" or (not leads and _is_bare(line, self.documents))
 
     def _begin(self, text: str) -> None:
         """A point begins like this; if with a word, it is more than a citation, and the one before it is done."""
@@ -121,36 +138,51 @@ class Splitter:
 
     def _close(self) -> None:
         """The bullet or the paragraph ends here."""
-        if self._bullet:
-            raws = [replace(self._bullet, text=_plain(" ".join(self._lines)))]
-        else:
-            raws = _sentences(self._lines, self.documents)
+        lines, bullet = self._lines, self._bullet
         self._bullet, self._lines = None, []
-        for raw in raws:
+        if bullet:
+            self._put(replace(bullet, text=_plain(" ".join(lines))))
+            return
+        is_marked = len(lines) > 1 and _is_bare(lines[0], self.documents)
+        for raw in _sentences(lines, self.documents):
             self._put(raw)
+            if is_marked and (lead := _lead_of(raw.text, self.documents)):
+                self._lead, self._is_spent = lead, True
 
     def _put(self, raw: Raw) -> None:
         if not _says(raw.text, self.documents):
             if find(raw.text, self.documents):
                 self._put_citation(raw)
             return
-        is_first, self._is_first = self._is_first, False
-        if is_first and raw.kind == "sentence" and _TALK.fullmatch(raw.text):
+        if self._is_first and _is_talk(raw):
             return
-        if raw.kind == "heading":
-            self._leads = bool(self._lead)
-        elif self._lead:
-            raw, self._lead = replace(raw, text=f"{self._lead} {raw.text}"), ""
+        self._is_title = raw.kind == "heading" or (self._is_first and _names_all(raw, self.documents))
+        self._is_first = False
         self._release()
-        self._held = raw
+        self._held = self._led(raw)
 
     def _put_citation(self, raw: Raw) -> None:
-        if raw.kind == "heading" or self._held is None or self._held.kind == "heading":
+        if raw.kind == "heading" or self._held is None or self._is_title:
             self._leads = True
         if self._leads or self._held is None:
-            self._lead = f"{self._lead} {raw.text}".strip()
+            waiting = "" if self._is_spent else self._lead
+            self._lead, self._is_spent = f"{waiting} {raw.text}".strip(), False
+            self._is_tight = raw.kind != "heading"
         else:
             self._held = replace(self._held, text=f"{self._held.text} {raw.text}")
+
+    def _led(self, raw: Raw) -> Raw:
+        """The point with the citations above it, if it has none of its own."""
+        if raw.kind == "heading":
+            self._lead = "" if self._is_spent else self._lead
+            self._leads = bool(self._lead)
+            return raw
+        if find(raw.text, self.documents) or (self._is_spent and len(self._lead) > LONGEST_LEAD):
+            self._lead = ""
+        if not self._lead:
+            return raw
+        self._is_spent = True
+        return replace(raw, text=f"{self._lead} {raw.text}")
 
     def _release(self) -> None:
         self.found += [self._held] if self._held else []
@@ -165,6 +197,26 @@ def _says(text: str, documents: Sequence[str]) -> bool:
 def _is_bare(line: str, documents: Sequence[str]) -> bool:
     """Whether there are citations and nothing else."""
     return bool(find(line, documents)) and not _says(line, documents)
+
+
+def _lead_of(text: str, documents: Sequence[str]) -> str:
+    """The citation that a sentence begins with, if it has no other."""
+    brackets = find(text, documents)
+    return text[: brackets[0].end] if len(brackets) == 1 and brackets[0].start == 0 else ""
+
+
+def _is_talk(raw: Raw) -> bool:
+    """Whether a model speaks of its answer: "Sure!", "Here is a summary:". A heading has lost its colon."""
+    if raw.kind == "bullet":
+        return False
+    ends = raw.kind == "heading" or raw.text.endswith(":")
+    return bool(_NODS.fullmatch(raw.text) or (ends and _TALK.match(raw.text) and _ABOUT.search(raw.text)))
+
+
+def _names_all(raw: Raw, documents: Sequence[str]) -> bool:
+    """Whether a first sentence is a title: "Overview:"."""
+    is_short = not _CLOSED.search(raw.text) and len(raw.text.split()) <= LONGEST_TITLE
+    return raw.kind == "sentence" and is_short and not find(raw.text, documents)
 
 
 def _sentences(paragraph: Sequence[str], documents: Sequence[str]) -> list[Raw]:

@@ -38,7 +38,8 @@ LINES = st.sampled_from(
     """- The river rose. |- It fell [p. 1].|  - Below it [p. 2].|* **Bold** [p. 3]|- [p. 4]|1. [p. 5]|12. Twelve|12 eels
     [p. 6]|[p. 7] The mill burned.|The bridge failed. [p. 8] It was rebuilt.|[a.pdf p. 1]|It rose [b.txt p. 2].|[p. 9
     (see p. 9)|[p. 10] [p. 11]|  goes on [p. 12]|# Costs|## [p. 13]|**Revenue:**|**[p. 14]**|__Debt__|Here is the list:
-    Sure, below is it:|<think>|</think>|</think>- Then|<think>Hm.</think>|- “Quoted”|- ...|?|- |-|+ A [c.md p. 1]
+    Sure, below is it:|Sure!|Here is a summary:|**Here’s the summary:**|Overview:|Summary|References|[p. 1-3]
+    <think>|</think>|</think>- Then|<think>Hm.</think>|- “Quoted”|- ...|?|- |-|+ A [c.md p. 1]
     5|5.|5. |(5) Five|- 5|- **|- _A_|é|# |#|\u4e2d\u6587。[p. 15]\u597d""".replace("\n    ", "|").split("|")
 )
 ENDS = st.sampled_from(["\n", "\n", "\n", "\n\n", "\r\n", "\r", " ", "", "\n \n", "\u2028", "\x0b"])
@@ -90,7 +91,7 @@ def test_a_point_comes_as_soon_as_nothing_can_change_it(answer: str):
 
 
 def test_a_preface_is_one_only_at_the_beginning():
-    answer = "Here is all of it:\n\n- One.\n\nHere are the losses:\n\n- Two."
+    answer = "Here is a summary of all:\n\n- One.\n\nHere are the losses:\n\n- Two."
     assert written(streamed(list(answer))) == written(whole(answer)) == "- One.\n\nHere are the losses:\n- Two.\n"
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcli.summarize.check import Checker, Passage
-from kvcli.summarize.cites import Place, find
-from kvcli.summarize.points import pieces, point_of
+from kvcli.summarize.check import Checker, Judged, Passage
+from kvcli.summarize.cites import Bracket, Place, find
+from kvcli.summarize.points import MOST, pieces, point_of
 from kvcli.summarize.result import written
 from kvcli.summarize.split import Raw, split
 
@@ -92,13 +93,41 @@ ALONE = {
     "as a bullet": ("- One.\n- [p. 1]\n- [p. 2]\n- Two.", ["One. [p. 1] [p. 2]", "Two."]),
     "as a paragraph": ("One.\n\n[p. 1]\n\nTwo.\n\n(p. 2)", ["One. [p. 1]", "Two. (p. 2)"]),
     "of an unknown document": ("- One.\n[x.txt p. 1]\n- Two.", ["One. [x.txt p. 1]", "Two."]),
-    "above bullets": ("[p. 1]\n- One.\n[p. 2]\n- Two.\n- Three.", ["[p. 1] One.", "[p. 2] Two.", "Three."]),
+    "above bullets": ("[p. 1]\n- One.\n[p. 2]\n- Two.\n- Three.", ["[p. 1] One.", "[p. 2] Two.", "[p. 2] Three."]),
     "above paragraphs": ("[p. 1]\nOne.\n\n[p. 2]\nTwo.", ["[p. 1] One.", "[p. 2] Two."]),
     "as headings": ("## [p. 1]\n- One.\n## [p. 2]\n- Two.", ["[p. 1] One.", "[p. 2] Two."]),
     "below a heading": ("# A\n[p. 1]\n- One.\n# B\n- Two.\n[p. 2]", ["A", "[p. 1] One.", "B", "Two. [p. 2]"]),
     "above a heading": ("[p. 1]\n# A\n- One.", ["A", "[p. 1] One."]),
     "above and below": ("[p. 1]\n- One.\n[p. 2]", ["[p. 1] One. [p. 2]"]),
     "above nested bullets": ("- [p. 1]\n  - One.\n- [p. 2]\n  - Two.", ["[p. 1] One.", "[p. 2] Two."]),
+    "below a title": ("Summary\n\n[p. 1]\n\nOne.\n\n[p. 2]\n\nTwo.", ["Summary", "[p. 1] One.", "[p. 2] Two."]),
+    "below a title, as bullets": (
+        "Facts:\n\n- [p. 1]\n- One.\n- [p. 2]\n- Two.",
+        ["Facts:", "[p. 1] One.", "[p. 2] Two."],
+    ),
+    "below a long first line": (
+        "The river rose by 12 metres in March of that year\n\n[p. 1]\n\nTwo.",
+        ["The river rose by 12 metres in March of that year [p. 1]", "Two."],
+    ),
+    "below bullets, under one for all": (
+        "# A [p. 1-3]\n\n[p. 1-3]\n\n- One.\n[p. 1]\n- Two.\n[p. 2]",
+        ["A [p. 1-3]", "One. [p. 1]", "Two. [p. 2]"],
+    ),
+    "below bullets, under a heading of citations": ("## [p. 1]\n- One.\n[p. 2]\n- Two.", ["One. [p. 2]", "Two."]),
+    "in bold above bullets": (
+        "**[p. 1]**\n\n- One.\n- Two.\n\n**[p. 2]**\n\n- Three.\n- Four.",
+        ["[p. 1] One.", "[p. 1] Two.", "[p. 2] Three.", "[p. 2] Four."],
+    ),
+    "above sentences": (
+        "[p. 1]\nOne. Two.\n\nThree.\n\n[p. 2]\nFour.\nFive.",
+        ["[p. 1] One.", "[p. 1] Two.", "[p. 1] Three.", "[p. 2] Four.", "[p. 2] Five."],
+    ),
+    "above bullets, up to a heading": ("[p. 1]\n\n- One.\n# B\n- Two.", ["[p. 1] One.", "B", "Two."]),
+    "above bullets, up to one of its own": (
+        "[p. 1]\n\n- One.\n- Two [p. 2].\n- Three.",
+        ["[p. 1] One.", "Two [p. 2].", "Three."],
+    ),
+    "at the end, below a heading": ("- One.\n\n**References**\n[p. 1]\n[p. 2]", ["One.", "References"]),
 }
 
 
@@ -106,6 +135,40 @@ ALONE = {
 def test_a_citation_on_a_line_of_its_own_is_kept(where: str):
     answer, wanted = ALONE[where]
     assert [raw.text for raw in split(answer)] == wanted
+
+
+def test_a_long_row_of_citations_is_about_the_next_point_only():
+    row = " ".join(f"[p. {i}]" for i in range(40))
+    assert [raw.text for raw in split(f"{row}\n\n- One.\n- Two.")] == [f"{row} One.", "Two."]
+
+
+PREFACES = [
+    "Sure! Here is a summary of the document:",
+    "Sure!\n\nHere's a concise summary:",
+    "Of course. Here’s the summary:",
+    "Certainly, here are the main points:",
+    "**Here is a summary of the document:**",
+    "## Here is a summary of the document",
+    "Here is a summary of report v1.2:",
+    "Below is an overview:",
+]
+NONE = [
+    "Sure signs: the river rose by 12 metres in March:",
+    "Here are the losses of the season:",
+    "Certainly the river rose.",
+    "Here is a list that fell from the bridge.",
+    "Summary:",
+]
+
+
+@pytest.mark.parametrize("preface", PREFACES)
+def test_what_a_model_says_of_its_answer_is_no_point(preface: str):
+    assert [raw.text for raw in split(f"{preface}\n\n- One.")] == ["One."]
+
+
+@pytest.mark.parametrize("text", NONE)
+def test_a_first_line_that_tells_something_is_a_point(text: str):
+    assert [raw.text for raw in split(f"{text}\n\n- One.")] == [text, "One."]
 
 
 PAGES = [
@@ -141,6 +204,25 @@ PAGES = [
 )
 def test_citations_are_checked_where_they_stand(said: str, shown: str):
     assert point_of(Raw(said, "bullet"), Checker(PAGES)).marked == shown
+
+
+class Counting(Checker):
+    """Counts how often a claim that says something is judged."""
+
+    n_judged = 0
+
+    def judge(self, claim: str, bracket: Bracket, *, quotes: bool = False) -> Judged:
+        self.n_judged += bool(claim)
+        return super().judge(claim, bracket, quotes=quotes)
+
+
+@pytest.mark.parametrize(("places", "n"), [([1, 2], 2), (range(1, 100), MOST)])
+def test_many_citations_of_one_claim_are_judged_once_each(places: Sequence[int], n: int):
+    checker = Counting(PAGES)
+    row = "".join(f" a [p. {i}]" for _ in range(5) for i in places)
+    point = point_of(Raw(f"The stone tower at Stultov shifted{row}", "bullet"), checker)
+    assert checker.n_judged <= n + 1  # the first has words of its own
+    assert len(point.cites) == 5 * len(places)
 
 
 def test_without_a_checker_they_stay():
