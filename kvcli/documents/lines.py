@@ -16,6 +16,7 @@ WIDEST = 6  # heights between the columns of prose, most often; the cells of a t
 COLUMN_LINES = 3  # pieces that each side of a gutter must have
 PROSE = 18  # median characters of a line in a column; the cells of a table are shorter
 SAME_ROW = 0.5  # share of the lower piece's height that two pieces must overlap
+SCRIPT = (0.45, 0.8)  # shares of the height of its row that a raised or lowered piece has; a stamp's row has less
 PARAGRAPH = 1.45  # times the usual distance of lines
 SLACK = 1.0  # heights: the widest line of a ragged column may itself end before the margin
 FULL = 24  # characters that a line has at least if it ends for want of room; titles and tables have fewer
@@ -68,12 +69,20 @@ def rows(pieces: Sequence[Piece]) -> list[Row]:
         y0, y1 = piece.y0, piece.y1
         if found and min(bottom, y1) - max(top, y0) > SAME_ROW * min(bottom - top, y1 - y0):
             found[-1].append(piece)
-            # what all of the row share: a drop cap or a stamp across the page must not pull in the rows beside it
-            top, bottom = max(top, y0), min(bottom, y1)
+            top, bottom = _shared((top, bottom), (y0, y1))
         else:
             found.append([piece])
             top, bottom = y0, y1
     return [sorted(row, key=lambda p: p.x0, reverse=is_rtl(row)) if len(row) > 1 else row for row in found]
+
+
+def _shared(row: tuple[float, float], piece: tuple[float, float]) -> tuple[float, float]:
+    """Where the row runs with that piece in it, from top to bottom."""
+    low, high = sorted((row, piece), key=lambda span: span[1] - span[0])
+    if SCRIPT[0] * (high[1] - high[0]) < low[1] - low[0] < SCRIPT[1] * (high[1] - high[0]):
+        return high  # a raised digit must not keep the lowered one of the same row out
+    # what both share: a drop cap or a stamp across the page must not pull in the rows beside it
+    return max(row[0], piece[0]), min(row[1], piece[1])
 
 
 def reading_order(pieces: Sequence[Piece]) -> list[Block]:

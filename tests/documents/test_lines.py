@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvcli.documents import Limits, document_of
-from kvcli.documents.lines import Line, Piece, reading_order, row_text
+from kvcli.documents.lines import Line, Piece, reading_order, row_text, rows
 from kvcli.documents.parsed import Job
 from kvcli.documents.repair import Words, mended
 from kvcli.documents.worker import parse
@@ -124,6 +124,12 @@ def test_a_space_before_a_piece_stays():
         text.textOut(part)
     sheet.canvas.drawText(text)
     assert text_of(sheet) == "Revenue was 12.5 million3 in the year of the survey."
+
+
+def test_a_raised_and_a_lowered_digit_stay_in_one_row():
+    spans = (("area of 5 m", 0, 10), ("2", -3, 4), ("of CO", 0, 10), ("2", 6, 13), ("was emitted", 0, 10))
+    pieces = [Piece(text, 60 * i, y0, 60 * i + 58, y1, y1 - y0) for i, (text, y0, y1) in enumerate(spans)]
+    assert [row_text(row) for row in rows(pieces)] == ["area of 5 m 2 of CO 2 was emitted"]
 
 
 LEFT = (
