@@ -179,6 +179,4 @@ def names_of(documents: Sequence[Document]) -> list[str]:
 
 def spoken_names(documents: Sequence[Document]) -> list[str]:
     """Names that may stand in citations; with "" before them where none has to, as there is only one document."""
-    if len(documents) > 1:
-        return names_of(documents)
-    return ["", *(SURROGATE.sub("\N{REPLACEMENT CHARACTER}", document.name) for document in documents)]
+    return names_of(documents) if len(documents) > 1 else ["", *(document.name for document in documents)]
