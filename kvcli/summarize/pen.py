@@ -13,14 +13,21 @@ from kvcli.summarize.split import Raw, Splitter
 class Pen:
     """Points of an answer as it grows; where they are final, each is said at once.
 
-    `documents`: their names, where citations have them.
+    `documents`: their names, where citations have them. `thinks`: the answer begins inside a thought.
     """
 
-    def __init__(self, point_of: Callable[[Raw], Point], documents: Sequence[str] = (), *, is_final: bool) -> None:
+    def __init__(
+        self,
+        point_of: Callable[[Raw], Point],
+        documents: Sequence[str] = (),
+        *,
+        is_final: bool,
+        thinks: bool = False,
+    ) -> None:
         self.points: list[Point] = []
         self.repeated = 0
         self._point_of, self._is_final = point_of, is_final
-        self._splitter = Splitter(documents)
+        self._splitter = Splitter(documents, thinks)
         self._taken = 0  # characters of the answer, in whole lines
         self._is_begun = False  # what follows them told already that the point before it is complete
         self._n_raws = 0  # that became points

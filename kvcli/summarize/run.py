@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, End, Text, Turn
@@ -29,7 +30,7 @@ from kvcli.summarize.points import point_of
 from kvcli.summarize.prompt import Messages, merge_messages, part_messages, wording_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
-from kvcli.text import render_prompt
+from kvcli.text import render_prompt, render_text
 
 if TYPE_CHECKING:
     from kvcli.documents import Document
@@ -91,6 +92,12 @@ class _Run:
     @property
     def request(self) -> Request:
         return self.plan.request
+
+    @cached_property
+    def _thinks(self) -> bool:
+        """Whether the chat template begins a thought, so that an answer has only the end of it."""
+        text, _ = render_text(self.model.tokenizer, [{"role": "user", "content": "?"}])
+        return text.rstrip().endswith(("<think>", "<thinking>"))
 
     def events(self) -> Iterator[Event]:
         found: list[list[Point]] = []
@@ -228,7 +235,12 @@ class _Run:
         """From an answer to its points, citations checked against these passages."""
         request, names = self.request, self.names
         checker = Checker(passages) if request.cite and request.check else None
-        return Pen(lambda raw: point_of(raw, checker, names, quotes=request.quotes), names, is_final=is_final)
+        return Pen(
+            lambda raw: point_of(raw, checker, names, quotes=request.quotes),
+            names,
+            is_final=is_final,
+            thinks=self._thinks,
+        )
 
     def _took(self, answered: Answered, pen: Pen, what: str) -> None:
         self.turns.append(answered)

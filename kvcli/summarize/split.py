@@ -58,9 +58,13 @@ def split(answer: str, documents: Sequence[str] = ()) -> list[Raw]:
 
 @dataclass
 class Splitter:
-    """Takes an answer by line. `found`: the points that no later line changes."""
+    """Takes an answer by line. `found`: the points that no later line changes.
+
+    `thinks`: it is inside a thought; from the beginning where the prompt began one.
+    """
 
     documents: Sequence[str] = ()
+    thinks: bool = False
     found: list[Raw] = field(default_factory=list)
     _held: Raw | None = None  # may still get the citation of a line of its own
     _bullet: Raw | None = None  # begun, still without its text
@@ -72,18 +76,17 @@ class Splitter:
     _is_tight: bool = False  # without an empty line between
     _is_first: bool = True
     _begun: bool = False
-    _thinks: bool = False
 
     def feed(self, line: str) -> None:
         """The next line, without its end."""
         if not self._begun and (thinks := _THINKS.match(line)):
-            self._thinks, line = True, line[thinks.end() :]
-        if self._thinks:
+            self.thinks, line = True, line[thinks.end() :]
+        if self.thinks:
             thought = _THOUGHT.search(line)
             self._begun = True
             if thought is None:
                 return
-            self._thinks, line = False, line[thought.end() :]
+            self.thinks, line = False, line[thought.end() :]
         self._begun = self._begun or bool(line.strip())
         self._take(line)
 

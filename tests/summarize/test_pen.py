@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcli.summarize.events import Said
 from kvcli.summarize.pen import Pen, unique
 from kvcli.summarize.points import point_of
+from kvcli.summarize.request import Request
 from kvcli.summarize.result import Point, written
+from kvcli.summarize.run import summarize
 from kvcli.summarize.split import Raw, Splitter, split
+from tests.summarize.scribe import Scribe, WordTokenizer, paged
 
 DOCUMENTS = ["a.pdf", "b.txt"]
 
@@ -105,6 +112,24 @@ def test_a_preface_is_one_only_at_the_beginning():
 )
 def test_what_a_model_thinks_before_its_answer_is_no_point(answer: str):
     assert [point.marked for point in streamed(list(answer))] == ["One [p. 1]."]
+
+
+class Thinker(WordTokenizer):
+    """Its template begins a thought."""
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]], **options: Any) -> str:
+        return f"{super().apply_chat_template(messages, **options)}<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "wanted"), [(Thinker(), ["One [p. 1]."]), (WordTokenizer(), ["A draft.", "One [p. 1]."])]
+)
+def test_a_thought_that_the_prompt_began_is_no_point(tokenizer: WordTokenizer, wanted: list[str]):
+    answer = "- A draft.\n</think>\n- One [p. 1]."
+    model = Scribe(lambda _: answer, limit=20_000, tokenizer=tokenizer)
+    events = list(summarize(model, [paged("One.", "Two.")], Request(check=False)))
+    marked = [event.point.marked for event in events if isinstance(event, Said)]
+    assert [text for text in marked if "think" not in text] == wanted
 
 
 def test_thinking_without_an_end_says_nothing():
