@@ -173,7 +173,9 @@ def _gutter(
             left, right = [p for p in band if p.x1 <= x], [p for p in band if p.x0 >= x]
             if min(len(left), len(right)) < COLUMN_LINES or (best and len(band) <= best[0]):
                 continue
-            if all(map(_is_prose, (left, right))) and _side_by_side(left, right) and _is_narrow(x, band):
+            if not (all(map(_is_prose, (left, right))) and _side_by_side(left, right)):
+                continue
+            if _is_narrow(x, band) or all(map(_is_filled, (left, right))):
                 above = [p for p in pieces if p.middle <= top]
                 below = [p for p in pieces if p.middle >= bottom]
                 best = len(band), (above, left, right, below)
@@ -215,3 +217,12 @@ def _is_narrow(x: float, band: Sequence[Piece]) -> bool:
         if left and right:
             gaps.append(min(right) - max(left))
     return not gaps or median(gaps) < WIDEST * median(p.height for p in band)
+
+
+def _is_filled(side: Sequence[Piece]) -> bool:
+    """Whether most lines end for want of room and few begin anew: prose runs on, however wide the gutter is."""
+    block = rows(side)
+    margins = _margins(block)
+    full = [_is_full(row, below, margins) for row, below in itertools.pairwise(block)]
+    begun = [row[0].text[:1].isupper() or row[0].text[:1].isdigit() for row in block]
+    return sum(full) > len(full) / 2 and sum(begun) < len(begun) / 2

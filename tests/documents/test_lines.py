@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from random import Random
+from textwrap import wrap
 
 import pytest
 
@@ -159,6 +160,24 @@ def test_the_same_text_in_columns_is_read_down():
     pieces = [Piece(text, 0, 16 * i, 160, 16 * i + 10, 10) for i, text in enumerate(LEFT)]
     pieces += [Piece(text, 180, 16 * i, 340, 16 * i + 10, 10) for i, text in enumerate(RIGHT)]
     assert [row[0].text for block in reading_order(pieces) for row in block] == [*LEFT, *RIGHT]
+
+
+@pytest.mark.parametrize(("gutter", "early"), [(65, (0,)), (50, (0, 25, 50)), (90, (0, 25, 50))])
+def test_columns_of_prose_are_read_down_however_wide_the_gutter_is(gutter, early):
+    rng, pieces = Random(5), []
+    for x, ends in ((0, early), (180 + gutter, (0,))):
+        for i, line in enumerate(wrap(" ".join(made.prose(rng, 12) for _ in range(9)), 34)[:12]):
+            pieces.append(Piece(line, x, 12 * i, x + 180 - ends[i % len(ends)], 12 * i + 10, 10))
+    assert [len(block) for block in reading_order(pieces)] == [12, 12]
+
+
+def test_cells_of_much_the_same_length_stay_in_their_rows():
+    pieces = [
+        Piece(f"{text} {i:02d}", x, 12 * i, x + 180, 12 * i + 10, 10)
+        for i in range(12)
+        for x, text in ((0, "Replaced the gauge of the depot"), (245, "Paid in full by the river board"))
+    ]
+    assert [len(row) for block in reading_order(pieces) for row in block] == [2] * 12
 
 
 def test_vertical_lines_are_read_from_right_to_left():
