@@ -14,6 +14,8 @@ from kvcli.documents.lines import Piece, Row, row_text, rows, top
 DEPTH = 3  # rows looked at from each edge
 MOST = 0.5  # share of the pages of either side (left or right hand) on which a line recurs
 FEW = 3  # pages on which a line must recur at least
+NEARLY = 0.75  # share of the pages of either side on which a title with a page number in the size of the text recurs
+SURE = 6  # pages on which it must recur at least: in a short file, a chapter a page is more likely
 GAP = 1.3  # times the usual distance of rows, between what runs and the text
 LARGE = 1.2  # times the usual size of the page and of the document from which on a number is a heading
 SMALL = 0.85  # times that size below which a line is no heading, whichever words stand beside its number
@@ -23,13 +25,18 @@ LETTERS = re.compile(r"[^\W\d_]+")
 # words for a page, and between its number and that of the last one
 PAGE = frozenset(
     "page pages p pg pp of seite s von de sur pagina página pág di sida sid av side af strona str z oldal sivu "
-    "страница стр из σελίδα από 第 页 頁 共 ページ".split()
+    "страница стр из σελίδα από 第 页 頁 共 ページ blad van sheet slide folio".split()
+)
+# words that part a numbered thing, a chapter or an invoice a page, from a title beside a page number
+THINGS = frozenset(
+    "no nr num number nummer numéro número chapter kapitel section part lesson question exhibit case invoice".split()
 )
 SIGNS = "-–—|·•/"  # part a page number from the title that runs beside it
 ROMAN = {"i": 1, "v": 5, "x": 10, "l": 50, "c": 100}
 
 COUNTS = "\0"  # begins the key of a line with a page number in a place of its own
 ALONE = "\1"  # begins the key of a line that says nothing beside its page number
+TITLED = "\2"  # begins the key of a line that may as well be a heading with a number of its own
 
 Key = tuple[str, str]  # the edge, and the line with its page number taken out
 
@@ -70,9 +77,16 @@ def _running(pages: Sequence[tuple[int, Sequence[Edge]]]) -> set[Key]:
         other = [edges for number, edges in pages if number % 2 != side]
         counts, beyond = _counts(turn), _counts(other)
         for key, n in counts.items():
-            if (n > MOST * len(turn) or key[1].startswith(COUNTS)) and n + beyond[key] >= FEW:
+            if _recurs(key[1], n / len(turn), n + beyond[key]):
                 found.add(key)
     return found
+
+
+def _recurs(line: str, share: float, n: int) -> bool:
+    """Whether it stands on enough of the pages of its side, and on enough in all."""
+    if line.startswith(TITLED):
+        return share >= NEARLY and n >= SURE
+    return (share > MOST or line.startswith(COUNTS)) and n >= FEW
 
 
 def _counts(pages: Sequence[Sequence[Edge]]) -> Counter[Key]:
@@ -110,7 +124,7 @@ def _keys(row: Row, page: int, size: float) -> Iterator[str]:
 
     A line of the text that only looks alike but for its numbers is no header, so a number must count with the pages.
     `Chapter 3` on page 3 is none either: beside a page number stand words for a page, or a title in small type, or one
-    that a sign parts from it.
+    that a sign parts from it, or one of some words that recurs with the right number on nearly all pages.
     """
     line = " ".join(row_text(row).split()).casefold()
     if not line:
@@ -127,6 +141,16 @@ def _keys(row: Row, page: int, size: float) -> Iterator[str]:
             yield COUNTS + key
         elif _size(row) < SMALL * size or _is_parted(before, behind):
             yield key
+        elif _is_titled(before, behind):
+            yield TITLED + key
+
+
+def _is_titled(before: str, behind: str) -> bool:
+    """Whether words of a title stand on one side of a number that may be that of a page."""
+    words, more = LETTERS.findall(before), LETTERS.findall(behind)
+    if (words and more) or before[-1:].strip() or behind[:1].strip() or THINGS.intersection(words[-1:]):
+        return False
+    return sum(len(word) > 1 and word not in PAGE for word in words + more) > 1
 
 
 def _is_parted(before: str, behind: str) -> bool:

@@ -85,6 +85,42 @@ def test_numbers_of_pages_go(line, size, distance, at_foot):
     assert texts(headed(line, size, distance=distance, at_foot=at_foot)) == texts(headed("", size))
 
 
+@pytest.mark.parametrize("at_foot", [False, True])
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("Annual Report 2024 #", 11),
+        ("# Annual Report", 11),
+        ("ACME Corp #", 11),
+        ("ACME Corp #", 10),
+        ("(c) 2024 ACME Corp. All rights reserved. #", 11),
+        ("Slide #", 11),
+        ("Sheet #", 11),
+        ("Blad # van 8", 11),
+    ],
+)
+def test_titles_beside_the_number_of_a_page_go_from_a_longer_file(line, size, at_foot):
+    found = texts(headed(line, size, distance=30, at_foot=at_foot, n_pages=8))
+    assert found == texts(headed("", size, n_pages=8))
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "n_pages"),
+    [
+        ("Annual Report #", 24, 8),
+        ("Annual Report #", 11, 5),  # or an annual report a page
+        ("Chapter #", 11, 8),
+        ("Exhibit A-#", 11, 8),
+        ("Invoice no. #", 11, 8),
+        ("Board paper no. #", 11, 8),
+        ("Of the last year, chapter #", 11, 8),
+    ],
+)
+def test_numbered_things_stay_however_many_pages_have_one(line, size, n_pages):
+    found = first_and_last(headed(line, size, n_pages=n_pages))
+    assert [first for first, _ in found] == [said(line, n) for n in range(1, n_pages + 1)]
+
+
 def tables(n_pages: int, names: tuple[str, ...]) -> bytes:
     rng, sheet = Random(5), made.Sheet()
     for _ in range(n_pages):
