@@ -29,7 +29,8 @@ STOP = frozenset(
     whereas which while who whom whose why will with within without would yet you your p pp mr mrs ms dr prof
     according said say says states stated reports reported report document notes noted note mentions mentioned
     describes described given however moreover furthermore additionally overall finally notably meanwhile therefore
-    hence instead despite similarly likewise consequently nevertheless specifically importantly""".split()
+    hence instead despite similarly likewise consequently nevertheless specifically importantly summary
+    overview""".split()
 )
 ABBREVIATED = frozenset(
     "dr mr mrs ms prof no nos vs fig figs p pp st e.g i.e approx inc ltd co cf etc al jr sr".split()
