@@ -37,7 +37,7 @@ def test_points_and_what_became_of_their_citations():
     assert (found["unconfirmed"], found["corrected"], found["parts"], found["mode"]) == (1, 1, 1, "whole")
     assert found["source"] == found["sources"][0]
     assert found["turns"][0]["turn"]["schema"] == "kvcli.turn/1"
-    assert found["text"].splitlines()[-1] == "- More came [p. ?]."
+    assert found["text"].splitlines()[-1] == "- More came [p. The?]."
 
 
 def test_what_nobody_checked_is_neither_true_nor_false():
