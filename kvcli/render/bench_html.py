@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from kvcli.render import bench as b
@@ -11,13 +10,11 @@ from kvcli.render import bench_charts as charts
 from kvcli.render import bench_html_quality as quality
 from kvcli.render import bench_html_setup as setup
 from kvcli.render.figures import long_size
-from kvcli.render.html import Markup, data_table, join, number, section, tag
+from kvcli.render.html import Markup, data_table, join, number, page, section, tag
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio
 
-# nothing is fetched and nothing runs, whatever a name in the document says
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _TEXT = {
     "base": ("the baseline", "square"),
     "same": ("the same text", "circle"),
@@ -30,22 +27,11 @@ _KINDS = _TEXT | quality.KINDS
 
 def html(document: BenchDocument) -> str:
     """The page of a document."""
-    style = Markup((files("kvcli.render") / "bench_report.css").read_text(encoding="utf-8"))
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("title", f"{document.model.id}: kvcli bench"),
-        tag("style", style),
-    )
     title = tag("header", tag("h1", document.model.id), tag("p", b.heading(document), class_="sub"))
     parts = [_warnings(document), _glance(document), _headline(document)]
     parts += [_block(document, ctx, workload) for ctx, workload in b.blocks(document)]
     parts += [_over_contexts(document), quality.panel(document), setup.checks(document), setup.fine_print(document)]
-    body = tag("body", tag("main", title, *parts))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    return page(f"{document.model.id}: kvcli bench", "bench_report.css", title, *parts)
 
 
 # ---- at a glance ----

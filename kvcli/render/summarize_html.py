@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 
 from kvcli.documents.document import SIGNS
-from kvcli.render.html import Markup, data_table, join, tag
+from kvcli.render.html import Markup, data_table, join, page, tag
 from kvcli.render.summarize import scanned
 from kvcli.schemas.summary import CiteFacts, PointFacts, SummaryDocument
 from kvcli.summarize.cites import find
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _DEEPEST = 2  # of indented points
 
 
 def html(documents: Sequence[SummaryDocument]) -> str:
     """The page of one summary or several."""
-    style = Markup((files("kvcli.render") / "summary_page.css").read_text(encoding="utf-8"))
     alone = len(documents) == 1
     names = ", ".join(name for document in documents for name in _names(document, alone=alone))
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("title", f"Summary of {names}"),
-        tag("style", style),
-    )
     parts = [part for document in documents for part in _summary(document, alone=alone)]
-    return f"<!doctype html>\n{tag('html', head, tag('body', tag('main', *parts, _footer(documents))), lang='')}\n"
+    return page(f"Summary of {names}", "summary_page.css", *parts, _footer(documents), lang="")
 
 
 def _summary(document: SummaryDocument, *, alone: bool) -> Iterator[Markup]:
