@@ -81,20 +81,28 @@ def commands(_: str) -> str:
     from typer.main import get_command
 
     from kvcli.cli import COMMANDS
-    from kvcli.commands.options import take_common
+    from kvcli.commands.options import show_rare, take_common, take_model
 
     @typer.Typer().command()
     def none() -> None: ...
 
+    def full(command: Any) -> Any:
+        take_model(command)
+        show_rare(command)
+        for below in getattr(command, "commands", {}).values():
+            full(below)
+        return command
+
     blocks = []
     for name in COMMANDS:
-        blocks += _command(f"kvcli {name}", get_command(import_module(f"kvcli.commands.{name.replace('-', '_')}").app))
+        app = import_module(f"kvcli.commands.{name.replace('-', '_')}").app
+        blocks += _command(f"kvcli {name}", full(get_command(app)))
     bare = typer.Typer(add_completion=False)
     bare.command()(none)
     blocks += [
         "## Options of every command",
         "They may stand before or after the command.",
-        _options(take_common(get_command(bare))),
+        _options(take_common(get_command(bare), rare=True)),
     ]
     return "\n\n".join(blocks)
 

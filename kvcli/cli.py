@@ -60,7 +60,7 @@ kvcli {version}: chat with long documents on your own machine.
   kvcli summarize paper.pdf                        a summary that names pages
   kvcli chat Qwen/Qwen3-8B -P ngram                another model, another profile
 
-kvcli --help lists all commands; kvcli chat --help what one of them takes.
+kvcli --help lists all commands; kvcli chat --help what one takes, --help-all all of it.
 """
 
 
@@ -69,7 +69,7 @@ class Lazy(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         app = import_module(f"kvcli.commands.{str(self.name).replace('-', '_')}").app
-        command = take_common(typer.main.get_command(app))
+        command = take_common(typer.main.get_command(app), rare=bool(extra.get("resilient_parsing")))
         command.name = self.name
         return command.make_context(info_name, args, parent=parent, **extra)
 

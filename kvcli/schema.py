@@ -42,13 +42,6 @@ class Form:
     words: str
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
-    """Words of the plan that nothing honours yet: refused by name rather than as a typing error."""
-
-    words: tuple[str, ...]
-
-
 DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
 _SIZE = r"\d+(\.\d+)? ?[KMGT]iB"
 SIZE = Form(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
@@ -129,7 +122,6 @@ class Context:
     """How long a conversation may get."""
 
     limit: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # tokens; auto = the model's limit, or what fits
-    on_overflow: Annotated[Literal["error"], Later(("compress", "drop-oldest", "summarize"))] = "error"  # when full
     reserve: Annotated[int, Range(1)] = 1024  # tokens kept free for the answer
 
 

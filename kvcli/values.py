@@ -17,7 +17,7 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from kvcli.problems import any_of, did_you_mean
-from kvcli.schema import Form, Later, Range
+from kvcli.schema import Form, Range
 from kvcli.toml_places import toml_value
 
 
@@ -167,8 +167,6 @@ def _wrong(hint: object, value: object) -> WrongValue:
     parts, markers = _unpacked(hint)
     use = f"use {expected(hint)}"
     markers = (*markers, *(marker for part in parts for marker in _base(part)[1]))
-    if any(isinstance(marker, Later) and value in marker.words for marker in markers):
-        return WrongValue(f"{toml_value(value)} is not available yet", use)
     kinds = {_kind(part) for part in parts}
     if type(value) not in kinds and not (type(value) is int and float in kinds):
         return WrongValue(f"{toml_value(value)} is {noun(value)}", use)

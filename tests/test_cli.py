@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 
 import kvcli
+from kvcli.cli import COMMANDS
 from kvcli.commands.setup import Setup
-from kvcli.errors import ExitStatus
+from kvcli.errors import BadModel, ExitStatus
 from tests.fakes import ClosedPipe, Machine, Stream
 
 KVCLI = [sys.executable, "-m", "kvcli"]
 ROOT = Path(__file__).parents[1]
+GROUPS = {"profiles", "models", "config", "spec"}
 
 
 @pytest.fixture
@@ -77,6 +80,46 @@ def test_help_lists_what_exists_and_nothing_else(machine, capsys):
     listed = capsys.readouterr().out.partition("Commands")[2]
     assert [name for name in ("chat", "summarize", "profiles", "models", "doctor") if name not in listed] == []
     assert [name for name in ("serve", "sessions") if name in listed] == []
+
+
+def helped(command, *args, capsys, machine):
+    machine(*command.split(), *args)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [*(c for c in COMMANDS if c not in GROUPS), "models show", "spec tune"])
+def test_help_shows_what_is_used_most_and_help_all_everything(machine, capsys, command):
+    """Which is which stands at each option; what is typed is understood either way."""
+    short, long = (set(re.findall(r"--[a-z][a-z-]+", helped(command, flag, capsys=capsys, machine=machine)))
+                   for flag in ("--help", "--help-all"))  # fmt: skip
+    assert {"--profile", "--set", "--json", "--help-all"} <= short < long
+    assert {"--plain", "--config", "--no-input", "--log-file"} <= long - short
+    assert len(short) <= 22
+    short_again = helped(command, "--help", capsys=capsys, machine=machine)
+    assert "--log-file" not in short_again
+
+
+# --- the model
+
+NAMING = ["chat --dry-run", "fit", "bench --dry-run", "spec doctor", "profile-heads", "models show", "models path"]
+
+
+@pytest.mark.parametrize("command", NAMING)
+@pytest.mark.parametrize("args", [["gone/model"], ["-m", "gone/model"], ["gone/model", "--model", "gone/model"]])
+def test_every_command_takes_the_model_by_its_place_or_by_name(machine, monkeypatch, command, args):
+    def refuse(setup, profile, tell=None):
+        raise BadModel(setup.name)
+
+    monkeypatch.setattr(Setup, "load", refuse)
+    done = machine(*command.split(), *args, "--offline")
+    assert done.exit == ExitStatus.BAD_MODEL, done.err
+    assert "gone/model" in done.err
+
+
+@pytest.mark.parametrize("command", NAMING)
+def test_two_models_are_one_too_many(machine, command):
+    done = machine(*command.split(), "demo", "-m", "other")
+    assert (done.exit, "demo and --model other are two models" in done.err) == (ExitStatus.USAGE, True)
 
 
 # --- common options
@@ -152,6 +195,11 @@ def test_errors_as_json_go_to_stdout(machine):
         (["run", "demo"], "kvcli chat"),
         (["list"], "kvcli models list"),
         (["chat", "--profle", "x"], "did you mean --profile?"),
+        (["chat", "--modle", "x"], "did you mean --model?"),
+        (["summarize", "--modle", "x"], "did you mean --model?"),
+        (["chat", "--tempe", "1"], "did you mean --temperature?"),
+        (["chat", "--max-tokens", "9"], "did you mean --max-new-tokens?"),
+        (["chat", "--zzz"], "try: kvcli chat --help-all"),
         (["models", "lst"], "list"),
         (["chat", "--stats", "loud"], "'--stats': 'loud' is not one of 'live'"),
         (["chat", "--temperature", "hot"], "'--temperature'"),

@@ -207,8 +207,8 @@ def test_a_turn_is_one_object(machine):
     validate("turn", document)
     assert done.err == ""
     assert (document["schema"], document["text"], document["finish"]) == ("kvcli.turn/1", ANSWER, "stop")
-    assert (document["engine"], document["profile"], document["exactness"]) == ("local", "ngram", "exact")
-    assert document["session"] is document["overflow"] is document["memory"]["estimate_bytes"] is None
+    assert (document["profile"], document["exactness"]) == ("ngram", "exact")
+    assert document["memory"]["estimate_bytes"] is None
 
 
 @pytest.mark.parametrize("drafts", [True, False])

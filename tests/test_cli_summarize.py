@@ -574,7 +574,6 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         (["."], "is_a_folder", "is a folder"),
         (["empty.pdf"], "empty_file", "is empty"),
         (["a.txt", "a.txt"], "usage", "named twice"),
-        (["a.txt", "--extract", "ocr"], "no_such_extract", "only fast"),
         (["a.txt", "--extract-only", "--quotes"], "usage", "--extract-only goes without --quotes"),
         (["a.txt", "--extract-only", "--format", "html"], "usage", "only a summary"),
         (["a.txt", "--dry-run", "-o", "x.md"], "usage", "writes no file"),
@@ -590,7 +589,6 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         (["a.txt", "-o", "a.txt"], "usage", "would replace a file that is read"),
         (["a.txt:1-2", "--extract-only", "-o", "a.txt"], "usage", "would replace a file that is read"),
         (["a.txt", "--password-file", "pw.txt", "-o", "pw.txt"], "usage", "would replace a file that is read"),
-        (["a.txt", "--parallel", "2"], "parallel_local", "one part at a time"),
         (["a.txt", "--length", "huge"], "usage", "short, medium, long"),
         (["a.txt", "--mode", "whole", "--chunk", "99"], "usage", "has no parts"),
         (["a.txt", "--pages", "9"], "no_such_page", "has no page 9"),
@@ -644,7 +642,7 @@ def test_all_planted_findings_with_their_pages(bundled):
 
 
 def test_help_leaves_torch_alone():
-    run = [sys.executable, "-X", "importtime", "-m", "kvcli", "summarize", "--help"]
+    run = [sys.executable, "-X", "importtime", "-m", "kvcli", "summarize", "--help-all"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "--extract-only" in done.stdout

@@ -23,7 +23,7 @@ FLOORS = [
         "source text tokenizer toml_places values",
         "api heard kinds kv machine memory rows sample stats strict ties token_kinds verify",
         "forward model policies replay rope seam weights",
-        "drafts prune",
+        "drafts",
         "boundary build clashes conversation kvcli local relief schemas session steady transcript turn window world",
         "bench calibrate fit heads quality summarize",  # what measures, foretells and asks more than one question
         "__main__ cli commands render",
@@ -43,7 +43,7 @@ ONLY = {
     "bitsandbytes": {"weights"},
     **{parser: {"documents"} for parser in ("pypdfium2", "bs4", "lxml", "markdownify", "docx")},
 }
-METHODS = {"drafts", "policies", "prune"}  # folders of registered methods; each has a base.py that anyone above may use
+METHODS = {"drafts", "policies"}  # folders of registered methods; each has a base.py that anyone above may use
 
 
 def _module(path: Path) -> str:
@@ -115,7 +115,7 @@ def test_only_build_knows_the_methods_by_name():
 
 def test_policies_and_drafts_meet_only_in_views():
     """A drafter may read the past through a policy; a policy never hears of a drafter."""
-    assert [(m, t) for m, t in OURS if _place(m) in ("policies", "kv") and _place(t) in ("drafts", "prune")] == []
+    assert [(m, t) for m, t in OURS if _place(m) in ("policies", "kv") and _place(t) == "drafts"] == []
 
 
 def test_nothing_imports_kernels_by_its_folder_name():

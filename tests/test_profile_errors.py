@@ -146,14 +146,6 @@ IN_FILE = {
             '      |          ^ use "auto", "cpu", "cuda", "cuda:N" or "mps"',
         ],
     ),
-    "planned, not there yet": (
-        "[profiles.mine.context]\non_overflow = 'summarize'",
-        [
-            '~/config.toml:2:15: profiles.mine.context.on_overflow: "summarize" is not available yet',
-            "    2 | on_overflow = 'summarize'",
-            '      |               ^ use "error"',
-        ],
-    ),
     "a table in place of a value": (
         "[profiles.mine.prefill.chunk]\nsize = 3",
         [

@@ -183,10 +183,10 @@ def test_the_summary_wraps_between_its_parts(width):
 
 
 def test_the_header():
-    opening = Opening("0.1.0", "fafo", "exact", 2048, 425 << 20, 2, "01KA…7Q new")
+    opening = Opening("0.1.0", "fafo", "exact", 2048, 425 << 20, 2)
     assert header(fake_info(), opening, 80) == [
         "kvcli 0.1.0 · demo (bundled, toy answers) · fafo, exact · cpu, 2 threads",
-        "context 2,048 (model limit 2,048) · est. 425 MiB · session 01KA…7Q new · /help",
+        "context 2,048 (model limit 2,048) · est. 425 MiB · /help",
     ]
 
 
@@ -237,14 +237,14 @@ def test_an_error_is_that_of_the_design():
     error = ContextOverflow(
         "the conversation is longer than the window",
         lines=["38,912 tokens of text + 1,024 for the answer > 26,112 (fitted for fafo on 11.6 GiB)"],
-        try_=["-P lean --ctx 40960", "--on-overflow summarize", "/drop 1"],
+        try_=["-P lean --ctx 40960", "a smaller -n", "/drop 1"],
     )
     print_error(terminal, error)
     assert stream.getvalue().split("\n") == [
         "error: the conversation is longer than the window            [context_overflow]",
         "  38,912 tokens of text + 1,024 for the answer > 26,112 (fitted for fafo on",
         "  11.6 GiB)",
-        "  try: -P lean --ctx 40960   ·   --on-overflow summarize   ·   /drop 1",
+        "  try: -P lean --ctx 40960   ·   a smaller -n   ·   /drop 1",
         "",
     ]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvcli.commands import bench_options as o
-from kvcli.commands.flags import ModelName, load_flags
+from kvcli.commands import flags as f
 from kvcli.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
@@ -25,16 +25,16 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def bench(
     context: typer.Context,
-    model: ModelName = None,
+    model: f.ModelName = None,
     profiles: o.Profiles = None,
     vary: o.Varied = None,
     baseline: o.Baselines = None,
     workload: o.Workloads = None,
     ctx: o.Ctx = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    quant: o.Quant = None,
-    allow_pickle: o.Pickle = False,
+    device: f.Device = None,
+    dtype: f.Dtype = None,
+    quant: f.Quant = None,
+    allow_pickle: f.Pickle = False,
     new: o.New = "128",
     reps: o.Reps = 5,
     warmup: o.Warmup = 1,
@@ -62,7 +62,7 @@ def bench(
     from kvcli.commands.setup import Setup
 
     world: World = context.obj
-    setup = Setup(world, model, load_flags(context.params))
+    setup = Setup(world, model, f.load_flags(context.params))
     if calibrate:
         refuse_others(context, "--calibrate", {"model", "device", "dtype", "quant", "allow_pickle"})
         from kvcli.commands.bench_calibrate import print_calibration

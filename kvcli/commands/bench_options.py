@@ -27,26 +27,34 @@ Workloads = Annotated[str | None, _compared("--workload", "-w", metavar="NAME", 
 Ctx = Annotated[
     str | None, _compared("--ctx", metavar="N,N", help="Prompt and new tokens: 2k, or 1k,8k, or 512-4k*2. Default 2k.")
 ]
-Device = Annotated[str | None, _compared("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str | None, _compared("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.")]
-Quant = Annotated[str | None, _compared("--quant", metavar="NAME", help="Weights as none, int8, int4 or nf4.")]
-Pickle = Annotated[bool, _compared("--allow-pickle", help="Load weights from pickle files, which can run code.")]
 
 New = Annotated[str, _measured("--new", "-n", metavar="N", help="Tokens that every side writes. Default 128.")]
 Reps = Annotated[int, _measured("--reps", "-r", metavar="N", help="Repetitions that count. Default 5.")]
-Warmup = Annotated[int, _measured("--warmup", metavar="N", help="Repetitions before, which do not. Default 1.")]
-Interleave = Annotated[bool, _measured("--interleave/--no-interleave", help="Sides take turns (on).")]
-Memory = Annotated[bool, _measured("--memory/--no-memory", help="Peak memory, each row once more by itself (on).")]
-Seed = Annotated[int, _measured("--seed", metavar="N", help="Same seed, same prompts.")]
+Warmup = Annotated[
+    int, _measured("--warmup", metavar="N", help="Repetitions before, which do not. Default 1.", rare=True)
+]
+Interleave = Annotated[bool, _measured("--interleave/--no-interleave", help="Sides take turns (on).", rare=True)]
+Memory = Annotated[
+    bool, _measured("--memory/--no-memory", help="Peak memory, each row once more by itself (on).", rare=True)
+]
+Seed = Annotated[int, _measured("--seed", metavar="N", help="Same seed, same prompts.", rare=True)]
 Quality = Annotated[str, _measured("--quality", metavar="WHAT", help=_QUALITY)]
-QueryVisible = Annotated[bool, _measured("--query-visible", help="Quality: the question is seen before anything goes.")]
-QualityN = Annotated[int | None, _measured("--quality-n", metavar="N", help="Quality: contexts per task and length.")]
-QualityLengths = Annotated[str | None, _measured("--quality-lengths", metavar="N,N", help="Quality: context lengths.")]
-Calibrate = Annotated[bool, _measured("--calibrate", help="Measure this machine instead: pass times, bandwidths.")]
+QueryVisible = Annotated[
+    bool, _measured("--query-visible", help="Quality: the question is seen before anything goes.", rare=True)
+]
+QualityN = Annotated[
+    int | None, _measured("--quality-n", metavar="N", help="Quality: contexts per task and length.", rare=True)
+]
+QualityLengths = Annotated[
+    str | None, _measured("--quality-lengths", metavar="N,N", help="Quality: context lengths.", rare=True)
+]
+Calibrate = Annotated[
+    bool, _measured("--calibrate", help="Measure this machine instead: pass times, bandwidths.", rare=True)
+]
 
 OutputFormat = Annotated[Format | None, _told("--format", help="Default table, or what -o ends in.")]
 Output = Annotated[str | None, _told("--output", "-o", metavar="FILE", help="Write the result there too.")]
-Save = Annotated[bool, _told("--save", help="Keep the result for --history.")]
-History = Annotated[bool, _told("--history", help="Saved results as a trend; measures nothing.")]
-FailIf = Annotated[list[str] | None, _told("--fail-if", metavar="EXPR", help=_FAIL_IF)]
-DryRun = Annotated[bool, _told("--dry-run", help="Print what would run; load nothing.")]
+Save = Annotated[bool, _told("--save", help="Keep the result for --history.", rare=True)]
+History = Annotated[bool, _told("--history", help="Saved results as a trend; measures nothing.", rare=True)]
+FailIf = Annotated[list[str] | None, _told("--fail-if", metavar="EXPR", help=_FAIL_IF, rare=True)]
+DryRun = Annotated[bool, _told("--dry-run", help="Print what would run; load nothing.", rare=True)]

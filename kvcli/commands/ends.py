@@ -21,17 +21,24 @@ UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.
 
 def misused(world: World, args: Sequence[str], problem: Any) -> int:
     """What the option parser found, as one of our errors."""
-    near = sorted(getattr(problem, "possibilities", None) or [])
-    # the parser lists every option that looks a little alike; the nearest one is enough
-    message = str(problem.message if near else problem.format_message())
+    is_option = hasattr(problem, "option_name")
+    message = str(problem.message if is_option else problem.format_message())
     message = message.replace("Value error, ", "").strip().rstrip(".")  # the words of a validator inside the parser
     if not message:  # a group without a command, and its help was printed
         return ExitStatus.USAGE
     context = getattr(problem, "ctx", None)
     path = context.command_path if context is not None else "kvcli"
-    nearest = get_close_matches(getattr(problem, "option_name", ""), near, 1, cutoff=0.0)
-    try_ = [*(f"did you mean {option}?" for option in nearest), f"{path} --help"]
+    nearest = _nearest(problem.option_name, context.command.params) if is_option and context is not None else []
+    try_ = [*(f"did you mean {option}?" for option in nearest), f"{path} --help-all"]
     return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=try_))
+
+
+def _nearest(typed: str, params: Sequence[Any]) -> list[str]:
+    """Options that may be meant: those that begin so, else the most alike. Dashes are alike in all, and say nothing."""
+    names = {name.lstrip("-"): name for param in params for name in param.opts if name.startswith("--")}
+    word = typed.lstrip("-")
+    near = [name for name in names if name.startswith(word)] or get_close_matches(word, names, 2)
+    return [names[name] for name in near[:2]]
 
 
 def failed(world: World, args: Sequence[str], error: KvcliError) -> int:

@@ -9,50 +9,66 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kvcli.build import REGISTRIES
 from kvcli.errors import UsageError
 
 
-def option(*names: str, help: str, metavar: str | None = None, panel: str | None = None) -> Any:
-    """An option, in the part of a command's help that `panel` names."""
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
+def option(
+    *names: str,
+    help: str,
+    metavar: str | None = None,
+    panel: str | None = None,
+    rare: bool = False,
+    count: bool = False,
+) -> Any:
+    """An option, in the part of a command's help that `panel` names; a rare one is shown by --help-all alone."""
+    return typer.Option(
+        *names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False, hidden=rare, count=count
+    )
 
 
 _ask = partial(option, panel="The question")
 _answer = partial(option, panel="The answer")
 _model = partial(option, panel="The model")
 
-_MODEL = "demo, a folder, a Hugging Face id, or a name from your config."
+MODEL = "demo, a folder, a Hugging Face id, or a name from your config."
 _PROMPT = "Ask this and end; - reads standard input."
 _FILE = "Attach a file; paper.pdf:3-9 for pages of it; demo:report is an example. Repeatable."
+_MIN_P = "Leave out what is below this share of the best."
+_FIGURES = "Figures while answering, after it, or not at all."
+_PICKLE = "Load weights from pickle files, which can run code."
 _SPEC = "Guess tokens and check several at once; the text stays the same."
 
-ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
+ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
+ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]
 Prompt = Annotated[str | None, _ask("--prompt", "-p", metavar="TEXT", help=_PROMPT)]
 File = Annotated[list[str] | None, _ask("--file", "-f", metavar="PATH", help=_FILE)]
 System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]
-SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="System message from a file.")]
+SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="The same from a file.", rare=True)]
 
 Most = Annotated[str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Longest answer; 4k is 4096 tokens.")]
 Temperature = Annotated[float | None, _answer("--temperature", "-t", metavar="F", help="0 takes the likeliest token.")]
-TopP = Annotated[float | None, _answer("--top-p", metavar="F", help="Draw from the likeliest that hold this share.")]
-TopK = Annotated[int | None, _answer("--top-k", metavar="N", help="Draw from this many tokens; 0 is all.")]
-MinP = Annotated[float | None, _answer("--min-p", metavar="F", help="Leave out what is below this share of the best.")]
-Penalty = Annotated[float | None, _answer("--repetition-penalty", metavar="F", help="Above 1 repeats less.")]
-Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Same seed, same text.")]
-Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0.")]
+TopP = Annotated[
+    float | None, _answer("--top-p", metavar="F", help="Draw from the likeliest of this share.", rare=True)
+]
+TopK = Annotated[int | None, _answer("--top-k", metavar="N", help="Draw from this many tokens; 0 is all.", rare=True)]
+MinP = Annotated[float | None, _answer("--min-p", metavar="F", help=_MIN_P, rare=True)]
+Penalty = Annotated[float | None, _answer("--repetition-penalty", metavar="F", help="Above 1 repeats less.", rare=True)]
+Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Same seed, same text.", rare=True)]
+Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0.", rare=True)]
 StatsMode = Literal["live", "turn", "off"]
-Figures = Annotated[StatsMode | None, _answer("--stats", help="Figures while answering, after it, or not at all.")]
-Lines = Annotated[bool, _answer("--stream", help="With --json: one line for each event.")]
+Figures = Annotated[StatsMode | None, _answer("--stats", help=_FIGURES, rare=True)]
+Lines = Annotated[bool, _answer("--stream", help="With --json: one line for each event.", rare=True)]
 
 Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="The window in tokens; 32k is 32768.")]
 Device = Annotated[str | None, _model("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.")]
+Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)]
 Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Weights as none, int8, int4 or nf4.")]
-Spec = Annotated[str | None, _model("--spec", metavar="off|ngram", help=_SPEC)]
+Spec = Annotated[str | None, _model("--spec", metavar="|".join(REGISTRIES["spec"]), help=_SPEC, rare=True)]
 Exact = Annotated[bool, _model("--exact", help="Refuse every setting that can change the text.")]
-Force = Annotated[bool, _model("--force", help="Load even if it does not seem to fit.")]
-Pickle = Annotated[bool, _model("--allow-pickle", help="Load weights from pickle files, which can run code.")]
-DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and what they need; load nothing.")]
+Force = Annotated[bool, _model("--force", help="Load even if it does not seem to fit.", rare=True)]
+Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
+DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and what they need; load nothing.", rare=True)]
 
 # the flag is what `origin` names wherever a setting is shown
 KEYS: Mapping[str, str] = {

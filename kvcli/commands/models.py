@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcli.commands.flags import ModelName, option
 from kvcli.commands.setup import sources
 from kvcli.commands.show import print_json, print_table
 from kvcli.config import load_config
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, help="Models on this machine.")
 
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="demo, a folder, a hub id, or a name from your config.")]
-Pickle = Annotated[bool, typer.Option("--allow-pickle", help="Count pickle weights as usable.", show_default=False)]
+Pickle = Annotated[bool, option("--allow-pickle", help="Count pickle weights as usable.")]
 
 
 @app.command("list")
@@ -39,11 +39,12 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> int:
 
 
 @app.command()
-def show(context: typer.Context, model: Name, allow_pickle: Pickle = False) -> int:
-    """One model: where it is, how large, and whether kvcli supports it."""
+def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle = False) -> int:
+    """One model: where it is, how large, and whether kvcli supports it. Without MODEL, the default one."""
     from kvcli.schemas.listings import ModelsDocument
 
     world: World = context.obj
+    model = model or load_config(sources(world)).default_model
     entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True)
     if world.options.json:
         print_json(world, ModelsDocument(models=[entry]))
@@ -66,7 +67,7 @@ def show(context: typer.Context, model: Name, allow_pickle: Pickle = False) -> i
 
 
 @app.command()
-def path(context: typer.Context, model: Name) -> int:
+def path(context: typer.Context, model: ModelName = None) -> int:
     """Print the folder of a model, and nothing else."""
     world: World = context.obj
     world.stdout.write(f"{find(world, model, allow_pickle=True).path}\n")
@@ -99,7 +100,7 @@ def kind_of(world: World, name: str) -> str:
     return "folder" if Path(expanduser(name)).exists() else "cache"
 
 
-def find(world: World, name: str, allow_pickle: bool) -> Source:
+def find(world: World, name: str | None, allow_pickle: bool) -> Source:
     """The checked files of a model that is on this machine; raises BadModel otherwise."""
     from kvcli import source
 

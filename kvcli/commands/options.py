@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from copy import copy
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import typer.main
 
+from kvcli.commands.flags import ModelOption, option
 from kvcli.commands.log import start_log
+from kvcli.errors import UsageError
 from kvcli.world import World
 
-PANEL = "Options of every command"
-
-
-def _option(*names: str, help: str, metavar: str | None = None, count: bool = False) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, count=count, show_default=False, rich_help_panel=PANEL)
+_option = partial(option, panel="Options of every command")
 
 
 def _common(
@@ -25,25 +24,39 @@ def _common(
     set_: Annotated[
         list[str] | None, _option("--set", metavar="KEY=VALUE", help="One profile key, as in TOML; repeatable.")
     ] = None,
-    config: Annotated[Path | None, _option("--config", metavar="FILE", help="One more config file, on top.")] = None,
+    config: Annotated[
+        Path | None, _option("--config", metavar="FILE", help="One more config file, on top.", rare=True)
+    ] = None,
     json: Annotated[bool, _option("--json", help="Print one JSON object.")] = False,
-    plain: Annotated[bool, _option("--plain", help="No colour, no wrapping, no live row; tabs in tables.")] = False,
+    plain: Annotated[
+        bool, _option("--plain", help="No colour, no wrapping, no live row; tabs in tables.", rare=True)
+    ] = False,
     quiet: Annotated[bool, _option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
     verbose: Annotated[
         int, _option("--verbose", "-v", count=True, help="Say more on stderr; twice for tracebacks.")
     ] = 0,
-    log_file: Annotated[Path | None, _option("--log-file", metavar="FILE", help="Write the log there.")] = None,
-    no_color: Annotated[bool, _option("--no-color", help="No colour.")] = False,
-    no_input: Annotated[bool, _option("--no-input", help="Never ask anything.")] = False,
-    offline: Annotated[bool, _option("--offline", help="Use no network.")] = False,
+    log_file: Annotated[
+        Path | None, _option("--log-file", metavar="FILE", help="Write the log there.", rare=True)
+    ] = None,
+    no_color: Annotated[bool, _option("--no-color", help="No colour.", rare=True)] = False,
+    no_input: Annotated[bool, _option("--no-input", help="Never ask anything.", rare=True)] = False,
+    offline: Annotated[bool, _option("--offline", help="Use no network.", rare=True)] = False,
+    help_all: Annotated[bool, _option("--help-all", help="Help with every option there is.")] = False,
 ) -> None:
     """Typer reads these annotations; the values go to the world, see `_take`."""
 
 
-def take_common(command: Any) -> Any:
-    """Give a command, and all commands below it, the common options."""
+def _named(model_: ModelOption = None) -> None:
+    """What stands beside MODEL in every command that has one."""
+
+
+def take_common(command: Any, *, rare: bool = False) -> Any:
+    """Give a command, and all commands below it, the common options. `rare`: its help is to have the rare ones, too."""
+    take_model(command)
     taken = {name for param in command.params for name in param.opts}
-    command.params += [param for param in _params() if not taken & set(param.opts)]
+    command.params += [copy(param) for param in _params() if not taken & set(param.opts)]
+    if rare:
+        show_rare(command)
     command.context_settings = {**command.context_settings, "help_option_names": ["-h", "--help"]}
     help_ = command.get_help_option(command.context_class(command, **command.context_settings))
     for param in [*command.params, *filter(None, [help_])]:
@@ -51,19 +64,55 @@ def take_common(command: Any) -> Any:
             param.metavar = ""  # Typer would write <bool>
     for below in getattr(command, "commands", {}).values():
         command.no_args_is_help = not getattr(command, "invoke_without_command", False)
-        take_common(below)
+        take_common(below, rare=rare)
     return command
+
+
+def take_model(command: Any) -> None:
+    """Where MODEL is an argument, -m MODEL says the same."""
+    for model in [param for param in command.params if param.opts == ["model"]]:
+        (option,) = _params_of(_named)
+        option.expose_value, option.callback, model.callback = False, _note_model, _one_model
+        command.params.append(option)
+
+
+def show_rare(command: Any) -> None:
+    for param in command.params:
+        param.hidden = False
+
+
+def _params_of(function: Any) -> list[Any]:
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    return list(typer.main.get_command(app).params)
 
 
 @cache
 def _params() -> tuple[Any, ...]:
-    app = typer.Typer(add_completion=False)
-    app.command()(_common)
-    params = tuple(typer.main.get_command(app).params)
+    params = tuple(_params_of(_common))
     for param in params:
         param.expose_value = False  # commands read `world.options` instead of eleven arguments each
-        param.callback = _take
+        param.is_eager = param.name == "help_all"
+        param.callback = _help_all if param.is_eager else _take
     return params
+
+
+def _help_all(context: Any, param: Any, value: Any) -> None:
+    if value and not context.resilient_parsing:
+        show_rare(context.command)
+        context.command.get_help_option(context).callback(context, param, value)
+
+
+def _note_model(context: Any, param: Any, value: Any) -> None:
+    context.meta["model"] = value  # the parser comes to arguments after all options
+
+
+def _one_model(context: Any, param: Any, value: Any) -> Any:
+    """MODEL and --model MODEL are one thing."""
+    named = context.meta.get("model")
+    if value and named and value != named:
+        raise UsageError(f"{value} and --model {named} are two models", try_=["one of the two"])
+    return value or named
 
 
 def _take(context: Any, param: Any, value: Any) -> None:

@@ -36,19 +36,27 @@ _EMIT = "Of html, json, npz, tsv, md, toml; none. Default json,html."
 
 Prompts = Annotated[list[str] | None, o.option("--prompt", metavar="FILE", help=_PROMPT)]
 Probes = Annotated[str, o.option("--probe", metavar="NAME,..", help=_PROBE)]
-By = Annotated[Criterion | None, o.option("--criterion", metavar="NAME", help=_CRITERION)]
-Recovery = Annotated[float | None, o.option("--recovery", metavar="F", help="Attention that a head's policy keeps.")]
-Keep = Annotated[float | None, o.option("--keep", metavar="F", help="Or the share of tokens that all heads keep.")]
+By = Annotated[Criterion | None, o.option("--criterion", metavar="NAME", help=_CRITERION, rare=True)]
+Recovery = Annotated[
+    float | None, o.option("--recovery", metavar="F", help="Attention that a head's policy keeps.", rare=True)
+]
+Keep = Annotated[
+    float | None, o.option("--keep", metavar="F", help="Or the share of tokens that all heads keep.", rare=True)
+]
 Context = Annotated[str, o.option("--context", metavar="N,..", help=_CONTEXT)]
-Layers = Annotated[str | None, o.option("--layers", metavar="A-B", help="Layers to look at. Default all.")]
-Show = Annotated[str | None, o.option("--show", metavar="NAME", help=_SHOW)]
-Top = Annotated[int, o.option("--top", metavar="N", help="Heads listed below the grid. Default 10.")]
-Stability = Annotated[int, o.option("--stability", metavar="K", help="Write on, and look again each K tokens.")]
-Compare = Annotated[str | None, o.option("--compare", metavar="RUN", help=_COMPARE)]
-Texts = Annotated[int | None, o.option("--texts", metavar="N", help="Texts with four hidden facts each. Default 4.")]
-Seed = Annotated[int, o.option("--seed", metavar="N", help="Draws texts, facts and tokens. Default 0.")]
+Layers = Annotated[str | None, o.option("--layers", metavar="A-B", help="Layers to look at. Default all.", rare=True)]
+Show = Annotated[str | None, o.option("--show", metavar="NAME", help=_SHOW, rare=True)]
+Top = Annotated[int, o.option("--top", metavar="N", help="Heads listed below the grid. Default 10.", rare=True)]
+Stability = Annotated[
+    int, o.option("--stability", metavar="K", help="Write on, and look again each K tokens.", rare=True)
+]
+Compare = Annotated[str | None, o.option("--compare", metavar="RUN", help=_COMPARE, rare=True)]
+Texts = Annotated[
+    int | None, o.option("--texts", metavar="N", help="Texts with four hidden facts each. Default 4.", rare=True)
+]
+Seed = Annotated[int, o.option("--seed", metavar="N", help="Draws texts, facts and tokens. Default 0.", rare=True)]
 Out = Annotated[str | None, o.option("--out", metavar="DIR", help="Where files go. Default ./heads-MODEL/.")]
-Emit = Annotated[str, o.option("--emit", metavar="A,..", help=_EMIT)]
+Emit = Annotated[str, o.option("--emit", metavar="A,..", help=_EMIT, rare=True)]
 
 
 @app.command()

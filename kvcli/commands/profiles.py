@@ -46,7 +46,6 @@ def show(
         str | None, typer.Argument(metavar="NAME", help="Profile; without it, the one that chat would use.")
     ] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
-    resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,  # it always is
 ) -> None:
     """Every setting of a profile, with the environment and --set on top, as TOML that can be kept."""
     world: World = context.obj

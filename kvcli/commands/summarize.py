@@ -30,17 +30,15 @@ def summarize(
     pages: o.Pages = None,
     type_: o.Kind = None,
     password_file: o.Password = None,
-    extract: o.Extract = "fast",
     extract_only: o.Only = False,
     each: o.Each = False,
     mode: o.Mode = "auto",
     chunk: o.Chunk = None,
     overlap: o.Overlap = 0,
-    parallel: o.Parallel = 1,
     fresh: o.Fresh = False,
     output: o.Output = None,
     format: o.Format = None,
-    model: o.ModelOption = None,
+    model: f.ModelOption = None,
     ctx: f.Ctx = None,
     device: f.Device = None,
     dtype: f.Dtype = None,
@@ -67,9 +65,8 @@ def summarize(
     from kvcli.render.screen import Screen
 
     world: World = context.obj
-    o.refuse_way(extract)
     if extract_only:
-        kept = {"files", "pages", "type_", "password_file", "extract", "extract_only", "output", "format"}
+        kept = {"files", "pages", "type_", "password_file", "extract_only", "output", "format"}
         o.refuse_others(context, "--extract-only", kept)
     if dry_run and output not in (None, "-"):
         raise UsageError("--dry-run prints the plan and writes no file", try_=["leave -o out"])

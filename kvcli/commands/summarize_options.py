@@ -13,7 +13,6 @@ from kvcli.errors import UsageError
 from kvcli.summarize.request import Request, Style, Wish, length_of
 
 Form = Literal["md", "txt", "json", "html"]
-Way = Literal["fast", "layout", "ocr"]
 Citing = Literal["page", "none"]
 
 _said = partial(option, panel="The summary")
@@ -22,18 +21,15 @@ _made = partial(option, panel="How it is made")
 _kept = partial(option, panel="The result")
 
 _FILES = "PDF, HTML, EPUB, DOCX, markdown or text; - is standard input, paper.pdf:3-9 pages of it, demo:pdf an example."
-_MODEL = "demo, a folder, a Hugging Face id, or a name from your config."
 _MODE = "Read it whole, in parts (map), or whole if it fits."
 _CHECK = "Hold every citation against the page it names."
 _QUOTES = "Under each point the sentence that confirms it."
-_EXTRACT = "Text as it stands in the file (fast)."
 _ONLY = "Print the text as it is read, with page marks, and end; no model."
 _OUTPUT = "Write it there when it is complete, nothing on stdout; - is stdout."
 _EACH = "One summary for each file instead of one of all."
 _FRESH = "Ask anew about parts that an earlier run was told about."
 _CHUNK = "Parts of at most this many tokens."
 _OVERLAP = "Tokens that a part repeats of the one before it."
-_PARALLEL = "Parts at once; on one machine that is 1."
 _DRY = "Print the plan; load no weights."
 _PASSWORD = "A file whose first line opens encrypted documents."
 _TYPE = "pdf, html, epub, docx, markdown or text, whatever the file looks like."
@@ -44,28 +40,27 @@ Length = Annotated[str | None, _said("--length", metavar="short|medium|long|N", 
 Styled = Annotated[Style | None, _said("--style", help="Bullets, prose, an outline or an abstract.")]
 Focus = Annotated[str | None, _said("--focus", metavar="TEXT", help="What the reader wants to know about.")]
 Lang = Annotated[str | None, _said("--lang", metavar="NAME", help="The language to write in.")]
-Cite = Annotated[Citing, _said("--cite", help="Name pages (sections, lines where there are none), or nothing.")]
-Check = Annotated[bool, _said("--check/--no-check", help=_CHECK)]
-Quotes = Annotated[bool, _said("--quotes", help=_QUOTES)]
+Cite = Annotated[
+    Citing, _said("--cite", help="Name pages (sections, lines where there are none), or nothing.", rare=True)
+]
+Check = Annotated[bool, _said("--check/--no-check", help=_CHECK, rare=True)]
+Quotes = Annotated[bool, _said("--quotes", help=_QUOTES, rare=True)]
 
 Pages = Annotated[str | None, _read("--pages", metavar="1-20,35", help="These pages only.")]
-Kind = Annotated[str | None, _read("--type", metavar="NAME", help=_TYPE)]
-Password = Annotated[str | None, _read("--password-file", metavar="FILE", help=_PASSWORD)]
-Extract = Annotated[Way, _read("--extract", help=_EXTRACT)]
-Only = Annotated[bool, _read("--extract-only", help=_ONLY)]
+Kind = Annotated[str | None, _read("--type", metavar="NAME", help=_TYPE, rare=True)]
+Password = Annotated[str | None, _read("--password-file", metavar="FILE", help=_PASSWORD, rare=True)]
+Only = Annotated[bool, _read("--extract-only", help=_ONLY, rare=True)]
 Each = Annotated[bool, _read("--each", help=_EACH)]
 
-Mode = Annotated[Wish, _made("--mode", help=_MODE)]
-Chunk = Annotated[str | None, _made("--chunk", metavar="N", help=_CHUNK)]
-Overlap = Annotated[int, _made("--overlap", metavar="N", help=_OVERLAP)]
-Parallel = Annotated[int, _made("--parallel", metavar="N", help=_PARALLEL)]
-Fresh = Annotated[bool, _made("--fresh", help=_FRESH)]
+Mode = Annotated[Wish, _made("--mode", help=_MODE, rare=True)]
+Chunk = Annotated[str | None, _made("--chunk", metavar="N", help=_CHUNK, rare=True)]
+Overlap = Annotated[int, _made("--overlap", metavar="N", help=_OVERLAP, rare=True)]
+Fresh = Annotated[bool, _made("--fresh", help=_FRESH, rare=True)]
 
 Output = Annotated[str | None, _kept("--output", "-o", metavar="FILE", help=_OUTPUT)]
 Format = Annotated[Form | None, _kept("--format", help="Without it, as FILE ends, else md.")]
 
-ModelOption = Annotated[str | None, option("--model", "-m", metavar="MODEL", help=_MODEL, panel="The model")]
-DryRun = Annotated[bool, option("--dry-run", help=_DRY, panel="The model")]
+DryRun = Annotated[bool, option("--dry-run", help=_DRY, panel="The model", rare=True)]
 
 
 def request_of(params: Mapping[str, Any]) -> Request:
@@ -82,7 +77,6 @@ def request_of(params: Mapping[str, Any]) -> Request:
         quotes=params["quotes"],
         chunk=tokens(chunk, "--chunk") if chunk is not None else None,
         overlap=params["overlap"],
-        parallel=params["parallel"],
     )
 
 
@@ -95,19 +89,3 @@ def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
             typed.append(parameter.opts[0])
     if typed:
         raise UsageError(f"{mode} goes without {', '.join(typed)}", try_=[f"leave {' and '.join(typed)} out"])
-
-
-def refuse_way(way: Way) -> None:
-    """Only one way of reading is there yet; another is not replaced by it in silence."""
-    if way == "fast":
-        return
-    lines = {
-        "layout": "pages are read in reading order, columns included; tables are not made out",
-        "ocr": "pages that are pictures have no text to read",
-    }
-    raise UsageError(
-        f"--extract {way} is not there in this version, only fast",
-        code="no_such_extract",
-        lines=[lines[way]],
-        try_=["--extract fast"] + (["ocrmypdf IN.pdf OUT.pdf adds the text, then OUT.pdf"] if way == "ocr" else []),
-    )

@@ -39,7 +39,6 @@ class Run:
     method: str = "off"  # how drafts are made
     profile_hash: str | None = None
     exactness: str | None = None
-    session: str | None = None
     number: int = 1
     cautions: Sequence[str] = ()  # what a user should know of the profile
     notes: Sequence[str] = ()  # what had to be done differently; may still grow while the turn runs
@@ -50,10 +49,8 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
     stats = turn.stats
     return TurnDocument(
         kvcli=__version__,
-        session=run.session,
         turn=run.number,
         model=model_facts(info),
-        engine="local",
         profile=run.profile,
         profile_hash=run.profile_hash,
         exactness=run.exactness,
@@ -74,7 +71,6 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         ),
         spec=spec_figures(stats, run.method),
         memory=memory_figures(stats, info.device),
-        overflow=None,
         events=[
             *({"kind": "caution", "text": caution} for caution in run.cautions),
             *({"kind": "note", "text": note} for note in (*info.notes, *run.notes)),
@@ -120,9 +116,7 @@ def print_turn(world: World, events: Iterable[Event], info: ModelInfo, run: Run)
 
 def print_events(world: World, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
     """A line for each event, `start` first and `end` with the whole document last."""
-    print_json(
-        world, Start(event="start", kvcli=__version__, model=model_facts(info), engine="local", profile=run.profile)
-    )
+    print_json(world, Start(event="start", kvcli=__version__, model=model_facts(info), profile=run.profile))
     tell_stats, tokens = _stats_lines(world), 0
     for event in events:
         if isinstance(event, Read):

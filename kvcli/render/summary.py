@@ -24,7 +24,6 @@ class Opening:
     context: int = 0  # window in use, tokens
     estimate: int = 0  # bytes the run is expected to need
     threads: int = 0  # on a CPU
-    session: str = ""
     hint: str = "/help"
 
 
@@ -41,7 +40,6 @@ def header(info: ModelInfo, opening: Opening, width: int) -> list[str]:
     second = [
         f"context {f.count(opening.context or info.limit)}{limit}",
         f"est. {f.long_size(opening.estimate)}" if opening.estimate else "",
-        f"session {opening.session}" if opening.session else "",
         opening.hint,
     ]
     return [*joined(first, width), *joined(second, width)]

@@ -75,10 +75,8 @@ class TurnDocument(Json):
 
     schema_: Literal["kvcli.turn/1"] = Field(default="kvcli.turn/1", alias="schema")
     kvcli: str
-    session: str | None
     turn: Annotated[int, Field(ge=1)]
     model: ModelFacts
-    engine: Literal["local"]
     profile: str
     profile_hash: str | None
     exactness: str | None
@@ -89,7 +87,6 @@ class TurnDocument(Json):
     speed: Speed
     spec: Spec
     memory: Memory
-    overflow: dict[str, Any] | None
     events: list[dict[str, Any]] = Field(
         description="what to know: kind is note, caution (what the profile may lose), or shortage (a step was taken)"
     )
@@ -112,7 +109,6 @@ class Start(Json):
     schema_: Literal["kvcli.event/1"] = Field(default="kvcli.event/1", alias="schema")
     kvcli: str
     model: ModelFacts
-    engine: Literal["local"]
     profile: str
 
 

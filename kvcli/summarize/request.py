@@ -31,7 +31,6 @@ class Request:
     quotes: bool = False
     chunk: int | None = None  # tokens of a part at most; None: as many as the window holds
     overlap: int = 0  # tokens that a part repeats of the one before it
-    parallel: int = 1
 
     def __post_init__(self) -> None:
         _refuse(self)
@@ -83,13 +82,6 @@ def _refuse(request: Request) -> None:
 
 
 def _refuse_making(request: Request) -> None:
-    if request.parallel != 1:
-        raise UsageError(
-            f"--parallel {request.parallel}: one model on one machine reads one part at a time",
-            code="parallel_local",
-            lines=["parts share the weights and the memory, so two at once would each take twice as long"],
-            try_=["leave --parallel out"],
-        )
     if request.chunk is not None and request.chunk < LEAST_CHUNK:
         raise UsageError(
             f"--chunk {request.chunk}: a part has at least {LEAST_CHUNK} tokens", try_=["--chunk 2048", "leave it out"]

@@ -364,7 +364,6 @@ def test_a_cache_that_cannot_be_written_is_noted_once(tmp_path: Path):
 
 
 REFUSED = [
-    {"parallel": 2},
     {"chunk": 10},
     {"overlap": -1},
     {"chunk": 100, "overlap": 80},
