@@ -133,6 +133,7 @@ def run(args: Sequence[str], world: World) -> int:
     from kvcli.commands import ends
 
     start_log(world)
+    world.paths.sweep()
     command = take_common(typer.main.get_command(app))
     if "_KVCLI_COMPLETE" in world.environ:  # the shell asks for completions; Typer answers and exits
         command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE")

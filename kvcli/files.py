@@ -1,10 +1,23 @@
-"""Files that belong to one user: mode 0600 in folders of mode 0700, and never half written."""
+"""The one door by which kvcli writes files: whole or not at all, on the disk when it returns, for their owner alone.
+
+A file is written under a temporary name in its folder, which stays locked until it has its own name. So whatever of
+these is not locked was left by a run that was killed, and goes when the next one starts or writes there.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+BEGINS, ENDS = ".kvcli-", ".part"  # of temporary names; without the file's own, which may be as long as a name can be
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems without them: nothing is swept there either
 
 
 def private_folder(folder: Path) -> Path:
@@ -12,18 +25,166 @@ def private_folder(folder: Path) -> Path:
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)
+        _sync_folder(path.parent)
     return folder
 
 
-def write_private(path: Path, text: str | bytes) -> None:
-    """Replace the file in one step: a reader, or a crash, sees the old text or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes files 0600
+def try_folder(folder: Path) -> Path:
+    """The folder, made if it is not there. Raises OSError where nothing can be kept in it: better now than later."""
+    tempfile.TemporaryFile(dir=private_folder(folder)).close()
+    return folder
+
+
+def try_output(path: Path) -> None:
+    """Raises OSError where `write_output` would, before any work is done for it."""
+    with suppress(FileNotFoundError):
+        path.stat()  # links that lead in a circle are told from one that leads nowhere
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if not path.exists() or path.is_file():
+        tempfile.TemporaryFile(dir=path.resolve().parent).close()
+
+
+def write_private(path: Path, content: str | bytes, *, mode: int = 0o600, is_new: bool = False) -> None:
+    """Replace the file in one step. With `is_new` it must not be there yet: FileExistsError."""
+    data = content.encode() if isinstance(content, str) else content
+    with replacing(path, mode=mode, is_new=is_new) as stream:
+        stream.write(data)
+
+
+def write_output(path: Path, content: str) -> None:
+    """Write where the user said: a link stays a link, a mode what it was; a device or a pipe is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(content, encoding="utf-8")
+        return
+    target = path.resolve()
+    write_private(target, content, mode=stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o600)
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o600, is_new: bool = False) -> Iterator[BinaryIO]:
+    """What is written to the stream becomes the file when the block ends well, and is gone when it does not."""
+    sweep(path.parent)
+    stream = _temporary(path.parent)
     try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(text.encode() if isinstance(text, str) else text)
+        with stream:
+            yield stream
             stream.flush()
+            os.fchmod(stream.fileno(), mode)
             os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+            (_name if is_new else os.replace)(stream.name, path)
+    finally:
+        with suppress(OSError):  # it has its name, or the next run sweeps it
+            os.unlink(stream.name)
+    _sync_folder(path.parent)
+
+
+def append(path: Path, text: str, most: int = 0) -> None:
+    """Add whole lines in one write, all of them or none. Beyond `most` bytes, if given, the older half goes."""
+    with locked(path) as handle:
+        kind, size = stat.S_IFMT(os.fstat(handle).st_mode), os.fstat(handle).st_size
+        data = text.encode(errors="backslashreplace")
+        if kind != stat.S_IFREG:  # a device or a pipe, that somebody named as the log
+            os.write(handle, data)
+            return
+        if size and os.pread(handle, 1, size - 1) != b"\n":  # the last line is half a line, of a run that was killed
+            data = b"\n" + data
+        try:
+            if os.write(handle, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(handle)
+        except BaseException:
+            os.ftruncate(handle, size)
+            raise
+        if 0 < most < size + len(data):
+            lines = path.read_bytes().splitlines(keepends=True)
+            write_private(path, b"".join(lines[len(lines) // 2 :]))
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """The file, made if need be, open to read and append; others that lock it wait until the block ends."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            lock(handle)
+            if _is_at(handle, path):  # else it was replaced while this waited
+                yield handle
+                return
+        finally:
+            os.close(handle)
+
+
+def lock(handle: int, *, wait: bool = True) -> None:
+    """Hold an open file until it is closed; raises BlockingIOError if another has it and `wait` is False."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed runs left in the folder. What a running one is writing is locked, and stays."""
+    try:
+        names = [n for n in os.listdir(folder) if n.startswith(BEGINS) and n.endswith(ENDS)]
+    except OSError:  # there is none
+        return
+    for name in names:
+        with suppress(OSError):
+            handle = os.open(folder / name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(folder / name)
+            finally:
+                os.close(handle)
+
+
+def _temporary(folder: Path) -> BinaryIO:
+    """A locked file of mode 0600 with a name of its own."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=BEGINS, suffix=ENDS, dir=folder)
+        stream = open(name, "wb", opener=lambda *_, handle=handle: handle)  # noqa: SIM115  # the caller's
+        try:
+            lock(stream.fileno())
+        except BaseException:
+            stream.close()
+            os.unlink(name)
+            raise
+        if os.fstat(stream.fileno()).st_nlink:
+            return stream
+        stream.close()  # swept between its making and its locking
+
+
+def _name(temporary: str, path: Path) -> None:
+    """Give the file its name if nothing has it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
         raise
+    except OSError:  # a file system without links: nearly as good
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(temporary, path)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that a name is still there after a power cut."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # one may write in a folder without reading it
+        return
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems do not sync folders
+            raise
+    finally:
+        os.close(handle)

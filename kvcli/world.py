@@ -11,9 +11,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
+
+from kvcli.files import sweep
 
 Stream = Literal["stdin", "stdout", "stderr"]
 
@@ -43,6 +46,13 @@ class Paths:
     data: Path
     state: Path
     cache: Path
+
+    def sweep(self) -> None:
+        """Remove what killed runs left half written, in these folders and those in them."""
+        for folder in (self.config, self.data, self.state, self.cache):
+            with suppress(OSError):  # there is none yet
+                for each in (folder, *(Path(e) for e in os.scandir(folder) if e.is_dir(follow_symlinks=False))):
+                    sweep(each)
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Paths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -129,6 +130,25 @@ def test_new_writes_a_sound_file_once(shell: Shell) -> None:
     assert shell("new", "mine") == 3
     assert 'there is a profile "mine" already' in shell.err
     assert path.read_text() == written
+
+
+def test_new_on_a_full_disk_leaves_nothing_and_works_when_there_is_room(shell: Shell, monkeypatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        assert shell("new", "mine") == 3
+    assert "mine.toml cannot be written: No space left" in shell.err
+    assert [p for p in shell.config.rglob("*") if p.is_file()] == []
+    assert shell("new", "mine") == 0
+    assert shell("check", "mine") == 0
+
+
+def test_what_a_killed_run_left_goes_with_the_next_command(shell: Shell) -> None:
+    left = [folder / ".kvcli-abc.part" for folder in (shell.config, shell.home / "kv" / "data" / "chats")]
+    for file in left:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("what somebody said")
+    assert shell("list") == 0
+    assert [file.exists() for file in left] == [False, False]
 
 
 def test_every_line_that_new_comments_out_can_be_used(shell: Shell) -> None:

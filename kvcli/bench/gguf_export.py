@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -24,7 +23,7 @@ from safetensors import safe_open
 from kvcli import weights
 from kvcli.bench.gguf_names import Layout, layout_of, permuted, refusal
 from kvcli.errors import BadModel, DoesNotFit, UsageError
-from kvcli.files import private_folder
+from kvcli.files import private_folder, replacing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +66,8 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
         )
     if tell is not None:
         tell(f"writing the weights of {found.id} as GGUF, {need / 1e6:,.0f} MB: {path}")
-    _write_whole(path, lambda file: _write(file, config, plan, DTYPES[dtype]))
+    with replacing(path) as file:
+        _write(Path(file.name), config, plan, DTYPES[dtype])
     return path
 
 
@@ -196,15 +196,3 @@ def _settings(config: Any, plan: list[_Weight], dtype: torch.dtype) -> Mapping[s
     if any(w.name == "rope_freqs.weight" for w in plan):
         said[f"{arch}.rope.scaling.attn_factor"] = _frequencies(config)[1]
     return said
-
-
-def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Nobody ever sees half a file: it gets its name when it is whole."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes files 0600
-    os.close(handle)
-    try:
-        write(Path(temporary))
-        os.replace(temporary, path)
-    finally:
-        with suppress(FileNotFoundError):
-            Path(temporary).unlink()

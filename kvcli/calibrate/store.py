@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvcli.errors import KvcliError
-from kvcli.files import private_folder, write_private
+from kvcli.files import try_folder, write_private
 from kvcli.schemas.fit import CalibrationDocument
 
 FOLDER = "calibration"
@@ -63,9 +62,7 @@ def folder_of(cache: Path) -> Path:
     """The folder of the files, made if it is not there: better before minutes of measuring than after."""
     folder = cache / FOLDER
     try:
-        private_folder(folder)
-        with tempfile.TemporaryFile(dir=folder):  # can anything be kept there?
-            return folder
+        return try_folder(folder)
     except OSError as error:
         raise _unwritable(folder, error) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os.path import expanduser
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from kvcli.commands.bench_options import Format
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError
-from kvcli.files import private_folder
+from kvcli.files import try_folder, try_output, write_output
 from kvcli.render.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class Outlet:
 
     def _write(self, file: Path, text: str) -> None:
         try:
-            file.write_text(text, encoding="utf-8")
+            write_output(file, text)
         except OSError as error:
             raise unwritable(file, error) from None
         self._tell(f"wrote {file}")
@@ -111,7 +110,7 @@ def outlet(world: World, format: Format | None, output: str | None, save: bool) 
     shown: Format = "json" if world.options.json else "table" if output else format or "table"
     if save:
         try:
-            tempfile.TemporaryFile(dir=private_folder(folder(world))).close()
+            try_folder(folder(world))
         except OSError as error:
             raise unwritable(folder(world), error) from None
     if output is None:
@@ -126,10 +125,7 @@ def outlet(world: World, format: Format | None, output: str | None, save: bool) 
         what = "is a folder" if file.is_dir() else "is in a folder that does not exist"
         raise BadInput(f"cannot write {output}: it {what}", code="file_unwritable", try_=["-o FILE in a folder"])
     try:
-        is_new = not file.exists()
-        file.open("a", encoding="utf-8").close()
-        if is_new:  # an empty file would look like a result
-            file.unlink()
+        try_output(file)
     except OSError as error:
         raise unwritable(file, error) from None
     return Outlet(world, shown, file, cast(Format, format or ending), save)

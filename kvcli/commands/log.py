@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import traceback
 from datetime import datetime
 from pathlib import Path
 
 from kvcli import __version__
 from kvcli.errors import BadInput
-from kvcli.files import private_folder
+from kvcli.files import append, private_folder
 from kvcli.world import World
 
-LARGEST = 1 << 20  # bytes; beyond that the old log is put aside and a new one begun
+LARGEST = 1 << 20  # bytes; beyond that the older half goes
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -54,10 +53,7 @@ def write_traceback(world: World, error: BaseException) -> Path | None:
     text = "".join(traceback.format_exception(error))
     try:
         private_folder(path.parent)
-        if path.exists() and path.stat().st_size > LARGEST:
-            path.replace(path.with_suffix(".old.log"))
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as log:
-            log.write(f"{datetime.now().isoformat(timespec='seconds')} kvcli {__version__}\n{text}\n")
+        append(path, f"{datetime.now().isoformat(timespec='seconds')} kvcli {__version__}\n{text}\n", LARGEST)
     except OSError:
         return None
     return path

@@ -14,6 +14,7 @@ from kvcli.commands.setup import sources
 from kvcli.commands.show import print_json
 from kvcli.config import NAME, Config, load_config, no_such_profile, read_config
 from kvcli.errors import BadInput, UsageError
+from kvcli.files import private_folder, write_private
 from kvcli.layers import PROJECT_FILE, Sources
 from kvcli.problems import Problem, bad_config, printable
 from kvcli.profile import Outcome, Profile, Rules, load_profile, resolve_profile
@@ -173,9 +174,8 @@ def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], 
 def write_new(path: Path, text: str, shown: str) -> None:
     """Write a file that must not be there yet."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        private_folder(path.parent)
+        write_private(path, text, is_new=True)
     except FileExistsError:
         raise BadInput(f"{shown} exists and is left as it is", try_=["-o FILE, for another place"]) from None
     except OSError as error:

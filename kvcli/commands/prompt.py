@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
 from kvcli.commands.slash import COMMANDS
-from kvcli.files import private_folder
+from kvcli.files import append, private_folder
 from kvcli.world import World
 
 PROMPT, MORE = "> ", ". "
@@ -131,11 +132,20 @@ def open_history(path: Path | None) -> History:
         return InMemoryHistory()
     try:
         private_folder(path.parent)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        append(path, "")
         path.chmod(0o600)
     except OSError:
         return InMemoryHistory()
-    return FileHistory(path)
+    return KeptHistory(str(path))
+
+
+class KeptHistory(FileHistory):
+    """The file of prompt_toolkit's form, written through our door. A line that cannot be kept is remembered for now."""
+
+    def store_string(self, string: str) -> None:
+        lines = "".join(f"+{line}\n" for line in string.split("\n"))
+        with suppress(OSError):
+            append(Path(str(self.filename)), f"\n# {datetime.now()}\n{lines}")
 
 
 class SlashCompleter(Completer):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -15,7 +13,7 @@ from kvcli.commands.show import print_json
 from kvcli.commands.summarize_options import Form
 from kvcli.documents import split_pages
 from kvcli.errors import BadInput, UsageError
-from kvcli.files import write_private
+from kvcli.files import try_output, write_output
 from kvcli.render.terminal import Terminal
 from kvcli.schemas.base import SURROGATE
 from kvcli.text import neutralise
@@ -110,7 +108,7 @@ class Outlet:
         if self.file is None or not self.has_any:
             return
         try:
-            replace(self.file, SURROGATE.sub("\N{REPLACEMENT CHARACTER}", "".join(self.texts)))
+            write_output(self.file, SURROGATE.sub("\N{REPLACEMENT CHARACTER}", "".join(self.texts)))
         except OSError as error:
             raise _unwritable(str(self.file), error.strerror or str(error)) from None
         if not self.world.options.quiet:
@@ -148,31 +146,10 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
         if file.is_dir() or not file.parent.is_dir():
             what = "it is a folder" if file.is_dir() else "its folder does not exist"
             raise BadInput(f"cannot write {output}: {what}", code="file_unwritable", try_=["-o FILE in a folder"])
-        _try_to_write(file)
+        try_output(file)
     except OSError as error:
         raise _unwritable(output, error.strerror or str(error)) from None
     return Outlet(world, form or ending or "md", file)
-
-
-def replace(file: Path, text: str) -> None:
-    """In one step, for its owner alone if it is new; a link stays a link, a device or a pipe is written to."""
-    if file.exists() and not file.is_file():
-        file.write_text(text, encoding="utf-8")
-        return
-    target = file.resolve()
-    mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
-    write_private(target, text)
-    target.chmod(mode)
-
-
-def _try_to_write(file: Path) -> None:
-    """Raises OSError where it cannot be written; links that lead in a circle are told from one that leads nowhere."""
-    with suppress(FileNotFoundError):
-        file.stat()
-    if file.exists() and not os.access(file, os.W_OK):
-        raise PermissionError(13, "Permission denied")
-    if not file.exists() or file.is_file():
-        tempfile.TemporaryFile(dir=file.resolve().parent).close()
 
 
 def _same(file: Path, world: World, name: str) -> bool:

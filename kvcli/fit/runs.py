@@ -6,7 +6,6 @@ odd run, with a huge document or on a machine that swapped, moves nothing: it ta
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from statistics import median
 
 from pydantic import ValidationError
 
-from kvcli.files import private_folder, write_private
+from kvcli import files
 from kvcli.schemas.fit import RunEntry
 
 NAME = "runs.jsonl"
@@ -46,13 +45,7 @@ class Ratios:
 
 def append(folder: Path, entry: RunEntry) -> None:
     """Raises OSError where it cannot be written."""
-    file = private_folder(folder) / NAME
-    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    with os.fdopen(handle, "a", encoding="utf-8") as stream:
-        stream.write(entry.model_dump_json(by_alias=True) + "\n")
-    if file.stat().st_size > MOST:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_private(file, "".join(lines[len(lines) // 2 :]))
+    files.append(files.private_folder(folder) / NAME, entry.model_dump_json(by_alias=True) + "\n", MOST)
 
 
 def read(folder: Path) -> list[RunEntry]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
-from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 from kvcli.errors import BadInput
+from kvcli.files import append
 
 SCHEMA = "kvcli.quality-sample/1"
 HEAD = '{"schema": "kvcli.quality-sample/'  # how a line begins, in every version
@@ -56,7 +55,7 @@ class Outcome:
 class Partial:
     """Outcomes known so far, in memory and, with a path, in a file open to its owner only.
 
-    A line is written whole once its context is done; a broken last line, left by a crash, is dropped.
+    A line is written whole once its context is done; a broken one, left by a crash, is passed over.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -73,38 +72,24 @@ class Partial:
         self._known[outcome.key] = outcome
         if self._path is not None:
             line = json.dumps({"schema": SCHEMA, **asdict(outcome)}, ensure_ascii=False) + "\n"
-            _append(self._path, line.encode())
+            _append(self._path, line)
 
     def _read(self, path: Path) -> None:
         try:
             data = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise _unusable(path, "read", error) from error
-        whole = data[: data.rfind(b"\n") + 1]
-        for n, line in enumerate(whole.decode(errors="replace").split("\n")[:-1], 1):
-            if not line.startswith(HEAD):
+        for n, line in enumerate(data.decode(errors="replace").split("\n"), 1):
+            if not line.startswith(HEAD) and not HEAD.startswith(line):
                 raise _foreign(path, n)
             if (outcome := _parsed(line)) is not None:  # else another version's, which is run again
                 self._known[outcome.key] = outcome
-        if not whole and data[: len(HEAD)] != HEAD.encode()[: len(data)]:
-            raise _foreign(path, 1)
-        try:
-            if len(whole) < len(data):
-                os.truncate(path, len(whole))
-        except OSError as error:
-            raise _unusable(path, "write", error) from error
-        _append(path, b"")
+        _append(path, "")
 
 
-def _append(path: Path, data: bytes) -> None:
-    """One write: another process, or a crash, finds the line whole or not at all. A full disk cuts it."""
+def _append(path: Path, line: str) -> None:
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            if os.write(handle, data) < len(data):
-                raise OSError(ENOSPC, os.strerror(ENOSPC))
-        finally:
-            os.close(handle)
+        append(path, line)
     except OSError as error:
         raise _unusable(path, "write", error) from error
 

@@ -156,20 +156,11 @@ def test_an_exact_profile_is_not_blamed_for_a_lossy_baseline(promise: str | None
     assert "as approx sides may" in line
 
 
-class FullDisk:
-    """A file that can be opened, and takes nothing."""
-
-    def write_text(self, text: str, encoding: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    def __str__(self) -> str:
-        return "full.json"
-
-
 def test_a_full_disk_does_not_cost_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     world = Machine(tmp_path).world()
     monkeypatch.setattr("kvcli.bench.history.save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    out = Outlet(world, "table", FullDisk(), "json", save=True)  # type: ignore[arg-type]
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    out = Outlet(world, "table", tmp_path / "full.json", "json", save=True)
     with pytest.raises(BadInput, match=r"full\.json: No space left"):
         out.finish(measured([Paced("exact", [20]), Paced("ngram", [40])]), ExitStatus.OK)
     assert "ngram" in world.stdout.text  # type: ignore[attr-defined]

@@ -145,13 +145,13 @@ def test_a_stopped_run_goes_on_where_it_was(model: Model, lean: Profile, tmp_pat
     path.write_text("\n".join(lines) + "\n" + lines[0][:40])  # as a crash leaves it
     whole = tiny(model, [lean], partial=path)
     after = path.read_text().splitlines()
-    assert after[:6] == lines
-    assert len(after) == 8
+    assert after[:7] == [*lines, lines[0][:40]]
+    assert len(after) == 9
     assert whole.document() == tiny(model, [lean]).document()
     tiny(model, [lean], partial=path)
     assert path.read_text().splitlines() == after
     tiny(model, [lean], partial=path, seed=1)
-    assert len(path.read_text().splitlines()) == 16
+    assert len(path.read_text().splitlines()) == 17
 
 
 def test_keys_tell_profiles_texts_and_weights_apart(model: Model, lean: Profile, tmp_path: Path) -> None:
@@ -193,12 +193,17 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         Partial(tmp_path / "no such folder" / "quality.jsonl")
 
 
-def test_a_first_line_that_broke_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "quality.jsonl"
+def test_a_line_that_broke_is_passed_over(model: Model, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.jsonl"
+    tiny(model, [], n=1, partial=whole)
+    lines = whole.read_text()
     for text in ('{"sch', '{"schema": "kvcli.quality-sample/1", "key": {"mod'):
+        path = tmp_path / "quality.jsonl"
         path.write_text(text)
         Partial(path)
-        assert path.read_text() == ""
+        path.write_text(path.read_text() + lines)
+        tiny(model, [], n=1, partial=path)
+        assert path.read_text() == f"{text}\n{lines}"  # nothing was run again
 
 
 def test_lines_of_another_version_are_kept_and_run_again(model: Model, tmp_path: Path) -> None:
