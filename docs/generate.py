@@ -375,7 +375,7 @@ def families(_: str) -> str:
 def bounds(_: str) -> str:
     """The limits of reading documents, as the code has them."""
     from kvcli.documents import parsed, read, zipped
-    from kvcli.documents.outside import Limits
+    from kvcli.outside import Limits
 
     limits, mib = Limits(), 2**20
     rows = [

@@ -19,8 +19,8 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "config demo documents files headers layers problems profile profile_file refusals resolve schema settings "
-        "source text tokenizer toml_places values",
+        "config demo documents files headers layers outside problems profile profile_file refusals resolve sandbox "
+        "schema settings source template template_worker text tokenizer toml_places values",
         "api heard kinds kv machine memory rows sample stats strict ties token_kinds verify",
         "forward model policies replay rope seam weights",
         "drafts",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ def examine(world: World) -> DoctorDocument:
     import psutil
 
     from kvcli.demo import weights_dir
+    from kvcli.outside import means
     from kvcli.schemas.listings import DoctorDocument
 
     memory = psutil.virtual_memory()
@@ -62,6 +64,7 @@ def examine(world: World) -> DoctorDocument:
             for name, value in sorted(world.environ.items())
             if VARIABLES.fullmatch(name)
         },
+        sandbox=means(),
         demo_model=(weights_dir() / "model.safetensors").exists(),
         **hardware(world),
     )
@@ -108,6 +111,13 @@ def redacted(text: str, world: World) -> str:
     return TOKEN.sub("(redacted)", text)
 
 
+def sandbox_words(means: Sequence[str]) -> str:
+    """How what parses documents is shut in, "limits" being the least there is."""
+    if not means:
+        return "MISSING: no process for documents could be started"
+    return "limits only (no seccomp on this system)" if [*means] == ["limits"] else " + ".join(means)
+
+
 def words(document: DoctorDocument) -> list[str]:
     """The same for people."""
     from kvcli.render.figures import long_size
@@ -119,6 +129,7 @@ def words(document: DoctorDocument) -> list[str]:
         f"cpu           {document.cpu or '–'}",
         f"              {flags}",
         f"              cores for this process {document.cores}, threads {document.threads}",
+        f"sandbox       {sandbox_words(document.sandbox)}",
         f"memory        {long_size(document.memory_free)} free of {long_size(document.memory_total)}",
     ]
     for device in document.devices[1:]:

@@ -6,9 +6,9 @@ memory and time are bounded (outside.py), and their parsers are imported nowhere
 
 from kvcli.documents.decode import decode
 from kvcli.documents.document import Counter, Document, Section, Unit, mark, marked, with_documents
-from kvcli.documents.outside import Limits
 from kvcli.documents.pages import listed, parse_pages, split_pages
 from kvcli.documents.read import BUNDLED, MAX_BYTES, document_of, read_document, too_large
+from kvcli.outside import Limits
 
 __all__ = [
     "BUNDLED",

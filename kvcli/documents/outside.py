@@ -1,4 +1,4 @@
-"""Read a hostile format in a process of its own, with memory, time and output bounded; the parent parses nothing.
+"""Read a hostile format in a process of its own (kvcli/outside.py); the parent parses nothing.
 
 The child gets the file as an open descriptor and the job as one line of JSON on its standard input, so a password
 stands in no list of processes. It answers in lines of JSON: a section each, then the rest or an error.
@@ -7,67 +7,34 @@ stands in no list of processes. It answers in lines of JSON: a section each, the
 from __future__ import annotations
 
 import json
-import os
-import selectors
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import IO, Any, cast
 
 from kvcli.documents.document import SIGNS, Section, Unit
 from kvcli.documents.parsed import Job, Parsed, part_of, refuse_too_much
 from kvcli.documents.repair import unmarked
 from kvcli.errors import BadInput
-
-# Where to import from is told by the parent: the child must run the same kvcli and the same parsers, and must not look
-# into the folder it was started in. Without the site module it starts sooner.
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from kvcli.documents.worker import main; sys.exit(main(sys.argv[2:]))"
-)
-CHUNK = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of the process that parses."""
-
-    memory: int = 1 << 30  # bytes of address space
-    cpu: int = 40  # seconds
-    wall: float = 120.0  # seconds
-    output: int = 1 << 28  # bytes of JSON
+from kvcli.outside import Limits, Outside, TooLong, TooSlow
 
 
 def parse_outside(file: IO[bytes], job: Job, limits: Limits | None = None) -> Parsed:
     """The sections of an open file. Refuses, in the words of the child or for what ended it."""
     limits = limits or Limits()
     file.flush()
-    asked = asdict(job) | {"memory": limits.memory, "cpu": limits.cpu}
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", BOOT, json.dumps(_path()), str(file.fileno())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[file.fileno()],
-        start_new_session=True,  # a group to kill, and Ctrl-C stays with the parent
-    )
+    reader = Outside("kvcli.documents.worker", limits, file.fileno())
     answer = _Answer(job)
     try:
-        assert process.stdin
-        with suppress(BrokenPipeError):  # a child that died says why below
-            process.stdin.write(json.dumps(asked).encode() + b"\n")
-            process.stdin.close()
-        for line in _lines(process, limits, job):
+        for line in reader.ask(json.dumps(asdict(job)).encode(), limits.wall):
             answer.take(line)
+    except TooSlow:
+        raise too_slow(job, f"more than {limits.wall:g} seconds") from None
+    except TooLong:
+        raise crashed(job.name, f"its parser wrote more than {limits.output / 2**20:,.0f} MiB") from None
     finally:  # an end of its output is the end of the process, or of its usefulness
-        _kill(process)
+        status = reader.end()
     if answer.parsed is None:
-        raise _ended(process, answer, job, limits)
+        raise _ended(status, job, limits)
     return answer.parsed
 
 
@@ -137,50 +104,15 @@ def _error(value: dict[str, Any]) -> BadInput:
     )
 
 
-def _lines(process: subprocess.Popen[bytes], limits: Limits, job: Job) -> Iterator[bytes]:
-    """Whole lines of the child's answer until it ends; refuses an answer that is too long or comes too late."""
-    assert process.stdout
-    deadline, held, seen = time.monotonic() + limits.wall, list[bytes](), 0
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if time.monotonic() >= deadline:
-                raise too_slow(job, f"more than {limits.wall:g} seconds")
-            if not ready:
-                continue
-            data = os.read(process.stdout.fileno(), CHUNK)
-            if not data:
-                return
-            seen += len(data)
-            if seen > limits.output:
-                raise crashed(job.name, f"its parser wrote more than {limits.output / 2**20:,.0f} MiB")
-            held.append(data)
-            if b"\n" in data:
-                *lines, rest = b"".join(held).split(b"\n")
-                held = [rest]
-                yield from lines
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream:
-            with suppress(BrokenPipeError):
-                stream.close()
-
-
-def _ended(process: subprocess.Popen[bytes], answer: _Answer, job: Job, limits: Limits) -> BadInput:
+def _ended(status: int, job: Job, limits: Limits) -> BadInput:
     """Why there is no answer."""
-    if process.returncode == -signal.SIGXCPU:
+    if status == -signal.SIGXCPU:
         return too_slow(job, f"more than {limits.cpu} seconds of processor time")
-    if process.returncode < 0:
-        name = signal.strsignal(-process.returncode) or f"signal {-process.returncode}"
+    if status < 0:
+        name = signal.strsignal(-status) or f"signal {-status}"
         most = f"{limits.memory / 2**20:,.0f} MiB"
         return crashed(job.name, f"its parser broke off ({name}): it is damaged, or needs more than {most} of memory")
-    return crashed(job.name, f"its parser ended with status {process.returncode}")
+    return crashed(job.name, f"its parser ended with status {status}")
 
 
 def too_slow(job: Job, why: str) -> BadInput:
@@ -203,9 +135,3 @@ def too_heavy(job: Job, memory: int) -> BadInput:
 
 def crashed(name: str, why: str) -> BadInput:
     return BadInput(f"{name} cannot be read", code="damaged_file", lines=[why], try_=["get the file again"])
-
-
-def _path() -> list[str]:
-    """Where this process imports from, without the folder it happens to be in."""
-    root = str(Path(__file__).resolve().parents[2])
-    return [root, *(entry for entry in sys.path if entry and entry != root)]

@@ -1,37 +1,40 @@
-"""The process that parses one hostile file: bounds itself, reads, writes lines of JSON. See outside.py."""
+"""The process that parses one hostile file: shuts itself in, reads, writes lines of JSON. See outside.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import IO, Any
 
 from kvcli.documents.outside import crashed, too_heavy
 from kvcli.documents.parsed import Job, Parsed, damaged
 from kvcli.documents.sniff import WORDS
+from kvcli.documents.zipped import kind_of
 from kvcli.errors import BadInput, KvcliError
+from kvcli.sandbox import bound, preload, shut
 
 READERS = ("pdf", "html", "epub", "docx")
 
 
-def main(arguments: list[str]) -> int:
-    """Read the file behind the descriptor in the arguments, as the line on standard input says."""
+def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
+    """Read the file behind the descriptor, as the line on standard input says."""
+    bound(parent, limits)
     asked = json.loads(sys.stdin.buffer.readline())
-    memory = int(asked.pop("memory"))
-    bound(memory, int(asked.pop("cpu")))
     job = Job(**asked | {"spans": tuple((first, last) for first, last in asked["spans"])})
     try:
-        with os.fdopen(int(arguments[0]), "rb") as file:
+        with os.fdopen(descriptor, "rb") as file:
+            missing = prepare(job.kind)
+            shut()
             file.seek(0)
-            parsed = parse(file, job)
+            parsed = parse(file, job, missing)
         for section in parsed.sections:
             tell("section", (section.number, section.label, section.text))
         tell("end", {k: getattr(parsed, k) for k in ("kind", "unit", "title", "n_pages", "without_text", "notes")})
     except MemoryError:
-        tell_error(too_heavy(job, memory))
+        tell_error(too_heavy(job, limits["memory"]))
     except RecursionError:
         tell_error(damaged(job.name, WORDS.get(job.kind, "an archive (EPUB, DOCX)"), "it is nested too deeply"))
     except KvcliError as error:
@@ -41,40 +44,32 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def parse(file: IO[bytes], job: Job) -> Parsed:
-    """The sections of a file by its kind; "zip" is looked into first."""
-    kind = job.kind
-    if kind == "zip":
-        from kvcli.documents.zipped import kind_of
+def prepare(kind: str) -> dict[str, str]:
+    """Import all that reading may need: nothing can be opened later. Reader -> a module that is not there."""
+    missing = {}
+    for reader in ("epub", "docx") if kind == "zip" else {kind} & {*READERS}:
+        try:
+            import_module(f"kvcli.documents.{reader}")
+        except ModuleNotFoundError as error:
+            missing[reader] = str(error.name)
+    preload("encodings")
+    return missing
 
-        kind = kind_of(file, job.name)
+
+def parse(file: IO[bytes], job: Job, missing: Mapping[str, str] | None = None) -> Parsed:
+    """The sections of a file by its kind; "zip" is looked into first."""
+    kind = kind_of(file, job.name) if job.kind == "zip" else job.kind
     if kind not in READERS:
         raise BadInput(f"there is no reader for {kind}", code="unknown_type")
-    try:
-        reader = import_module(f"kvcli.documents.{kind}")
-    except ModuleNotFoundError as error:
+    if missing and kind in missing:
         raise BadInput(
             f"{job.name} is {WORDS[kind]}, whose reader is not installed",
             code="missing_extra",
-            lines=[f"there is no module {error.name}"],
+            lines=[f"there is no module {missing[kind]}"],
             try_=["pip install 'kvcli[docs]'"],
-        ) from None
-    parsed: Parsed = reader.read(file, job)
+        )
+    parsed: Parsed = import_module(f"kvcli.documents.{kind}").read(file, job)
     return parsed
-
-
-def bound(memory: int, cpu: int) -> None:
-    """From here on this process can take no more than that, and leaves no core file behind."""
-    # a second after the soft limit, whose signal tells the parent what happened, the hard one ends what ignores it
-    for what, soft, hard in (
-        (resource.RLIMIT_AS, memory, memory),
-        (resource.RLIMIT_CPU, cpu, cpu + 1),
-        (resource.RLIMIT_CORE, 0, 0),
-    ):
-        most = resource.getrlimit(what)[1]
-        if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
-        resource.setrlimit(what, (soft, hard))
 
 
 def tell(word: str, value: Any) -> None:

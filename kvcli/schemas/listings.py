@@ -129,5 +129,6 @@ class DoctorDocument(Json):
     quant: dict[str, str] = Field(description="what runs quantized weights, by device")
     paths: dict[str, str]
     environment: dict[str, str]
+    sandbox: list[str] = Field(description="what shuts in the process that parses documents: seccomp, landlock, limits")
     demo_model: bool
     problems: list[str]

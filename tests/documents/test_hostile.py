@@ -101,6 +101,8 @@ def test_a_pdf_that_only_looks_dreadful_is_read(make):
         (bombs.zip_lies, "a.epub", "damaged_file", "three.xhtml"),
         (bombs.crowded, "a.epub", "document_too_heavy", "20,002 files"),
         (bombs.escaping_member, "a.epub", "damaged_file", "leads outside"),
+        (lambda: books.epub(more={"OEBPS\\..\\..\\x": "y"}), "a.epub", "damaged_file", "leads outside"),
+        (lambda: books.epub(more={"\\\\server\\x": "y"}), "a.epub", "damaged_file", "leads outside"),
         (bombs.escaping_link, "a.epub", "damaged_file", "leads outside"),
         (bombs.deep_xml, "a.epub", "damaged_file", "XML is broken"),
         (lambda: books.epub(dtd=bombs.LAUGHS), "a.epub", "damaged_file", "entities"),

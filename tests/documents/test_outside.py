@@ -8,9 +8,10 @@ from random import Random
 import pytest
 
 from kvcli.documents import Limits, document_of
-from kvcli.documents.outside import BOOT, _Answer, parse_outside
+from kvcli.documents.outside import _Answer, parse_outside
 from kvcli.documents.parsed import Job
 from kvcli.errors import BadInput
+from kvcli.outside import BOOT
 from tests.documents import books, made
 
 WHOLE = made.plain(Random(1)).data
@@ -76,7 +77,7 @@ def test_an_error_that_is_no_text_is_not_passed_on():
 
 
 def test_a_parser_that_ends_itself_by_any_signal(monkeypatch):
-    monkeypatch.setattr("kvcli.documents.outside.BOOT", "import os; os.kill(os.getpid(), 40)")
+    monkeypatch.setattr("kvcli.outside.BOOT", "import os; os.kill(os.getpid(), 40)")
     with pytest.raises(BadInput) as caught:
         document_of(WHOLE, "a.pdf")
     assert (caught.value.code, "broke off" in caught.value.lines[0]) == ("damaged_file", True)
@@ -100,13 +101,14 @@ def test_what_is_nested_too_deeply_is_called_by_its_kind(monkeypatch):
     def deep(*_):
         raise RecursionError
 
-    job = b'{"memory": 1, "cpu": 1, "name": "a", "kind": "zip", "spans": [], "password": null, "typed": false}\n'
+    job = b'{"name": "a", "kind": "zip", "spans": [], "password": null, "typed": false}\n'
     monkeypatch.setattr(worker, "parse", deep)
     monkeypatch.setattr(worker, "bound", lambda *_: None)
+    monkeypatch.setattr(worker, "shut", lambda: None)
     monkeypatch.setattr(worker, "tell_error", told.append)
     monkeypatch.setattr(worker.sys, "stdin", type("In", (), {"buffer": io.BytesIO(job)}))
     monkeypatch.setattr(worker.os, "fdopen", lambda *_: io.BytesIO())
-    assert worker.main(["0"]) == 0
+    assert worker.main(0, {}, 0) == 0
     assert [str(error) for error in told] == ["a cannot be read as an archive (EPUB, DOCX)"]
 
 
@@ -118,7 +120,7 @@ def test_the_parsers_see_neither_torch_nor_the_folder_they_start_in(tmp_path, mo
 
 
 def test_the_password_is_in_no_list_of_processes(tmp_path, monkeypatch):
-    import kvcli.documents.outside as outside
+    from kvcli import outside
 
     seen = []
     real = outside.subprocess.Popen

@@ -1,0 +1,280 @@
+"""What parses the files of strangers can do nothing else, and is gone when its parent is: tried from inside."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvcli.commands.doctor import sandbox_words
+from kvcli.documents import document_of
+from kvcli.outside import Limits, Outside, TooSlow, means
+
+ROOT = Path(__file__).parents[1]
+
+# Takes the place of a parser, and runs with what the process that parses has left.
+TAKEN_OVER = """
+import ctypes, json, os, resource, signal, socket, subprocess, sys, threading
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def c(answer):
+    if answer < 0:
+        raise OSError(ctypes.get_errno(), "denied")
+
+
+def write_to_any():
+    for n in range(3, 30):
+        try:
+            return os.write(n, b"x")
+        except OSError:
+            continue
+    raise OSError
+
+
+TRIES = {
+    "read a file": lambda: open("/etc/passwd").read(),
+    "read a file of Python's": lambda: open(json.__file__).read(),
+    "write a file": lambda: open(FOLDER + "/made", "w"),
+    "write to what it was handed": write_to_any,
+    "look at a file": lambda: os.stat("/etc/passwd"),
+    "list a folder": lambda: os.listdir("/"),
+    "make a folder": lambda: os.mkdir(FOLDER + "/made"),
+    "remove a file": lambda: os.unlink(FOLDER + "/victim"),
+    "rename a file": lambda: os.rename(FOLDER + "/victim", FOLDER + "/other"),
+    "open a descriptor again": lambda: os.open("/proc/self/fd/0", os.O_RDONLY),
+    "copy a descriptor": lambda: os.dup(0),
+    "connect": lambda: socket.create_connection(("127.0.0.1", 9), timeout=1),
+    "make a socket": lambda: socket.socket(socket.AF_UNIX),
+    "make a pipe": os.pipe,
+    "fork": lambda: os.fork() or os._exit(0),
+    "start a thread": lambda: threading.Thread(target=print).start(),
+    "run a program": lambda: subprocess.run(["/bin/true"]),
+    "become a program": lambda: os.execv("/bin/true", ["true"]),
+    "leave its session": os.setsid,
+    "leave its group": lambda: os.setpgid(0, 0),
+    "signal its parent": lambda: os.kill(os.getppid(), 0),
+    "signal itself": lambda: os.kill(os.getpid(), 0),
+    "trace its parent": lambda: c(libc.ptrace(16, os.getppid(), 0, 0)),
+    "outlive its parent": lambda: c(libc.prctl(1, 0, 0, 0, 0)),
+    "stop its clock": lambda: signal.setitimer(signal.ITIMER_REAL, 0),
+    "ignore its clock": lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN),
+    "block its clock": lambda: c(libc.sigprocmask(0, bytes([255] * 128), None)),
+    "take more memory": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)),
+    "call what is in no list": lambda: c(libc.syscall(425, 1, bytes(120))),  # io_uring_setup
+    "import a module": lambda: __import__("ftplib"),
+}
+
+
+class MarkdownConverter:
+    def __init__(self, **options):
+        pass
+
+    def convert_soup(self, soup):
+        done = {}
+        for name, attempt in TRIES.items():
+            try:
+                attempt()
+            except BaseException as error:
+                done[name] = type(error).__name__
+            else:
+                done[name] = "done"
+        return json.dumps({"tries": done, "environment": dict(os.environ)})
+"""
+BUSY = """
+from kvcli.documents import document_of
+from tests.documents.bombs import forms
+document_of(forms(10, 12), "a.pdf")
+"""
+
+
+@pytest.fixture
+def inside(tmp_path, monkeypatch) -> Callable[[], dict]:
+    """What code that took a parser over finds."""
+    (tmp_path / "markdownify.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{TAKEN_OVER}")
+    (tmp_path / "victim").write_text("still here")
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda: json.loads(document_of(b"<!doctype html><p>x", "a.html").text)
+
+
+def test_a_parser_that_was_taken_over_can_do_nothing_but_answer(inside, tmp_path):
+    tries = inside()["tries"]
+    if "seccomp" not in means():
+        pytest.skip("this system has no seccomp")
+    others = {
+        "write to what it was handed": "OSError",
+        "start a thread": "RuntimeError",
+        "stop its clock": "itimer_error",
+        "take more memory": "ValueError",  # so Python words EPERM there
+        "import a module": "ModuleNotFoundError",
+    }
+    assert tries == dict.fromkeys(tries, "PermissionError") | others
+    assert len(tries) == 30
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["markdownify.py", "victim"]
+
+
+def test_without_privileges_it_is_shut_in_as_well(tmp_path):
+    """As root without its capabilities, which is what a user has."""
+    code = """
+import ctypes, os, sys
+for capability in range(64):
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+os.execv(sys.executable, [sys.executable, "-c", "from kvcli.outside import means; print(*means())"])
+"""
+    assert said(code).split() == means()
+
+
+def test_no_secret_of_the_user_is_in_its_environment(inside, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert {*inside()["environment"]} <= {"LD_LIBRARY_PATH", "LC_CTYPE"}  # Python itself sets the last
+
+
+@pytest.mark.parametrize(
+    ("without", "denied"),
+    [("MACHINES.clear()", "remove"), ("MACHINES.clear(); sandbox.LANDLOCK = -1", "open")],
+    ids=["landlock", "limits"],
+)
+def test_each_means_holds_by_itself(tmp_path, without, denied):
+    victim = tmp_path / "victim"
+    victim.write_text("still here")
+    done = json.loads(
+        said(f"""
+import json, os
+from kvcli import sandbox
+sandbox.{without}
+means, tries = sandbox.shut(), dict(open=lambda: open({str(victim)!r}), remove=lambda: os.unlink({str(victim)!r}))
+done = []
+for name, attempt in tries.items():
+    try:
+        attempt()
+    except OSError:
+        done.append(name)
+print(json.dumps([means, done]))
+""")
+    )
+    if denied == "remove" and "landlock" not in done[0]:
+        pytest.skip("this system has no landlock")
+    assert "seccomp" not in done[0]
+    assert denied in done[1]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (["seccomp", "landlock", "limits"], "seccomp + landlock + limits"),
+        (["limits"], "limits only (no seccomp on this system)"),
+        ([], "MISSING"),
+    ],
+)
+def test_the_doctor_says_how_it_is_shut_in(found, words):
+    assert sandbox_words(found).startswith(words)
+
+
+def test_what_cannot_be_started_has_no_means(monkeypatch):
+    monkeypatch.setattr("kvcli.outside.BOOT", "nonsense")
+    assert means() == []
+
+
+# --- its end
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM])
+def test_it_is_gone_with_its_parent(signal_):
+    parent = subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stderr=subprocess.DEVNULL)
+    worker = until(lambda: next(iter(psutil.Process(parent.pid).children()), None))
+    parent.send_signal(signal_)
+    parent.wait()
+    assert until(lambda: is_gone(worker))
+
+
+def test_it_is_gone_with_its_parent_though_others_hold_its_pipes():
+    parent = subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stderr=subprocess.DEVNULL)
+    worker = until(lambda: next(iter(psutil.Process(parent.pid).children()), None))
+    with Path(f"/proc/{worker.pid}/fd/0").open("wb"), Path(f"/proc/{worker.pid}/fd/1").open("rb"):
+        until(lambda: worker.cpu_times().user > 0.5)  # it is parsing
+        parent.kill()
+        parent.wait()
+        assert until(lambda: is_gone(worker))
+
+
+def test_a_parent_that_was_gone_before_it_began(monkeypatch):
+    monkeypatch.setattr("kvcli.outside.os.getpid", lambda: 1)
+    process = Outside("kvcli.documents.worker", Limits(), 0)
+    assert list(process.ask(b"{}", 30)) == []
+    assert process.end() == 1
+
+
+def test_it_ends_by_its_own_clock(tmp_path):
+    """Started by hand: nobody watches."""
+    process = Outside("tests.test_sandbox", Limits(wall=0.2, cpu=20))
+    until(lambda: not process.is_alive)
+    assert process.end() == -signal.SIGALRM
+
+
+def test_an_answer_in_drops_does_not_stop_the_clock(monkeypatch):
+    drip = "import time\nfor _ in range(100): print('x', end='', flush=True); time.sleep(.1)"
+    monkeypatch.setattr("kvcli.outside.BOOT", drip)
+    process = Outside("", Limits())
+    with pytest.raises(TooSlow):
+        list(process.ask(b"", 0.7))
+    process.end()
+
+
+def test_what_does_not_listen_does_not_hold_its_parent_up(monkeypatch):
+    monkeypatch.setattr("kvcli.outside.BOOT", "import time; time.sleep(10)")
+    process = Outside("", Limits())
+    with pytest.raises(TooSlow):
+        list(process.ask(b"x" * 1_000_000, 0.7))
+    process.end()
+
+
+def test_it_is_killed_when_nobody_holds_it(monkeypatch):
+    monkeypatch.setattr("kvcli.outside.BOOT", "import time; time.sleep(60)")
+    process = Outside("", Limits())
+    worker = psutil.Process().children()[-1]
+    del process
+    assert is_gone(worker)
+
+
+# --- what the tests stand on
+
+
+def main(parent: int, limits: dict, file: None) -> int:
+    """Run by `Outside`: busy for ever."""
+    from kvcli.sandbox import bound, shut
+
+    bound(parent, limits)
+    shut()
+    while True:
+        pass
+
+
+def said(code: str) -> str:
+    run = [sys.executable, "-c", code]
+    return subprocess.run(run, cwd=ROOT, check=True, stdout=subprocess.PIPE, encoding="utf-8", timeout=60).stdout
+
+
+def until(found: Callable[[], object], seconds: float = 20.0):
+    """What `found` returns once that is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(psutil.NoSuchProcess):
+            if result := found():
+                return result
+        time.sleep(0.01)
+    raise AssertionError("it did not come true")
+
+
+def is_gone(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
