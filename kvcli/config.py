@@ -39,6 +39,11 @@ class Config:
         return str(setting.value) if setting else Top.default_model
 
     @property
+    def keep_chats(self) -> bool:
+        setting = self.top.get("keep_chats")
+        return bool(setting.value) if setting else Top.keep_chats
+
+    @property
     def default_profile(self) -> str:
         setting = self.top.get("default_profile")
         return str(setting.value) if setting else Top.default_profile
@@ -146,6 +151,8 @@ def _add_config_file(config: Config, file: ConfigFile) -> None:
         elif name in keys_of(Top):
             if file.level == "project" and name == "default_model" and _is_outside(value):
                 config.note(setting, (name,), "a project file may not name a model outside the project", _OWN)
+            elif file.level == "project" and name == "keep_chats":
+                config.note(setting, (name,), "a project file may not set this", _OWN)
             elif _take(config, (name,), setting, Top):
                 config.top[name] = setting
         else:

@@ -19,11 +19,12 @@ from kvcli.api import Cancel, End, Event, Events, Finish, ModelInfo, Prompt, Tex
 from kvcli.documents import Document
 from kvcli.errors import BadInput, DoesNotFit
 from kvcli.text import Messages, decode, encode, render_text, resume_ids, special_ids
-from kvcli.transcript import Message, export_chat, load_chat, save_chat
+from kvcli.transcript import Message, Opened, export_chat, open_chat, save_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvcli.held import Held
     from kvcli.profile import Profile
 
 
@@ -55,14 +56,28 @@ class Chat:
     """Questions and answers in turn; the last message is always an answer."""
 
     def __init__(
-        self, model: Speaker, system: str | None = None, *, title: str | None = None, folder: Path | None = None
+        self,
+        model: Speaker,
+        system: str | None = None,
+        *,
+        title: str | None = None,
+        folder: Path | None = None,
+        holds: bool = False,
+        called: str = "",
     ) -> None:
-        """`folder` is where `save` puts conversations; the default is the user's data folder."""
+        """`folder` is where `save` puts conversations; the default is the user's data folder.
+
+        `holds`: no other process can open or write its file until it is closed. `called`: how the model is named when
+        the conversation is opened again, if not by its id.
+        """
         self.model = model
         self.system = system
         self.title = title
         self.folder = folder
-        self.path: Path | None = None  # the file it was saved to or loaded from
+        self.holds = holds
+        self.called = called
+        self.file: Held | None = None  # that it was saved to or loaded from
+        self.kept: dict[str, Any] = {}  # what stands there
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached, not asked about yet
         self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
@@ -157,6 +172,11 @@ class Chat:
         """All documents, in the order they stand in the prompt, those of the next question last."""
         return [d for m in self.messages for d in m.documents] + self.pending
 
+    def place(self, document: Document) -> int | None:
+        """Where in `documents` one with the same text stands, if it is attached already."""
+        same = [i for i, d in enumerate(self.documents) if (d.sha256, d.text) == (document.sha256, document.text)]
+        return same[0] if same else None
+
     def drop(self, i: int) -> Document:
         """Take document `i` (as numbered by `documents`) out of the conversation. What follows it is read again."""
         if not 0 <= i < len(self.documents):
@@ -183,7 +203,8 @@ class Chat:
         """Forget all messages and documents; the system text stays."""
         self.messages.clear()
         self.pending.clear()
-        self.path = self.title = None
+        self.title = None
+        self.close()
 
     # --- looking
 
@@ -212,8 +233,20 @@ class Chat:
 
     def load(self, path: str | Path) -> Chat:
         """Become the conversation saved in `path`. The model reads it with the next question."""
-        load_chat(self, Path(path))
+        return self.take(open_chat(Path(path), holds=self.holds))
+
+    def take(self, opened: Opened) -> Chat:
+        """Become the conversation that was opened."""
+        self.close()
+        self.file, self.system, self.title = opened.file, opened.saved.system, opened.saved.title
+        self.messages, self.pending = opened.messages, opened.pending
         return self
+
+    def close(self) -> None:
+        """Let other processes have its file; the next `save` makes a new one."""
+        if self.file is not None:
+            self.file.close()
+        self.file, self.kept = None, {}
 
     def export(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the conversation for others to read: .md, .json or .jsonl."""

@@ -108,7 +108,7 @@ def locked(path: Path) -> Iterator[int]:
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             lock(handle)
-            if _is_at(handle, path):  # else it was replaced while this waited
+            if is_at(handle, path):  # else it was replaced while this waited
                 yield handle
                 return
         finally:
@@ -168,7 +168,8 @@ def _name(temporary: str, path: Path) -> None:
         os.replace(temporary, path)
 
 
-def _is_at(handle: int, path: Path) -> bool:
+def is_at(handle: int, path: Path) -> bool:
+    """Whether the open file is the one that has this name now."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:

@@ -8,18 +8,22 @@ from dataclasses import dataclass
 from datetime import datetime
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pydantic import ValidationError
 
 from kvcli.api import Finish
 from kvcli.documents import Document, with_documents
 from kvcli.errors import BadInput, UsageError
 from kvcli.files import private_folder, write_private
+from kvcli.held import Held
+from kvcli.schemas.chat import ChatDocument, SavedDocument, SavedMessage
 
 if TYPE_CHECKING:
     from kvcli.conversation import Chat
 
 Role = Literal["user", "assistant"]
-SCHEMA = "kvcli.chat/1"
+SCHEMA: Final = "kvcli.chat/1"
 FINISH_MARKS = {"stop": "", "interrupted": " *[stopped]*", "length": " *[cut at the length limit]*"}
 
 
@@ -38,6 +42,22 @@ class Message:
         return with_documents(self.text, self.documents)
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A conversation as its file has it, and the file."""
+
+    file: Held
+    saved: ChatDocument
+
+    @property
+    def messages(self) -> list[Message]:
+        return [Message(m.role, m.text, tuple(map(_document, m.documents)), m.finish) for m in self.saved.messages]
+
+    @property
+    def pending(self) -> list[Document]:
+        return list(map(_document, self.saved.pending))
+
+
 def chats_folder() -> Path:
     """Where conversations are kept unless the caller says otherwise."""
     from platformdirs import user_data_path
@@ -46,31 +66,37 @@ def chats_folder() -> Path:
 
 
 def save_chat(chat: Chat, title: str | None = None) -> Path:
-    """Write `chat` to its file, a new one in its folder the first time."""
+    """Write `chat` to its file, a new one in its folder the first time. Nothing is written where nothing is new."""
     chat.title = title or chat.title or first_words(chat)
-    if chat.path is None:
-        folder = private_folder(chat.folder or chats_folder())
-        chat.path = folder / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json"
-    write_private(chat.path, json.dumps(as_json(chat), ensure_ascii=False, indent=1) + "\n")
-    return chat.path
-
-
-def load_chat(chat: Chat, path: Path) -> None:
-    """Put the saved conversation into `chat`; nothing changes if the file is not one."""
+    folder = chat.folder or chats_folder()
+    file = chat.file or Held(folder / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json", holds=chat.holds)
+    made = as_json(chat)
+    if chat.file is not None and made | {"saved": ""} == chat.kept:
+        return file.path
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved["schema"] != SCHEMA:
-            raise ValueError(f"schema is {saved['schema']!r}, not {SCHEMA!r}")
-        messages = [_message(m) for m in saved["messages"]]
-        pending = [_document(d) for d in saved["pending"]]
-        system, title = saved["system"], saved["title"]
+        private_folder(file.path.parent)
+        file.write((json.dumps(made, ensure_ascii=False, indent=1) + "\n").encode())
+    except OSError as error:
+        raise BadInput(f"cannot write {file.path}: {error.strerror or error}", code="file_unwritable") from None
+    chat.file, chat.kept = file, made | {"saved": ""}
+    return file.path
+
+
+def open_chat(path: Path, *, holds: bool = False) -> Opened:
+    """The conversation that a file keeps; with `holds` nobody else can open it so until its file is closed."""
+    file = Held(path, holds=holds)
+    try:
+        saved = ChatDocument.model_validate_json(file.read())
     except FileNotFoundError:
         raise BadInput(f"no such conversation: {path}", code="file_missing") from None
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}", code="file_unreadable") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{path} is not a saved conversation", code="not_a_chat", lines=[repr(error)]) from None
-    chat.messages, chat.pending, chat.system, chat.title, chat.path = messages, pending, system, title, path
+    except ValidationError as error:
+        file.close()
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        raise BadInput(f"{path} is not a saved conversation", code="not_a_chat", lines=[why]) from None
+    return Opened(file, saved)
 
 
 def export_chat(chat: Chat, path: Path, *, overwrite: bool = False) -> Path:
@@ -96,18 +122,18 @@ def export_chat(chat: Chat, path: Path, *, overwrite: bool = False) -> Path:
 
 def as_json(chat: Chat) -> dict[str, Any]:
     """Everything needed to go on later, documents included."""
-    return {
-        "schema": SCHEMA,
-        "title": chat.title,
-        "model": chat.model.info.id,
-        "saved": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "system": chat.system,
-        "messages": [
-            {"role": m.role, "text": m.text, "documents": [_as_dict(d) for d in m.documents], "finish": m.finish}
+    return ChatDocument(
+        schema_=SCHEMA,
+        title=chat.title,
+        model=chat.called or chat.model.info.id,
+        saved=datetime.now().astimezone().isoformat(timespec="seconds"),
+        system=chat.system,
+        messages=[
+            SavedMessage(role=m.role, text=m.text, documents=[_saved(d) for d in m.documents], finish=m.finish)
             for m in chat.messages
         ],
-        "pending": [_as_dict(d) for d in chat.pending],
-    }
+        pending=[_saved(d) for d in chat.pending],
+    ).document()
 
 
 def json_lines(chat: Chat) -> str:
@@ -144,16 +170,9 @@ def _pretty(chat: Chat) -> str:
     return json.dumps(as_json(chat), ensure_ascii=False, indent=2) + "\n"
 
 
-def _as_dict(document: Document) -> dict[str, str]:
-    return {"name": document.name, "sha256": document.sha256, "text": document.text}
+def _saved(document: Document) -> SavedDocument:
+    return SavedDocument(name=document.name, sha256=document.sha256, text=document.text)
 
 
-def _document(saved: dict[str, Any]) -> Document:
-    return Document(str(saved["name"]), str(saved["text"]), str(saved["sha256"]))
-
-
-def _message(saved: dict[str, Any]) -> Message:
-    if saved["role"] not in ("user", "assistant") or saved["finish"] not in (None, *get_args(Finish)):
-        raise ValueError(f"unknown role or finish: {saved['role']!r}, {saved['finish']!r}")
-    documents = tuple(_document(d) for d in saved["documents"])
-    return Message(saved["role"], str(saved["text"]), documents, saved["finish"])
+def _document(saved: SavedDocument) -> Document:
+    return Document(saved.name, saved.text, saved.sha256)

@@ -19,12 +19,13 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "config demo documents files headers layers outside problems profile profile_file refusals resolve sandbox "
-        "schema settings source template template_worker text tokenizer toml_places values",
+        "config demo documents files headers held layers outside problems profile profile_file refusals resolve "
+        "sandbox schema settings source template template_worker text tokenizer toml_places values",
         "api heard kinds kv machine memory rows sample stats strict ties token_kinds verify",
         "forward model policies replay rope seam weights",
         "drafts",
-        "boundary build clashes conversation kvcli local relief schemas session steady transcript turn window world",
+        "boundary build chats clashes conversation kvcli local relief schemas session steady transcript turn window "
+        "world",
         "bench calibrate fit heads quality summarize",  # what measures, foretells and asks more than one question
         "__main__ cli commands render",
     )

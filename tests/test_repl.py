@@ -277,9 +277,9 @@ def test_clear_keeps_the_system_text(talk):
 def test_another_profile_takes_over_with_the_next_question(talk):
     assert "lean from the next question on; the conversation is read again" in talk.type("one", "/profile lean")
     assert talk.chat.model.profile.name == "lean"
-    assert "lean, sample.temperature=0.2 from" in talk.type("/set sample.temperature 0.2")
+    assert "lean with sample.temperature=0.2 from" in talk.type("/set sample.temperature 0.2")
     assert talk.type("/profile").strip() == "lean with sample.temperature=0.2"
-    assert talk.type("/profile exact", "/profile").strip().endswith("exact")
+    assert talk.type("/profile exact", "/profile").strip().endswith("exact with sample.temperature=0.2")
 
 
 def test_a_profile_that_does_not_work_changes_nothing(talk):

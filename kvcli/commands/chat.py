@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 import typer
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvcli.local import Model
     from kvcli.profile import Profile
     from kvcli.render.screen import Screen
+    from kvcli.transcript import Opened
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
@@ -34,6 +35,9 @@ def chat(
     file: o.File = None,
     system: o.System = None,
     system_file: o.SystemFile = None,
+    continue_: o.Continue = False,
+    resume: o.Resume = None,
+    no_save: o.NoSave = False,
     max_new_tokens: o.Most = None,
     temperature: o.Temperature = None,
     top_p: o.TopP = None,
@@ -65,20 +69,46 @@ def chat(
     world: World = context.obj
     if stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
-    setup = Setup(world, model, o.profile_flags(context.params), exact)
-    profile = setup.profile()
-    if dry_run:
-        from kvcli.commands.plan import print_plan
+    with kept(world, continue_, resume, no_save) as opened:
+        setup = Setup(world, model or (opened.saved.model if opened else None), o.profile_flags(context.params), exact)
+        keeps = not no_save and setup.keeps_chats
+        profile = setup.profile()
+        if dry_run:
+            from kvcli.commands.plan import print_plan
 
-        return print_plan(setup, profile, file or [])
-    question = read_question(world, prompt, file or [], system, system_file)
-    return answer(setup, profile, question, stats, stream, Wanted(force, ctx == "max"))
+            return print_plan(setup, profile, file or [])
+        question = read_question(world, prompt, file or [], system, system_file)
+        return answer(setup, profile, question, stats, stream, Wanted(force, ctx == "max"), opened, keeps)
+
+
+@contextmanager
+def kept(world: World, latest: bool, name: str | None, no_save: bool) -> Iterator[Opened | None]:
+    """The chat to go on with, if there is one; until the end nobody else has it, unless it is only read."""
+    if latest and name is not None:
+        raise UsageError("--continue and --resume exclude each other", try_=["one of the two"])
+    if not latest and name is None:
+        yield None
+        return
+    from kvcli.chats import find
+    from kvcli.commands.keep import folder, reopen
+
+    opened = reopen(find(folder(world), name, world.cwd), holds=not no_save)
+    with closing(opened.file):
+        yield opened
 
 
 def answer(
-    setup: Setup, profile: Profile, question: Question, stats: o.StatsMode | None, stream: bool, wanted: Wanted
+    setup: Setup,
+    profile: Profile,
+    question: Question,
+    stats: o.StatsMode | None,
+    stream: bool,
+    wanted: Wanted,
+    opened: Opened | None = None,
+    keeps: bool = False,
 ) -> int:
     """Load the model and ask it, or let the user talk to it."""
+    from kvcli.commands.keep import folder, keep
     from kvcli.commands.loading import load_model
     from kvcli.conversation import Chat
     from kvcli.render.errors import print_note
@@ -87,16 +117,38 @@ def answer(
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
     run, model = load_model(setup, profile, wanted, screen)
-    with model:
-        talk = Chat(model, question.system, folder=world.paths.data / "chats")
-        for document in question.documents:
-            talk.attach(document)
+    talk = Chat(model, folder=folder(world), holds=True, called=setup.lasting_name)
+    with model, closing(talk):
+        begin(world, talk, question, opened, keeps)
         if not screen.quiet and not world.options.json:
             for note in (*run.notes, *model.cautions, *model.info.notes):
                 print_note(screen.err, note)
         if question.text is None:
-            return converse(setup, run, model, talk, screen)
-        return ask_once(world, run, talk, question.text, screen, stream)
+            return converse(setup, run, model, talk, screen, keeps)
+        try:
+            return ask_once(world, run, talk, question.text, screen, stream)
+        finally:
+            if keeps and (note := keep(talk)) and not screen.quiet and not world.options.json:
+                print_note(screen.err, note)
+
+
+def begin(world: World, talk: Chat, question: Question, opened: Opened | None, keeps: bool) -> None:
+    """What the chat starts from: one that was kept, what was typed over it, and documents that it has not yet."""
+    from kvcli.text import neutralise
+
+    if opened is not None:
+        talk.take(opened)
+        if not keeps:
+            talk.close()
+    if question.system is not None:
+        talk.system = question.system
+    from kvcli.commands.ask import tell
+
+    for document in question.documents:
+        if talk.place(document) is None:
+            talk.attach(document)
+        else:
+            tell(world, f"{neutralise(document.name, one_line=True)} is attached already")
 
 
 def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen, stream: bool) -> int:
@@ -141,9 +193,10 @@ def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[
         yield event
 
 
-def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Screen) -> int:
+def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Screen, keeps: bool) -> int:
     """The interactive chat."""
     from kvcli import __version__
+    from kvcli.commands.keep import about
     from kvcli.commands.repl import run_repl
     from kvcli.machine import threads
     from kvcli.render.errors import print_note
@@ -167,6 +220,7 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
             threads=threads(),
         )
         lines = header(model.info, opening, screen.err.width)
+        lines += [f"goes on with {about(talk)}"] if talk.messages else []
         lines += [f"attached {neutralise(d.name, one_line=True)} · {count(d.lines)} lines" for d in talk.documents]
         for line in lines:
             screen.err.line((line, ""))
@@ -174,6 +228,7 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
         talk,
         screen,
         world,
+        keeps=keeps,
         profiles=setup,
         profile=profile.name,
         sets=world.options.set,

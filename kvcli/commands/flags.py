@@ -46,6 +46,10 @@ File = Annotated[list[str] | None, _ask("--file", "-f", metavar="PATH", help=_FI
 System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]
 SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="The same from a file.", rare=True)]
 
+Continue = Annotated[bool, _ask("--continue", "-c", help="Go on with the latest chat.")]
+Resume = Annotated[str | None, _ask("--resume", "-r", metavar="CHAT", help="Go on with this one: its name or file.")]
+NoSave = Annotated[bool, _ask("--no-save", help="Do not keep this chat.")]
+
 Most = Annotated[str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Longest answer; 4k is 4096 tokens.")]
 Temperature = Annotated[float | None, _answer("--temperature", "-t", metavar="F", help="0 takes the likeliest token.")]
 TopP = Annotated[

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvcli.api import Event, Turn
+from kvcli.chats import newest
 from kvcli.commands import prompt, slash
 from kvcli.commands.interrupt import Interrupt
+from kvcli.commands.keep import folder, keep
 from kvcli.conversation import Chat
 from kvcli.errors import BadInput, ExitStatus, KvcliError
 from kvcli.render.errors import print_error, print_note, print_warning
@@ -22,6 +24,7 @@ from kvcli.render.screen import Screen
 from kvcli.render.stream import show_turn
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import fold
+from kvcli.text import neutralise
 from kvcli.world import World
 
 LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that leave
@@ -56,11 +59,16 @@ class Repl:
         memory: Callable[[], Memory | None] | None = None,
         after_turn: Callable[[Turn | None], None] | None = None,
         history: Path | None = None,
+        keeps: bool = False,
     ) -> None:
-        """`after_turn` is handed the last turn; `memory` is shown in the live row (default: the process's RSS)."""
+        """`after_turn` is handed the last turn; `memory` is shown in the live row (default: the process's RSS).
+
+        With `keeps` the chat is on the disk whenever a line can be typed.
+        """
+        self.keeps = keeps
         self.chat, self.screen, self.world = chat, screen, world
         self.profiles, self.profile_name = profiles, profile
-        self.given, self.sets = list(sets), list(sets)  # of the command line; with those of /set
+        self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
         self.memory, self.after_turn = memory, after_turn
         self.reader = prompt.reader(world, self._words(), history)
         self.last: Turn | None = None
@@ -79,6 +87,7 @@ class Repl:
             if line.strip():
                 with echo(self.screen.stdin, on=False):
                     self.handle(line)
+                    self.keep()
         return ExitStatus.OK
 
     def _read(self) -> str:
@@ -98,6 +107,11 @@ class Repl:
             return ""
         self._left_at = None
         return line
+
+    def keep(self) -> None:
+        """Write what has changed since the last time, if this chat is to be kept."""
+        if self.keeps and (note := keep(self.chat)):
+            self.warn(neutralise(note, one_line=True))
 
     def handle(self, line: str) -> None:
         """Ask a question or run a slash command. Nothing that goes wrong here ends the chat."""
@@ -166,21 +180,27 @@ class Repl:
         table: Callable[[], list[dict[str, object]]] | None = getattr(self.chat.model, "kv_table", None)
         return table() if table is not None else []
 
-    def reconfigure(self, name: str, sets: Sequence[str]) -> None:
+    @property
+    def settings(self) -> str:
+        """The profile and what was set over it, of each key the last."""
+        last = {item.partition("=")[0]: item for item in (*self.given, *self.said)}
+        return " with ".join(filter(None, [self.profile_name, ", ".join(last.values())]))
+
+    def reconfigure(self, name: str, said: Sequence[str]) -> None:
         """Go on under another profile with the same weights. Refused, and nothing changed, if it does not work."""
         if self.profiles is None:
             raise BadInput("profiles cannot be changed in this chat", code="no_profiles")
         model: Any = self.chat.model
-        changed = model.with_profile(self.profiles.resolve(name, sets))
+        changed = model.with_profile(self.profiles.resolve(name, [*self.given, *said]))
         take = getattr(changed, "take_past", None)
         is_kept = take is not None and take(model)
         self.chat.model = changed
         close = getattr(model, "close", None)
         if close is not None:
             close()  # what keys and values it still has are of no use to the other profile
-        self.profile_name, self.sets = name, list(sets)
+        self.profile_name, self.said = name, list(said)
         again = "; the conversation is read again with it" if self.chat.messages and not is_kept else ""
-        self.say(f"{', '.join([name, *sets])} from the next question on{again}")
+        self.say(f"{self.settings} from the next question on{again}")
         for note in () if self.screen.quiet else changed.cautions:
             print_note(self.screen.err, note)
 
@@ -244,6 +264,7 @@ class Repl:
             "profile": lambda: profiles.names() if profiles else (),
             "key": lambda: profiles.keys() if profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
+            "chat": lambda: [path.stem for path in newest(folder(self.world))],
             "command": lambda: tuple(slash.COMMANDS),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }

@@ -71,6 +71,17 @@ class Setup:
         return load_config(sources(self.world)).model(self.model)
 
     @property
+    def lasting_name(self) -> str:
+        """What names the model wherever kvcli is started."""
+        name = self.name
+        is_folder = name != "demo" and self.entry.path == name and Path(expanduser(name)).exists()
+        return str(Path(expanduser(name)).absolute()) if is_folder else name
+
+    @property
+    def keeps_chats(self) -> bool:
+        return load_config(sources(self.world)).keep_chats
+
+    @property
     def name(self) -> str:
         return self.model or load_config(sources(self.world)).default_model
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcli.chats import find as find_chat
 from kvcli.commands.ask import notes_of, read_file
-from kvcli.errors import BadInput, UsageError
+from kvcli.commands.keep import about, choices, folder, reopen
+from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render import figures as f
 from kvcli.render import tables
 from kvcli.render.stream import show_summary
@@ -29,7 +31,7 @@ class Slash:
     help: str
     run: Handler
     also: tuple[str, ...] = ()
-    completes: str = ""  # path | profile | key | stats | command | document
+    completes: str = ""  # path | profile | key | stats | command | document | chat
 
     @property
     def call(self) -> str:
@@ -155,11 +157,14 @@ def _file(repl: Repl, argument: str) -> None:
     if not path:
         raise UsageError("which file?", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"])
     document = read_file(repl.world, path)
+    name = neutralise(document.name, one_line=True)
+    if (place := repl.chat.place(document)) is not None:
+        repl.say(f"{name} is attached already, as {place + 1} of /files")
+        return
     repl.chat.attach(document)
     for note in notes_of(document):
         repl.warn(neutralise(note))
     tokens = document.tokens(repl.chat.model.tokenizer)
-    name = neutralise(document.name, one_line=True)
     repl.say(f"attached {name} · {_counted(document.lines, 'line')} · {_counted(tokens, 'token')}")
     limit = repl.limit
     if limit and tokens > limit:
@@ -184,8 +189,10 @@ def _files(repl: Repl, _: str) -> None:
 
 @slash("drop", "N", "take document N out of the conversation", completes="document")
 def _drop(repl: Repl, argument: str) -> None:
+    pending = len(repl.chat.pending)
     document = repl.chat.drop(_number(argument, "/drop 1") - 1)
-    repl.say(f"dropped {neutralise(document.name, one_line=True)}; what followed it is read again")
+    after = "what followed it is read again" if len(repl.chat.pending) == pending else "it was not read yet"
+    repl.say(f"dropped {neutralise(document.name, one_line=True)}; {after}")
 
 
 @slash("system", "[TEXT]", "set the system text, or show it; - removes it")
@@ -203,16 +210,23 @@ def _set(repl: Repl, argument: str) -> None:
     key, _, value = argument.replace("=", " ", 1).partition(" ")
     if not key or not value.strip():
         raise UsageError("a key and a value are needed", try_=["/set sample.temperature 0.2"])
-    repl.reconfigure(repl.profile_name, [*repl.sets, f"{key}={value.strip()}"])
+    said = [item for item in repl.said if item.partition("=")[0] != key]
+    repl.reconfigure(repl.profile_name, [*said, f"{key}={value.strip()}"])
 
 
 @slash("profile", "[NAME]", "go on under another profile, or show this one", completes="profile")
 def _profile(repl: Repl, argument: str) -> None:
-    if argument:
-        repl.reconfigure(argument, repl.given)
+    if not argument:
+        repl.say(repl.settings)
         return
-    changed = f" with {', '.join(repl.sets)}" if repl.sets else ""
-    repl.say(f"{repl.profile_name}{changed}")
+    try:
+        repl.reconfigure(argument, repl.said)
+    except BadConfig as error:
+        if not repl.said:
+            raise
+        left = ", ".join(repl.said)
+        repl.reconfigure(argument, [])
+        repl.warn(f"{left} was left out: {error.message}")
 
 
 # --- figures
@@ -258,9 +272,28 @@ def _tokens(repl: Repl, _: str) -> None:
 # --- keeping
 
 
-@slash("save", "[TITLE]", "save the conversation, with a title if given")
+@slash("save", "[TITLE]", "keep the conversation, with a title if given, and say where")
 def _save(repl: Repl, argument: str) -> None:
-    repl.say(f"saved to {neutralise(str(repl.chat.save(argument or None)), one_line=True)}")
+    path = neutralise(str(repl.chat.save(argument or None)), one_line=True)
+    repl.say(f"kept in {path}" + ("" if repl.keeps else ", from now on with each turn"))
+    repl.keeps = True
+
+
+@slash("load", "[CHAT]", "go on with a kept conversation: its number, name or file; or list them", completes="chat")
+def _load(repl: Repl, argument: str) -> None:
+    if not argument:
+        repl.lines(choices(repl.world) or ["no conversation is kept yet"])
+        return
+    path = find_chat(folder(repl.world), argument.strip("\"'"), repl.world.cwd)
+    if repl.chat.file is not None and repl.chat.file.path == path:
+        repl.say("that is this conversation")
+        return
+    opened = reopen(path, holds=repl.keeps)
+    repl.chat.take(opened)
+    repl.last = None
+    was = opened.saved.model
+    under = f"; it was held with {neutralise(was, one_line=True)}" if was != repl.chat.called else ""
+    repl.say(f"goes on with {about(repl.chat)}{under}; it is read with the next question")
 
 
 @slash("export", "FILE", "write the conversation: .md, .json or .jsonl", completes="path")

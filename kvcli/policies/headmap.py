@@ -35,7 +35,7 @@ def _of_json(path: Path, text: str) -> list[list[float]]:
         found = json.loads(text)
         rows = found["heads"] if isinstance(found, dict) else found
         return [[float(value) for value in row] for row in rows]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise _bad(path, 'it has no rows of numbers under "heads"') from None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchPlanDocument
+from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
 from kvcli.schemas.heads import HeadsDocument
 from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
@@ -22,6 +23,7 @@ from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
 
 DOCUMENTS: Mapping[str, Any] = {
     "turn": TurnDocument,
+    "chat": ChatDocument,
     "error": ErrorDocument,
     "event": EventDocument,
     "models": ModelsDocument,

@@ -1,0 +1,109 @@
+"""A file that one process works on at a time, and that is never written over what another has made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvcli.errors import BadInput
+from kvcli.files import is_at, lock, replacing
+
+MOST = 512 << 20  # bytes that are read of a file; several times the largest document
+
+
+class Held:
+    """`holds`: nobody else can hold or write it from the first reading or writing until `close`.
+
+    Otherwise it is locked only while it is written. Either way, what is not as it was left is not written over. A
+    file that is replaced is another file to the system, so the lock goes from the old to the new one.
+    """
+
+    def __init__(self, path: Path, *, holds: bool = False) -> None:
+        self.path, self.holds = path, holds
+        self._lock: int | None = None  # an open file
+        self._seen = b""  # digest of what the file held when we read or wrote it
+
+    def read(self) -> bytes:
+        """All of it. Raises OSError, and BadInput for what is no file, too large, or held by another process."""
+        with self._opened(os.O_RDWR if self.holds else os.O_RDONLY) as handle:
+            data = _all(handle, self.path)
+            if self.holds:
+                self._keep(os.dup(handle))  # the lock is the open file's, and so that of both numbers
+        self._seen = _digest(data)
+        return data
+
+    def write(self, data: bytes) -> None:
+        """Replace it. Raises OSError, and BadInput if another process holds it or has changed it."""
+        try:
+            with self._opened(os.O_RDONLY, locks=True) as handle:
+                if _digest(_all(handle, self.path)) != self._seen:
+                    raise changed(self.path)
+                self._replace(data, is_new=False)
+        except FileNotFoundError:  # a new one, or removed by somebody, who has it no more
+            try:
+                self._replace(data, is_new=True)
+            except FileExistsError:
+                raise changed(self.path) from None
+
+    def close(self) -> None:
+        """Let others have it."""
+        self._keep(None)
+
+    def _replace(self, data: bytes, *, is_new: bool) -> None:
+        with replacing(self.path, is_new=is_new) as stream:
+            stream.write(data)
+            mine = os.dup(stream.fileno()) if self.holds else None
+        self._keep(mine)
+        self._seen = _digest(data)
+
+    def _keep(self, handle: int | None) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = handle
+
+    @contextmanager
+    def _opened(self, how: int, *, locks: bool = False) -> Iterator[int]:
+        """The file that has the name now, locked if we hold it or are asked to."""
+        if self._lock is not None and is_at(self._lock, self.path):
+            yield self._lock
+            return
+        while True:
+            handle = os.open(self.path, how | os.O_NONBLOCK)  # a pipe without a writer is not waited for
+            try:
+                if self.holds or locks:
+                    _take(handle, self.path)
+                if is_at(handle, self.path):  # else it was replaced in between
+                    yield handle
+                    return
+            finally:
+                os.close(handle)
+
+
+def changed(path: Path) -> BadInput:
+    return BadInput(f"{path} was changed by another program and is left as it is", code="chat_changed")
+
+
+def _take(handle: int, path: Path) -> None:
+    try:
+        lock(handle, wait=False)
+    except BlockingIOError:
+        raise BadInput(f"{path} is open in another kvcli", code="chat_in_use") from None
+
+
+def _all(handle: int, path: Path) -> bytes:
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode):
+        raise BadInput(f"{path} is no file", code="not_a_chat")
+    if about.st_size > MOST:
+        raise BadInput(f"{path} is too large: {about.st_size:,} bytes, at most {MOST:,} are read", code="not_a_chat")
+    with os.fdopen(os.dup(handle), "rb") as stream:
+        stream.seek(0)
+        return stream.read()
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
