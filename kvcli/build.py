@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvcli.profile import Profile
     from kvcli.sample import Sampler
     from kvcli.session import Session
-    from kvcli.verify import Accept
 
 # table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
@@ -65,6 +64,24 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
     `held`: bytes that a store takes which this one is to replace.
     """
     return plan(lm, profile, held).store()
+
+
+def settled(lm: LM, profile: Profile) -> tuple[Profile, str]:
+    """The profile as this model can keep it, and what had to be changed for that.
+
+    A strict profile drafts only where a row has the same bits alone and in a draft. No 16-bit kernel we run on promises
+    that: a row rounds otherwise among others, and so do the keys and values that an accepted guess leaves behind.
+    """
+    if not profile.spec.strict or not lm.rounds_by_rows:
+        return profile, ""
+    why = f"no drafting: in {lm.info.dtype} a guessed token rounds otherwise than one written alone"
+    return profile.replace(spec={"method": "off"}), why
+
+
+def promise(lm: LM, profile: Profile) -> str:
+    """What may be said of the text: `exactness`, less what drafting takes from it in 16 bits."""
+    parts = profile.exactness == "exact" and profile.spec.method != "off" and lm.rounds_by_rows
+    return "exact but for near ties" if parts else profile.exactness
 
 
 def chunk(lm: LM, profile: Profile) -> int:
@@ -112,16 +129,11 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes |
     import torch
 
     from kvcli.session import Session
-    from kvcli.strict import Strict
-    from kvcli.verify import exact
 
     kv = store(lm, profile)
     drafter: Drafter = profile.spec.drafter(lm.stop_ids)
     if costs:
         drafter.expect(costs)
-    accept: Accept = exact
-    if profile.spec.strict:
-        drafter = accept = Strict(drafter)
     if (policy := profile.policy.policy()) is not None:
         policy.meet(lm)
     return Session(
@@ -131,7 +143,6 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes |
         sampler(lm, profile),
         view=view(lm, kv, drafter),
         policy=policy,
-        accept=accept,
         chunk=chunk(lm, profile),
         every=every(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,

@@ -86,7 +86,8 @@ class Model:
         kinds: bytes | None = None,
     ) -> None:
         """`kinds`: kvcli.token_kinds.kinds_by_id of the tokenizer, where somebody has it; else made when needed."""
-        self.lm, self.tokenizer, self.profile = lm, tokenizer, profile
+        self.lm, self.tokenizer = lm, tokenizer
+        self.profile, self._unkept = build.settled(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.costs: Costs | None = None  # what passes take here; None = nobody measured it
         self.time_passes: Callable[[Model], Costs | None] | None = None  # finds out what passes take; set by who may
@@ -134,7 +135,12 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        return cautions(self.profile, self.lm.device.type)
+        return [*([self._unkept] if self._unkept else []), *cautions(self.profile, self.lm.device.type)]
+
+    @property
+    def promise(self) -> str:
+        """What may be said of the text, for people: "exact", "exact but for near ties", "certified", "approx"."""
+        return build.promise(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:
         """The same weights under another profile, with nothing read yet. Refuses a change of `load`."""

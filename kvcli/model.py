@@ -129,6 +129,11 @@ class LM:
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
 
+    @property
+    def rounds_by_rows(self) -> bool:
+        """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
+        return self.dtype.itemsize < 4
+
     def block(self) -> None:
         """Lay bf16 weights on the CPU out as its kernels want them, once instead of in every pass. Same numbers."""
         if done := block_(self.model, give_back):

@@ -71,14 +71,6 @@ class Sampler:
         ids, scores = self.warp(logits)  # [N, C], -inf = dropped
         return ids, scores + gumbel(self.seed, pos, ids)
 
-    def margin(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> Tensor:
-        """How far the second choice lay behind the drawn one, in units of logits [N]; infinite where there is none."""
-        scores = self.scores(logits, pos, seen)[1]
-        if scores.shape[-1] < 2:
-            return scores.new_full(scores.shape[:1], torch.inf)
-        first, second = scores.topk(2, dim=-1).values.unbind(-1)
-        return (first - second) * (self.temperature or 1.0)
-
     def warp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Candidates [N, C] in order of falling probability and their log-probabilities, -inf where dropped.
 

@@ -65,9 +65,7 @@ class Session:
         self._is_whole = True  # nothing was ever evicted, so the past may be rewound
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Step:
-        """One pass: guess, run, accept, commit. New tokens end at one of `stop`, and are at most `most`; there may be
-        none, if the verifier wants to see another pass first.
-        """
+        """One pass: guess, run, accept, commit. New tokens, at least one and at most `most`, end at one of `stop`."""
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
         began = time.perf_counter()
         room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
@@ -120,7 +118,7 @@ class Session:
             step = self.step(stop, left)
             left -= len(step.new)
             yield step
-            if step.new and step.new[-1] in stop:
+            if step.new[-1] in stop:
                 return
 
     def settle(self, phase: Phase = "answering") -> None:

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it.
-
-    Both are empty after a pass that decided nothing, in strict mode; the next one then has a single row.
-    """
+    """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it."""
 
     rows: Rows
     logits: Tensor  # [N, V], tree rows first, then the scouts whose logits were wanted
@@ -37,7 +34,7 @@ class Step:
     @property
     def n_accepted(self) -> int:
         """Guessed rows that the model agreed with."""
-        return max(0, len(self.path) - 1)
+        return len(self.path) - 1
 
 
 @dataclass(slots=True)
@@ -52,8 +49,7 @@ class Stats:
     first_token: float = 0.0
     decode: float = 0.0
     passes: int = 0
-    drafted_passes: int = 0  # that decided something
-    undecided_passes: int = 0  # that met a near tie at once, in strict mode
+    drafted_passes: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     paused_passes: int = 0
@@ -62,7 +58,6 @@ class Stats:
     scout_rows: int = 0
     scouts_why: str = ""  # in words, while scouts rest
     free_rows: int | None = None  # rows of a pass that takes at most a tenth longer than one; None = not measured
-    ties: int = 0  # near ties that a pass of one row decided, in strict mode
     histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i guesses
     recent: list[int] = field(default_factory=list)  # tokens gained by each of the last passes, for the sparkline
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
@@ -83,10 +78,7 @@ class Stats:
         self.scout_rows += step.rows.n_rows - step.rows.tree
         self.recent.append(len(step.new))
         del self.recent[:-64]
-        if not step.path:
-            self.undecided_passes += 1
-            self.draft_tokens += step.n_drafted
-        elif step.n_drafted:
+        if step.n_drafted:
             accepted = step.n_accepted
             self.drafted_passes += 1
             self.draft_tokens += step.n_drafted
@@ -104,7 +96,6 @@ class Stats:
         self.sources = {name: n - before.accepted_by.get(name, 0) for name, n in after.accepted_by.items()}
         self.scouts_why = after.scouts.why if after.scouts else ""
         self.free_rows = after.free_rows
-        self.ties = after.ties - before.ties
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -170,8 +161,6 @@ class Stats:
             "sources": dict(self.sources),
             "rows_per_pass": self.rows_per_pass,
             "free_rows": self.free_rows,
-            "near_ties": self.ties,
-            "undecided_passes": self.undecided_passes,
             "histogram": list(self.histogram),
             "per_position": self.per_position,
         }

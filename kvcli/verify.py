@@ -14,8 +14,7 @@ from torch import Tensor
 from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
 
-# rows, logits [tree, V], sampler, tokens so far -> accepted rows (row 0 first), new ids; both of one length, which may
-# be 0 if the pass had more than one row: then nothing was decided, and the next pass must have one
+# rows, logits [tree, V], sampler, tokens so far -> accepted rows (row 0 first), new ids; both of one length
 Accept = Callable[[Rows, Tensor, Sampler, Seen], tuple[list[int], list[int]]]
 
 

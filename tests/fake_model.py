@@ -67,6 +67,7 @@ class FakeModel:
     info: ModelInfo = field(default_factory=fake_info)
     tokenizer: Any = field(default_factory=FakeTokenizer)
     cautions: Sequence[str] = ()
+    promise: str = "exact"
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked
     seeds: list[int | None] = field(default_factory=list)  # and with which seed
 

@@ -25,6 +25,7 @@ class Slow(Scribe):
 
     delay: float = 0.0
     cautions: tuple[str, ...] = ()
+    promise: str = "exact"
 
     def __enter__(self):
         return self

@@ -43,6 +43,7 @@ class Clerk(Scribe):
     """A scribe as `Setup.load` would return it."""
 
     cautions: tuple[str, ...] = ()
+    promise: str = "exact"
 
     def __enter__(self) -> Clerk:
         return self

@@ -21,7 +21,7 @@ FLOORS = [
         # words and files, no tensors
         "config demo documents files headers held layers outside problems profile profile_file refusals resolve "
         "sandbox schema settings source template template_worker text tokenizer toml_places values",
-        "api heard kinds kv machine memory rows sample stats strict ties token_kinds verify",
+        "api heard kinds kv machine memory rows sample stats token_kinds verify",
         "forward model policies replay rope seam weights",
         "drafts",
         "boundary build chats clashes conversation kvcli local relief schemas session steady transcript turn window "

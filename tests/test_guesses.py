@@ -24,8 +24,7 @@ from kvcli.policies.base import Plain
 from kvcli.rows import Draft, Rows, Scouts
 from kvcli.sample import Sampler
 from kvcli.session import Session
-from kvcli.stats import Stats, Step
-from kvcli.strict import Strict
+from kvcli.stats import Step
 from tests import families
 from tests.policies import Ragged
 
@@ -233,20 +232,6 @@ def test_scouts_stay_behind_when_guesses_are_to_be_timed(alone: bool, monkeypatc
     assert any(step.rows.n_rows > step.rows.tree for step in steps) is not alone
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, PENALTY], ids=["greedy", "sampled", "penalty"])
-def test_strict_gives_the_same_text_and_decides_ties_alone(sampler: Sampler, monkeypatch) -> None:
-    guard = Strict(Mix(adaptive=False).drafter())
-    assert decode(guard, sampler, accept=guard)[0] == plain(sampler)
-    monkeypatch.setattr("kvcli.strict.bound", lambda logits: torch.tensor(1e9))  # everything is a tie
-    doubting = Strict(Mix(adaptive=False).drafter())
-    ids, steps = decode(doubting, sampler, accept=doubting)
-    assert ids == plain(sampler)
-    assert doubting.ties > 0
-    assert all(step.rows.n_rows == 1 for step in steps if step.new)
-    assert doubting.report().ties == doubting.ties
-    assert any(not step.new for step in steps)
-
-
 def test_guesses_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
     """A drafter that is not told how tokens are drawn guesses the likeliest ones, and is right less often."""
 
@@ -264,30 +249,6 @@ def test_guesses_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
 
     seeds = range(6)
     assert sum(accepted(Mixer, s) for s in seeds) > 1.3 * sum(accepted(Untold, s) for s in seeds)
-
-
-def test_every_pass_behind_a_tie_is_heard(monkeypatch) -> None:
-    class Heard(Mixer):
-        passes = 0
-
-        def observe(self, step: Step) -> None:
-            Heard.passes += self._guesses is not None
-            super().observe(step)
-
-    ties = iter(range(10**6))
-    monkeypatch.setattr("kvcli.strict.bound", lambda logits: torch.tensor(1e9 if next(ties) % 3 == 2 else 0.0))
-    monkeypatch.setattr("kvcli.drafts.mixer.Mixer", Heard)
-    guard = Strict(Mix(adaptive=False).drafter())
-    ids, steps = decode(guard, accept=guard, new=100)
-    assert ids == plain(new=100)
-    assert Heard.passes == len(steps)
-    stats = Stats()
-    for step in steps:
-        stats.fold(step)
-    assert stats.new == 100
-    assert stats.drafted_passes == sum(stats.histogram)
-    assert stats.accepted_tokens == sum(i * n for i, n in enumerate(stats.histogram))
-    assert any(step.n_drafted and not step.new for step in steps)
 
 
 def test_the_text_of_a_seed_has_the_law_of_the_model() -> None:

@@ -165,7 +165,7 @@ def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen,
                 profile.name,
                 profile.spec.method,
                 profile.hash,
-                profile.exactness,
+                talk.model.promise,
                 cautions=talk.model.cautions,
                 notes=talk.notes,
             )
@@ -214,7 +214,7 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
         opening = Opening(
             __version__,
             profile.name,
-            profile.exactness,
+            model.promise,
             context=model.limit,
             estimate=run.estimate,
             threads=threads(),

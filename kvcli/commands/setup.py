@@ -95,7 +95,7 @@ class Setup:
         profile = load_profile(name, sources=where, model=self.model, sets=sets, flags=flags)
         if self.exact:
             refuse_inexact(profile)
-            if profile.spec.method != "off":  # near ties fall as in plain decoding
+            if profile.spec.method != "off":
                 profile = profile.replace(spec={"strict": True})
         log.info("profile %s, hash %s", profile.name, profile.hash)
         for key, value in profile.values.items():
@@ -171,7 +171,7 @@ def refuse_inexact(profile: Profile) -> None:
     """--exact: no key may change the text."""
     values, wants = profile.values, dict[str, object](EXACT)
     if profile.spec.method != "off" and profile.origins["spec.strict"] != "default":
-        wants["spec.strict"] = True  # near ties fall as in plain decoding; whoever forbids that cannot have both
+        wants["spec.strict"] = True  # whoever wants guesses that round otherwise cannot have both
     wrong = [key for key, value in wants.items() if values[key] != value]
     if wrong:
         raise BadConfig(

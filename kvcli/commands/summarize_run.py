@@ -167,7 +167,7 @@ def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], 
 
     summary, profile = view.summary, prepared.profile
     assert summary is not None
-    under = Run(profile.name, profile.spec.method, profile.hash, profile.exactness, cautions=model.cautions)
+    under = Run(profile.name, profile.spec.method, profile.hash, model.promise, cautions=model.cautions)
     sources = facts(given, model.tokenizer)
     made = summary_document(summary, sources, [turn_document(a.turn, model.info, under) for a in summary.turns])
     if not job.each:

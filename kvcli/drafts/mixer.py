@@ -170,7 +170,7 @@ class Mixer:
             last: list[int] = step.logits[tree:].argmax(-1).tolist()
             for before, run in self._window.harvest(self._tail, last):
                 self._pool.put(before, run)
-        if not self._successors or not step.path:
+        if not self._successors:
             return
         from kvcli.drafts.successors import top  # late: it needs torch
 

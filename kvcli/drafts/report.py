@@ -40,7 +40,6 @@ class Report:
     by_source: Mapping[str, tuple[Accepted, ...]] = field(default_factory=dict)
     scouts: ScoutsReport | None = None  # None = the drafter sends none
     accepted_by: Mapping[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
-    ties: int = 0  # near ties that a pass of one row decided, in strict mode
 
     @property
     def free_rows(self) -> int | None:

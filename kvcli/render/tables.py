@@ -70,7 +70,6 @@ def _drafts(stats: Stats) -> list[str]:
     paused = f"{f.count(stats.paused_passes)} passes"
     sources = " · ".join(f"{name} {f.count(n)}" for name, n in stats.sources.items() if n)
     scouts = f", {f.count(stats.scout_rows)} scouts in all" if stats.scout_rows else ""
-    ties = f"{f.count(stats.ties)} decided by a pass of one row, {f.count(stats.undecided_passes)} passes for nothing"
     free = f"; up to {stats.free_rows} cost a tenth at most" if stats.free_rows else ""
     return [
         f"guesses     {taken}",
@@ -78,7 +77,6 @@ def _drafts(stats: Stats) -> list[str]:
         f"rows        {stats.rows_per_pass:.1f} a pass{scouts}{free}",
         *([f"scouts      rest: {stats.scouts_why}"] if stats.scouts_why else []),
         f"paused      {paused}" + (f": {stats.paused_why}" if stats.paused_why else ""),
-        *([f"near ties   {ties}"] if stats.ties else []),
     ]
 
 

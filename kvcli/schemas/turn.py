@@ -54,8 +54,6 @@ class Spec(Json):
     sources: dict[str, Count] = Field(description="accepted guesses by the source that was surest of them")
     rows_per_pass: float | None = Field(description="the pending token, guesses and scouts")
     free_rows: Count | None = Field(description="rows of a pass that takes at most a tenth longer than one of one row")
-    near_ties: Count = Field(description="decided by a pass of one row, in strict mode")
-    undecided_passes: Count = Field(description="that met a near tie at once: no drafted passes, no tokens")
     histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i guesses")
     per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
 

@@ -15,7 +15,7 @@ from tests.fakes import Machine
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     machine = Machine(tmp_path)
-    monkeypatch.setattr(Setup, "load", lambda self, profile, tell=None: machine.model)
+    monkeypatch.setattr(Setup, "load", machine.load)
     (tmp_path / "paper.pdf").write_bytes(made.partly_scanned(Random(1)).data)
     return machine
 

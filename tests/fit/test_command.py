@@ -27,7 +27,7 @@ SHIPPED = sorted(f.name.removesuffix(".toml") for f in (Path(__file__).parents[2
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     found = Machine(tmp_path)
-    monkeypatch.setattr(Setup, "load", lambda self, profile, tell=None: found.model)
+    monkeypatch.setattr(Setup, "load", found.load)
     return found
 
 

@@ -1,0 +1,102 @@
+"""One text however long passes take: `spec.strict` against plain decoding, with timings shuffled and none remembered.
+
+    python tests/bench/storm_exact.py [--runs 200]
+
+Each run asks two questions under a drafting profile with `spec.strict`, as `--exact` does: the clock leaps, and what
+passes are said to take is drawn by lot, so that drafts differ in length from run to run. Every token must be that of
+`-P exact`. Half of the runs in the model's bf16, half in fp32, where strict profiles draft. JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import kvcli  # noqa: E402
+from kvcli.api import Turn  # noqa: E402
+from kvcli.demo.example import example_report  # noqa: E402
+from kvcli.drafts.base import Costs  # noqa: E402
+from kvcli.local import Model  # noqa: E402
+from kvcli.profile import Profile  # noqa: E402
+from kvcli.text import render_prompt  # noqa: E402
+
+PROFILES = ("ngram", "lookahead", "fafo")
+
+
+@contextmanager
+def jumping_clock(rng: random.Random) -> Iterator[None]:
+    """Time goes on as ever, and now and then leaps by up to a few passes."""
+    real, ahead = time.perf_counter, 0.0
+
+    def leaping() -> float:
+        nonlocal ahead
+        ahead += rng.expovariate(200) if rng.random() < 0.3 else 0.0
+        return real() + ahead
+
+    with mock.patch.object(time, "perf_counter", leaping):
+        yield
+
+
+def costs(rng: random.Random) -> Costs:
+    """What passes of 2 to 64 rows are said to take, in passes of one row: anything from free to a pass a row."""
+    slope = rng.choice([0.0, 0.01, 0.1, 1.0]) * rng.random()
+
+    def at(context: int) -> Mapping[int, float]:
+        return {rows: 1 + slope * (rows - 1) for rows in (2, 4, 8, 16, 32, 64)}
+
+    return at
+
+
+def conversation(model: Model, i: int) -> list[Turn]:
+    """Two questions of a run, greedy or sampled; what the first answer left behind is the second one's past."""
+    notes = example_report().notes
+    pair = notes[i % (len(notes) - 1) :][:2]
+    asked = [{"role": "user", "content": "Repeat this: " + " ".join(note.paragraph for note in pair)}]
+    turns = []
+    for _ in range(2):
+        turns.append(model.generate(render_prompt(model.tokenizer, asked), max_new_tokens=96, ignore_eos=True))
+        asked += [{"role": "assistant", "content": turns[-1].text}, {"role": "user", "content": "Once more."}]
+    return turns
+
+
+def storm(runs: int, seed: int = 0) -> dict[str, int]:
+    """How many runs there were, how many wrote other tokens, and how many of their passes drafted by dtype."""
+    rng, bad, drafted = random.Random(seed), 0, {"bf16": 0, "fp32": 0}
+    for dtype in drafted:
+        loaded = kvcli.load("demo", "exact", set={"load.dtype": dtype, "load.verify": False})
+        load = dict(vars(loaded.profile.load))
+        for i in range(runs // 2):
+            sample = {"temperature": rng.choice([0.0, 0.8]), "seed": i}
+            plain = loaded.with_profile(Profile.load("exact").replace(load=load, sample=sample))
+            wanted = conversation(plain, i)
+            drafting = Profile.load(PROFILES[i % len(PROFILES)])
+            model = loaded.with_profile(drafting.replace(load=load, sample=sample, spec={"strict": True}))
+            model.expect(costs(rng))
+            with jumping_clock(rng):
+                found = conversation(model, i)
+            bad += [turn.ids for turn in found] != [turn.ids for turn in wanted]
+            drafted[dtype] += sum(turn.stats.drafted_passes for turn in found)
+    return {"tried": runs // 2 * 2, "bad": bad} | {f"drafted_{dtype}": n for dtype, n in drafted.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=200)
+    runs = parser.parse_args().runs
+    found = storm(runs)
+    command = f"python tests/bench/storm_exact.py --runs {runs}"
+    print(json.dumps({"what": "exact runs with shuffled timings", **found, "command": command}))
+
+
+if __name__ == "__main__":
+    main()

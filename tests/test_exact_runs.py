@@ -1,0 +1,54 @@
+"""What `--exact` promises: the text of plain decoding to the letter, and no draft where rounding could part them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcli import build
+from kvcli.local import Model
+from kvcli.model import LM
+from kvcli.profile import Profile
+from tests import families, small_tokenizers
+from tests.bench.storm_exact import storm
+
+DRAFTING = ["ngram", "lookahead", "fafo", "fafo-paper"]
+
+
+def model(profile: Profile, dtype: torch.dtype) -> Model:
+    return Model(LM.of(families.build("llama", dtype)), small_tokenizers.demo(), profile)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", DRAFTING)
+def test_a_strict_profile_drafts_only_where_rows_round_alike_and_says_so(name: str, dtype: torch.dtype) -> None:
+    made = model(Profile.load(name).replace(spec={"strict": True}), dtype)
+    if dtype == torch.float32:
+        assert (made.profile.spec.method, made.cautions) == (Profile.load(name).spec.method, [])
+    else:
+        assert made.profile.spec.method == "off"
+        (caution,) = made.cautions
+        assert caution.startswith("no drafting: in ")
+        assert str(dtype).removeprefix("torch.") in caution
+    assert made.promise == "exact"
+
+
+def test_only_what_is_exact_is_called_so() -> None:
+    def said(name: str, dtype: torch.dtype) -> str:
+        return build.promise(LM.of(families.build("llama", dtype)), Profile.load(name))
+
+    assert {said(name, torch.bfloat16) for name in DRAFTING} == {"exact but for near ties"}
+    assert {said(name, torch.float32) for name in DRAFTING} == {"exact"}
+    assert (said("exact", torch.bfloat16), said("lean", torch.bfloat16)) == ("exact", "approx")
+
+
+def test_exact_runs_write_one_text_whatever_passes_take() -> None:
+    found = storm(6)
+    assert (found["tried"], found["bad"]) == (6, 0)
+    assert found["drafted_bf16"] == 0 < found["drafted_fp32"]
+
+
+@pytest.mark.slow
+def test_two_hundred_exact_runs_write_one_text() -> None:
+    found = storm(200, seed=1)
+    assert (found["tried"], found["bad"]) == (200, 0)
