@@ -59,6 +59,8 @@ def load(
     began = time.perf_counter()
     wants = chosen.load
     found = source.find(model, offline=offline, revision=revision, allow_pickle=wants.allow_pickle, tell=tell)
+    # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
+    tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(
         found,
         quant=wants.quant,
@@ -69,7 +71,6 @@ def load(
         trust_remote_code=wants.trust_remote_code,
         verify=wants.verify,
     )
-    tokenizer = load_tokenizer(found, wants.trust_remote_code)
     return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began)
 
 

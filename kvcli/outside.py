@@ -71,10 +71,6 @@ class Outside:
         os.set_blocking(self._in.fileno(), False)
         self._kill = weakref.finalize(self, _kill, self._process)  # also when nobody holds it any more, and at exit
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
     def ask(self, line: bytes, seconds: float) -> Iterator[bytes]:
         """Tell it a line; whole lines of its answer until it ends. Raises TooSlow, TooLong."""
         deadline, held, seen = time.monotonic() + seconds, list[bytes](), 0

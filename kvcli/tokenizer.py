@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadModel
+from kvcli.template import Chats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Read it from the model's folder, with no limit of its own. Raises BadModel."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -30,4 +31,9 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
             try_=["put tokenizer.json and tokenizer_config.json beside config.json"],
         ) from error
     tokenizer.model_max_length = 1 << 40  # the window is checked here, with numbers; no second warning
+    # one that renders by code of its own asks no template
+    if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
+        tokenizer.apply_chat_template = chats = Chats(tokenizer)
+        if tokenizer.chat_template:
+            chats.start()
     return tokenizer

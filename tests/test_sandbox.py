@@ -216,7 +216,7 @@ def test_a_parent_that_was_gone_before_it_began(monkeypatch):
 def test_it_ends_by_its_own_clock(tmp_path):
     """Started by hand: nobody watches."""
     process = Outside("tests.test_sandbox", Limits(wall=0.2, cpu=20))
-    until(lambda: not process.is_alive)
+    assert list(process.ask(b"", 20)) == []
     assert process.end() == -signal.SIGALRM
 
 

@@ -1,0 +1,128 @@
+"""The process in which a model's chat template runs: jinja2, set up as transformers does it. See template.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from kvcli.sandbox import bound, preload, shut
+
+
+def main(parent: int, limits: dict[str, Any], file: None) -> int:
+    """Render what each line on standard input says; a line each in answer. An empty one asks whether it is ready."""
+    bound(parent, limits)
+    preload("jinja2", "encodings")
+    shut()
+    for line in sys.stdin.buffer:
+        asked = json.loads(line)
+        answer = json.dumps(rendered(asked) if asked else {}, ensure_ascii=False)
+        sys.stdout.buffer.write(answer.encode("utf-8", "surrogatepass") + b"\n")
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def rendered(asked: dict[str, Any]) -> dict[str, str]:
+    """{"text": ...}, or why there is none: "refused" by the template's own words, "heavy" or "broken"."""
+    try:
+        template = compiled(asked["template"])
+        return {"text": template.render(**asked["variables"], strftime_now=clock(asked["now"]))}
+    except MemoryError:
+        return {"heavy": "memory"}
+    except RecursionError:
+        return {"broken": "it calls itself without end"}
+    except (TemplateSyntaxError, SecurityError) as error:
+        return {"broken": said(error)}
+    except TemplateError as error:
+        return {"refused": str(error)}
+    except Exception as error:  # a template can raise what any code can
+        return {"broken": said(error)}
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+@lru_cache
+def compiled(source: str) -> Template:
+    """As transformers.utils.chat_template_utils compiles it, which tests hold this against."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "dict": Dict(), "namespace": Attributes}
+    return environment.from_string(source)
+
+
+class Generation(Extension):
+    """`{% generation %}` marks what a model said, for those who train it; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_inner"), [], [], body).set_lineno(line)
+
+    def _inner(self, caller: Macro) -> str:
+        return caller()
+
+
+class Dict:
+    """`dict` without the attributes of the class."""
+
+    def __call__(self, *pairs: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*pairs, **named)
+
+    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*arguments)
+
+
+class Attributes(Namespace):
+    """`namespace` that holds no private names."""
+
+    def __init__(*pairs: Any, **named: Any) -> None:
+        self, *rest = pairs
+        found = dict(*rest, **named)
+        for name in found:
+            _refuse_private(name)
+        Namespace.__init__(self, found)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"chat templates cannot keep private attributes: {name!r}")
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def clock(now: str) -> Callable[[str], str]:
+    """`strftime_now`. What the time is comes with the question: the table of time zones is behind the door."""
+    return datetime.fromisoformat(now).strftime
