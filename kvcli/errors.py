@@ -77,3 +77,11 @@ class EngineUnreachable(KvcliError):
 
 class BadConfig(KvcliError):
     code, exit = "bad_config", ExitStatus.BAD_CONFIG
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator gave up. torch has no common class for its own: on the CPU it is a RuntimeError."""
+    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _NO_MEMORY in str(error)
+
+
+_NO_MEMORY = "can't allocate memory"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli import build
 from kvcli.api import Cancel, End, Events, ModelInfo, Prompt, Turn
 from kvcli.clashes import cautions
-from kvcli.errors import BadConfig, BadInput
+from kvcli.errors import BadConfig, BadInput, BadModel
 from kvcli.schema import ORDER
 from kvcli.text import Messages, StopStrings
 from kvcli.token_kinds import chat_spans, kinds_by_id
@@ -211,7 +211,8 @@ class Model:
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         if outside := [i for i in ids if not 0 <= i < self.lm.vocab]:
-            raise BadInput(f"token {outside[0]} is none of the model's {self.lm.vocab:,}", code="no_such_token")
+            kind = BadModel if messages else BadInput  # of text, the tokenizer made it
+            raise kind(f"token {outside[0]} is none of the model's {self.lm.vocab:,}", code="no_such_token")
         sample = self.profile.sample
         fits = partial(self.fits, self.profile) if self.fits is not None else None
         window = Window(self.limit, self.lm.limit, self.profile.context.reserve, fits)

@@ -18,10 +18,14 @@ from transformers.utils import logging
 from kvcli import forward, seam, weights
 from kvcli.api import ModelInfo
 from kvcli.errors import BadModel
+from kvcli.family import read_config
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed.module import Swap, quantize_
 from kvcli.memory import give_back
+from kvcli.schema import Sample
+from kvcli.sizes import count
 from kvcli.source import Source
+from kvcli.values import WrongValue, check, keys_of
 
 _ATTENTION = "kvcli"  # our name in transformers' registries
 _PROBE = "kvcli_probe"
@@ -41,8 +45,8 @@ class LM:
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
         self.limit = info.limit  # tokens
-        self.stop_ids = _stop_ids(model)
-        self.generation = _generation(model)  # the model's own sampling settings, only those it states
+        self.stop_ids = _stop_ids(model, info.id)
+        self.generation = _generation(model, info.id)  # the model's own sampling settings, only those it states
         self.info = info
 
     @staticmethod
@@ -66,8 +70,11 @@ class LM:
         _register()
         model.eval().requires_grad_(False)
         text = model.config.get_text_config()
-        n_layers, (limit, of_limit) = int(text.num_hidden_layers), _limit(text)
-        of_rope = _settle_rope(model, text)
+        n_layers, (limit, of_limit) = (
+            count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", id),
+            _limit(text, id),
+        )
+        of_rope = _settle_rope(model, text, id)
         shape = _probe(model, n_layers, limit, id)
         parameters = sum(p.numel() for p in model.parameters())
         backend, of_layers = _pack(model, shape, quant, device or model.device)
@@ -121,7 +128,7 @@ class LM:
         if threads > 0:
             torch.set_num_threads(threads)
         with _quiet():
-            config = weights.read_config(source, trust_remote_code)
+            config = read_config(source, trust_remote_code)
             model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code)
             names = {"id": source.id, "path": str(source.path), "revision": source.revision}
             lm = LM.of(model, **names, quant=quant, device=where, verify=verify, notes=notes)
@@ -192,23 +199,29 @@ def _weight_bytes(model: nn.Module) -> int:
 # ---- what the model says of itself ----
 
 
-def _limit(text: Any) -> tuple[int, tuple[str, ...]]:
+def _limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
     """Positions the model was made for."""
     limit = getattr(text, "max_position_embeddings", None)
     if limit is None:
         return 1 << 20, ("its config states no context limit",)
     dynamic = [r for r in _ropes(text) if "dynamic" in str(r.get("rope_type"))]
     if dynamic:
-        limit = int(dynamic[0].get("original_max_position_embeddings") or limit)
+        limit = _original(dynamic[0], limit, name)
         return limit, (f"context ends at {limit:,} tokens: beyond, dynamic rope changes keys that are stored already",)
-    return int(limit), ()
+    return count(limit, "max_position_embeddings", name), ()
 
 
-def _settle_rope(model: nn.Module, text: Any) -> tuple[str, ...]:
+def _original(rope: Mapping[str, Any], limit: Any, name: str) -> int:
+    """Positions before the rope's own stretching."""
+    key = "original_max_position_embeddings"
+    return count(rope.get(key) or limit, key, name)
+
+
+def _settle_rope(model: nn.Module, text: Any, name: str) -> tuple[str, ...]:
     """longrope has two tables and transformers picks one by the longest position of each call: a text read in chunks
     would mix them. A model that goes beyond the short table's reach uses the long one throughout."""
     longs = [r for r in _ropes(text) if r.get("rope_type") == "longrope"]
-    reach = [int(r.get("original_max_position_embeddings") or text.max_position_embeddings) for r in longs]
+    reach = [_original(r, text.max_position_embeddings, name) for r in longs]
     if not longs or text.max_position_embeddings <= min(reach):
         return ()
     for part in model.modules():
@@ -223,26 +236,41 @@ def _settle_rope(model: nn.Module, text: Any) -> tuple[str, ...]:
 
 def _ropes(text: Any) -> list[dict[str, Any]]:
     """The rope settings, one per kind of layer where a family has several."""
-    given = getattr(text, "rope_parameters", None) or {}
+    given = getattr(text, "rope_parameters", None)
+    if not isinstance(given, dict):
+        return []
     return [given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)]
 
 
-def _stop_ids(model: Any) -> frozenset[int]:
+def _stop_ids(model: Any, name: str) -> frozenset[int]:
     stop: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
         ids = getattr(holder, "eos_token_id", None)
-        stop |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
-    return frozenset(int(i) for i in stop)
+        each = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        stop |= {count(i, "eos_token_id", name, least=-1) for i in each}  # -1: some say so that there is none
+    return frozenset(stop)
 
 
-def _generation(model: Any) -> Mapping[str, Any]:
+def _generation(model: Any, name: str) -> Mapping[str, Any]:
     given = getattr(model, "generation_config", None)
-    keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    samples = bool(getattr(given, "do_sample", False))  # else transformers is greedy whatever the rest says
+    keys = ("repetition_penalty", *(("temperature", "top_k", "top_p", "min_p") if samples else ()))
     said = {k: getattr(given, k, None) for k in keys}
-    stated = {k: v for k, v in said.items() if v is not None}
-    if not getattr(given, "do_sample", False):  # then transformers is greedy whatever the rest says
-        return {"temperature": 0.0, **{k: v for k, v in stated.items() if k == "repetition_penalty"}}
-    return {"temperature": 1.0, **stated}
+    stated = {k: _sampling(k, v, name) for k, v in said.items() if v is not None}
+    return {"temperature": 1.0 if samples else 0.0, **stated}
+
+
+def _sampling(key: str, value: object, name: str) -> object:
+    """A sampling setting of the model, held to what a profile may set. Raises BadModel."""
+    try:
+        return check(keys_of(Sample)[key].hint, value)
+    except WrongValue as wrong:
+        raise BadModel(
+            f"generation_config.json of {name} cannot be used: {key} = {str(value)[:40]}",
+            code="model_corrupt",
+            lines=[wrong.message, *([wrong.hint] if wrong.hint else [])],
+            try_=["download generation_config.json again"],
+        ) from wrong
 
 
 # ---- the seam ----
@@ -261,7 +289,8 @@ def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
     def attention(module: nn.Module, *args: Any, **asked: Any) -> Any:
         passed = asked.pop("kvcli_pass", None)
         if passed is not probe:
-            raise TypeError("kvcli_pass does not reach the attention function")
+            kind = f"{name} ({model.config.model_type})"
+            raise seam.refusal(kind, "a row does not get through it", ["its layers do not hand on what they are told"])
         return probe.attention(module, *args, **asked)
 
     AttentionInterface.register(_PROBE, attention)

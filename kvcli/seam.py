@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.errors import BadModel
+from kvcli.foreign import blamed
 from kvcli.forward import Pass, run, sight_of
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Sight
@@ -83,14 +84,9 @@ class Shape:
 def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
     """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
     kind = f"{name} ({model.config.model_type})"
-    try:
-        with torch.inference_mode():
-            row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-            model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], kvcli_pass=probe)
-    except torch.OutOfMemoryError:
-        raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-        _refuse(kind, "a row does not get through it", [f"{type(error).__name__}: {str(error).splitlines()[0]}"])
+    with torch.inference_mode(), blamed(lambda said: refusal(kind, "a row does not get through it", [said])):
+        row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], kvcli_pass=probe)
     layers = probe.layers
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
@@ -190,7 +186,11 @@ def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
 
 
 def _refuse(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ()) -> NoReturn:
-    raise BadModel(
+    raise refusal(kind, why, lines, try_)
+
+
+def refusal(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ()) -> BadModel:
+    return BadModel(
         f"{kind} is not supported: {why}",
         code="model_unsupported",
         lines=lines,

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import expanduser
-from pathlib import Path
+from os import fstat
+from os.path import exists, expanduser, lexists  # unlike those of Path they say no to a name that cannot be
+from pathlib import Path, PurePath
 from typing import Any
 
 from kvcli.errors import BadModel
 from kvcli.headers import WeightFile, read_header
 from kvcli.refusals import refuse
+from kvcli.sizes import hold
+from kvcli.small_file import Unfit, open_regular, parse_object, read_small
 
 Config = dict[str, Any]
 
+_CONFIG = 4 << 20  # bytes; the longest list the layers and what is not quantized
+_INDEX = 32 << 20  # bytes, of half a million tensors
+_VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokeniz*.py", "*vocab.json")
 _DOWNLOAD = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
 
 
@@ -34,7 +39,7 @@ class Source:
 
     @property
     def family(self) -> str:
-        return str(self.config["model_type"])
+        return str(self.config["model_type"])[:64]  # of strangers a page long
 
     @property
     def text_config(self) -> Config:
@@ -50,6 +55,11 @@ class Source:
     def parameters(self) -> int:
         """Numbers stored, 0 if unknown. A packed checkpoint stores several weights in one of them."""
         return sum(math.prod(t.shape) for f in self.files for t in f.tensors.values())
+
+    @property
+    def has_words(self) -> bool:
+        """Whether a vocabulary lies beside the weights, in a file or in code that makes one."""
+        return any(file.match(pattern) for file in self.path.iterdir() for pattern in _VOCABULARIES)
 
     @property
     def dtype(self) -> str:
@@ -78,7 +88,7 @@ def find(
     at = f"{name} at {revision}" if revision else name
     if name == "demo":
         return _checked(name, _demo(demo_dir), "", allow_pickle)
-    if name and Path(expanduser(name)).exists():
+    if name and exists(expanduser(name)):
         return _checked(name, Path(expanduser(name)), "", allow_pickle)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         raise BadModel(
@@ -115,6 +125,9 @@ def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
             try_=["download config.json again"],
         ) from error
     files, is_pickle = _weights(path, name, allow_pickle)
+    hold(config, text_config(config), files, name)
+    if lexists(path / "generation_config.json"):  # transformers goes on without it where it cannot read it
+        _json(path / "generation_config.json", name, _CONFIG)
     return Source(name, path, commit, config, files, is_pickle)
 
 
@@ -192,13 +205,13 @@ def _hint_for_folder(path: Path) -> list[str]:
 def read_config(path: Path, name: str) -> Config:
     """config.json of a folder, or an error with line and column."""
     file = path / "config.json"
-    if not file.is_file():
+    if not lexists(file):
         lines = [f"looked for {file}"]
-        if (path / "adapter_config.json").exists():
+        if exists(path / "adapter_config.json"):
             lines.append("adapter_config.json is there: this is an adapter; merge it into its base model first")
         lines += _hint_for_folder(path)
         raise BadModel(f"{name} has no config.json", code="model_incomplete", lines=lines, try_=[f"ls {path}"])
-    config = _json(file, name)
+    config = _json(file, name, _CONFIG)
     if not isinstance(config.get("model_type"), str):
         raise BadModel(
             f"config.json of {name} names no model_type",
@@ -215,21 +228,16 @@ def text_config(config: Config) -> Config:
     return inner if isinstance(inner, dict) else config
 
 
-def _json(file: Path, name: str) -> Config:
+def _json(file: Path, name: str, most: int) -> Config:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return parse_object(read_small(file, most))
+    except Unfit as error:
         raise BadModel(
-            f"{file.name} of {name} is not JSON",
+            f"{file.name} of {name} {str(error).partition(':')[0]}",
             code="model_corrupt",
             lines=[f"{file}: {error}"],
             try_=[f"download {file.name} again"],
         ) from error
-    if not isinstance(value, dict):
-        raise BadModel(
-            f"{file.name} of {name} holds no JSON object", code="model_corrupt", try_=[f"download {file.name} again"]
-        )
-    return value
 
 
 # ---- weights ----
@@ -240,19 +248,20 @@ def _weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFil
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         is_pickle = suffix == "bin"
         single, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
-        if not single.exists() and not index.exists():
+        if not lexists(single) and not lexists(index):
             continue
         if is_pickle and not allow_pickle:
             raise BadModel(
                 f"the weights of {name} are pickle files, which can run any code when they are opened",
                 code="model_pickle",
-                lines=[f"found {(single if single.exists() else index).name}, no *.safetensors"],
+                lines=[f"found {(single if lexists(single) else index).name}, no *.safetensors"],
                 try_=["look for a safetensors copy of the model", "--allow-pickle, if you trust its author"],
             )
-        files = [single] if single.exists() else _shards(path, name, index)
-        checked = tuple(_pickle(f) if is_pickle else read_header(f) for f in files)
-        if not single.exists() and not is_pickle:
-            _check_index(path, name, _json(index, name)["weight_map"], checked)
+        weight_map = {} if lexists(single) else _weight_map(index, name)
+        files = _shards(path, name, weight_map) if weight_map else [single]
+        checked = tuple(_pickle(f, name) if is_pickle else read_header(f) for f in files)
+        if not is_pickle:
+            _check_index(path, name, weight_map, checked)
         return checked, is_pickle
     raise BadModel(
         f"{name} has no weights",
@@ -262,14 +271,27 @@ def _weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFil
     )
 
 
-def _shards(path: Path, name: str, index: Path) -> list[Path]:
-    weight_map = _json(index, name).get("weight_map")
+def _weight_map(index: Path, name: str) -> dict[str, str]:
+    """Tensor -> the file it lies in, by the index of a model in several files."""
+    weight_map = _json(index, name, _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(s, str) for s in weight_map.values()):
         raise BadModel(
             f"{index.name} of {name} lists no tensors", code="model_corrupt", try_=[f"download {index.name} again"]
         )
+    for shard in weight_map.values():
+        if PurePath(shard).is_absolute() or ".." in PurePath(shard).parts:
+            raise BadModel(
+                f"{index.name} of {name} names a file outside the model's folder: {shard[:80]}",
+                code="model_corrupt",
+                lines=["a model's weights lie in its own folder"],
+                try_=["ask its author, or take another copy of the model"],
+            )
+    return weight_map
+
+
+def _shards(path: Path, name: str, weight_map: Mapping[str, str]) -> list[Path]:
     shards = [path / shard for shard in sorted(set(weight_map.values()))]
-    missing = [s.name or str(s) for s in shards if not s.is_file()]
+    missing = [s.name or str(s) for s in shards if not exists(s)]
     if missing:
         raise BadModel(
             f"the weights of {name} are incomplete: {len(missing)} of {len(shards)} shards are missing",
@@ -293,5 +315,9 @@ def _check_index(path: Path, name: str, weight_map: Mapping[str, str], files: Se
         )
 
 
-def _pickle(file: Path) -> WeightFile:
-    return WeightFile(file, file.stat().st_size, {})
+def _pickle(file: Path, name: str) -> WeightFile:
+    try:
+        with open_regular(file) as stream:
+            return WeightFile(file, fstat(stream.fileno()).st_size, {})
+    except Unfit as error:
+        raise BadModel(f"{file.name} of {name} {error}", code="model_corrupt", try_=[f"ls -l {file.parent}"]) from error

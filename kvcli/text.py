@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, BadModel
+from kvcli.foreign import blamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,20 +72,23 @@ class Detokenizer:
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Ids to text as the decoder has it: no tidying of spaces; control tokens show only if they are in `ids`."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    with blamed(tokenizer_failed):
+        text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of control tokens, the ones with a name (end of text, ...) and all others."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+    with blamed(tokenizer_failed):
+        added, named = getattr(tokenizer, "added_tokens_decoder", {}), tokenizer.all_special_ids
+    return frozenset(named) | {i for i, token in added.items() if token.special}
 
 
 def byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of the tokens <0x00> to <0xFF>, with which some vocabularies spell what they have no token for."""
-    ids = tokenizer.convert_tokens_to_ids([f"<0x{b:02X}>" for b in range(256)])
+    with blamed(tokenizer_failed):
+        ids = tokenizer.convert_tokens_to_ids([f"<0x{b:02X}>" for b in range(256)])
     return frozenset(i for i in ids if i is not None and i != tokenizer.unk_token_id)
 
 
@@ -165,8 +169,27 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False)
     ids: list[int] = []
     for i, segment in enumerate(re.split(f"{OPEN}(.*?){CLOSE}", text)):
         letters = {"split_special_tokens": True} if i % 2 else {}
-        ids += tokenizer.encode(segment, add_special_tokens=special and i == 0, **letters)
+        with blamed(tokenizer_failed):
+            ids += tokenizer.encode(segment, add_special_tokens=special and i == 0, **letters)
     return ids
+
+
+def encode_with_places(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids of a text, and the characters (first, behind the last) that each stands for. Fast tokenizers only."""
+    with blamed(tokenizer_failed):
+        whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    places = [(int(start), int(end)) for start, end in whole["offset_mapping"]]
+    return [int(i) for i in whole["input_ids"]], places
+
+
+def tokenizer_failed(said: str) -> BadModel:
+    """For `blamed`, around calls of a model's tokenizer."""
+    return BadModel(
+        "the model's tokenizer cannot read this text",
+        code="bad_tokenizer",
+        lines=[said],
+        try_=["download tokenizer.json and tokenizer_config.json again"],
+    )
 
 
 def resume_ids(
@@ -181,9 +204,7 @@ def resume_ids(
     usable = known and text.startswith(known) and OPEN not in text and getattr(tokenizer, "is_fast", False)
     if not usable or special:
         return encode(tokenizer, text, special)
-    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    fresh: list[int] = [int(i) for i in whole["input_ids"]]
-    spans = [(int(start), int(end)) for start, end in whole["offset_mapping"]]
+    fresh, spans = encode_with_places(tokenizer, text)
     cut = next((i for i, (start, _) in enumerate(spans) if start >= len(known)), len(fresh))
     if cut and spans[cut - 1][1] > len(known):
         return fresh  # a token spans the seam

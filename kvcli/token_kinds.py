@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvcli.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT, Span
-from kvcli.text import CLOSE, OPEN, Messages, decode, encode, render_text, special_ids
+from kvcli.text import CLOSE, OPEN, Messages, decode, encode, encode_with_places, render_text, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,6 +133,6 @@ def _starts(tokenizer: PreTrainedTokenizerBase, text: str, places: Sequence[int]
     if not getattr(tokenizer, "is_fast", False) or OPEN in text or special:
         # no offsets, or not of the whole text: the tokens of what stands before
         return encode(tokenizer, text, special), [len(encode(tokenizer, text[:at], special)) for at in places]
-    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    begins = [int(start) for start, _ in whole["offset_mapping"]]
-    return [int(i) for i in whole["input_ids"]], [bisect_left(begins, at) for at in places]
+    ids, spans = encode_with_places(tokenizer, text)
+    begins = [start for start, _ in spans]
+    return ids, [bisect_left(begins, at) for at in places]

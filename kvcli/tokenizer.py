@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadModel
+from kvcli.family import read_config
+from kvcli.foreign import blamed
+from kvcli.small_file import Unfit, open_regular
 from kvcli.template import Chats
 
 if TYPE_CHECKING:
@@ -12,24 +16,31 @@ if TYPE_CHECKING:
 
     from kvcli.source import Source
 
+_LARGEST = 128 << 20  # bytes of one of its files; those of a vocabulary of 260,000 have a quarter
+_READ = (".json", ".jinja", ".txt", ".model")
+
 
 def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Read it from the model's folder, with no limit of its own. Raises BadModel."""
+    if not found.has_words:
+        raise _unreadable(found, "its folder holds no vocabulary")
+    for file in sorted(f for f in found.path.iterdir() if f.suffix in _READ):
+        try:
+            with open_regular(file) as stream:
+                if stream.seek(0, 2) > _LARGEST:
+                    raise Unfit(f"is larger than {_LARGEST >> 20} MiB")
+        except Unfit as error:
+            raise _unreadable(found, f"{file.name} {error}") from error
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    try:
+    config = read_config(found, trust_remote_code)
+    with blamed(partial(_unreadable, found)):
         tokenizer = AutoTokenizer.from_pretrained(
-            found.path, trust_remote_code=trust_remote_code, local_files_only=True
+            found.path, config=config, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        said = [line for line in str(error).splitlines() if line.strip() and not line.rstrip().endswith(":")]
-        said = said or [type(error).__name__]
-        raise BadModel(
-            f"{found.id} has no tokenizer that can be read",
-            code="bad_tokenizer",
-            lines=[said[0]],
-            try_=["put tokenizer.json and tokenizer_config.json beside config.json"],
-        ) from error
+        n_words = len(tokenizer.get_vocab())
+    if not n_words:
+        raise _unreadable(found, "its vocabulary is empty")
     tokenizer.model_max_length = 1 << 40  # the window is checked here, with numbers; no second warning
     # one that renders by code of its own asks no template
     if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
@@ -37,3 +48,12 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
         if tokenizer.chat_template:
             chats.start()
     return tokenizer
+
+
+def _unreadable(found: Source, said: str) -> BadModel:
+    return BadModel(
+        f"{found.id} has no tokenizer that can be read",
+        code="bad_tokenizer",
+        lines=[said],
+        try_=["put tokenizer.json and tokenizer_config.json beside config.json"],
+    )

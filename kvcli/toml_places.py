@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import tomli
 
 from kvcli.problems import Place, Problem
+from kvcli.small_file import Unfit, check_depth, read_small
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -66,13 +67,9 @@ class Document:
 def read_document(path: Path, source: str, level: Level = "user") -> Document:
     """Read and parse a file; whatever is wrong with it is in `problems`."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
-    except OSError as error:
-        why = "is a folder, not a file" if path.is_dir() else f"cannot be read: {error.strerror or error}"
-        return Document(source, "", {}, (Problem(Place(source), why),))
-    if len(raw) > LARGEST:
-        return Document(source, "", {}, (Problem(Place(source), "is larger than 1 MiB, so it is no settings file"),))
+        raw = read_small(path, LARGEST)
+    except Unfit as error:
+        return Document(source, "", {}, (Problem(Place(source), str(error)),))
     return decode_document(raw, source, level)
 
 
@@ -90,7 +87,9 @@ def decode_document(raw: bytes, source: str, level: Level = "user") -> Document:
 
 def parse_document(text: str, source: str, level: Level = "user") -> Document:
     try:
-        return Document(source, text, tomli.loads(text), level=level)
+        values = tomli.loads(text)
+        check_depth(values)
+        return Document(source, text, values, level=level)
     except tomli.TOMLDecodeError as error:
         problems = _twice(text, source) if error.msg.startswith("Cannot") else []
         if not problems:

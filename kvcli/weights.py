@@ -1,48 +1,25 @@
-"""From checked files to a transformers model: configuration, device, precision, and every tensor accounted for."""
+"""From checked files to a transformers model: device, precision, and every tensor accounted for."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from kvcli.budget import within
 from kvcli.errors import BadModel, UsageError
+from kvcli.family import unreadable
+from kvcli.foreign import blamed
 from kvcli.kernels.linear_packed.module import Swap
 from kvcli.source import Source
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-def read_config(source: Source, trust_remote_code: bool) -> Any:
-    family = source.family
-    known = set(transformers.CONFIG_MAPPING)
-    remote = bool(source.config.get("auto_map"))
-    if family not in known and remote and not trust_remote_code:
-        raise BadModel(
-            f"{source.id} ({family}) runs code of its own, which is off",
-            code="model_remote_code",
-            lines=["transformers has no such architecture; the model's folder brings Python code for it"],
-            try_=["read that code, then set load.trust_remote_code = true in your own config"],
-        )
-    if family not in known and not remote:
-        near = get_close_matches(family, known, 1)
-        raise BadModel(
-            f"{source.id} has an unknown architecture: {family}",
-            code="model_unsupported",
-            lines=[f"transformers {transformers.__version__} knows {len(known)} others"],
-            try_=["pip install -U transformers", *([f'is model_type "{near[0]}"?'] if near else [])],
-        )
-    try:
-        return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, TypeError, KeyError, OSError, ImportError, StrictDataclassError) as error:
-        raise _unreadable(source, "its config.json does not fit its architecture", error) from error
 
 
 def read_weights(
@@ -60,7 +37,7 @@ def read_weights(
             lines=["transformers has no class of that architecture that continues text"],
             try_=["docs/models.md lists what runs"],
         )
-    try:
+    with within(source), blamed(partial(unreadable, source, "transformers could not load it")):
         model, loading = AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
@@ -72,10 +49,6 @@ def read_weights(
             local_files_only=True,
             output_loading_info=True,
         )
-    except torch.OutOfMemoryError:
-        raise
-    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, AttributeError) as error:
-        raise _unreadable(source, "transformers could not load it", error) from error
     _check_loading(source, loading)
     unused = sorted(loading["unexpected_keys"])
     notes = (f"{len(unused)} tensors of the checkpoint are not used, such as {unused[0]}",) if unused else ()
@@ -100,16 +73,6 @@ def _check_loading(source: Source, loading: Mapping[str, Any]) -> None:
             lines=(wrong or [str(m) for m in loading["error_msgs"]])[:4],
             try_=["check that config.json belongs to these weights"],
         )
-
-
-def _unreadable(source: Source, why: str, error: Exception) -> BadModel:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return BadModel(
-        f"{source.id} ({source.family}) cannot be loaded: {why}",
-        code="model_corrupt",
-        lines=[f"{type(error).__name__}: {line}" if i == 0 else line for i, line in enumerate(lines[:4])],
-        try_=["check that config.json belongs to these weights", "download the model again"],
-    )
 
 
 # ---- device and precision ----

@@ -19,10 +19,11 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "config demo documents files headers held layers outside problems profile profile_file refusals resolve "
-        "sandbox schema settings source template template_worker text tokenizer toml_places values",
-        "api heard kinds kv machine memory rows sample stats token_kinds verify",
-        "forward model policies replay rope seam weights",
+        "config demo documents family files foreign headers held layers outside problems profile profile_file "
+        "refusals resolve sandbox schema settings sizes small_file source template template_worker text tokenizer "
+        "toml_places values",
+        "api heard kinds kv machine memory rows sample stats strict ties token_kinds verify",
+        "budget forward model policies replay rope seam weights",
         "drafts",
         "boundary build chats clashes conversation kvcli local relief schemas session steady transcript turn window "
         "world",
@@ -34,7 +35,7 @@ FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 
 # Heavy packages, and the only places that may import them, late or not. The demo trains with both.
 ONLY = {
-    "transformers": {"bench", "demo", "forward", "local", "model", "source", "text", "tokenizer", "weights"},
+    "transformers": {"bench", "demo", "family", "forward", "local", "model", "source", "text", "tokenizer", "weights"},
     "torch": {"demo", "kernels"}
     | FLOORS[2]
     | FLOORS[3]

@@ -308,7 +308,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "are incomplete: 12 tensors are missing",
         "model_incomplete",
     ),
-    "nonsense in config": (lambda f: edit_config(f, num_hidden_layers="many"), "does not fit", "model_corrupt"),
+    "nonsense in config": (
+        lambda f: edit_config(f, num_hidden_layers="many"),
+        "num_hidden_layers = many",
+        "model_sizes",
+    ),
     "unknown architecture": (
         lambda f: edit_config(f, model_type="qwen22"),
         "has an unknown architecture: qwen22",

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from kvcli import weights
 from kvcli.bench.gguf_names import Layout, layout_of, permuted, refusal
 from kvcli.errors import BadModel, DoesNotFit, UsageError
+from kvcli.family import read_config
 from kvcli.files import private_folder, replacing
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
     """
     if dtype not in DTYPES:
         raise UsageError(f"llama.cpp has no {dtype} weights", try_=["--dtype fp32, bf16 or fp16"])
-    config = weights.read_config(found, trust_remote_code=False)
+    config = read_config(found, trust_remote_code=False)
     if why := refusal(found, config):
         raise BadModel(
             f"llama.cpp cannot be compared on {found.id}: {why}",

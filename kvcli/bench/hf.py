@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from kvcli import source, weights
 from kvcli.bench.side import Sample
+from kvcli.family import read_config
 from kvcli.stats import Stats
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def load_hf(path: str, profile: Profile) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = weights.read_config(found, wants.trust_remote_code)
+            config = read_config(found, wants.trust_remote_code)
             where = weights.find_device(wants.device)
             model, _ = weights.read_weights(found, config, wants.dtype, where, wants.trust_remote_code)
     finally:

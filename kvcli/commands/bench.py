@@ -116,6 +116,7 @@ def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
     from kvcli.bench.run import check_room
     from kvcli.commands.bench_ask import understand
     from kvcli.commands.bench_quality import suite
+    from kvcli.fit.shape import of_source
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
 
@@ -123,8 +124,7 @@ def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
     with progress(Screen.of(setup.world)) as bar:
         quality = suite(setup.world, typed, asked, bar)
         found = locate(setup, asked, bar, offline=dry_run)
-        limit = found.text_config.get("max_position_embeddings")
-        check_room(asked.args.ctx, asked.args.new, int(limit) if isinstance(limit, int) else 1 << 20, setup.name)
+        check_room(asked.args.ctx, asked.args.new, of_source(found).limit, setup.name)
         if dry_run:
             from kvcli.commands.bench_out import print_dry_run
 

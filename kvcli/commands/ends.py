@@ -12,7 +12,7 @@ import typer
 
 from kvcli.commands.log import write_traceback
 from kvcli.commands.show import print_json
-from kvcli.errors import DoesNotFit, ExitStatus, KvcliError, UsageError
+from kvcli.errors import DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory
 from kvcli.world import World
 
 # The root of what the option parser raises; Typer carries its own copy of Click, or uses the real one when older.
@@ -82,8 +82,7 @@ def broke(world: World, args: Sequence[str], error: Exception) -> int:
 def machine_gave_out(error: Exception) -> KvcliError | None:
     """An error that is neither a bug nor the user's mistake: no memory, no room on the disk."""
     first = str(error).strip().split("\n")[0]
-    # torch has no common class for its allocators; on CUDA it is an OutOfMemoryError, on the CPU a RuntimeError
-    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in first:
+    if is_out_of_memory(error):
         smaller = ["a smaller --ctx", "--quant int8", "close what else needs memory"]
         return DoesNotFit("out of memory", code="out_of_memory", lines=[first] if first else [], try_=smaller)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):

@@ -12,7 +12,7 @@ from kvcli.commands.flags import ModelName, option
 from kvcli.commands.setup import sources
 from kvcli.commands.show import print_json, print_table
 from kvcli.config import load_config
-from kvcli.errors import ExitStatus, KvcliError
+from kvcli.errors import BadModel, ExitStatus, KvcliError
 
 if TYPE_CHECKING:
     from kvcli.schemas.listings import ModelEntry
@@ -121,14 +121,28 @@ def look_at(world: World, name: str, kind: str, allow_pickle: bool, strict: bool
             "bytes": found.nbytes,
             "family": found.family,
             "dtype": found.dtype.lower() or None,
-            "context": found.text_config.get("max_position_embeddings"),
-            "supported": True,
+            "context": context_of(found),
+            "supported": found.has_words,
+            "reason": None if found.has_words else f"{found.id} has no tokenizer that can be read",
         }
     except KvcliError as error:
         if strict and error.code == "model_not_found":
             raise
         facts |= {"supported": False, "reason": error.message}
     return ModelEntry.model_validate({"name": name, "kind": kind, "profile": profile, **facts})
+
+
+def context_of(found: Source) -> int | None:
+    """Tokens that a chat with it would have; None where its config states no limit, or no sizes at all."""
+    from kvcli.fit.shape import of_source
+
+    try:
+        shape = of_source(found)
+    except BadModel as error:
+        if error.code != "model_sizes":
+            raise
+        return None
+    return None if shape.is_endless else shape.limit
 
 
 def row(entry: ModelEntry) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcli.commands.ask import read_file
 from kvcli.commands.models import find, kind_of, look_at
@@ -60,7 +60,7 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
         profile_hash=profile.hash,
         exactness=profile.exactness,
         context=context or None,
-        kv_bytes=context * kv_bytes_of_token(found.text_config, _kv_dtype(profile, entry.dtype)) or None,
+        kv_bytes=_kv_bytes(found, context, _kv_dtype(profile, entry.dtype)) if needs else None,
         estimate_bytes=needs.total if needs else None,
         available_bytes=needs.room.available if needs else None,
         fits=needs.fits if needs else None,
@@ -84,12 +84,11 @@ def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan 
         return None
 
 
-def kv_bytes_of_token(config: dict[str, Any], dtype: str) -> int:
-    """Bytes of the keys and values of one token in all layers; 0 if the config does not tell."""
-    heads = config.get("num_attention_heads") or 0
-    kv_heads = config.get("num_key_value_heads") or heads
-    size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
-    return int(2 * config.get("num_hidden_layers", 0) * kv_heads * size * BYTES.get(dtype, 2))
+def _kv_bytes(found: Source, context: int, dtype: str) -> int | None:
+    """Keys and values of a full window."""
+    from kvcli.fit.shape import of_source
+
+    return context * of_source(found).kv_per_token * BYTES.get(dtype, 2) or None
 
 
 def _kv_dtype(profile: Profile, weights: str | None) -> str:

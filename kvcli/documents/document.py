@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from kvcli.foreign import blamed
+from kvcli.text import tokenizer_failed
+
 Unit = Literal["page", "heading", "chapter", "line"]
 SIGNS: dict[Unit, str] = {"page": "p.", "heading": "§", "chapter": "§", "line": "l."}
 
@@ -54,7 +57,9 @@ class Document:
         """Tokens of the text alone; counted once for each tokenizer."""
         key = id(tokenizer)  # not hashable in general; kept beside the count, so that the id stays its own
         if key not in self._counts:
-            self._counts[key] = tokenizer, len(tokenizer.encode(self.text, add_special_tokens=False))
+            with blamed(tokenizer_failed):
+                ids = tokenizer.encode(self.text, add_special_tokens=False)
+            self._counts[key] = tokenizer, len(ids)
         return self._counts[key][1]
 
 

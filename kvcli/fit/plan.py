@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvcli.errors import BadInput, BadModel, UsageError
+from kvcli.errors import BadInput, UsageError
 from kvcli.fit import memory, weights
 from kvcli.fit.places import Caps
-from kvcli.fit.shape import Shape, is_complete, shape_of
+from kvcli.fit.shape import Shape, of_source
 from kvcli.kv import tiers
 from kvcli.kv.slots import Sight
 from kvcli.kv.tiers import POSITION, index_bytes, is_packed, layer_bytes, narrow
@@ -97,13 +97,12 @@ class Plan:
 
 def subject_of(source: Source) -> Subject:
     """A model by its files; with none, its tensors are those of a model with a gated feed-forward part."""
-    config: Mapping[str, Any] = source.text_config
-    if not is_complete(config):
-        config = _with_defaults(source, config)
-    shape = shape_of(config, source.id)
+    shape = of_source(source)
     held = weights.of_files(source)
     shape = replace(shape, is_tied=shape.is_tied or not _has_head(source))
-    stated = str(source.config.get("dtype") or source.config.get("torch_dtype") or config.get("dtype") or "")
+    stated = str(
+        source.config.get("dtype") or source.config.get("torch_dtype") or source.text_config.get("dtype") or ""
+    )
     dtype = stated.removeprefix("torch.") or source.dtype.lower()
     dtype = dtype if dtype in weights.BYTES else "bfloat16"
     quantized = source.config.get("quantization_config")
@@ -215,14 +214,3 @@ def torch_dtype(subject: Subject, profile: Profile) -> str:
 def _has_head(source: Source) -> bool:
     names = [name for file in source.files for name in file.tensors]
     return not names or any(name.endswith("lm_head.weight") for name in names)
-
-
-def _with_defaults(source: Source, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with its family's defaults, which only transformers knows; as it is where it knows no such family."""
-    from kvcli.weights import read_config
-
-    try:
-        full: Mapping[str, Any] = read_config(source, False).get_text_config().to_dict()
-    except BadModel:
-        return config
-    return full

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvcli.errors import DoesNotFit
+from kvcli.errors import DoesNotFit, is_out_of_memory
 
 
 class Shortage(DoesNotFit):
@@ -34,8 +34,7 @@ def as_shortage(error: Exception) -> Shortage | None:
     if isinstance(error, Shortage):
         return error
     first = str(error).strip().split("\n")[0]
-    # torch has no common class for its allocators; on CUDA it is an OutOfMemoryError, on the CPU a RuntimeError
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in first:
+    if is_out_of_memory(error):
         return Shortage("out of memory", lines=[first] if first else [])
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         return Shortage(f"the disk is full: {error.strerror}", lines=[first])
