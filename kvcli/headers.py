@@ -91,7 +91,7 @@ def _tensor(entry: Mapping[str, Any]) -> TensorHeader:
     return TensorHeader(dtype, shape, nbytes)
 
 
-def _end(offsets: Iterable[Sequence[int]]) -> int:
+def _end(offsets: Iterable[list[int]]) -> int:
     """Where the last tensor ends. They follow each other without holes and without sharing bytes."""
     at = 0
     for begin, end in sorted(offsets):
