@@ -47,9 +47,7 @@ def find(folder: Path, name: str | None, cwd: Path) -> Path:
         return found[0]
     if name is None or not files:
         raise BadInput(f"no conversation is kept in {folder}", code="no_chat", try_=["kvcli chat"])
-    raise BadInput(
-        f"several conversations begin with {name}" if found else f"no conversation begins with {name}",
-        code="no_chat",
-        lines=[path.stem for path in (found or files)[:SHOWN]],
-        try_=["kvcli chat --continue, for the latest"],
-    )
+    lines, try_ = [path.stem for path in (found or files)[:SHOWN]], ["kvcli chat --continue, for the latest"]
+    if found:
+        raise BadInput(f"several conversations begin with {name}", code="no_chat", lines=lines, try_=try_)
+    raise BadInput(f"no conversation begins with {name}", code="no_chat", lines=lines, try_=try_)

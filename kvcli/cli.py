@@ -32,6 +32,7 @@ COMMANDS = {
     "profile-heads": "What each attention head does, and which need the whole past.",
     "profiles": "Named settings: list, show, compare, check.",
     "models": "Models on this machine.",
+    "cache": "What is kept only to be faster the next time, and how to be rid of it.",
     "config": "Where settings live, and the schemas of the JSON output.",
     "doctor": "Versions, devices, memory, paths: for a bug report.",
 }

@@ -21,7 +21,7 @@ from tests.fakes import ClosedPipe, Machine, Stream
 
 KVCLI = [sys.executable, "-m", "kvcli"]
 ROOT = Path(__file__).parents[1]
-GROUPS = {"profiles", "models", "config", "spec"}
+GROUPS = {"profiles", "models", "config", "spec", "cache"}
 
 
 @pytest.fixture

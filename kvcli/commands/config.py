@@ -10,6 +10,7 @@ import typer
 from kvcli.commands.setup import SYSTEM_CONFIG, sources
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus, UsageError
+from kvcli.fit.runs import NAME as RUNS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,6 +62,9 @@ def places(world: World) -> dict[str, Path]:
     if world.options.config:
         found["--config"] = world.options.config
     found["chats"] = world.paths.data / "chats"
+    found["runs"] = world.paths.data / RUNS
+    found["benchmarks"] = world.paths.data / "bench"
+    found["cache"] = world.paths.cache
     found["history"] = world.paths.state / "history"
     found["log"] = world.paths.state / "kvcli.log"
     return found

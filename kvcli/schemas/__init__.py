@@ -15,7 +15,14 @@ from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, 
 from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
 from kvcli.schemas.heads import HeadsDocument
-from kvcli.schemas.listings import DoctorDocument, ModelsDocument, PathsDocument, PlanDocument, ProfilesDocument
+from kvcli.schemas.listings import (
+    CacheDocument,
+    DoctorDocument,
+    ModelsDocument,
+    PathsDocument,
+    PlanDocument,
+    ProfilesDocument,
+)
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
 from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
 from kvcli.schemas.summary import ExtractDocument, SummaryDocument, SummaryPlanDocument
@@ -30,6 +37,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "profiles": ProfilesDocument,
     "doctor": DoctorDocument,
     "paths": PathsDocument,
+    "cache": CacheDocument,
     "plan": PlanDocument,
     "fit": FitDocument,
     "calibration": CalibrationDocument,

@@ -98,6 +98,24 @@ class PathsDocument(Json):
     paths: dict[str, str]
 
 
+class CacheKind(Json):
+    kind: str
+    about: str
+    entries: Count
+    bytes: Bytes
+    freed_entries: Count = Field(description="prune: how many of them went, or would go")
+    freed_bytes: Bytes
+
+
+class CacheDocument(Json):
+    """What is kept only to be faster the next time."""
+
+    schema_: Literal["kvcli.cache/1"] = Field(default="kvcli.cache/1", alias="schema")
+    folder: str
+    removed: bool = Field(description="whether what is counted as freed is gone")
+    kinds: list[CacheKind]
+
+
 class Device(Json):
     name: str
     kind: str

@@ -1,0 +1,121 @@
+"""`kvcli cache`: what kvcli keeps only to be faster the next time, how large it is, and how to be rid of it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.commands.flags import option
+from kvcli.commands.show import print_json, print_table
+from kvcli.errors import BadInput, ExitStatus, UsageError
+from kvcli.render.figures import long_size
+
+if TYPE_CHECKING:
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False, help="What is kept only to be faster the next time.")
+
+KINDS = {
+    "summaries": "answers about parts of documents, for a summary that was interrupted",
+    "calibration": "how fast this machine and its models are",
+    "quality": "answers of bench --quality, for a run that was interrupted",
+    "gguf": "weights in the form that bench --baseline llama.cpp reads",
+    "kvpress": "the environment of bench --baseline kvpress",
+}  # name of the folder -> what is in it
+DAY = 86_400.0  # seconds
+
+Kinds = Annotated[list[str] | None, typer.Argument(metavar="KIND", help="summaries, gguf, ...; none means all.")]
+Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was not used for so long; default 30.")]
+Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One thing that can be removed: a file, or an environment as a whole."""
+
+    path: Path
+    kind: str
+    nbytes: int
+    used: float  # when, seconds since 1970
+
+
+@app.command()
+def info(context: typer.Context) -> int:
+    """How much there is of each kind."""
+    world: World = context.obj
+    return _show(world, list(KINDS), _kept(world.paths.cache))
+
+
+@app.command()
+def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> int:
+    """Remove what was not used for 30 days. All of it can be made again; chats and benchmarks are not touched."""
+    world: World = context.obj
+    if unknown := [kind for kind in kinds or [] if kind not in KINDS]:
+        try_ = [f"kvcli cache prune {kind}" for kind in KINDS]
+        raise UsageError(f"there is no kind {unknown[0]!r} in the cache", try_=try_)
+    kept = _kept(world.paths.cache)
+    old = [one for one in kept if one.kind in (kinds or KINDS) and time.time() - one.used >= older_than * DAY]
+    for one in () if dry_run else old:
+        _remove(one.path)
+    return _show(world, kinds or list(KINDS), kept, old, "would go" if dry_run else "removed")
+
+
+def _kept(cache: Path) -> list[Kept]:
+    found = []
+    for kind in KINDS:
+        folder = cache / kind
+        entries = [folder] if kind == "kvpress" and folder.is_dir() else sorted(folder.glob("[!.]*"))
+        for path in entries:
+            with suppress(FileNotFoundError):  # another kvcli removed it
+                found.append(_look(path, kind))
+    return found
+
+
+def _look(path: Path, kind: str) -> Kept:
+    files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]  # looking at a folder uses it
+    stats = [p.lstat() for p in files]
+    used = max((max(s.st_mtime, s.st_atime) for s in stats), default=0.0)
+    return Kept(path, kind, sum(s.st_size for s in stats), used)
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            with suppress(FileNotFoundError):  # another process was faster
+                path.unlink()
+    except OSError as error:
+        raise BadInput(f"cannot remove {path}: {error.strerror or error}", code="file_unwritable") from None
+
+
+def _show(world: World, kinds: Sequence[str], kept: list[Kept], gone: Sequence[Kept] = (), goes: str = "") -> int:
+    """What there is, or was, and what of it `goes`, by kind."""
+    from kvcli.schemas.listings import CacheDocument, CacheKind
+
+    def of(kind: str) -> CacheKind:
+        own, freed = [one for one in kept if one.kind == kind], [one for one in gone if one.kind == kind]
+        return CacheKind(
+            kind=kind,
+            about=KINDS[kind],
+            entries=len(own),
+            bytes=sum(one.nbytes for one in own),
+            freed_entries=len(freed),
+            freed_bytes=sum(one.nbytes for one in freed),
+        )
+
+    document = CacheDocument(folder=str(world.paths.cache), removed=goes == "removed", kinds=[of(k) for k in kinds])
+    if world.options.json:
+        print_json(world, document)
+        return ExitStatus.OK
+    rows = [["kind", "entries", "size", goes, "what it is"]]
+    rows += [[k.kind, str(k.entries), long_size(k.bytes), long_size(k.freed_bytes), k.about] for k in document.kinds]
+    print_table(world, rows if goes else [[*row[:3], row[4]] for row in rows])
+    return ExitStatus.OK
