@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 import typer.main
@@ -21,6 +22,7 @@ from kvcli import __version__
 from kvcli.commands.log import start_log
 from kvcli.commands.options import take_common
 from kvcli.errors import ExitStatus, KvcliError, UsageError
+from kvcli.outlet import Foreign
 from kvcli.world import World
 
 COMMANDS = {
@@ -129,6 +131,14 @@ def main() -> None:
     sys.exit(status)
 
 
+def _invoke(command: Any, args: Sequence[str], world: World) -> int:
+    try:
+        with command.make_context("kvcli", list(args), obj=world) as context:
+            return int(command.invoke(context) or ExitStatus.OK)
+    except typer.Exit as done:
+        return int(done.exit_code)
+
+
 def run(args: Sequence[str], world: World) -> int:
     """Run one command line in a world and return its exit code. The one place where errors become exit codes."""
     from kvcli.commands import ends
@@ -139,12 +149,13 @@ def run(args: Sequence[str], world: World) -> int:
     if "_KVCLI_COMPLETE" in world.environ:  # the shell asks for completions; Typer answers and exits
         command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE")
     try:
-        with command.make_context("kvcli", list(args), obj=world) as context:
-            status = command.invoke(context)
+        out, err = cast("TextIO", Foreign(world.stdout)), cast("TextIO", Foreign(world.stderr))
+        with redirect_stdout(out), redirect_stderr(err):  # libraries write to those of Python
+            status = _invoke(command, args, world)
         world.stdout.flush()
-        return int(status or ExitStatus.OK)
-    except typer.Exit as done:
-        return int(done.exit_code)
+        return status
+    except SystemExit:  # rich, which prints the help, ends the program like this when the reader has gone
+        return ExitStatus.CLOSED_PIPE
     except (KeyboardInterrupt, typer.Abort):
         return ExitStatus.INTERRUPTED
     except KvcliError as error:

@@ -76,7 +76,12 @@ def replacing(path: Path, *, mode: int = 0o600, is_new: bool = False) -> Iterato
     finally:
         with suppress(OSError):  # it has its name, or the next run sweeps it
             os.unlink(stream.name)
-    _sync_folder(path.parent)
+    try:
+        _sync_folder(path.parent)
+    except OSError:
+        if is_new:  # whoever hears that it could not be written may write it again
+            path.unlink(missing_ok=True)
+        raise
 
 
 def append(path: Path, text: str, most: int = 0) -> None:

@@ -36,10 +36,10 @@ class Problem:
         where = f"{at.source}:{at.line}:{at.column}" if at.line else at.source
         head = ": ".join(part for part in (where, self.key, self.message) if part)
         if not at.text:
-            return [printable(head), *([f"      | {printable(self.hint)}"] if self.hint else [])]
+            return [head, *([f"      | {self.hint}"] if self.hint else [])]
         number = f"{at.line:>5}" if at.line else " " * 5
         caret = f"{_blank(at.text[: at.column - 1])}^ {self.hint}".rstrip()
-        return [printable(head), printable(f"{number} | {at.text}"), printable(f"      | {caret}")]
+        return [head, f"{number} | {at.text}", f"      | {caret}"]
 
     def as_detail(self) -> dict[str, object]:
         at = self.place
@@ -75,11 +75,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def any_of(words: Sequence[str]) -> str:
     """`a, b or c`."""
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def printable(text: str) -> str:
-    """The text without characters that could steer a terminal: a cloned repository may have written it."""
-    return "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _blank(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Words at the edge of a program of ids: chat template, pieces of text, stop strings, harmless display."""
+"""Words at the edge of a program of ids: chat template, pieces of text, stop strings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput, BadModel
 from kvcli.foreign import blamed
+from kvcli.outlet import BROKEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 Note = Callable[[str], None]
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # how decoders write bytes that are not, or not yet, a character
 WINDOW = 4  # tokens kept as context; an unfinished character has at most three bytes, so at most three tokens
 
 # Text that spells a control token is put between these while the template runs. Both are noncharacters, which Unicode
@@ -242,20 +242,3 @@ def _fence(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         return text
     spelled = "|".join(re.escape(name) for name in sorted(filter(None, names), key=len, reverse=True))
     return re.sub(spelled, lambda m: f"{OPEN}{m[0]}{CLOSE}", text)
-
-
-# --- text to a terminal
-
-_PICTURES = {c: chr(0x2400 + c) for c in range(32) if c not in (9, 10)} | {127: "\N{SYMBOL FOR DELETE}"}
-_C1 = dict.fromkeys(range(0x80, 0xA0), BROKEN)
-_BIDI = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], BROKEN)
-_HARMLESS = _PICTURES | _C1 | _BIDI
-_ONE_LINE = _HARMLESS | {9: " ", 10: "\N{SYMBOL FOR NEWLINE}", 0x2028: BROKEN, 0x2029: BROKEN}
-
-
-def neutralise(text: str, *, one_line: bool = False) -> str:
-    """Text that cannot steer a terminal: controls, escapes and direction overrides become visible signs.
-
-    Newlines and tabs stay, unless `one_line`, which is for names.
-    """
-    return text.translate(_ONE_LINE if one_line else _HARMLESS)

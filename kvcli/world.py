@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, TextIO, cast
 
 from kvcli.files import sweep
+from kvcli.outlet import Outlet
 
 Stream = Literal["stdin", "stdout", "stderr"]
 
@@ -85,6 +86,11 @@ class World:
     paths: Paths
     clock: Callable[[], float] = time.perf_counter
     options: Common = field(default_factory=Common)
+
+    def __post_init__(self) -> None:
+        """Whoever writes to a world's stream writes through the outlet."""
+        self.stdout = cast("TextIO", Outlet(self.stdout, is_vital=True))
+        self.stderr = cast("TextIO", Outlet(self.stderr, is_vital=False))
 
     @classmethod
     def real(cls) -> World:

@@ -96,7 +96,7 @@ class Machine:
     ) -> Result:
         world = self.world(stdin, tty, stdout)
         status = run(args, world)
-        out, err = world.stdout, world.stderr
+        out, err = (outlet.stream for outlet in (world.stdout, world.stderr))
         assert isinstance(out, Stream)
         assert isinstance(err, Stream)
         return Result(status, out.text, err.text, world)

@@ -220,9 +220,9 @@ class Talk:
 
     def type(self, *lines):
         self.repl.reader, self.repl.is_over = Keys(lines), False
-        before = len(self.world.stderr.getvalue())
+        before = len(self.world.stderr.stream.getvalue())
         self.repl.run()
-        return " ".join(self.world.stderr.getvalue()[before:].split())
+        return " ".join(self.world.stderr.stream.getvalue()[before:].split())
 
     @property
     def files(self):

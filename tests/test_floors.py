@@ -19,9 +19,9 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "config demo documents family files foreign headers held layers outside problems profile profile_file "
-        "refusals resolve sandbox schema settings sizes small_file source template template_worker text tokenizer "
-        "toml_places values",
+        "config demo documents family files foreign headers held layers outlet outside problems profile "
+        "profile_file refusals resolve sandbox schema settings sizes small_file source template template_worker text "
+        "tokenizer toml_places values",
         "api heard kinds kv machine memory rows sample stats token_kinds verify",
         "budget forward model policies replay rope seam weights",
         "drafts",

@@ -441,12 +441,6 @@ def test_a_config_file_asked_for_has_to_exist(tmp_path: Path) -> None:
     assert caught.value.lines == ("~/no.toml: cannot be read: No such file or directory",)
 
 
-def test_characters_that_steer_a_terminal_are_not_printed(tmp_path: Path) -> None:
-    error = failing(tmp_path, '[profiles.mine]\n"\\u001b[2J" = 1\n# \x1b]0;owned\x07')
-
-    assert not [line for line in error.lines if "\x1b" in line]
-
-
 def _certain(profile: Profile) -> list[Clash]:
     """A made-up rule: 16-bit storage changes the text."""
     if profile.exactness == "exact" and profile.kv.dtype == "fp16":

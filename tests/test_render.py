@@ -326,7 +326,7 @@ def test_tokens_by_message():
     lines = token_table([("question 1", 14), ("file a\x1bb.md", 1024)], 2048, 80)
     assert lines == [
         "question 1           14     1 %",
-        "file a␛b.md       1,024    50 %",
+        "file a\x1bb.md       1,024    50 %",
         "total             1,038    51 %",
         "1,010 of 2,048 left",
     ]

@@ -72,13 +72,13 @@ class Talk:
         """Type the lines, then Ctrl-D; what the chat said on stderr meanwhile."""
         self.repl.reader = self.keys = Keys(*lines)
         self.repl.is_over = False
-        before = len(self.world.stderr.getvalue())
+        before = len(self.world.stderr.stream.getvalue())
         self.status = self.repl.run()
-        return self.world.stderr.getvalue()[before:]
+        return self.world.stderr.stream.getvalue()[before:]
 
     @property
     def answers(self):
-        return self.world.stdout.getvalue()
+        return self.world.stdout.stream.getvalue()
 
     @property
     def asked(self):
@@ -349,7 +349,7 @@ def test_blocks_on_a_dumb_terminal(tmp_path):
     assert [reader.read(), reader.read()] == ["a\nb", "c"]
     with pytest.raises(EOFError):
         reader.read()
-    assert world.stderr.getvalue() == "> . . > > "
+    assert world.stderr.stream.getvalue() == "> . . > > "
 
 
 def completions(talk, text):

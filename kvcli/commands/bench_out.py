@@ -12,6 +12,7 @@ from kvcli.commands.bench_options import Format
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError
 from kvcli.files import try_folder, try_output, write_output
+from kvcli.outlet import escaped, neutralise
 from kvcli.render.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def rendered(document: BenchDocument, format: Format, width: int, world: World) 
     from kvcli.render import bench_text as text
 
     if format == "json":
-        return document.model_dump_json(by_alias=True) + "\n"
+        return escaped(document.model_dump_json(by_alias=True)) + "\n"
     if format == "jsonl":
         return text.json_lines(document)
     if format == "md":
@@ -167,7 +168,7 @@ def rendered(document: BenchDocument, format: Format, width: int, world: World) 
         return html(document)
     if format == "csv" or world.options.plain:
         return text.separated(document, tabs=format != "csv")
-    return "\n".join(table_lines(document, width)) + "\n"
+    return "".join(f"{neutralise(line, one_line=True)}\n" for line in table_lines(document, width))
 
 
 def print_history(world: World, model: str, ctx: str | None, workload: str | None) -> int:

@@ -134,7 +134,6 @@ def answer(
 
 def begin(world: World, talk: Chat, question: Question, opened: Opened | None, keeps: bool) -> None:
     """What the chat starts from: one that was kept, what was typed over it, and documents that it has not yet."""
-    from kvcli.text import neutralise
 
     if opened is not None:
         talk.take(opened)
@@ -148,7 +147,7 @@ def begin(world: World, talk: Chat, question: Question, opened: Opened | None, k
         if talk.place(document) is None:
             talk.attach(document)
         else:
-            tell(world, f"{neutralise(document.name, one_line=True)} is attached already")
+            tell(world, f"{document.name} is attached already")
 
 
 def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen, stream: bool) -> int:
@@ -202,7 +201,6 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
     from kvcli.render.errors import print_note
     from kvcli.render.figures import count
     from kvcli.render.summary import Opening, header
-    from kvcli.text import neutralise
 
     world, profile = setup.world, run.profile
 
@@ -221,7 +219,7 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
         )
         lines = header(model.info, opening, screen.err.width)
         lines += [f"goes on with {about(talk)}"] if talk.messages else []
-        lines += [f"attached {neutralise(d.name, one_line=True)} · {count(d.lines)} lines" for d in talk.documents]
+        lines += [f"attached {d.name} · {count(d.lines)} lines" for d in talk.documents]
         for line in lines:
             screen.err.line((line, ""))
     return run_repl(

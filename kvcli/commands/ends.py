@@ -18,6 +18,9 @@ from kvcli.world import World
 # The root of what the option parser raises; Typer carries its own copy of Click, or uses the real one when older.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
+# what a disk says that is full, failing, limited, or not to be written to
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EBADF)
+
 
 def misused(world: World, args: Sequence[str], problem: Any) -> int:
     """What the option parser found, as one of our errors."""
@@ -44,21 +47,31 @@ def _nearest(typed: str, params: Sequence[Any]) -> list[str]:
 def failed(world: World, args: Sequence[str], error: KvcliError) -> int:
     """Say what went wrong, on stdout as `kvcli.error/1` with --json, else on stderr; returns the exit code."""
     try:
-        if world.options.json or "--json" in args:  # the parser may have failed before it came to --json
-            from kvcli.schemas.turn import ErrorEvent, error_document
-
-            document = error_document(error)
-            print_json(world, ErrorEvent(event="error", error=document) if "--stream" in args else document)
-        else:
+        # the parser may have failed before it came to --json
+        if not (world.options.json or "--json" in args) or not _as_json(world, args, error):
             from kvcli.render.errors import print_error
             from kvcli.render.terminal import Terminal
 
             print_error(Terminal.of(world, "stderr"), error)
+        if world.options.verbose > 1:
+            world.stderr.write("".join(traceback.format_exception(error)))
     except BrokenPipeError:
         return ExitStatus.CLOSED_PIPE
-    if world.options.verbose > 1:
-        world.stderr.write("".join(traceback.format_exception(error)))
     return int(error.exit)
+
+
+def _as_json(world: World, args: Sequence[str], error: KvcliError) -> bool:
+    """False where standard output takes nothing any more: on a full disk the error is the output's own."""
+    from kvcli.schemas.turn import ErrorEvent, error_document
+
+    document = error_document(error)
+    try:
+        print_json(world, ErrorEvent(event="error", error=document) if "--stream" in args else document)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def broke(world: World, args: Sequence[str], error: Exception) -> int:
@@ -85,7 +98,7 @@ def machine_gave_out(error: Exception) -> KvcliError | None:
     if is_out_of_memory(error):
         smaller = ["a smaller --ctx", "--quant int8", "close what else needs memory"]
         return DoesNotFit("out of memory", code="out_of_memory", lines=[first] if first else [], try_=smaller)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+    if isinstance(error, OSError) and error.errno in FULL:
         where = f" {error.filename}" if error.filename else ""
         return KvcliError(f"cannot write{where}: {error.strerror}", code="cannot_write")
     return None

@@ -168,7 +168,7 @@ def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapp
 
 
 def _print(setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int | None, notes: Sequence[str]) -> int:
-    from kvcli.commands.show import print_json
+    from kvcli.commands.show import print_cells, print_json
     from kvcli.fit.report import document
 
     world = setup.world
@@ -183,7 +183,7 @@ def _print(setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int |
 
         out = Terminal.of(world, "stdout")
         if world.options.plain:
-            out.write("".join("\t".join(row) + "\n" for row in plain_rows(made)))
+            print_cells(world, plain_rows(made))
         else:
             for spans in fit_lines(made, out.width):
                 out.line(*spans)

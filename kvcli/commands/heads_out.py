@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.commands.show import print_json
+from kvcli.commands.show import print_cells, print_json
 from kvcli.errors import BadInput, UsageError
 from kvcli.files import private_folder, write_private
 from kvcli.heads.files import DUO_CONFIG, PROFILE, TSV
@@ -100,7 +100,7 @@ class Outlet:
             return
         out = Terminal.of(self.world, "stdout")
         if self.world.options.plain:
-            out.write("".join("\t".join(row) + "\n" for row in plain_rows(document, self.show)))
+            print_cells(self.world, plain_rows(document, self.show))
             return
         is_true = out.colour and self.world.environ.get("COLORTERM", "") in TRUECOLOR
         look: Look = "truecolor" if is_true else "shade" if out.unicode else "digit"

@@ -8,7 +8,6 @@ from kvcli.chats import recent
 from kvcli.errors import BadInput
 from kvcli.render.figures import count
 from kvcli.render.tables import columns
-from kvcli.text import neutralise
 from kvcli.transcript import open_chat
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def keep(chat: Chat) -> str:
 def about(saved: ChatDocument | Chat) -> str:
     """One line: its title and how much there is."""
     files = [*(d for m in saved.messages for d in m.documents), *saved.pending]
-    facts = [neutralise(saved.title or "untitled", one_line=True), _counted(len(saved.messages) // 2, "question")]
+    facts = [saved.title or "untitled", _counted(len(saved.messages) // 2, "question")]
     return " · ".join([*facts, _counted(len(files), "document")] if files else facts)
 
 
@@ -59,7 +58,7 @@ def choices(world: World) -> list[str]:
     """The latest conversations, a line each, numbered as /load takes them."""
     rows = []
     for i, (path, saved) in enumerate(recent(folder(world)), 1):
-        rows.append([f"{i}  {neutralise(path.stem, one_line=True)}", about(saved) if saved else "damaged"])
+        rows.append([f"{i}  {path.stem}", about(saved) if saved else "damaged"])
     return columns(rows) if rows else []
 
 

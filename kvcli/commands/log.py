@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -19,7 +21,8 @@ FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def start_log(world: World) -> None:
     """Set up the logger `kvcli` as the options say. Prompts and answers are never logged."""
     logger, options = logging.getLogger("kvcli"), world.options
-    for handler in list(logger.handlers):
+    kept = [h for h in logger.handlers if options.log_file and getattr(h, "path", None) == options.log_file]
+    for handler in [h for h in logger.handlers if h not in kept]:
         logger.removeHandler(handler)
         handler.close()
     logger.propagate = False
@@ -30,9 +33,9 @@ def start_log(world: World) -> None:
         handler.setLevel(logging.INFO if options.verbose == 1 else logging.DEBUG)
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         logger.addHandler(handler)
-    if options.log_file:
+    if options.log_file and not kept:
         try:
-            to_file = logging.FileHandler(options.log_file, encoding="utf-8", delay=False)
+            to_file = LogFile(options.log_file, world)
         except OSError as error:
             raise BadInput(
                 f"cannot write the log {options.log_file}: {error.strerror or error}", code="file_unwritable"
@@ -40,6 +43,31 @@ def start_log(world: World) -> None:
         to_file.setFormatter(logging.Formatter(FORM))
         logger.addHandler(to_file)
         logger.info("kvcli %s", __version__)
+
+
+class LogFile(logging.FileHandler):
+    """The file of --log-file. What it cannot take is said once, and the work goes on."""
+
+    def __init__(self, path: Path, world: World) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.path, self.world, self.is_told = path, world, False
+
+    def close(self) -> None:
+        with suppress(OSError):  # told already
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_told:
+            from kvcli.render.errors import print_warning
+            from kvcli.render.terminal import Terminal
+
+            self.is_told = True
+            print_warning(
+                Terminal.of(self.world, "stderr"), f"cannot write the log {self.baseFilename}: {error.strerror}"
+            )
 
 
 def log_path(world: World) -> Path:

@@ -11,14 +11,15 @@ from typing import Annotated
 import typer
 
 from kvcli.commands.setup import sources
-from kvcli.commands.show import print_json
+from kvcli.commands.show import print_json, print_table
 from kvcli.config import NAME, Config, load_config, no_such_profile, read_config
 from kvcli.errors import BadInput, UsageError
 from kvcli.files import private_folder, write_private
 from kvcli.layers import PROJECT_FILE, Sources
-from kvcli.problems import Problem, bad_config, printable
+from kvcli.problems import Problem, bad_config
 from kvcli.profile import Outcome, Profile, Rules, load_profile, resolve_profile
 from kvcli.profile_file import new_profile
+from kvcli.render.terminal import Terminal
 from kvcli.settings import InFile
 from kvcli.toml_places import toml_value
 from kvcli.world import World
@@ -37,7 +38,7 @@ def list_(context: typer.Context) -> None:
     if world.options.json:
         _json(world, profiles=[_entry(outcome, config) for outcome in found], default=config.default_profile)
     else:
-        _table(world, list_rows(found, config))
+        print_table(world, list_rows(found, config))
 
 
 @app.command()
@@ -54,7 +55,7 @@ def show(
     if world.options.json:
         _json(world, profiles=[_document(profile)])
     elif origin or world.options.plain:
-        _table(world, show_rows(profile, origin))
+        print_table(world, show_rows(profile, origin))
     else:
         _lines(world, show_toml(profile))
 
@@ -90,7 +91,7 @@ def diff(
         changes = [{"key": key, "a": one.values.get(key), "b": two.values.get(key)} for key in keys]
         _json(world, profiles=[_document(one), _document(two)], differences=changes)
     elif keys:
-        _table(world, [["key", one.name, two.name], *([key, _value(one, key), _value(two, key)] for key in keys)])
+        print_table(world, [["key", one.name, two.name], *([key, _value(one, key), _value(two, key)] for key in keys)])
     else:
         _lines(world, [f"{one.name} and {two.name} have the same settings"])
 
@@ -240,14 +241,7 @@ def _json(world: World, **fields: object) -> None:
     print_json(world, {"schema": SCHEMA, **fields})
 
 
-def _table(world: World, rows: Sequence[Sequence[str]]) -> None:
-    """Rows in columns, all to the left; with --plain, tabs."""
-    if world.options.plain:
-        _lines(world, ["\t".join(row) for row in rows])
-        return
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    _lines(world, ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows])
-
-
 def _lines(world: World, lines: Iterable[str]) -> None:
-    world.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+    out = Terminal.of(world, "stdout")
+    for line in lines:
+        out.line((line, ""))

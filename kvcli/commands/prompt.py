@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.buffer import Buffer
@@ -22,6 +22,7 @@ from prompt_toolkit.styles import Style
 
 from kvcli.commands.slash import COMMANDS
 from kvcli.files import append, private_folder
+from kvcli.outlet import Outlet, neutralise
 from kvcli.world import World
 
 PROMPT, MORE = "> ", ". "
@@ -83,7 +84,9 @@ class Editor:
 
     def __init__(self, world: World, words: dict[str, Words], history: Path | None) -> None:
         screen = world.stdout if world.is_tty("stdout") else world.stderr
-        output = create_output(screen)
+        # an editor moves the cursor as it likes: it gets the bare stream, and its texts are made harmless one by one
+        output = create_output(cast("Outlet", screen).stream)
+        output.write = _harmless(output.write)  # type: ignore[assignment, method-assign]
         if isinstance(output, Vt100_Output):
             # asking the terminal where its cursor is only serves menus, and the reply may land in what is typed
             output.enable_cpr = False
@@ -105,6 +108,11 @@ class Editor:
 
     def read(self, default: str = "") -> str:
         return unblocked(self.session.prompt([("class:prompt", PROMPT)], default=default))
+
+
+def _harmless(write: Callable[[str], None]) -> Callable[[str], None]:
+    """For names that a folder offers as completions: those of others, with what they like in them."""
+    return lambda text: write("\r\n".join(map(neutralise, text.split("\r\n"))))
 
 
 def _keys() -> KeyBindings:

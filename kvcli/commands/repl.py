@@ -24,7 +24,6 @@ from kvcli.render.screen import Screen
 from kvcli.render.stream import show_turn
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import fold
-from kvcli.text import neutralise
 from kvcli.world import World
 
 LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that leave
@@ -111,7 +110,7 @@ class Repl:
     def keep(self) -> None:
         """Write what has changed since the last time, if this chat is to be kept."""
         if self.keeps and (note := keep(self.chat)):
-            self.warn(neutralise(note, one_line=True))
+            self.warn(note)
 
     def handle(self, line: str) -> None:
         """Ask a question or run a slash command. Nothing that goes wrong here ends the chat."""
@@ -207,10 +206,9 @@ class Repl:
     # --- showing
 
     def say(self, text: str) -> None:
-        """Lines on stderr, folded at the terminal's edge."""
-        for line in text.split("\n"):
-            for part in fold(line, max(20, self.screen.err.width - 1)):
-                self.screen.err.line((part.rstrip(), ""))
+        """A line on stderr, folded at the terminal's edge."""
+        for part in fold(text, max(20, self.screen.err.width - 1)):
+            self.screen.err.line((part.rstrip(), ""))
 
     def warn(self, text: str) -> None:
         print_warning(self.screen.err, text)

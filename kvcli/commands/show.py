@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvcli.outlet import escaped, neutralise
 from kvcli.render.terminal import Terminal, cells
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.schemas.base import Json
@@ -15,18 +15,24 @@ if TYPE_CHECKING:
 
 
 def print_json(world: World, document: Json | dict[str, object]) -> None:
-    """One document on one line; characters that the stream cannot write are escaped."""
+    """One document on one line; what the stream cannot write or what would steer a terminal is escaped."""
     plain = document if isinstance(document, dict) else document.document()
-    world.stdout.write(json.dumps(plain, ensure_ascii=not world.is_utf8("stdout")) + "\n")
-    world.stdout.flush()
+    text = escaped(json.dumps(plain, ensure_ascii=not world.is_utf8("stdout")))
+    Terminal.of(world, "stdout").write(f"{text}\n")
 
 
 def print_table(world: World, rows: Sequence[Sequence[str]]) -> None:
     """Rows under their header; with --plain, tabs between the cells and nothing else."""
-    clean = [[neutralise(cell, one_line=True) for cell in row] for row in rows]
     if world.options.plain:
-        lines = ["\t".join(row) for row in clean]
-    else:
-        widths = [max(cells(row[i]) for row in clean) for i in range(len(clean[0]))]
-        lines = ["  ".join(c + " " * (w - cells(c)) for c, w in zip(r, widths, strict=True)).rstrip() for r in clean]
-    Terminal.of(world, "stdout").write("".join(f"{line}\n" for line in lines))
+        print_cells(world, rows)
+        return
+    out = Terminal.of(world, "stdout")
+    widths = [max(cells(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        out.line(("  ".join(c + " " * (w - cells(c)) for c, w in zip(row, widths, strict=True)).rstrip(), ""))
+
+
+def print_cells(world: World, rows: Sequence[Sequence[str]]) -> None:
+    """Rows for programs: a tab between two cells, and none in them."""
+    for row in rows:
+        Terminal.of(world, "stdout").write("\t".join(neutralise(cell, one_line=True) for cell in row) + "\n")

@@ -14,7 +14,6 @@ from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render import figures as f
 from kvcli.render import tables
 from kvcli.render.stream import show_summary
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.commands.repl import Repl
@@ -132,7 +131,7 @@ def _undo(repl: Repl, argument: str) -> None:
         repl.say("there is no question to forget")
         return
     gone = [d.name for d in documents if not any(d is kept for kept in repl.chat.documents)]
-    along = f"; with it went {neutralise(', '.join(gone), one_line=True)}" if gone else ""
+    along = f"; with it went {', '.join(gone)}" if gone else ""
     repl.say(f"forgot {_counted(n, 'question')}, {len(repl.chat.messages) // 2} left{along}")
 
 
@@ -157,13 +156,13 @@ def _file(repl: Repl, argument: str) -> None:
     if not path:
         raise UsageError("which file?", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"])
     document = read_file(repl.world, path)
-    name = neutralise(document.name, one_line=True)
+    name = document.name
     if (place := repl.chat.place(document)) is not None:
         repl.say(f"{name} is attached already, as {place + 1} of /files")
         return
     repl.chat.attach(document)
     for note in notes_of(document):
-        repl.warn(neutralise(note))
+        repl.warn(note)
     tokens = document.tokens(repl.chat.model.tokenizer)
     repl.say(f"attached {name} · {_counted(document.lines, 'line')} · {_counted(tokens, 'token')}")
     limit = repl.limit
@@ -181,9 +180,7 @@ def _files(repl: Repl, _: str) -> None:
     for i, document in enumerate(documents, 1):
         tokens = _counted(document.tokens(repl.chat.model.tokenizer), "token")
         when = "with the next question" if i > len(documents) - pending else ""
-        rows.append(
-            [f"{i}  {neutralise(document.name, one_line=True)}", _counted(document.lines, "line"), tokens, when]
-        )
+        rows.append([f"{i}  {document.name}", _counted(document.lines, "line"), tokens, when])
     repl.lines(tables.columns(rows))
 
 
@@ -192,13 +189,14 @@ def _drop(repl: Repl, argument: str) -> None:
     pending = len(repl.chat.pending)
     document = repl.chat.drop(_number(argument, "/drop 1") - 1)
     after = "what followed it is read again" if len(repl.chat.pending) == pending else "it was not read yet"
-    repl.say(f"dropped {neutralise(document.name, one_line=True)}; {after}")
+    repl.say(f"dropped {document.name}; {after}")
 
 
 @slash("system", "[TEXT]", "set the system text, or show it; - removes it")
 def _system(repl: Repl, argument: str) -> None:
     if not argument:
-        repl.say(neutralise(repl.chat.system) if repl.chat.system else "there is no system text")
+        for line in (repl.chat.system or "there is no system text").split("\n"):
+            repl.say(line)
         return
     repl.chat.system = None if argument == "-" else argument
     word = "removed" if argument == "-" else "set"
@@ -274,7 +272,7 @@ def _tokens(repl: Repl, _: str) -> None:
 
 @slash("save", "[TITLE]", "keep the conversation, with a title if given, and say where")
 def _save(repl: Repl, argument: str) -> None:
-    path = neutralise(str(repl.chat.save(argument or None)), one_line=True)
+    path = str(repl.chat.save(argument or None))
     repl.say(f"kept in {path}" + ("" if repl.keeps else ", from now on with each turn"))
     repl.keeps = True
 
@@ -292,7 +290,7 @@ def _load(repl: Repl, argument: str) -> None:
     repl.chat.take(opened)
     repl.last = None
     was = opened.saved.model
-    under = f"; it was held with {neutralise(was, one_line=True)}" if was != repl.chat.called else ""
+    under = f"; it was held with {was}" if was != repl.chat.called else ""
     repl.say(f"goes on with {about(repl.chat)}{under}; it is read with the next question")
 
 
@@ -302,7 +300,7 @@ def _export(repl: Repl, argument: str) -> None:
     if not path:
         raise UsageError("which file?", try_=["/export chat.md"])
     written = repl.chat.export(path if path.startswith("~") else repl.world.cwd / path)
-    repl.say(f"wrote {neutralise(str(written), one_line=True)}")
+    repl.say(f"wrote {written}")
 
 
 def _number(text: str, example: str) -> int:

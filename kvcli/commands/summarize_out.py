@@ -14,9 +14,9 @@ from kvcli.commands.summarize_options import Form
 from kvcli.documents import split_pages
 from kvcli.errors import BadInput, UsageError
 from kvcli.files import try_output, write_output
+from kvcli.outlet import escaped, neutralise
 from kvcli.render.terminal import Terminal
 from kvcli.schemas.base import SURROGATE
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.schemas.base import Json
@@ -97,7 +97,7 @@ class Outlet:
         if self.file is None:
             print_json(self.world, document)
         else:
-            self.texts.append(json.dumps(document.document(), ensure_ascii=False) + "\n")
+            self.texts.append(escaped(json.dumps(document.document(), ensure_ascii=False)) + "\n")
 
     def close(self) -> None:
         """Write the file, or the page. Only a run that came to its end calls this."""
@@ -112,15 +112,14 @@ class Outlet:
         except OSError as error:
             raise _unwritable(str(self.file), error.strerror or str(error)) from None
         if not self.world.options.quiet:
-            Terminal.of(self.world, "stderr").line((f"wrote {neutralise(str(self.file), one_line=True)}", ""))
+            Terminal.of(self.world, "stderr").line((f"wrote {self.file}", ""))
 
     def _say(self, text: str) -> None:
         text, self.head = self.head + text, ""
         if self.file is not None:
             self.texts.append(text)
         else:
-            out = Terminal.of(self.world, "stdout")
-            out.write(neutralise(text.replace("\r\n", "\n")) if out.is_tty else text)
+            Terminal.of(self.world, "stdout").write(text)
 
 
 def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence[str]) -> Outlet:

@@ -103,10 +103,9 @@ def _read(world: World, name: str, how: How, screen: Screen) -> Document:
     if name == "-":
         return document_of(read_stdin(world), STDIN, pages=how.pages, type=how.type, password=how.password)
     from kvcli.render.stream import busy_word
-    from kvcli.text import neutralise
 
     path: str | Path = name if split_pages(name)[0] in BUNDLED else world.cwd / expanduser(name)
-    with busy_word(screen, f"reading {neutralise(name, one_line=True)}"):
+    with busy_word(screen, f"reading {name}"):
         return read_document(path, name=name, pages=how.pages, type=how.type, password=how.password)
 
 

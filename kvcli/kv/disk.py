@@ -217,7 +217,11 @@ class Disk:
                 raise Shortage("memory.disk is full", detail={"used": self._end, "most": self._most})
             self._grow(offset + size)
         cap = size // self._per_slot
-        mapped = mmap.mmap(self._file.fileno(), size, offset=offset)
+        try:
+            mapped = mmap.mmap(self._file.fileno(), size, offset=offset)
+        except OSError:
+            self._free.append((offset, size))
+            raise
         k, v = torch.frombuffer(mapped, dtype=self.dtype, count=2 * self._heads * cap * self._dim).view(
             2, self._heads, cap, self._dim
         )

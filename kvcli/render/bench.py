@@ -9,7 +9,6 @@ from kvcli.render import figures as f
 from kvcli.render.tables import clip, columns
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import fold
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio
@@ -30,14 +29,14 @@ def table(document: BenchDocument, width: int) -> list[str]:
     for ctx, workload in blocks(document):
         rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
         names, cells_below = block(rows, document, width)
-        name = neutralise(workload, one_line=True)
+        name = workload
         lines += [*fold(f"{name} · {ctx:,} tokens, {rows[0].new:,} of them new", width), *cells_below]
         lines += [*fold(ranges(rows), width), ""] if ranges(rows) else [""]
         shown |= set(names)
     for line in [legend(document, shown), *differences(document), where(document)]:
         lines += fold(line, width)
     for note in document.notes:
-        lines += fold(f"note: {neutralise(note, one_line=True)}", width)
+        lines += fold(f"note: {note}", width)
     return lines
 
 
@@ -46,7 +45,7 @@ def heading(document: BenchDocument) -> str:
     where = f"cpu {threads(document)}" if env.device == "cpu" else ", ".join(env.gpus) or env.device
     order = "interleaved" if args.interleave else "one side after the other"
     parts = [
-        neutralise(model.id, one_line=True),
+        model.id,
         DTYPES.get(model.dtype, model.dtype) + ("" if model.quant == "none" else f" {model.quant}"),
         where,
         f"torch {env.versions.get('torch')}",
@@ -70,7 +69,7 @@ def where(document: BenchDocument) -> str:
         parts.append(f"commit {env.commit}")
     if env.load_before and env.load_after:
         parts.append(f"load {env.load_before[0]:.2f} → {env.load_after[0]:.2f}")
-    return neutralise(" · ".join([*parts, env.date[:16].replace("T", " ")]), one_line=True)
+    return " · ".join([*parts, env.date[:16].replace("T", " ")])
 
 
 def blocks(document: BenchDocument) -> list[tuple[int, str]]:
@@ -94,7 +93,7 @@ def block(rows: Sequence[BenchRow], document: BenchDocument, width: int) -> tupl
 
 
 def _cells(row: BenchRow, document: BenchDocument, names: Sequence[str]) -> list[str]:
-    return [neutralise(row.profile, one_line=True), *(CELLS[name](row, document) for name in names)]
+    return [row.profile, *(CELLS[name](row, document) for name in names)]
 
 
 def speed(row: BenchRow, _: BenchDocument) -> str:
@@ -147,7 +146,7 @@ def ranges(rows: Sequence[BenchRow]) -> str:
     for row in rows:
         ratio = row.ratio.tok_s
         if ratio is not None and ratio.low < ratio.high:
-            said.append(f"{neutralise(row.profile, one_line=True)} {range_words(ratio)}")
+            said.append(f"{row.profile} {range_words(ratio)}")
     return f"range of ×: {', '.join(said)}" if said else ""
 
 
@@ -199,7 +198,7 @@ CELLS: Mapping[str, Cell] = {
 
 def legend(document: BenchDocument, shown: Collection[str]) -> str:
     """What the columns mean that are shown."""
-    base = neutralise(document.baseline, one_line=True)
+    base = document.baseline
     said = ["± is one standard deviation."] if document.args.reps > 1 else []
     ratios = [row.ratio.tok_s for row in document.rows if row.ratio.tok_s is not None]
     if ratios:

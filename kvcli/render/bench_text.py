@@ -8,11 +8,11 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvcli.outlet import escaped, neutralise
 from kvcli.render import quality as q
 from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, ranges, share_words, where
 from kvcli.render.figures import BARS
 from kvcli.schemas.bench import BenchLine
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchRow, HistoryEntry
@@ -97,7 +97,7 @@ def json_lines(document: BenchDocument) -> str:
         "baseline": document.baseline,
     }
     lines = [BenchLine.model_validate(row.model_dump() | common) for row in document.rows]
-    return "".join(json.dumps(line.document(), ensure_ascii=False) + "\n" for line in lines)
+    return "".join(escaped(json.dumps(line.document(), ensure_ascii=False)) + "\n" for line in lines)
 
 
 def trend(document: BenchHistoryDocument) -> list[list[list[str]]]:

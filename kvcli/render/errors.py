@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from kvcli.errors import KvcliError
 from kvcli.render.terminal import Span, Terminal, cells
 from kvcli.render.wrap import fold
-from kvcli.text import neutralise
 
 COLUMN = 80  # the code stands at the right edge, but not further out than this
 GAP = "   ·   "
@@ -32,13 +31,12 @@ def print_note(err: Terminal, text: str, *, code: str = "", lines: Sequence[str]
 def _block(
     err: Terminal, word: str, style: str, message: str, code: str, lines: Sequence[str], try_: Sequence[str]
 ) -> None:
-    # a message may quote a file name or a model's text
-    first, *more = neutralise(message).split("\n")
+    first, *more = message.split("\n")
     for row in _headline(word, style, first, code, err.width):
         err.line(*row)
-    for line in [*more, *map(neutralise, lines)]:
+    for line in "\n".join([*more, *lines]).split("\n") if more or lines else ():
         _folded(err, line, "  ", "")
-    _attempts(err, [neutralise(item, one_line=True) for item in try_])
+    _attempts(err, try_)
 
 
 def _headline(word: str, style: str, message: str, code: str, width: int) -> list[list[Span]]:

@@ -12,7 +12,6 @@ from kvcli.render.summary import joined
 from kvcli.render.tables import columns
 from kvcli.render.terminal import Span, cells
 from kvcli.render.wrap import fold
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan
@@ -50,7 +49,7 @@ def plain_rows(document: FitDocument) -> list[list[str]]:
 def _model(document: FitDocument) -> list[str]:
     per_token = document.plans[0].kv_per_token
     return [
-        neutralise(document.model, one_line=True),
+        document.model,
         f"{document.layers} layers",
         f"{document.kv_heads} KV heads of {document.head_dim}",
         f"{f.long_size(per_token)} per token",
@@ -108,7 +107,7 @@ def _blocks(
 
 def _cells(plan: FitPlan, size: object) -> Iterator[str]:
     assert callable(size)
-    yield neutralise(plan.profile, one_line=True)
+    yield plan.profile
     yield f.count(plan.ctx)
     for n in (plan.weights, plan.kv, plan.draft, plan.base, plan.working, plan.total):
         yield size(n) if n else "–"
@@ -122,7 +121,7 @@ def _refused(plan: FitPlan, document: FitDocument, width: int) -> Iterator[list[
     else:
         size = f"needs {f.long_size(plan.needed)}, {f.long_size(plan.missing)} too much"
         why = f"{plan.profile} at {f.count(plan.ctx)} {size}; bound by {plan.binding}"
-    for line in fold(neutralise(why, one_line=True), max(20, width - 1)):
+    for line in fold(why, max(20, width - 1)):
         yield [(line.rstrip(), "yellow")]
     for change in plan.changes:
         tokens = f" at {f.count(change.ctx)}" if change.ctx != plan.ctx and "--ctx" not in change.type else ""
@@ -155,7 +154,7 @@ def _foot(document: FitDocument) -> Iterator[str]:
         if away:
             yield f"{plan.profile} at {f.count(plan.ctx)}: of keys and values, {' and '.join(away)} are not in kv"
     yield from dict.fromkeys(_past(plan) for plan in document.plans if plan.runs)
-    yield from (f"note: {neutralise(note, one_line=True)}" for note in document.notes)
+    yield from (f"note: {note}" for note in document.notes)
 
 
 def _past(plan: FitPlan) -> str:
@@ -165,7 +164,7 @@ def _past(plan: FitPlan) -> str:
     said = said or f"run of {plan.profile} used {low:.2f}"
     scale = plan.calibration
     used = "which changes nothing yet" if scale == 1 else f"so its peak is multiplied by {scale:.2f}"
-    return neutralise(f"Your last {said} of the estimate, {used}.", one_line=True)
+    return f"Your last {said} of the estimate, {used}."
 
 
 def _age(date: str) -> str:

@@ -12,7 +12,6 @@ from kvcli.render.summary import joined
 from kvcli.render.tables import columns
 from kvcli.render.terminal import Span, cells
 from kvcli.render.wrap import fold
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.schemas.heads import HeadsDocument
@@ -65,7 +64,7 @@ def plain_rows(document: HeadsDocument, show: str) -> list[list[str]]:
 def _title(document: HeadsDocument, show: str) -> list[str]:
     return [
         f"{c.WORDS.get(show, show)} per head",
-        neutralise(document.model, one_line=True),
+        document.model,
         f"{document.layers} layers × {document.kv_heads} KV heads",
         f"ctx {f.count(document.ctx)}",
         f"{document.samples} texts" if document.samples and show in ("retrieval", "ablate", "needle") else "",
@@ -104,7 +103,7 @@ def _legend(document: HeadsDocument, show: str, width: int, look: Look) -> Itera
 
 
 def _folded(text: str, width: int, style: str) -> Iterator[list[Span]]:
-    for line in fold(neutralise(text, one_line=True), max(20, width - 1)):
+    for line in fold(text, max(20, width - 1)):
         yield [(line.rstrip(), style)]
 
 
@@ -118,7 +117,7 @@ def _narrowed(table: list[list[str]], width: int) -> list[str]:
 
 def _next(document: HeadsDocument, folder: str | None) -> tuple[str, str]:
     """What to type, and what for."""
-    model = neutralise(document.model, one_line=True)
+    model = document.model
     if document.ranked_by == "prompt":
         return "rank heads", f"kvcli profile-heads {model} --probe ablate"
     if folder is None:

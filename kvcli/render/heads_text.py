@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvcli.outlet import neutralise
 from kvcli.render import figures as f
 from kvcli.render import heads_cells as c
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.schemas.heads import HeadsDocument, HeadsKv
@@ -68,7 +68,7 @@ def _compared(document: HeadsDocument) -> str:
     rho = "no ranks to compare" if other.spearman is None else f"rank correlation {other.spearman:.2f}"
     flips = "" if other.changed is None else f", {other.changed} heads with another policy"
     largest = max((abs(value) for row in other.difference for value in row), default=0.0)
-    return f"against {neutralise(other.name, one_line=True)}, {other.scalar}: {rho}, up to {largest:.2g} apart{flips}"
+    return f"against {other.name}, {other.scalar}: {rho}, up to {largest:.2g} apart{flips}"
 
 
 def top_table(document: HeadsDocument, top: int) -> list[list[str]]:

@@ -9,7 +9,6 @@ from kvcli.render.tables import clip, columns
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import fold
 from kvcli.schemas.quality import AgreementDocument, Difference, Estimate, McNemar, QualityDocument, QualityRow
-from kvcli.text import neutralise
 
 NONE = "–"
 NOTHING = 0.05  # mean score of the full cache up to which a task is beyond the model
@@ -59,7 +58,7 @@ def agreement_table(document: AgreementDocument) -> list[list[str]]:
     head = ["profile", "kept", "agree", "95 %", "KL", "95 %", "ΔNLL", "95 %"]
     lines = []
     for row in document.rows:
-        name = neutralise(row.profile, one_line=True) + (" (control)" if row.role == "control" else "")
+        name = row.profile + (" (control)" if row.role == "control" else "")
         share = [percent(row.agreement.mean), _range(row.agreement, "{:.0%}")]
         nats = [text for e in (row.kl, row.delta_nll) for text in (f"{e.mean:.3f}", _range(e, "{:.3f}"))]
         lines.append([name, percent(row.kept), *share, *nats])
@@ -138,7 +137,7 @@ def _line(row: QualityRow) -> list[str]:
 
 
 def _name(row: QualityRow) -> str:
-    return neutralise(row.profile, one_line=True) + (" (control)" if row.role == "control" else "")
+    return row.profile + (" (control)" if row.role == "control" else "")
 
 
 def _score(share: float) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvcli.render.terminal import Terminal
+from kvcli.outlet import Styled
+from kvcli.render.terminal import Terminal, quoted
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 WRAP, NO_WRAP = "\x1b[?7h", "\x1b[?7l"
@@ -27,7 +28,7 @@ class Region:
         """`also` are other streams to the same terminal, whose lines must not land among the rows."""
         self.terminal = terminal
         self.streams = (terminal, *also)
-        self.rows: list[str] = []
+        self.rows: list[Styled] = []
         self.width = 0  # at the last draw
         self.is_open = False
         self.is_over = False
@@ -40,25 +41,26 @@ class Region:
                 self._draw(above, rows)
 
     def _draw(self, above: Sequence[str], rows: Sequence[str]) -> None:
+        lines, ready = list(map(_ready, above)), list(map(_ready, rows))
         width = self.terminal.width
-        if not above and list(rows) == self.rows and width == self.width:
+        if not lines and ready == self.rows and width == self.width:
             return
-        up = f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else ""
+        up = f"\x1b[{len(ready) - 1}A" if len(ready) > 1 else ""
         # a terminal that rewrapped the rows remembers them as joined until the lines are emptied
         start = ("" if self.is_open else HIDE) + ("" if width == self.width else "\r" + EMPTY)
         # each line is erased behind its end, not before it, so that nothing flickers
-        body = "".join(line + TO_LINE_END + "\n" for line in above)
-        if rows:
+        body = "".join(line + TO_LINE_END + "\n" for line in lines)
+        if ready:
             # the window may be narrowed while these bytes are on their way: rows that wrapped would not be found again
-            body += NO_WRAP + (TO_LINE_END + "\n").join(rows) + WRAP + TO_SCREEN_END
+            body += NO_WRAP + (TO_LINE_END + "\n").join(ready) + WRAP + TO_SCREEN_END
         else:
             body += EMPTY
-        self.rows, self.width, self.is_open = list(rows), width, True
+        self.rows, self.width, self.is_open = ready, width, True
         for stream in self.streams:
             stream.above = self._insert
-        self.terminal.write(f"{start}\r{body}{up}\r")
+        self.terminal.write(Styled(f"{start}\r{body}{up}\r"))
 
-    def _insert(self, line: str) -> None:
+    def _insert(self, line: Styled) -> None:
         with self.lock:
             self._draw([line], self.rows)
 
@@ -67,7 +69,7 @@ class Region:
         with self.lock:
             if self.is_open or above:
                 self._draw(above, [])
-                self.terminal.write(SHOW)
+                self.terminal.write(Styled(SHOW))
             for stream in self.streams:
                 stream.above = None
             self.rows, self.is_open = [], False
@@ -77,3 +79,7 @@ class Region:
         with self.lock:
             self.close()
             self.is_over = True
+
+
+def _ready(line: str) -> Styled:
+    return line if isinstance(line, Styled) else quoted(line)

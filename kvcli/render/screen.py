@@ -43,7 +43,7 @@ def same_device(a: TextIO, b: TextIO) -> bool:
     try:
         return os.fstat(a.fileno()).st_rdev == os.fstat(b.fileno()).st_rdev
     except (OSError, ValueError, AttributeError):
-        return a is b
+        return getattr(a, "stream", a) is getattr(b, "stream", b)
 
 
 def is_pipe(stream: TextIO) -> bool:

@@ -10,7 +10,6 @@ from kvcli.render.summary import joined
 from kvcli.render.tables import columns
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import fold
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.schemas.spec import Range, SpecDocument, SpecTuneDocument
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
 
 def doctor_lines(found: SpecDocument, width: int) -> list[str]:
     """Speed, passes, sources, scouts, and the verdict."""
-    name, profile = (neutralise(text, one_line=True) for text in (found.model, found.profile))
-    setting = f"{neutralise(found.workload, one_line=True)}, {f.count(found.context)} + {found.new} tokens"
-    lines = joined([f"{name} · {profile}", setting, f"{found.reps} repetitions in turns"], width)
+    setting = f"{found.workload}, {f.count(found.context)} + {found.new} tokens"
+    lines = joined([f"{found.model} · {found.profile}", setting, f"{found.reps} repetitions in turns"], width)
     lines += ["", *(part for line in _speeds(found) for part in fold(line, max(20, width - 1))), ""]
     if found.passes:
         lines += [*_costs(found, width), ""]
@@ -93,7 +91,7 @@ def _words(found: SpecDocument) -> Iterator[str]:
 
 def tune_lines(found: SpecTuneDocument, width: int) -> list[str]:
     """What was tried, the best first."""
-    head = [neutralise(found.model, one_line=True), f"{f.count(found.context)} + {found.new} tokens"]
+    head = [found.model, f"{f.count(found.context)} + {found.new} tokens"]
     table = [["settings", "×", "lowest", "highest", *found.workloads, "tokens/pass"]]
     for one in found.tried:
         speeds = [f"{value:.2f}" for value in (one.ratio.median, one.ratio.low, one.ratio.high)]
@@ -104,4 +102,4 @@ def tune_lines(found: SpecTuneDocument, width: int) -> list[str]:
         lines = columns([[row[0], row[1], row[-1]] for row in table])
     lines = [*joined(head, width), "", *lines, ""]
     end = found.verdict + (f"; written to {found.file}" if found.file else "; --save NAME writes it as a profile")
-    return [*lines, *(line.rstrip() for line in fold(neutralise(end, one_line=True), max(20, width - 1)))]
+    return [*lines, *(line.rstrip() for line in fold(end, max(20, width - 1)))]

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from kvcli.api import End, Event, Live, Read, Text, Turn
+from kvcli.outlet import Styled
 from kvcli.render.errors import print_note
 from kvcli.render.keys import echo, suspendable
 from kvcli.render.live import HERTZ, Look, busy, live_row, process_memory, reading_bar
 from kvcli.render.region import Region
 from kvcli.render.screen import Screen
 from kvcli.render.summary import summary
-from kvcli.render.terminal import Span, cells
+from kvcli.render.terminal import Span, cells, quoted
 from kvcli.render.wrap import Wrapper
 from kvcli.stats import Stats
-from kvcli.text import neutralise
 
 PATIENCE = 0.3  # seconds of reading before a bar is worth its flicker
 CURSOR = "█"
@@ -87,7 +87,6 @@ class TurnView:
     def _say(self, text: str) -> None:
         self.has_said = self.has_said or bool(text)
         out = self.screen.out
-        text = neutralise(text.replace("\r\n", "\n")) if out.is_tty else text
         if self.region is not None and self.screen.shared:
             self.said.append(text)
         elif text:
@@ -116,10 +115,11 @@ class TurnView:
             return
         width = self.region.terminal.width
         lines = self._take(width - 1)
-        rows = []
+        rows = list[str]()
         if self.screen.shared and self.has_said:
             tail = self.wrapper.shown(width - 1)
-            rows.append(tail + self.screen.out.paint([(CURSOR, "")]) if cells(tail) < width - 1 else tail)
+            cursor = self.screen.out.paint([(CURSOR, "")]) if cells(tail) < width - 1 else ""
+            rows.append(Styled(quoted(tail) + cursor))
         rows += [self.region.terminal.paint(row) for row in self._rows(width)]
         self.region.draw(lines, rows)
 
@@ -165,12 +165,12 @@ class TurnView:
             rest = self.wrapper.rest()
             if mark and cells(rest) + len(STOPPED) >= width:
                 lines, rest = [*lines, rest], ""
-            self.region.close([*lines, rest + mark] if rest or mark else lines)
+            self.region.close([*lines, Styled(quoted(rest) + mark)] if rest or mark else lines)
             return
         if self.region is not None:
             self.region.close()
         if mark or not self.ended_line:
-            out.write(mark + "\n")
+            out.write(Styled(mark + "\n"))
 
 
 def _region(screen: Screen) -> Region | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvcli.documents import listed
 from kvcli.render import figures as f
 from kvcli.render.summary import joined
-from kvcli.text import neutralise
 
 if TYPE_CHECKING:
     from kvcli.documents import Document
@@ -44,7 +43,7 @@ def about_file(name: str, document: Document, tokens: int | None = None) -> list
     else:
         size = f"{f.count(n)} of {plural(whole, 'page')}" if whole and n < whole else plural(n, UNITS[document.unit])
     return [
-        neutralise(name, one_line=True),
+        name,
         size,
         plural(tokens, "token") if tokens is not None else "",
         f"{plural(len(empty), 'page')} without text ({listed(empty)})" if empty else "",
@@ -81,10 +80,9 @@ def _room(estimate: int, available: int) -> str:
 def stretch(part: Part) -> str:
     """`pages 86–129` of a part, `§ Methods – § Results`, `lines 41–400`."""
     first, last = part.span
-    a, b = neutralise(first.label, one_line=True), neutralise(last.label, one_line=True)
+    a, b = first.label, last.label
     if first.document != last.document:
-        names = [neutralise(place.document, one_line=True) for place in (first, last)]
-        return f"{names[0]} {a} – {names[1]} {b}"
+        return f"{first.document} {a} – {last.document} {b}"
     if first.unit in ("page", "line"):
         ends = [a.partition("-")[0], b.rpartition("-")[2]]
         return f"{first.unit} {ends[0]}" if ends[0] == ends[1] else f"{first.unit}s {ends[0]}–{ends[1]}"

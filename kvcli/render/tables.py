@@ -10,7 +10,6 @@ from kvcli.render import figures as f
 from kvcli.render.summary import joined
 from kvcli.render.terminal import cells
 from kvcli.stats import Stats
-from kvcli.text import neutralise
 
 LONGEST = 14  # columns of the longest bar
 TALLEST = 12  # rows of the histogram
@@ -101,7 +100,7 @@ def _cell(key: str, value: Any) -> str:
         return f"{value:.2f}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f.count(value)
-    return neutralise(str(value), one_line=True)
+    return str(value)
 
 
 def _total(key: str, table: Sequence[Mapping[str, Any]]) -> str:
@@ -127,7 +126,7 @@ def token_table(rows: Sequence[tuple[str, int]], limit: int, width: int) -> list
 
 
 def _token_row(name: str, n: int, limit: int, width: int) -> str:
-    name = clip(neutralise(name, one_line=True), width)
+    name = clip(name, width)
     share = f"{100 * n / limit:>4.0f} %" if limit else ""
     return f"{name}{' ' * (width - cells(name))}  {f.count(n):>9}  {share}".rstrip()
 

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
+from kvcli.outlet import Styled, neutralise
 from kvcli.world import Stream, World
 
 Span = tuple[str, str]  # text and style; a style is one of STYLES, or colours such as "#000000 on #ffcc00"
@@ -26,8 +27,8 @@ ASCII = str.maketrans(
 
 @lru_cache(maxsize=4096)
 def cells_of(char: str) -> int:
-    """Columns of one character. U+FE0F asks for the wide form of the one before, so it counts for one."""
-    return 1 if char == "\N{VARIATION SELECTOR-16}" else cell_len(char)
+    """Columns of one character as shown. U+FE0F asks for the wide form of the one before, so it counts for one."""
+    return 1 if char == "\N{VARIATION SELECTOR-16}" else cell_len(neutralise(char, one_line=True))
 
 
 def cells(text: str) -> int:
@@ -48,9 +49,14 @@ def codes(style: str) -> str:
     return ";".join(found)
 
 
+def quoted(line: str) -> Styled:
+    """A line that others wrote: harmless, and its characters are not ours to replace."""
+    return Styled(neutralise(line, one_line=True))
+
+
 @dataclass(slots=True)
 class Terminal:
-    """One stream. Nothing else in kvcli writes escape codes."""
+    """One stream. Only this and the region of rows on it style what they write."""
 
     stream: TextIO
     columns: Callable[[], int]
@@ -58,7 +64,7 @@ class Terminal:
     colour: bool = False
     live: bool = False  # the cursor may move: a terminal that is neither dumb nor NO_COLOR
     unicode: bool = True
-    above: Callable[[str], None] | None = None  # set while rows are redrawn in place: lines go above them
+    above: Callable[[Styled], None] | None = None  # set while rows are redrawn in place: lines go above them
 
     @classmethod
     def of(cls, world: World, name: Stream) -> Terminal:
@@ -73,20 +79,18 @@ class Terminal:
         return max(1, self.columns())
 
     def write(self, text: str) -> None:
-        """Write as it is, and flush. What the stream cannot encode becomes `?`."""
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        try:
-            self.stream.write(text)
-        except UnicodeEncodeError:
-            self.stream.write(text.encode(encoding, "replace").decode(encoding))
+        """Write it, to a terminal only what is harmless, and flush."""
+        self.stream.write(text)
         self.stream.flush()
 
-    def paint(self, spans: Iterable[Span]) -> str:
-        """Spans of our own words as one string, in the colours and characters the stream has."""
-        spans = [(text if self.unicode else text.translate(ASCII), style) for text, style in spans if text]
+    def paint(self, spans: Iterable[Span]) -> Styled:
+        """Spans of one line as one string, in the colours and characters the stream has; names in them are harmless."""
+        spans = [(neutralise(text, one_line=True), style) for text, style in spans if text]
+        if not self.unicode:
+            spans = [(text.translate(ASCII), style) for text, style in spans]
         if not self.colour:
-            return "".join(text for text, _ in spans)
-        return "".join(f"\x1b[{codes(style)}m{text}\x1b[0m" if style else text for text, style in spans)
+            return Styled("".join(text for text, _ in spans))
+        return Styled("".join(f"\x1b[{codes(style)}m{text}\x1b[0m" if style else text for text, style in spans))
 
     def line(self, *spans: Span) -> None:
         """One line of our own, above what is being redrawn."""
@@ -94,4 +98,4 @@ class Terminal:
         if self.above is not None:
             self.above(text)
         else:
-            self.write(text + "\n")
+            self.write(Styled(text + "\n"))

@@ -163,4 +163,4 @@ def test_a_full_disk_does_not_cost_the_figures(tmp_path: Path, monkeypatch: pyte
     out = Outlet(world, "table", tmp_path / "full.json", "json", save=True)
     with pytest.raises(BadInput, match=r"full\.json: No space left"):
         out.finish(measured([Paced("exact", [20]), Paced("ngram", [40])]), ExitStatus.OK)
-    assert "ngram" in world.stdout.text  # type: ignore[attr-defined]
+    assert "ngram" in world.stdout.stream.text  # type: ignore[attr-defined]
