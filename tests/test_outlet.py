@@ -90,6 +90,7 @@ def test_only_the_outlet_touches_the_streams():
         "bench/peak.py",
         "bench/kvpress_worker.py",
         "sandbox.py",
+        "template_worker.py",
     }
     styled = {"outlet.py", "render/terminal.py", "render/region.py", "render/stream.py"}
     for path in sorted((ROOT / "kvcli").rglob("*.py")):
