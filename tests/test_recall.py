@@ -118,6 +118,19 @@ def test_no_page_holds_more_mass_than_its_bound(
     assert bool((got >= true - 1e-6 * (1 + score.abs().max())).all()), "rounded sums in float32, no more"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_certificate_holds_along_the_rounding_error_itself(dtype: torch.dtype) -> None:
+    """There the bound is as tight as its error norm: one that was rounded to nearest is too small half of the time."""
+    index = Certified(1)
+    k = randn(1, 400, 1, 4, dtype=dtype)
+    codes, scale, _ = index.summarize(k, ())
+    error = k.double() - codes.double() * scale.double().unsqueeze(-1)  # [1, P, 1, D]
+    q = (error / error.norm(dim=-1, keepdim=True).clamp_min(1e-30)).squeeze(2)  # [1, P, D], a query for each key
+    got = index.score(q, index.summarize(k, ()), (), Sight(1.0)).double().diagonal(dim1=1, dim2=2)
+    true = torch.einsum("krd,krd->kr", q, k.double().squeeze(2))
+    assert bool((got >= true).all())
+
+
 def test_certified_bounds_are_much_tighter_than_minima_and_maxima() -> None:
     k, q = randn(1, 500, 4, 64), randn(1, 9, 64, seed=1)
     true = bend(torch.einsum("krd,kpsd->krps", q, k), Sight(0.125)).logsumexp(3)

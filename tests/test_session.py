@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,9 @@ from kvcli import build
 from kvcli.drafts.base import Off
 from kvcli.forward import Pass
 from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Slots
 from kvcli.model import LM
+from kvcli.policies.base import Guard, Moment
 from kvcli.rows import Draft, Rows, Scouts
 from kvcli.sample import Sampler
 from kvcli.session import Session
@@ -94,6 +98,54 @@ def test_a_draft_deeper_than_the_room_is_refused() -> None:
     s.feed(families.prompt(4))
     with pytest.raises(AssertionError, match="deeper"):
         s.step()
+
+
+def test_right_guesses_end_where_the_window_does() -> None:
+    short = copy.copy(TINY)
+    short.limit = 30
+    s = Session(
+        short,
+        Dense(TINY.n_layers, TINY.n_kv_heads, TINY.head_dim, TINY.dtype),
+        drafters.Right(TRUTH, 97, -1),
+        Sampler(),
+    )
+    s.feed(families.prompt(12))
+    passes = []
+    while s.committed < short.limit:
+        passes.append(s.step())
+    assert max(int(step.rows.pos.max()) for step in passes) == short.limit - 1
+    assert s.ids == TRUTH[: short.limit + 1]
+
+
+def test_tokens_that_were_taken_back_are_not_punished() -> None:
+    s = session()
+    s.sampler = Sampler(repetition_penalty=1.7)
+    s.feed(families.prompt(12))
+    list(s.stream(12))
+    first = list(s.ids)
+    s.rewind(12)
+    list(s.stream(12))
+    assert s.ids == first != TRUTH[:24], "the penalty changes this text"
+
+
+def test_who_takes_a_past_over_knows_that_some_of_it_is_gone() -> None:
+    lossy, taker = (session(policy=Recent(), every=8) for _ in range(2))
+    lossy.feed(families.prompt(30))
+    taker.take(lossy)
+    assert taker.committed == 29
+    assert taker.rewind(15) == 0
+
+
+def test_what_a_guard_covers_stays_whatever_the_policy_says() -> None:
+    class Nothing(KeepAll):
+        guard = Guard(sinks=2, recent=3)
+
+        def keep(self, s: Slots, at: Moment) -> torch.Tensor:
+            return s.pos < 0
+
+    s = session(policy=Nothing(), every=8)
+    s.feed(families.prompt(13))
+    assert {tuple(pos.tolist()) for pos in s.kv.slots(0).pos} == {(0, 1, 9, 10, 11)}
 
 
 def test_a_turn_ends_at_its_length_at_a_stop_token_and_when_cancelled() -> None:
