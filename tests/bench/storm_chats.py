@@ -1,0 +1,237 @@
+"""What is written survives: kills at any moment, and two processes at one chat.
+
+    python tests/bench/storm_chats.py [--kills 400] [--pairs 20] [--turns 200]
+
+A kill: a process writes a chat turn by turn, answers for the summary cache, profiles and the run log, and says what it
+has written; SIGKILL comes at a random moment. Then every file must be whole, hold all that was said, and open at once;
+what the killed process left must be gone after the next start.
+
+A pair: two processes go on with one chat at the same time, as the terminal does; each turn of both must be on the disk,
+in that chat or in the one that it went on in. Half of the pairs open it as the command line does, where the second one
+must be refused. JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvcli.api import Turn  # noqa: E402
+from kvcli.cli import run  # noqa: E402
+from kvcli.commands.keep import keep  # noqa: E402
+from kvcli.commands.profiles import write_new  # noqa: E402
+from kvcli.conversation import Chat  # noqa: E402
+from kvcli.documents import Document  # noqa: E402
+from kvcli.errors import BadInput  # noqa: E402
+from kvcli.files import BEGINS  # noqa: E402
+from kvcli.fit import runs  # noqa: E402
+from kvcli.schemas.fit import RunEntry  # noqa: E402
+from kvcli.stats import Stats  # noqa: E402
+from kvcli.summarize.cache import Cache  # noqa: E402
+from kvcli.transcript import open_chat  # noqa: E402
+from kvcli.world import Paths, World  # noqa: E402
+from tests.fake_model import FakeModel, fake_info  # noqa: E402
+
+TEXT = "A document that takes a while to write. " * 20_000
+PROFILE = "# a line that takes its time\n" * 20_000
+Say = Callable[[str], None]
+
+
+def storm(kills: int, pairs: int, turns: int, seed: int = 0) -> dict[str, int]:
+    """How many trials there were, and what was bad in them."""
+    rng, found = random.Random(seed), Counter[str]()
+    for _ in range(kills):
+        with tempfile.TemporaryDirectory() as home:
+            found.update(_killed(_world(Path(home)), rng))
+    for i in range(pairs):
+        with tempfile.TemporaryDirectory() as home:
+            found.update(_paired(Path(home), turns, holds=i % 2 == 1))
+    bad = sum(n for what, n in found.items() if what.startswith("bad "))
+    return {"tried": kills + pairs, "bad": bad, **dict(sorted(found.items()))}
+
+
+# --- kills
+
+
+def _killed(world: World, rng: random.Random) -> Iterator[str]:
+    """What one kill shows."""
+    child, heard = _start(lambda say: _write(world, say))
+    said = [_line(heard)]
+    until = time.monotonic() + rng.uniform(0, 0.3)
+    while (left := until - time.monotonic()) > 0 and select.select([heard], [], [], left)[0]:
+        said.append(_line(heard))
+    os.kill(child, signal.SIGKILL)
+    if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+        yield "bad writer"
+    said += iter(lambda: _line(heard), "")
+    os.close(heard)
+    last = {what: int(n) for what, n in (line.split() for line in said if line)}
+    yield from ["left over"] * len(_leftovers(world))
+    yield from (f"bad {what}" for what in _damage(world, last))
+    run(["config", "path"], world)
+    if _leftovers(world):
+        yield "bad leftovers"
+
+
+def _write(world: World, say: Say) -> None:
+    """Writes without end, and says what it has written."""
+    chat = Chat(_model(), folder=world.paths.data / "chats", holds=True)
+    cache = Cache(world.paths.cache / "summaries", "model", "profile")
+    for i in range(10_000):
+        chat.pending = []  # as if it had been dropped: what is read would take longer than what is written
+        chat.send(f"question {i}")
+        chat.attach(Document("long.md", TEXT, "00"))
+        chat.save()
+        say(f"chat {i}")
+        cache.put([{"role": "user", "content": str(i)}], 9, Turn(TEXT, (1, 2), "stop", Stats()))
+        say(f"part {i}")
+        write_new(world.paths.config / "profiles" / f"p{i}.toml", PROFILE, "it")
+        say(f"profile {i}")
+        runs.append(world.paths.data, _entry(i))
+        say(f"run {i}")
+
+
+def _damage(world: World, last: dict[str, int]) -> Iterator[str]:
+    """What is not whole, or not there though it was said to be. What was under way may be there or not."""
+    for path in (world.paths.data / "chats").glob("*.json"):
+        try:
+            opened = open_chat(path, holds=True)
+        except BadInput as error:
+            yield f"chat: {error.code}"
+            continue
+        opened.file.close()
+        if len(opened.messages) // 2 not in (last["chat"] + 1, last["chat"] + 2):
+            yield "chat: lost a turn"
+        if [d.text for d in opened.pending] != [TEXT]:
+            yield "chat: lost a document"
+    cache = Cache(world.paths.cache / "summaries", "model", "profile")
+    for i in range(last.get("part", -1) + 1):
+        if cache.get([{"role": "user", "content": str(i)}], 9) is None:
+            yield "part"
+    profiles = {p.name: p.read_text() for p in (world.paths.config / "profiles").glob("*.toml")}
+    if set(profiles.values()) - {PROFILE}:
+        yield "profile: not whole"
+    if {f"p{i}.toml" for i in range(last.get("profile", -1) + 1)} - set(profiles):
+        yield "profile: lost"
+    if len(runs.read(world.paths.data)) < last.get("run", -1) + 1:
+        yield "run"
+
+
+# --- pairs
+
+
+def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
+    """What two processes make of one chat."""
+    chat = Chat(_model(), folder=home)
+    chat.send("first")
+    path = chat.save()
+    both = [_start(lambda say, name=name: _go_on(path, name, turns, holds, say)) for name in "ab"]
+    said = [list(iter(lambda heard=heard: _line(heard), "")) for _, heard in both]
+    for child, heard in both:
+        if os.waitpid(child, 0)[1]:
+            yield "bad writer"
+        os.close(heard)
+    kept = [m.text for file in home.glob("*.json") for m in open_chat(file).messages]
+    for name, lines in zip("ab", said, strict=True):
+        if lines == ["chat_in_use"]:
+            yield "refused"
+            continue
+        yield from ["bad turns lost"] * sum(f"{name} {i}" not in kept for i in range(turns))
+    if holds and ["chat_in_use"] not in said:
+        yield "bad both had it"
+    if any(p.name.startswith(BEGINS) for p in home.iterdir()):
+        yield "bad leftovers"
+
+
+def _go_on(path: Path, name: str, turns: int, holds: bool, say: Say) -> None:
+    chat = Chat(_model(), folder=path.parent, holds=holds)
+    try:
+        chat.load(path)
+    except BadInput as error:
+        say(error.code)
+        return
+    for i in range(turns):
+        chat.send(f"{name} {i}")
+        keep(chat)
+    if holds:  # until the other has tried
+        time.sleep(0.3)
+    say("done")
+
+
+# --- processes
+
+
+def _start(work: Callable[[Say], None]) -> tuple[int, int]:
+    """A child that does the work, and the pipe on which it speaks."""
+    heard, mouth = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(mouth)
+        return child, heard
+    spoken = os.fdopen(mouth, "w")
+    try:
+        work(lambda line: print(line, file=spoken, flush=True))
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _line(heard: int) -> str:
+    """A line without its end; nothing at the end of all."""
+    found = b""
+    while (byte := os.read(heard, 1)) not in (b"", b"\n"):
+        found += byte
+    return found.decode()
+
+
+def _leftovers(world: World) -> list[Path]:
+    return [p for p in world.paths.data.parent.rglob("*") if p.name.startswith(BEGINS)]
+
+
+def _model() -> FakeModel:
+    return FakeModel(answer="an answer", info=fake_info(limit=1 << 30))
+
+
+def _world(home: Path) -> World:
+    environ = {"KVCLI_HOME": str(home), "HOME": str(home)}
+    return World(io.StringIO(), io.StringIO(), io.StringIO(), environ, cwd=home, paths=Paths.of(environ))
+
+
+def _entry(i: int) -> RunEntry:
+    facts = {"kvcli": "0", "date": datetime.now(UTC).isoformat(), "run": str(i), "model": "demo", "profile": "exact"}
+    return RunEntry(**facts, profile_hash="", device="cpu", ctx=1, base=1, predicted=1, measured=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("kills", 400), ("pairs", 20), ("turns", 200), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = vars(parser.parse_args())
+    found = {"what": "kills while files are written, and two processes at one chat", **storm(**asked)}
+    command = "python tests/bench/storm_chats.py " + " ".join(f"--{name} {n}" for name, n in asked.items())
+    print(
+        json.dumps(
+            {"what": "kills while files are written, and two processes at one chat", **found, "command": command}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
