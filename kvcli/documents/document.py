@@ -43,7 +43,8 @@ class Document:
     unit: Unit = "line"
     sections: tuple[Section, ...] = ()
     kind: str = "text"  # "pdf", "html", "epub", "docx", "markdown" or "text"
-    without_text: tuple[int, ...] = ()  # pages that were read and have none
+    without_text: tuple[int, ...] = ()  # pages that were read and have none, though there is something on them
+    blank: int = 0  # pages that were read and have nothing to read on them
     n_pages: int | None = None  # of the file, however many were asked for; None where there are no pages
     title: str | None = None
     notes: tuple[str, ...] = ()  # what the reader had to decide or leave out, a sentence each

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-WIDEST = 6  # heights between the columns of prose, most often; the cells of a table stand farther apart
-COLUMN_LINES = 3  # pieces that each side of a gutter must have
+COLUMN_LINES = 3  # lines that each side of a gutter must have
+CELL = 4  # lines that a cell of a table may have beside one of a single line
 PROSE = 18  # median characters of a line in a column; the cells of a table are shorter
+JUMP = 0.25  # heights that a piece stands higher than the one drawn before it if a column or a cell begins with it
+STRAY = 0.03  # share of the pieces before a column that may begin beyond its edge, as the end of a wide formula does
 SAME_ROW = 0.5  # share of the lower piece's height that two pieces must overlap
 SCRIPT = (0.45, 0.8)  # shares of the height of its row that a raised or lowered piece has; a stamp's row has less
 PARAGRAPH = 1.45  # times the usual distance of lines
@@ -46,6 +49,7 @@ class Piece:
 
 Row = list[Piece]
 Block = list[Row]  # a column, or a page without columns
+Drawn = dict[int, int]  # which place a piece has in the order of the file, by its id
 ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}(\.\d{1,3})*|[a-zA-Z])[.)])\s")  # begins an entry of a list
 CJK = re.compile(
     "[\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]"
@@ -86,14 +90,91 @@ def _shared(row: tuple[float, float], piece: tuple[float, float]) -> tuple[float
 
 
 def reading_order(pieces: Sequence[Piece]) -> list[Block]:
-    """All rows in reading order: columns one after the other where the page has columns, else from top to bottom."""
-    found = rows(pieces)
-    gutter = _gutter(pieces, found)
-    if gutter is None:
-        return [found] if found else []
-    above, left, right, below = gutter
-    sides = (right, left) if is_rtl(pieces) else (left, right)
-    return [block for part in (above, *sides, below) for block in reading_order(part)]
+    """All rows in the order of reading, for pieces in the order that the file draws them.
+
+    A page is cut across where all above is drawn before all below, or after it; what is left hangs together, and is cut
+    into columns where all on one side is. A file that draws columns line by line shows no such cut, but prose runs on.
+    """
+    return [part for block in _cut(pieces, {id(p): i for i, p in enumerate(pieces)}) for part in _prose(block)]
+
+
+def _cut(pieces: Sequence[Piece], drawn: Drawn) -> list[Block]:
+    blocks: list[Block] = [[]]
+    for band in _bands(rows(pieces), drawn):
+        parts = _parts(sorted((p for row in band for p in row), key=lambda p: drawn[id(p)])) if len(band) > 1 else []
+        if columns := _columns(parts):
+            blocks += [block for part in columns for block in _cut(part, drawn)] + [[]]
+        elif len(band) <= CELL and len(parts) > 1 and any(len(rows(part)) == 1 for part in parts):
+            blocks[-1].append([piece for part in parts for piece in part])  # a cell of several lines beside one of one
+        else:
+            blocks[-1] += band
+    return [block for block in blocks if block]
+
+
+def _parts(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Pieces in the order they are drawn, parted where that jumps up and one side begins beyond the other."""
+    rtl = is_rtl(pieces)
+    starts = [-p.x1 if rtl else p.x0 for p in pieces]
+    beyond = list(itertools.accumulate(reversed(starts), min))[::-1]
+    before: list[float] = []
+    parts = [[pieces[0]]]
+    for i in range(1, len(pieces)):
+        here, there = pieces[i - 1], pieces[i]
+        insort(before, starts[i - 1])
+        strays = i - bisect_left(before, beyond[i])
+        if there.y0 < here.y0 - JUMP * here.height and strays <= STRAY * i:
+            parts.append([])
+        parts[-1].append(there)
+    return parts
+
+
+def _columns(parts: list[list[Piece]]) -> list[list[Piece]]:
+    """The parts if they are columns: of several lines each, which are long in one of them at least."""
+    found: list[list[Piece]] = []
+    for part in parts:
+        if len(rows(part)) >= COLUMN_LINES:
+            found.append(part)
+        elif found:
+            found[-1] += part
+        else:
+            return []
+    return found if len(found) > 1 and any(_is_long(rows(part)) for part in found) else []
+
+
+def _is_long(block: Block) -> bool:
+    """Whether its lines are longer than the names and values of a form, which a file may draw one after the other."""
+    return median(len(row_text(row)) for row in block) >= PROSE
+
+
+def _prose(block: Block) -> list[Block]:
+    """A block, or the columns of prose in it that the file draws line by line across the page."""
+    parts = _gutter(block, lambda left, right: _runs_on(rows(left)) and _runs_on(rows(right)))
+    if parts is None:
+        return [block] if block else []
+    return [found for part in parts for found in _prose(rows(part))]
+
+
+def _runs_on(block: Block) -> bool:
+    """Whether most lines end for want of room and few begin anew, as in prose; or it is columns of such lines."""
+    margins = _margins(block)
+    full = [_is_full(row, below, margins) for row, below in itertools.pairwise(block)]
+    begun = [row[0].text[:1].isupper() or row[0].text[:1].isdigit() for row in block]
+    return (sum(full) > len(full) / 2 and sum(begun) < len(begun) / 2) or len(_prose(block)) > 1
+
+
+def _bands(found: Sequence[Row], drawn: Drawn) -> Iterator[Block]:
+    """Rows in groups: nothing above a cut is drawn between what is below it."""
+    spans = [(min(at), max(at)) for at in ([drawn[id(piece)] for piece in row] for row in found)]
+    first = list(itertools.accumulate((a for a, _ in reversed(spans)), min))[::-1]  # of the row and those below
+    last = list(itertools.accumulate((b for _, b in reversed(spans)), max))[::-1]
+    start, low, high = 0, len(drawn), -1
+    for i in range(1, len(found)):
+        low, high = min(low, spans[i - 1][0]), max(high, spans[i - 1][1])
+        if high < first[i] or low > last[i]:
+            yield list(found[start:i])
+            start = i
+    if found:
+        yield list(found[start:])
 
 
 def row_text(row: Row) -> str:
@@ -102,8 +183,9 @@ def row_text(row: Row) -> str:
     for before, piece in itertools.pairwise(row):
         gap = max(piece.x0 - before.x1, before.x0 - piece.x1)
         height = max(before.height, piece.height)
-        parts = gap > height or -gap > min(before.height, piece.height)  # a stamp lies across the row
-        text += ("  " if parts else " " if piece.is_spaced or gap > 0.15 * height else "") + piece.text
+        below = gap < 0 and piece.y0 > before.middle  # the next line of a cell
+        parts = not below and (gap > height or -gap > min(before.height, piece.height))  # a stamp lies across the row
+        text += ("  " if parts else " " if below or piece.is_spaced or gap > 0.15 * height else "") + piece.text
     return text
 
 
@@ -160,29 +242,24 @@ def is_rtl(pieces: Sequence[Piece]) -> bool:
     return bool(right) and 2 * right > sum(c.isalpha() for c in text)
 
 
-def _gutter(
-    pieces: Sequence[Piece], found: Sequence[Row]
-) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]] | None:
-    """What is above, left of, right of and below the gutter with most lines beside it; None without columns."""
-    best: tuple[int, tuple[list[Piece], ...]] | None = None
+def _gutter(found: Block, are_columns: Callable[[Sequence[Piece], Sequence[Piece]], bool]) -> list[list[Piece]] | None:
+    """What is above, on either side of and below the gutter with most lines beside it, as read; None without one."""
+    if len(found) < COLUMN_LINES:
+        return None
+    pieces = [piece for row in found for piece in row]
+    best: tuple[int, list[list[Piece]] | None] = (0, None)
     for x in _candidates(found):
         crossing = sorted((p for p in pieces if p.x0 < x < p.x1), key=lambda p: p.middle)
         edges = [float("-inf"), *(p.middle for p in crossing), float("inf")]
         for top, bottom in itertools.pairwise(edges):
             band = [p for p in pieces if top < p.middle < bottom and not p.x0 < x < p.x1]
             left, right = [p for p in band if p.x1 <= x], [p for p in band if p.x0 >= x]
-            if min(len(left), len(right)) < COLUMN_LINES or (best and len(band) <= best[0]):
-                continue
-            if not (all(map(_is_prose, (left, right))) and _side_by_side(left, right)):
-                continue
-            if _is_narrow(x, band) or all(map(_is_filled, (left, right))):
+            if len(band) > best[0] and _side_by_side(left, right) and are_columns(left, right):
                 above = [p for p in pieces if p.middle <= top]
                 below = [p for p in pieces if p.middle >= bottom]
-                best = len(band), (above, left, right, below)
-    if best is None:
-        return None
-    above, left, right, below = best[1]
-    return above, left, right, below
+                sides = (right, left) if is_rtl(band) else (left, right)
+                best = len(band), [above, *sides, below]
+    return best[1]
 
 
 def _candidates(found: Sequence[Row]) -> list[int]:
@@ -197,32 +274,12 @@ def _candidates(found: Sequence[Row]) -> list[int]:
     return sorted(counts, key=lambda x: -counts[x])[:12]
 
 
-def _is_prose(side: Sequence[Piece]) -> bool:
-    """Columns of prose have long lines that begin at one place."""
-    lengths = [len(row_text(row)) for row in rows(side)]
-    return len(lengths) >= COLUMN_LINES and median(lengths) >= PROSE
-
-
 def _side_by_side(left: Sequence[Piece], right: Sequence[Piece]) -> bool:
+    """Whether both sides have lines of some length, at one height."""
+    if min(len(left), len(right)) < COLUMN_LINES:
+        return False
+    if not all(len(side) >= COLUMN_LINES and _is_long(side) for side in map(rows, (left, right))):
+        return False
     top = max(min(p.y0 for p in left), min(p.y0 for p in right))
     bottom = min(max(p.y1 for p in left), max(p.y1 for p in right))
     return bottom - top > 2 * min(p.height for p in (*left, *right))
-
-
-def _is_narrow(x: float, band: Sequence[Piece]) -> bool:
-    """Whether little room is at the gutter: prose fills its columns, the cells of a table do not."""
-    gaps = []
-    for row in rows(band):
-        left, right = [p.x1 for p in row if p.x1 <= x], [p.x0 for p in row if p.x0 >= x]
-        if left and right:
-            gaps.append(min(right) - max(left))
-    return not gaps or median(gaps) < WIDEST * median(p.height for p in band)
-
-
-def _is_filled(side: Sequence[Piece]) -> bool:
-    """Whether most lines end for want of room and few begin anew: prose runs on, however wide the gutter is."""
-    block = rows(side)
-    margins = _margins(block)
-    full = [_is_full(row, below, margins) for row, below in itertools.pairwise(block)]
-    begun = [row[0].text[:1].isupper() or row[0].text[:1].isdigit() for row in block]
-    return sum(full) > len(full) / 2 and sum(begun) < len(begun) / 2

@@ -84,6 +84,7 @@ class _Answer:
             title=None if value["title"] is None else str(value["title"]),
             n_pages=None if value["n_pages"] is None else int(value["n_pages"]),
             without_text=[int(n) for n in value["without_text"]],
+            blank=int(value["blank"]),
             notes=[str(note) for note in value["notes"]],
         )
 

@@ -34,6 +34,7 @@ class Parsed:
     title: str | None = None
     n_pages: int | None = None
     without_text: list[int] = field(default_factory=list)
+    blank: int = 0
     notes: list[str] = field(default_factory=list)
 
 

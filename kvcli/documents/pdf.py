@@ -32,7 +32,9 @@ def read(file: IO[bytes], job: Job) -> Parsed:
     if not sections:
         raise _nothing(job, [page for page in pages if page.number in asked])
     parsed = Parsed("pdf", "page", sections, title=_title(document), n_pages=n_pages)
-    parsed.without_text = sorted(asked - {section.number for section in sections})
+    empty = [page for page in pages if page.number in asked - {section.number for section in sections}]
+    parsed.without_text = [page.number for page in empty if page.is_picture or page.is_broken]
+    parsed.blank = len(empty) - len(parsed.without_text)
     if bad := [page.number for page in pages if page.is_garbled and page.number in asked]:
         parsed.notes.append(f"a font on page {listed(bad)} does not say which letters it draws: parts are unreadable")
     if bad := [page.number for page in pages if page.is_broken and page.number in asked]:
@@ -73,6 +75,8 @@ def _text(pieces: Sequence[Piece], fields: Sequence[str], words: Words) -> str:
 def _nothing(job: Job, pages: Sequence[Page]) -> BadInput:
     if all(page.is_broken for page in pages):
         return damaged(job.name, "a PDF", "none of its pages can be read")
+    if not any(page.is_picture for page in pages):
+        return no_text(job.name, f"none of {len(pages):,} pages has text, nor a picture of one")
     error = no_text(job.name, f"none of {len(pages):,} pages has a text layer: they look scanned")
     error.try_ = ("a copy that went through text recognition (OCR), as ocrmypdf makes",)
     return error

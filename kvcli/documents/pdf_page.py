@@ -12,6 +12,7 @@ from typing import Any
 import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
+from kvcli.documents.accents import GONE, with_accents
 from kvcli.documents.lines import CJK, Piece
 from kvcli.documents.pdf_fields import field_lines
 from kvcli.documents.repair import clean
@@ -26,6 +27,7 @@ UNREADABLE = 0.3  # share of letters without a meaning in Unicode from which on 
 MARGIN = 100.0  # points between the text of a page and what is written along its margin, read after it
 
 Box = tuple[float, float, float, float]
+Turned = tuple[int, Piece]  # quarters of a turn, and what is so turned
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Page:
     fields: list[str] = field(default_factory=list)
     is_garbled: bool = False
     is_broken: bool = False
+    is_picture: bool = False  # an image and no text, as a scan
 
 
 def read_page(document: Any, number: int) -> Page:
@@ -51,7 +54,9 @@ def read_page(document: Any, number: int) -> Page:
             pieces, is_garbled = _pieces(text_page)
         finally:
             text_page.close()
-        return Page(number, pieces, field_lines(document, page), is_garbled)
+        fields = field_lines(document, page)
+        images = () if pieces or fields else page.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE])
+        return Page(number, pieces, fields, is_garbled, is_picture=any(True for _ in images))
     except pdfium.PdfiumError:
         return Page(number, is_broken=True)
     finally:
@@ -66,26 +71,29 @@ def _pieces(text_page: Any) -> tuple[list[Piece], bool]:
     if len(text) != n:  # then places in the text are not places on the page
         text = "".join(chr(raw.FPDFText_GetUnicode(text_page, i) or 32) for i in range(n))
     unknown = sum(map(len, UNKNOWN.findall(text)))
-    turned: dict[int, list[Piece]] = {}
-    for start, end in _runs(text):
-        first = next((i for i in range(start, end) if not text[i].isspace()), None)
-        if first is None:
-            continue
-        angle = round(raw.FPDFText_GetCharAngle(text_page, first) / QUARTER) % 4
-        if angle == 0 and _is_stacked(text_page, text, start, end):
-            angle = DOWN
-        turned.setdefault(angle, []).extend(_split(text_page, text, start, end, angle))
-    if not turned:
-        return [], False
-    main = max(turned, key=lambda angle: sum(len(p.text) for p in turned[angle]))
-    pieces = turned.pop(main)
-    floor = max((p.y1 for p in pieces), default=0.0)
-    for other in turned.values():  # a stamp along the margin, axis labels: after the text, in an order of their own
-        top = min(p.y0 for p in other)
-        shift = floor + MARGIN - top
-        pieces += [replace(p, y0=p.y0 + shift, y1=p.y1 + shift) for p in other]
+    text = with_accents(text, lambda i: _ink(text_page, i))
+    found = [piece for start, end in _runs(text) for piece in _split(text_page, text, start, end)]
+    return _upright(found), unknown > UNREADABLE * n
+
+
+def _upright(found: Sequence[Turned]) -> list[Piece]:
+    """The pieces in the direction of most of them, all others above or below, in an order of their own."""
+    angles = dict.fromkeys(angle for angle, _ in found)
+    if len(angles) < 2:
+        return [piece for _, piece in found]
+    main = max(angles, key=lambda angle: sum(len(p.text) for a, p in found if a == angle))
+    first = next(i for i, (angle, _) in enumerate(found) if angle == main)
+    # beside a table that is turned with its page, what runs above it is not; a stamp along the margin comes last
+    above = [piece for angle, piece in found[:first] if angle == 0]
+    groups = [[piece for angle, piece in found if angle == main]]
+    for other in (angle for angle in angles if angle != main):
+        groups.append([p for i, (angle, p) in enumerate(found) if angle == other and (angle or i > first)])
+    pieces, floor = above, max((p.y1 for p in above), default=None)
+    for group in filter(None, groups):
+        shift = 0.0 if floor is None else floor + MARGIN - min(p.y0 for p in group)
+        pieces += [replace(p, y0=p.y0 + shift, y1=p.y1 + shift) for p in group]
         floor = max(p.y1 for p in pieces)
-    return pieces, unknown > UNREADABLE * n
+    return pieces
 
 
 def _runs(text: str) -> Iterator[tuple[int, int]]:
@@ -111,34 +119,48 @@ def _is_stacked(text_page: Any, text: str, start: int, end: int) -> bool:
     return height > n / 2 * width
 
 
-def _split(text_page: Any, text: str, start: int, end: int, angle: int) -> list[Piece]:
-    """One run as a piece, or as several where it jumps over a gap or to another line."""
-    boxes = _rects(text_page, start, end - start, angle)
-    if not boxes:
-        return []
-    loose = sum(b[2] - b[0] for b in boxes) > WIDE * (end - start) * max(b[3] - b[1] for b in boxes)
-    if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
-        first = next(i for i in range(start, end) if not text[i].isspace())
-        return _piece(text[start:end], boxes, _letter(text_page, first, angle))
-    return list(_letter_by_letter(text_page, text, range(start, end), angle))
+def _split(text_page: Any, text: str, start: int, end: int) -> Iterator[Turned]:
+    """One run as a piece, or as several where it turns, or jumps over a gap or to another line."""
+    inked = [i for i in range(start, end) if not _is_blank(text[i])]
+    if not inked:
+        return
+    angle = _angle(text_page, inked[0])
+    if angle == 0 and _is_stacked(text_page, text, start, end):
+        angle = DOWN
+    elif angle == _angle(text_page, inked[-1]):
+        boxes = _rects(text_page, start, end - start, angle)
+        loose = sum(b[2] - b[0] for b in boxes) > WIDE * (end - start) * max((b[3] - b[1] for b in boxes), default=0.0)
+        if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
+            if boxes:
+                for piece in _piece(text[start:end], boxes, _letter(text_page, inked[0], angle)):
+                    yield angle, piece
+            return
+    yield from _letter_by_letter(text_page, text, range(start, end), angle == DOWN)
 
 
-def _letter_by_letter(text_page: Any, text: str, run: range, angle: int) -> Iterator[Piece]:
-    """A run in pieces, by the place of every letter."""
+def _letter_by_letter(text_page: Any, text: str, run: range, is_stacked: bool) -> Iterator[Turned]:
+    """A run in pieces, by the place and the direction of every letter."""
     letters: list[str] = []
     boxes: list[Box] = []
+    angle = DOWN
     for i in run:
-        if text[i].isspace() or text[i] == "\ufffe":
+        if _is_blank(text[i]):
             letters.append(text[i])
             continue
-        box = _letter(text_page, i, angle)
-        if boxes and not _goes_on(boxes[-1], box):
-            yield from _piece("".join(letters), boxes, boxes[0])
+        turn = DOWN if is_stacked else _angle(text_page, i)
+        box = _letter(text_page, i, turn)
+        if boxes and not (turn == angle and _goes_on(boxes[-1], box)):
+            yield from ((angle, piece) for piece in _piece("".join(letters), boxes, boxes[0]))
             letters, boxes = [], []
         letters.append(text[i])
         boxes.append(box)
+        angle = turn
     if boxes:
-        yield from _piece("".join(letters), boxes, boxes[0])
+        yield from ((angle, piece) for piece in _piece("".join(letters), boxes, boxes[0]))
+
+
+def _is_blank(sign: str) -> bool:
+    return sign.isspace() or sign in ("\ufffe", GONE)
 
 
 def _piece(text: str, boxes: Sequence[Box], letter: Box) -> list[Piece]:
@@ -163,6 +185,19 @@ def _rects(text_page: Any, start: int, count: int, angle: int) -> list[Box]:
         if raw.FPDFText_GetRect(text_page, i, left, top, right, bottom):
             boxes.append(_turn((left.value, bottom.value, right.value, top.value), angle))
     return boxes
+
+
+def _angle(text_page: Any, i: int) -> int:
+    """Quarters of a turn of a letter."""
+    turn: float = raw.FPDFText_GetCharAngle(text_page, i)
+    return round(turn / QUARTER) % 4
+
+
+def _ink(text_page: Any, i: int) -> Box:
+    """What a letter blackens, y upwards."""
+    left, right, bottom, top = (ctypes.c_double() for _ in range(4))
+    raw.FPDFText_GetCharBox(text_page, i, left, right, bottom, top)
+    return left.value, bottom.value, right.value, top.value
 
 
 def _letter(text_page: Any, i: int, angle: int) -> Box:

@@ -162,6 +162,7 @@ def _document(job: Job, text: str, sha256: str, parsed: Parsed) -> Document:
         sections=tuple(parsed.sections),
         kind=parsed.kind,
         without_text=tuple(parsed.without_text),
+        blank=parsed.blank,
         n_pages=parsed.n_pages,
         title=parsed.title,
         notes=(*([note] if note else []), *parsed.notes),

@@ -32,7 +32,10 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
             parsed = parse(file, job, missing)
         for section in parsed.sections:
             tell("section", (section.number, section.label, section.text))
-        tell("end", {k: getattr(parsed, k) for k in ("kind", "unit", "title", "n_pages", "without_text", "notes")})
+        tell(
+            "end",
+            {k: getattr(parsed, k) for k in ("kind", "unit", "title", "n_pages", "without_text", "blank", "notes")},
+        )
     except MemoryError:
         tell_error(too_heavy(job, limits["memory"]))
     except RecursionError:

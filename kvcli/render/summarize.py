@@ -37,7 +37,7 @@ def scanned(name: str, empty: Sequence[int], kind: str) -> str:
 def about_file(name: str, document: Document, tokens: int | None = None) -> list[str]:
     """`annual-report.pdf`, `214 pages`, `131,902 tokens`, `3 pages without text (12, 13, 90)`."""
     empty = document.without_text
-    n, whole = len(document.sections) + len(empty), document.n_pages
+    n, whole = len(document.sections) + len(empty) + document.blank, document.n_pages
     if document.unit == "line":
         size = plural(document.lines, "line")
     else:

@@ -25,10 +25,10 @@ WORDS = (
 
 @dataclass
 class Made:
-    """A file and what is on its pages; an empty string is a page without text."""
+    """A file and what is on its pages; an empty string is a page without text, None a blank one."""
 
     data: bytes
-    pages: list[str]
+    pages: list[str | None]
     options: dict[str, Any] = field(default_factory=dict)  # for read_document
     title: str | None = None
 
@@ -351,12 +351,12 @@ def encrypted(user: str, owner: str, algorithm: str) -> Callable[[Random], Made]
 
 
 def partly_scanned(rng: Random) -> Made:
-    """Pages 2 and 4 are pictures, page 5 is empty."""
+    """Pages 2 and 4 are pictures, page 5 is blank."""
     sheet, pages = Sheet(), []
     for i in range(1, 7):
         if i in (2, 4):
             sheet.canvas.drawInlineImage(picture(), 60, 400, 400, 300)
-        pages.append("" if i in (2, 4, 5) else _body(rng, sheet))
+        pages.append("" if i in (2, 4) else None if i == 5 else _body(rng, sheet))
         sheet.page()
     return Made(sheet.save(), pages)
 

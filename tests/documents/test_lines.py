@@ -7,6 +7,7 @@ from random import Random
 from textwrap import wrap
 
 import pytest
+from reportlab.pdfbase import pdfmetrics
 
 from kvcli.documents import Limits, document_of
 from kvcli.documents.lines import Line, Piece, reading_order, row_text, rows
@@ -196,3 +197,127 @@ def test_vertical_lines_are_read_from_right_to_left():
     data = made.spelled(sheet.save(), letters)
     text = parse(io.BytesIO(data), Job("made", "pdf")).sections[0].text
     assert text == "\n".join("".join(letters[c] for c in column) for column in columns)
+
+
+def drawn(*rows: tuple[float, float, str], height: float = 10) -> list[Piece]:
+    """Pieces in the order they are drawn: left edge, top, text; five points a letter."""
+    return [Piece(text, x, y, x + 5 * len(text), y + height, height) for x, y, text in rows]
+
+
+def read(pieces: list[Piece]) -> list[str]:
+    return [row_text(row) for block in reading_order(pieces) for row in block]
+
+
+def test_a_card_of_three_columns_is_read_column_after_column():
+    """Each column a table of its own: commands, and what they do."""
+    columns = [[(f"C-{a}{i}", f"what {a}{i} does to the file") for i in range(6)] for a in "xyz"]
+    places = [
+        (260 * c + 50 * side, 12.0 * i, words[side])
+        for c, column in enumerate(columns)
+        for i, words in enumerate(column)
+        for side in (0, 1)
+    ]
+    assert read(drawn(*places)) == [f"{key}  {what}" for column in columns for key, what in column]
+
+
+def test_a_table_in_one_column_does_not_reach_into_the_other():
+    rng = Random(5)
+    table = [(f"{i}.760", f"2.{i}10", "3.120", f"1.{i}20") for i in range(8)]
+    left = [(70.0 * j, 12.0 * i, cell) for i, row in enumerate(table) for j, cell in enumerate(row)]
+    prose = wrap(made.prose(rng, 90), 40)[:8]
+    right = [(262.0, 12.0 * i, line) for i, line in enumerate(prose)]
+    assert read(drawn(*left, *right)) == ["  ".join(row) for row in table] + prose
+
+
+def test_a_wide_table_keeps_its_rows():
+    rows = [
+        (*(str(100 * i + j) for j in range(9)), f"the command number {i} of the list, with its words") for i in range(9)
+    ]
+    places = [(22.0 * j, 12.0 * i, cell) for i, row in enumerate(rows) for j, cell in enumerate(row)]
+    assert [row.split() for row in read(drawn(*places))] == [" ".join(row).split() for row in rows]
+
+
+def test_a_cell_of_several_lines_stays_one_beside_those_of_one_line():
+    """As tables centre their cells: what stands at one height is not one row."""
+    names = ("gauge", "bridge", "lantern")
+    cell = ("of the board, which", "had it built beside", "the harbour in winter")
+    places = []
+    for i, name in enumerate(names):
+        places += [(0, 50 * i + 11, name), *((80, 50 * i + 12 * j, line) for j, line in enumerate(cell[: 2 + i % 2]))]
+        places.append((220, 50 * i + 5, f"{i}4803"))
+    expected = [f"{name}  {' '.join(cell[: 2 + i % 2])}  {i}4803" for i, name in enumerate(names)]
+    assert read(drawn(*places)) == expected
+
+
+def test_the_values_of_a_form_stay_beside_their_names():
+    """Which such a file draws after all of the names."""
+    names, values = ("Name", "Depot", "Date", "Sum"), ("Wemus Brethak", "Gimness", "12 May", "59")
+    places = [(0.0, 15.0 * i, name) for i, name in enumerate(names)]
+    places += [(120.0, 15.0 * i, value) for i, value in enumerate(values)]
+    assert read(drawn(*places)) == [f"{name}  {value}" for name, value in zip(names, values, strict=True)]
+
+
+def test_a_formula_that_ends_in_the_other_column_does_not_join_them():
+    rng = Random(5)
+    left, right = (wrap(made.prose(rng, 400), 40)[:48] for _ in range(2))
+    places = [(0.0, 12.0 * i, line) for i, line in enumerate(left)] + [(214.0, 290.0, "(3)")]
+    places += [(212.0, 12.0 * i, line) for i, line in enumerate(right)]
+    assert [text for text in read(drawn(*places)) if "(3)" not in text][-40:] == right[-40:]
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_columns_of_hebrew_are_read_from_the_right_one(across):
+    rng = Random(5)
+    text = made.prose(rng, 200).translate({ord(a): b for a, b in made.HEBREW.items()}).casefold()
+    sides = [[line for line in wrap(text, 40) if len(line) > 37][:9], wrap(text[7:], 40)[:9]]
+    places = [(side, i, line) for side, lines in zip((1, 0), sides, strict=True) for i, line in enumerate(lines)]
+    if across:
+        places.sort(key=lambda place: place[1])
+    pieces = [Piece(line, 220 * s, 12 * i, 220 * s + 200, 12 * i + 10, 10) for s, i, line in places]
+    assert read(pieces) == sides[0] + sides[1]
+
+
+def test_a_sideways_table_is_read_row_by_row_and_what_stands_upright_by_itself():
+    sheet = made.Sheet()
+    sheet.lines(["16 The annual report"], y=800)
+    sheet.canvas.saveState()
+    sheet.canvas.rotate(90)
+    rows = [("Depot", "Stock", "Crates of copper"), *((made.WORDS[i], f"{i}17", f"{i} and more") for i in range(12))]
+    for i, row in enumerate(rows):
+        for j, cell in enumerate(row):
+            sheet.lines([cell], x=100 + 150 * j, y=-120 - 20 * i)
+    sheet.canvas.restoreState()
+    sheet.lines(["printed for the board"], y=30)
+    lines = ["16 The annual report", *("  ".join(row) for row in rows), "printed for the board"]
+    assert [line for line in text_of(sheet).split("\n") if line] == lines
+
+
+@pytest.mark.parametrize(
+    ("before", "accent", "letter", "behind", "whole"),
+    [
+        ("Aur", "\u00b4", "e", "lien Gimness", "Aurélien Gimness"),
+        ("J", "¨", "o", "rg", "Jörg"),
+        ("gar", "\u00b8", "c", "on", "garçon"),
+        ("up to 3 ", "¯", "A", "", "up to 3 Ā"),
+        ("na", "¨", "\u0131", "ve", "naïve"),
+    ],
+)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_accent_drawn_by_itself_joins_the_letter_it_stands_over(before, accent, letter, behind, whole, is_last):
+    sheet = made.Sheet()
+    sign = letter.replace("\u0131", "i")
+    x = 60 + pdfmetrics.stringWidth(before, "Helvetica", 11)
+    middle = (pdfmetrics.stringWidth(sign, "Helvetica", 11) - pdfmetrics.stringWidth(accent, "Helvetica", 11)) / 2
+    parts = [(x + middle, accent), (x, sign + behind)]
+    for at, text in [(60, before), *(parts[::-1] if is_last else parts)]:
+        sheet.canvas.setFont("Helvetica", 11)
+        sheet.canvas.drawString(at, 700, text)
+    data = made.spelled(sheet.save(), {"i": "\u0131"}) if sign != letter else sheet.save()
+    assert parse(io.BytesIO(data), Job("made", "pdf")).sections[0].text == whole
+
+
+def test_an_accent_beside_a_letter_stays_by_itself():
+    sheet = made.Sheet()
+    lines = ["type `name` or 20 \u00b4 of arc", "and the next line"]
+    sheet.lines(lines)
+    assert text_of(sheet).split() == " ".join(lines).split()

@@ -25,7 +25,8 @@ def test_pages_have_the_text_that_was_put_on_them(name: str):
     document = document_of(case.data, "made.pdf", **case.options)
     got = {s.number: " ".join(s.text.split()) for s in document.sections}
     assert got == {i: text for i, text in enumerate(case.pages, 1) if text}
-    assert document.without_text == tuple(i for i, text in enumerate(case.pages, 1) if not text)
+    assert document.without_text == tuple(i for i, text in enumerate(case.pages, 1) if text == "")
+    assert document.blank == case.pages.count(None)
     assert (document.unit, document.kind, document.n_pages) == ("page", "pdf", len(case.pages))
     assert document.title == case.title
 

@@ -1,0 +1,274 @@
+"""The text of real PDFs held against poppler's `pdftotext`: which words are there, and in which order.
+
+    apt-get download PACKAGE...; dpkg -x ...   (or install them: the PDFs then lie in /usr/share)
+    python tests/bench/pdf_text.py [--folder /usr/share] [--every] [--names NAME,NAME] [--sides kvcli,pdftext,...]
+        [--before CHECKOUT] [--pages] [--out FILE]
+
+The files of FILES come from Debian packages of documentation; `--every` takes whatever PDF the folder holds instead.
+Each side reads in a process of its own; one whose library is not installed is left out, and that is said. `before` is
+kvcli of another checkout.
+
+A word is a run of letters and digits, a letter of Chinese or Japanese one of its own; ligatures, case, hyphens and
+signs that nobody sees play no part. Page by page:
+
+- recall: the share of the words of `pdftotext` that are there as well. Running heads and page numbers are missed on
+  purpose, so it does not reach 1 where they go.
+- precision: the share of our words that `pdftotext` has.
+- order: of the words that both have, the share in the longest sequence which stands in both in the same order (the
+  longest common subsequence). Where `pdftotext` itself is in doubt (a formula between two columns, a table), the better
+  of its two readings counts: by its layout analysis, or as the file draws it (`-raw`); `strict` is the first alone.
+
+A file's figures are those of all of its pages together. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "bench"))
+
+from extract import machine  # noqa: E402
+
+# the end of its path: (package, columns of its text, what it is there for)
+FILES = {
+    "sample-sigconf": ("texlive-publishers-doc", 2, "ACM, proceedings"),
+    "sample-sigplan": ("texlive-publishers-doc", 2, "ACM, other margins"),
+    "sample-acmtog": ("texlive-publishers-doc", 2, "ACM, journal"),
+    "revtex/sample/aps/apssamp": ("texlive-publishers-doc", 2, "REVTeX"),
+    "revtex4-1/sample/aip/aipsamp": ("texlive-publishers-doc", 2, "REVTeX, a table beside references"),
+    "aapmsamp": ("texlive-publishers-doc", 2, "REVTeX, medical physics"),
+    "asmeconf-template": ("texlive-publishers-doc", 2, "wide equations, tables"),
+    "elstest-5p": ("texlive-publishers-doc", 2, "Elsevier"),
+    "IEEEconf": ("texlive-publishers-doc", 2, "IEEE, code between columns"),
+    "ieeepes_doc": ("texlive-publishers-doc", 2, "IEEE power engineering"),
+    "JACoW_LaTeX_A4": ("texlive-publishers-doc", 2, "accelerator conferences"),
+    "PRTEC19-template": ("texlive-publishers-doc", 2, "mechanical engineering"),
+    "mnras_guide": ("texlive-publishers-doc", 2, "astronomy, tables across columns"),
+    "sample631": ("texlive-publishers-doc", 1, "AASTeX, sideways tables"),
+    "refcard-a4": ("octave-doc", 3, "a reference card"),
+    "asyRefCard": ("asymptote-doc", 3, "a reference card"),
+    "TeXShopAndAsymptote": ("asymptote-doc", 1, "a short article"),
+    "emisa": ("texlive-publishers-doc", 1, "a class with its code"),
+    "tugboat": ("texlive-publishers-doc", 1, "a class with its code"),
+    "developers-reference": ("developers-reference", 1, "Sphinx"),
+    "valgrind_manual": ("valgrind", 1, "DocBook, wide tables, a running head for each chapter"),
+    "UMFPACK_UserGuide": ("libsuitesparse-doc", 1, "mathematics and code"),
+    "atlas_contrib": ("libatlas-doc", 1, "code"),
+    "maximabook-19-Sept-2004": ("maxima-doc", 1, "a book with formulas"),
+    "bash": ("bash-doc", 1, "a manual page"),
+    "debian-faq.en": ("debian-faq", 1, "English"),
+    "debian-faq.de": ("debian-faq-de", 1, "German"),
+    "debian-faq.ru": ("debian-faq-ru", 1, "Russian"),
+    "gmpl_es": ("glpk-doc", 1, "Spanish"),
+    "these": ("texlive-publishers-doc", 1, "French"),
+    "thuthesis": ("texlive-publishers-doc", 1, "Chinese, code with line numbers"),
+    "debian-reference.ja": ("debian-reference-ja", 1, "Japanese, wide tables"),
+    "yazd-thesis": ("texlive-publishers-doc", 1, "Persian"),
+}
+# what each side runs: `pages` becomes the text of every page of the file in sys.argv[1]
+SIDES = {
+    "kvcli": """
+from kvcli import read_document
+found = read_document(sys.argv[1])
+texts = {section.number: section.text for section in found.sections}
+pages = [texts.get(i, "") for i in range(1, found.n_pages + 1)]
+""",
+    "pdftext": """
+from pdftext.extraction import plain_text_output
+import pypdfium2
+n = len(pypdfium2.PdfDocument(sys.argv[1]))
+pages = [plain_text_output(sys.argv[1], sort=False, hyphens=True, page_range=[i]) for i in range(n)]
+""",
+    "pdfplumber": """
+import pdfplumber
+with pdfplumber.open(sys.argv[1]) as file:
+    pages = [page.extract_text() or "" for page in file.pages]
+""",
+    "pdfminer": """
+from pdfminer.high_level import extract_text
+pages = extract_text(sys.argv[1]).split("\\f")[:-1]
+""",
+    "pypdf": """
+from pypdf import PdfReader
+pages = [page.extract_text(extraction_mode="layout") for page in PdfReader(sys.argv[1]).pages]
+""",
+    "liteparse": """
+from liteparse import LiteParse
+pages = [page.text for page in LiteParse(ocr_enabled=False).parse(sys.argv[1]).pages]
+""",
+    "pdf-inspector": """
+from pdf_inspector import extract_pages_markdown
+pages = [page.markdown or "" for page in extract_pages_markdown(sys.argv[1]).pages]
+""",
+    "pdf-oxide": """
+from pdf_oxide import PdfDocument
+file = PdfDocument(sys.argv[1])
+pages = [file.extract_text(i) for i in range(file.page_count())]
+""",
+    "kreuzberg": """
+from kreuzberg import ExtractionConfig, PageConfig, extract_file_sync
+found = extract_file_sync(sys.argv[1], config=ExtractionConfig(pages=PageConfig(extract_pages=True)))
+pages = [page["content"] if isinstance(page, dict) else page.content for page in found.pages]
+""",
+    "edgeparse": """
+from edgeparse import convert
+import pypdfium2
+n = len(pypdfium2.PdfDocument(sys.argv[1]))
+pages = [convert(sys.argv[1], format="text", pages=str(i + 1), raster_table_ocr=False) for i in range(n)]
+""",
+    "pdfium": """
+import pypdfium2
+pages = [page.get_textpage().get_text_range() for page in pypdfium2.PdfDocument(sys.argv[1])]
+""",
+}
+ALONE = "\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # letters that are a word each
+WORD = re.compile(f"[{ALONE}]|(?:(?![{ALONE}])[^\\W_])+")
+HYPHEN = re.compile(r"(?<=\w)[-\u2010\u2011\u00ad]\s*(?=\w)")
+
+
+def words(text: str) -> list[str]:
+    """The words of a page, alike however a reader writes them."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c == "\u00ad")
+    return WORD.findall(HYPHEN.sub("", text))
+
+
+def common(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence; a bit for each word of `a` (Hyyrö 2004)."""
+    places: dict[str, int] = {}
+    for i, word in enumerate(a):
+        places[word] = places.get(word, 0) | 1 << i
+    left = every = (1 << len(a)) - 1
+    for word in b:
+        here = left & places.get(word, 0)
+        left = (left + here | left - here) & every
+    return len(a) - left.bit_count()
+
+
+def pdftotext(path: Path, *options: str) -> list[str]:
+    run = ["pdftotext", *options, "-enc", "UTF-8", str(path), "-"]
+    done = subprocess.run(run, capture_output=True, check=True)
+    return done.stdout.decode("utf-8", "replace").split("\f")[:-1]
+
+
+def read(side: str, path: Path, tree: Path) -> tuple[list[str], float] | str:
+    """The pages by one side and the seconds it took, or why there are none."""
+    code = "import json, sys\n" + SIDES["kvcli" if side == "before" else side] + "\nprint('\\n' + json.dumps(pages))"
+    env = os.environ | {"PYTHONPATH": str(tree)}
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, str(path)], env=env, capture_output=True, check=False)
+    if done.returncode:
+        return done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
+    return json.loads(done.stdout.rpartition(b"\n")[0].rpartition(b"\n")[2] or done.stdout), time.perf_counter() - began
+
+
+def compared(ours: Sequence[str], theirs: Sequence[str], drawn: Sequence[str]) -> dict[str, Any]:
+    """Recall, precision and order of a file, and the order of every page."""
+    total: Counter[str] = Counter()
+    pages = []
+    for number, texts in enumerate(zip(ours, theirs, drawn, strict=True), 1):
+        mine, layout, raw = map(words, texts)
+        found = (Counter(mine) & Counter(layout)).total()
+        strict = common(mine, layout)
+        # what both have differs a little between the two readings: words broken at the end of a line
+        other = common(mine, raw) / max(1, (Counter(mine) & Counter(raw)).total()) * found
+        total.update(mine=len(mine), theirs=len(layout), found=found, strict=strict)
+        total["order"] += max(strict, other)  # type: ignore[assignment]
+        pages.append((number, round(max(strict, other) / max(1, found), 3), len(layout)))
+    worst = min(pages, key=lambda page: (page[1] - 1) * page[2])
+    return {
+        "recall": round(total["found"] / max(1, total["theirs"]), 4),
+        "precision": round(total["found"] / max(1, total["mine"]), 4),
+        "order": round(total["order"] / max(1, total["found"]), 4),
+        "strict": round(total["strict"] / max(1, total["found"]), 4),
+        "words": total["theirs"],
+        "worst": {"page": worst[0], "order": worst[1]},
+        "pages": pages,
+    }
+
+
+def wanted(folder: Path, names: Sequence[str], every: bool) -> Iterator[tuple[str, Path]]:
+    """The files by name, each once."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*.pdf*"), key=lambda p: (len(p.parts), str(p))):
+        whole = str(path).removesuffix(".gz").removesuffix(".pdf")
+        name = next((key for key in FILES if whole.endswith(f"/{key}")), path.name if every else "")
+        if path.is_file() and path.name.endswith((".pdf", ".pdf.gz")) and name:
+            found.setdefault(name, path)
+    for name in [name for name in FILES if name in found] + sorted(found.keys() - FILES):
+        if not names or name in names:
+            yield name, found[name]
+
+
+def plain(path: Path, folder: str) -> Path:
+    """The file itself, unpacked where it is packed."""
+    if path.suffix != ".gz":
+        return path
+    out = Path(folder, path.stem)
+    out.write_bytes(gzip.decompress(path.read_bytes()))
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("/usr/share"))
+    parser.add_argument("--every", action="store_true", help="all PDFs of the folder")
+    parser.add_argument("--names", default="", help="only these, by comma")
+    parser.add_argument("--sides", default="kvcli", help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--before", type=Path, help="another checkout, whose kvcli is a side too")
+    parser.add_argument("--pages", action="store_true", help="keep the order of every page")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    sides = args.sides.split(",") + (["before"] if args.before else [])
+    environment, rows = machine(), []
+    files = list(wanted(args.folder, [name for name in args.names.split(",") if name], args.every))
+    if not files:
+        packages = sorted({package for package, _, _ in FILES.values()})
+        print(f"no PDF of {', '.join(packages)} in {args.folder}", file=sys.stderr)
+        return 1
+    print(f"{'':26} {'side':13} pages  recall   precision  order  strict  worst page")
+    for name, path in files:
+        package, columns, what = FILES.get(name, ("", 0, ""))
+        with tempfile.TemporaryDirectory() as folder:
+            file = plain(path, folder)
+            theirs, drawn = pdftotext(file), pdftotext(file, "-raw")
+            for side in list(sides):
+                got = read(side, file, args.before if side == "before" else ROOT)
+                if isinstance(got, str) or len(got[0]) != len(theirs):
+                    why = got if isinstance(got, str) else f"{len(got[0])} pages of {len(theirs)}"
+                    print(f"{name[-26:]:26} {side:13} failed: {why}", flush=True)
+                    if "No module named" in why:
+                        sides.remove(side)
+                    continue
+                row = {"file": name, "package": package, "columns": columns, "what": what, "side": side}
+                row |= {"n_pages": len(theirs), "seconds": round(got[1], 2)} | compared(got[0], theirs, drawn)
+                worst = row["worst"]
+                print(
+                    f"{name[-26:]:26} {side:13} {len(theirs):5}  {row['recall']:.4f}  {row['precision']:.4f}"
+                    f"   {row['order']:.3f}   {row['strict']:.3f}  {worst['page']:4} {worst['order']:.3f}",
+                    flush=True,
+                )
+                rows.append(row if args.pages else {k: v for k, v in row.items() if k != "pages"})
+    result = {"schema": "kvcli.bench.pdf-text/1", "environment": environment, "rows": rows}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(result, ensure_ascii=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
