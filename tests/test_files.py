@@ -39,6 +39,7 @@ OUTSIDE = {
     ("kvcli/documents/read.py", "SpooledTemporaryFile"): "a copy without a name of standard input",
     ("kvcli/bench/kvpress.py", "TemporaryFile"): "what another process says on stderr",
     ("kvcli/bench/kvpress_worker.py", "fdopen"): "its own stdout",
+    ("kvcli/outlet.py", "open"): "the null device, where a stream ends that takes nothing more",
     ("kvcli/world.py", "FileIO"): "the null device, where a stream is closed",
     ("kvcli/bench/gguf_export.py", "GGUFWriter"): "into the stream of the door, by its name",
     ("kvcli/heads/files.py", "savez_compressed"): "into memory",
@@ -54,7 +55,9 @@ OF_MODULES = {"copy", "copy2", "move", "replace", "rename", "link", "symlink", "
 
 def writes_of(path: Path) -> set[str]:
     """Names of the calls in a file that can write one."""
-    return {call for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if (call := _write(node))}
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    bases = {ast.unparse(b).rpartition(".")[2] for node in nodes if isinstance(node, ast.ClassDef) for b in node.bases}
+    return (bases & WRITES) | {call for node in nodes if (call := _write(node))}
 
 
 def _write(node: ast.AST) -> str:
