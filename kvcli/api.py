@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from kvcli.loops import Loop
     from kvcli.stats import Stats
 
-Finish = Literal["stop", "length", "interrupted"]
+Finish = Literal["stop", "length", "interrupted", "loop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Turn:
     ids: tuple[int, ...]  # tokens of the answer, the stop token included if one ended it
     finish: Finish
     stats: Stats
+    loop: Loop | None = None  # in which it ended, where finish is "loop"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class ExitStatus(IntEnum):
     DOES_NOT_FIT = 5  # more memory needed than there is
     CONTEXT_OVERFLOW = 6  # the text is longer than the window
     ENGINE_UNREACHABLE = 7  # a remote engine refused, timed out or was lost
-    BAD_OUTPUT = 8  # an answer that breaks the schema or the check it was held to
+    BAD_OUTPUT = 8  # an answer that breaks the schema or the check it was held to, or ended in a loop
     BAD_CONFIG = 9  # a profile or a config file with problems
     REGRESSION = 10  # `bench --fail-if` came true
     INTERRUPTED = 130  # Ctrl-C in a run that asks nothing

@@ -224,6 +224,7 @@ class Model:
             StopStrings([stop] if isinstance(stop, str) else stop),
             cancel or (lambda: False),
             replace(self.session.sampler, seed=sample.seed if seed is None else seed),
+            0 if ignore_eos else sample.stop_loops,
         )
         return Answering(self, asked).events()
 

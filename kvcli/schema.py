@@ -115,6 +115,7 @@ class Sample:
     repetition_penalty: Annotated[float, Range(above=0)] | None = None  # above 1 = fewer repeats; 1 = none
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # same seed, same text
     max_new_tokens: Annotated[int, Range(1)] = 1024  # tokens of one answer at most
+    stop_loops: Annotated[int, Range(0)] = 320  # tokens of one cycle after which an answer ends; 0 = none do
 
 
 @dataclass(frozen=True)

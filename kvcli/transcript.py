@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 Role = Literal["user", "assistant"]
 SCHEMA: Final = "kvcli.chat/1"
-FINISH_MARKS = {"stop": "", "interrupted": " *[stopped]*", "length": " *[cut at the length limit]*"}
+FINISH_MARKS = {
+    "stop": "",
+    "interrupted": " *[stopped]*",
+    "length": " *[cut at the length limit]*",
+    "loop": " *[stopped in a loop]*",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from kvcli.api import Cancel, End, Events, Finish, Live, Read, Text, Turn
 from kvcli.errors import BadInput
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import nbytes
+from kvcli.loops import Loops
 from kvcli.memory import peak_bytes
 from kvcli.stats import Stats
 from kvcli.text import Detokenizer, StopStrings
@@ -36,6 +37,7 @@ class Asked:
     strings: StopStrings
     cancel: Cancel
     sampler: Sampler
+    stop_loops: int = 0  # tokens of one cycle that end it; 0 = none do
 
 
 class Answering:
@@ -82,6 +84,7 @@ class Answering:
         stats, new, stops, strings = self._stats, self._asked.new, self._asked.stops, self._asked.strings
         words, said, answer = Detokenizer(self._model.tokenizer), list[str](), list[int]()
         before = self._model.session.drafter.report()
+        loops, loop = Loops(self._asked.stop_loops, self._asked.ids), None
         finish: Finish = "length"
         shown = 0  # tokens of the answer that went out with a piece
         for added in steady.answer(self._model, new, stops, self._cancel, stats, said):
@@ -92,14 +95,15 @@ class Answering:
             for i in added:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
                 answer.append(i)
                 piece += strings.push(words.push([i] if i not in stops else []))
-                if strings.is_hit:
+                loop = loops.hear(i) if i not in stops and not strings.is_hit else None
+                if strings.is_hit or loop:
                     break
             if piece:
                 said.append(piece)
                 yield Text(piece, tuple(answer[shown:]))
                 shown = len(answer)
-            if strings.is_hit or (added and added[-1] in stops):
-                finish = "stop"
+            if strings.is_hit or loop or (added and answer[-1] in stops):
+                finish = "loop" if loop else "stop"
                 break
         if finish == "length" and len(answer) < min(new, self._model.limit - stats.prompt):
             finish = "interrupted"
@@ -112,7 +116,7 @@ class Answering:
             stats.estimate, stats.available = self._model.foretell(self._model.profile, stats.context)
         if (report := self._model.session.drafter.report()) is not None and before is not None:
             stats.hear(before, report)
-        yield End(Turn("".join(said), tuple(answer), finish, stats))
+        yield End(Turn("".join(said), tuple(answer), finish, stats, loop))
 
     def _measure(self, at_once: bool = False) -> None:
         """Memory as it is now; as often as people can read it, since asking takes a tenth of a small model's pass."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvcli.api import Cancel, End, Event, Finish, Live, ModelInfo, Read, Text, Turn
 from kvcli.errors import ContextOverflow
+from kvcli.loops import Loop
 from kvcli.stats import Stats
 
 PARAGRAPH = (
@@ -70,6 +71,7 @@ class FakeModel:
     promise: str = "exact"
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked
     seeds: list[int | None] = field(default_factory=list)  # and with which seed
+    loop: Loop | None = None  # in which the answer ends
 
     def stream(
         self,
@@ -97,7 +99,8 @@ class FakeModel:
         yield from self._read(len(ids), stats, cancelled)
         said = yield from self._write(stats, len(ids), max_new_tokens or 10**9, cancelled)
         finish: Finish = "interrupted" if cancelled() else "length" if said != self.answer else "stop"
-        yield End(Turn(said, tuple(map(ord, said)), finish, stats))
+        finish = "loop" if self.loop else finish
+        yield End(Turn(said, tuple(map(ord, said)), finish, stats, self.loop))
 
     def _read(self, n: int, stats: Stats, cancelled: Cancel) -> Iterator[Event]:
         for i in range(1, self.chunks + 1):

@@ -19,6 +19,7 @@ from kvcli.commands.setup import Setup
 from kvcli.commands.turn_json import Run, turn_document
 from kvcli.demo import weights_dir
 from kvcli.demo.example import SAMPLES
+from kvcli.loops import Loop
 from kvcli.schemas import DOCUMENTS, json_schema
 from kvcli.stats import Stats
 from tests.fake_model import fake_info
@@ -253,6 +254,18 @@ def test_streamed_json_is_one_event_a_line(machine):
     kinds = [event["event"] for event in events]
     assert (kinds[0], kinds[1], kinds[-1]) == ("start", "read", "end")
     assert "".join(e["text"] for e in events if e["event"] == "text") == ANSWER == events[-1]["turn"]["text"]
+
+
+def test_an_answer_that_went_round_in_a_loop_is_said_and_is_no_success(machine):
+    machine.model.loop = Loop(2, 320)
+    done = machine("chat", "-p", "How deep?")
+    assert (done.exit, done.out) == (8, f"{ANSWER}\n")
+    assert "note: stopped: the text went round in a loop of 2 tokens" in done.err
+    done = machine("chat", "-p", "How deep?", "--json")
+    document = json.loads(done.out)
+    validate("turn", document)
+    assert (done.exit, document["finish"]) == (8, "loop")
+    assert document["events"] == [{"kind": "loop", "text": "the text went round in a loop of 2 tokens"}]
 
 
 @pytest.mark.parametrize(("profile", "warns"), [("snap", True), ("ngram", False)])

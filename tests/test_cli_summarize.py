@@ -111,6 +111,18 @@ def test_points_come_one_by_one(office):
     assert [text.strip() for text in written if text.strip()] == POINTS, "a complete point in each write"
 
 
+def test_a_summary_with_a_loop_in_it_is_no_success(office):
+    office.clerk.stop_loops = 60
+    office.clerk.answer = lambda _: f"{POINTS[0]}\n- It" + " goes on" * 60
+    done = office("a.txt")
+    assert (done.exit, done.out) == (8, f"{POINTS[0]}\n")
+    assert "note: the answer went round in a loop" in done.err
+    office.clerk.answer = lambda _: " goes on" * 60
+    done = office("a.txt", "--fresh")
+    assert (done.exit, done.out) == (8, "")
+    assert "its answer went round in a loop" in done.err
+
+
 def test_quiet_says_nothing(office):
     done = office("a.txt", "-q")
     assert (done.exit, done.err) == (0, "")

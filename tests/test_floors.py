@@ -22,7 +22,7 @@ FLOORS = [
         "config demo documents family files foreign headers held layers outlet outside problems profile "
         "profile_file refusals resolve sandbox schema settings sizes small_file source template template_worker text "
         "tokenizer toml_places values",
-        "api heard kinds kv machine memory rows sample stats token_kinds verify",
+        "api heard kinds kv loops machine memory rows sample stats token_kinds verify",
         "budget forward model policies replay rope seam weights",
         "drafts",
         "boundary build chats clashes conversation kvcli local relief schemas session steady transcript turn window "

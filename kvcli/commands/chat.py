@@ -176,7 +176,7 @@ def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen,
             turn = show_turn(with_notes(events, talk, screen), screen, Look(profile.name, stopping=cancel))
     if (note := run.record(profile, turn)) and not screen.quiet and not world.options.json:
         print_note(screen.err, note)
-    return ExitStatus.INTERRUPTED if turn.finish == "interrupted" else ExitStatus.OK
+    return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, ExitStatus.OK)
 
 
 def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[Event]:

@@ -133,9 +133,10 @@ def _one(
         _tell_stopped(job, view)
         return
     if not view.summary.points:
+        is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
         raise NothingSaid(
             f"{model.info.id} wrote no summary",
-            lines=["its answer is empty"],
+            lines=["its answer went round in a loop" if is_loop else "its answer is empty"],
             try_=["-m with another model", "--fresh"],
         )
     _finish(job, prepared, model, given, view)
@@ -184,6 +185,8 @@ def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], 
         elif fresh:
             for line in joined(totals(summary), job.screen.err.width, indent="  "):
                 job.screen.err.line((line, "dim"))
+    if any(answered.turn.finish == "loop" for answered in summary.turns):
+        job.status = job.status or ExitStatus.BAD_OUTPUT
     for turn in fresh:
         if note := prepared.record(profile, turn):
             job.tell(note)

@@ -75,6 +75,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
             *({"kind": "caution", "text": caution} for caution in run.cautions),
             *({"kind": "note", "text": note} for note in (*info.notes, *run.notes)),
             *({"kind": "shortage", "text": words} for words in stats.shortages),
+            *([{"kind": "loop", "text": str(turn.loop)}] if turn.loop else []),
         ],
     )
 

@@ -41,10 +41,18 @@ def show_turn(events: Iterable[Event], screen: Screen, look: Look | None = None)
                 close()
     if view.turn is None:
         raise AssertionError("a stream ends with End")
-    for words in view.turn.stats.shortages if not screen.quiet else ():
+    for words in [*view.turn.stats.shortages, *loop_notes(view.turn)] if not screen.quiet else ():
         print_note(screen.err, words)
     show_summary(view.turn, screen)
     return view.turn
+
+
+def loop_notes(turn: Turn) -> list[str]:
+    """What to do about an answer that ended in a loop."""
+    if turn.loop is None:
+        return []
+    more = "ask again (/retry) or another model; --set sample.stop_loops=0 lets it go on"
+    return [f"stopped: {turn.loop}; {more}"]
 
 
 def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:

@@ -86,7 +86,7 @@ class TurnDocument(Json):
     spec: Spec
     memory: Memory
     events: list[dict[str, Any]] = Field(
-        description="what to know: kind is note, caution (what the profile may lose), or shortage (a step was taken)"
+        description="what to know: kind is note, caution (of the profile), shortage (a step was taken) or loop"
     )
 
 

@@ -48,7 +48,7 @@ class Cache:
             if saved["schema"] != SCHEMA:
                 return None
             text, ids, stats = saved["text"], saved["ids"], Stats(**saved["stats"])
-            if not isinstance(text, str) or saved["finish"] not in ("stop", "length") or not _is_whole(stats):
+            if not isinstance(text, str) or saved["finish"] not in ("stop", "length", "loop") or not _is_whole(stats):
                 return None
             if not isinstance(ids, list) or not all(type(i) is int for i in ids):
                 return None

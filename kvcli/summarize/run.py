@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from kvcli.summarize.points import point_of
 from kvcli.summarize.prompt import Messages, merge_messages, part_messages, wording_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
-from kvcli.text import render_prompt, render_text
+from kvcli.text import decode, render_prompt, render_text
 
 if TYPE_CHECKING:
     from kvcli.documents import Document
@@ -199,16 +199,24 @@ class _Run:
             if isinstance(event, End):
                 if event.turn.finish == "interrupted":
                     raise _Cancelled
-                last = list(pen.write(event.turn.text, whole=True))
+                turn = self._without_loop(event.turn)
+                last = list(pen.write(turn.text, whole=True))
                 if pen.points or keeps_nothing:  # before the last points go out: whoever reads them may stop reading
-                    yield from self._keep(messages, event.turn)
+                    yield from self._keep(messages, turn)
                 yield from last
-                return event.turn
+                return turn
             yield event
             if isinstance(event, Text):
                 said += event.text
                 yield from pen.write(said)
         raise AssertionError("a stream ends with End")
+
+    def _without_loop(self, turn: Turn) -> Turn:
+        """What was said before it went round in a loop, without the sentence in which that began."""
+        if turn.loop is None:
+            return turn
+        before = decode(self.model.tokenizer, turn.ids[: len(turn.ids) - turn.loop.length + turn.loop.period])
+        return replace(turn, text=before[: max(before.rfind(end) + 1 for end in ("\n", ". "))])
 
     def _kept(self, messages: Messages) -> Turn | None:
         return self.cache.get(messages, self.plan.answer) if self.cache is not None else None
@@ -247,6 +255,8 @@ class _Run:
         if answered.turn.finish == "length":
             more = "; a greater --length allows more" if "length" in self.plan.wording.follows else ""
             self.note(f"{what} was cut at {self.plan.answer:,} tokens{more}")
+        if answered.turn.finish == "loop":
+            self.note(f"{what} went round in a loop: stopped, and only what stands before that is taken")
         if repeated := _repeated(pen.repeated):
             self.note(f"{what}: {repeated}")
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvcli.api import Cancel, End, Event, Finish, Live, ModelInfo, Read, Text, Turn
 from kvcli.documents import Document, Section
 from kvcli.documents.document import marked
+from kvcli.loops import Loop, Loops
 from kvcli.stats import Stats
 from tests.fake_model import FakeTokenizer, fake_info
 
@@ -54,6 +55,7 @@ class Scribe:
     tokenizer: Any = field(default_factory=WordTokenizer)
     foretell: None = None
     asked: list[str] = field(default_factory=list)
+    stop_loops: int = 0
 
     def stream(
         self,
@@ -71,8 +73,10 @@ class Scribe:
         yield Read(len(prompt), len(prompt), 0, 0.1)
         said = list[int]()
 
-        def turn(finish: Finish) -> End:
-            return End(Turn(self.tokenizer.decode(said), tuple(said), finish, stats))
+        loops = Loops(self.stop_loops)
+
+        def turn(finish: Finish, loop: Loop | None = None) -> End:
+            return End(Turn(self.tokenizer.decode(said), tuple(said), finish, stats, loop))
 
         for word in self.tokenizer.encode(self.answer(text)):
             if (cancel and cancel()) or len(said) == max_new_tokens:
@@ -80,6 +84,9 @@ class Scribe:
                 return
             said.append(word)
             yield Text(self.tokenizer.decode([word]), (word,))
+            if (loop := loops.hear(word)) is not None:
+                yield turn("loop", loop)
+                return
         yield turn("stop")
 
 

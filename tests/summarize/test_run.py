@@ -236,6 +236,28 @@ def test_an_answer_that_was_cut_is_noted():
     assert "the answer was cut at 60 tokens" in summary.notes[0]
 
 
+ROUND = " the pump hums" * 40
+
+
+@pytest.mark.parametrize("before", ["- The pump leaks [p. 1].\n- It hums", "The pump leaks [p. 1]. It hums"])
+def test_what_a_loop_says_is_no_finding_and_the_loop_is_noted(tmp_path: Path, before: str):
+    cache, asked = Cache(tmp_path / "c", "model", "profile"), Request(style="prose" if before[0] == "T" else None)
+    for _ in range(2):  # the second time from the cache
+        model = Scribe(lambda _: before + ROUND, limit=20_000, stop_loops=60)
+        summary = summary_of(model, [TEN], asked, cache=cache)
+        assert [point.text for point in summary.points] == ["The pump leaks."]
+        assert summary.turns[0].turn.finish == "loop"
+        assert summary.notes == ("the answer went round in a loop: stopped, and only what stands before that is taken",)
+    assert model.asked == []
+
+
+def test_a_part_that_went_round_in_a_loop_is_named():
+    model = Scribe(lambda p: ROUND if "cobalt" in p else first_sentences(p), stop_loops=60)
+    summary = summary_of(model, [TEN], SMALL)
+    assert "part 2 of 5 went round in a loop" in summary.notes[0]
+    assert not any("hums" in point.text for point in summary.points)
+
+
 # --- interrupted
 
 
