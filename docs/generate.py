@@ -402,6 +402,20 @@ def example(where: str) -> str:
     return f"```python\n{code}\n```\n\nprints\n\n```\n{done.stdout.strip()}\n```"
 
 
+def catalog(_: str) -> str:
+    """The real models that are named to somebody who has named none."""
+    from kvcli.fit.catalog import CATALOG
+    from kvcli.render.figures import count, long_size
+
+    rows = [
+        f"| `{k.id}` | {k.parameters / 1e9:.2f} | {long_size(k.weights())} | {long_size(k.needs())} "
+        f"| {long_size(k.needs('int8'))} | {count(k.shape.limit)} | {k.licence} |"
+        for k in CATALOG
+    ]
+    head = "| model | billion parameters | download | takes | with `--quant int8` | window | licence |"
+    return "\n".join([head, "|---" * 7 + "|", *rows])
+
+
 KINDS: dict[str, Callable[[str], str]] = {
     "flops": flops,
     "run": run,
@@ -413,6 +427,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "bench": bench,
     "bounds": bounds,
     "families": families,
+    "catalog": catalog,
     "example": example,
 }
 

@@ -58,10 +58,12 @@ HABITS = {
 SHORT_HELP = """\
 kvcli {version}: chat with long documents on your own machine.
 
-  kvcli chat                                       talk to the bundled demo model
-  kvcli chat -f report.md -p "What was decided?"   one question about a file
-  kvcli summarize paper.pdf                        a summary that names pages
-  kvcli chat Qwen/Qwen3-8B -P ngram                another model, another profile
+  kvcli chat                             talk to the bundled demo, which knows only its own reports
+  kvcli chat MODEL -f a.md -p "Why?"     one question about a file
+  kvcli summarize -m MODEL paper.pdf     a summary that names pages
+  kvcli summarize paper.pdf              names models that fit this machine
+
+MODEL is a Hugging Face id such as Qwen/Qwen3-4B-Instruct-2507, a folder, or a name from your config.
 
 kvcli --help lists all commands; kvcli chat --help what one takes, --help-all all of it.
 """

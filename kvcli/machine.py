@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 # Instruction sets that decide how fast a CPU reads weights.
 FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
@@ -36,6 +35,8 @@ class Found:
 
 def devices() -> Iterator[Found]:
     """The CPU first."""
+    import torch
+
     memory = psutil.virtual_memory()
     yield Found("cpu", cpu_name() or platform.machine(), memory.total, memory.available)
     for i in range(torch.cuda.device_count()):
@@ -47,6 +48,8 @@ def devices() -> Iterator[Found]:
 
 def threads() -> int:
     """Threads torch computes with."""
+    import torch
+
     return torch.get_num_threads()
 
 
@@ -77,6 +80,8 @@ def cores() -> int | None:
 
 def kernels() -> list[tuple[str, str, str, str]]:
     """(device, op, choice, reason) of everything that dispatches, for each kind of device."""
+    import torch
+
     from kvcli.kernels.dispatch import explain
 
     kinds = dict.fromkeys(found.kind.partition(":")[0] for found in devices())

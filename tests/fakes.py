@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.cli import run
+from kvcli.demo import weights_dir
 from kvcli.world import Paths, World
 from tests.fake_model import FakeModel
 
@@ -78,6 +79,12 @@ class Machine:
         """Stands in for `Setup.load`."""
         self.model.profile = profile
         return self.model
+
+    def __post_init__(self) -> None:
+        """A user who named a model, so that nobody is asked for one."""
+        config = self.folder / "home" / "config" / "config.toml"
+        config.parent.mkdir(parents=True)
+        config.write_text(f'default_model = "{weights_dir()}"\n')
 
     def world(self, stdin: bytes = b"", tty: tuple[str, ...] = (), stdout: Stream | None = None) -> World:
         streams = {name: Stream(is_tty=name in tty) for name in ("stdout", "stderr")}

@@ -57,6 +57,7 @@ class Office(Machine):
     """A machine whose model is a clerk. `said` holds the answer it gives."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.clerk = Clerk(first_sentences)
 
     def __call__(self, *args, **more):

@@ -63,7 +63,8 @@ def chat(
     The answer goes to stdout, all else to stderr. "kv" in the figures is the
     cache: keys and values of every token read, so nothing is read twice.
     """
-    from kvcli.commands.ask import read_question
+    from kvcli.commands.ask import STDIN, read_question
+    from kvcli.commands.offer import find_model, tell_toy
     from kvcli.commands.setup import Setup
 
     world: World = context.obj
@@ -72,12 +73,16 @@ def chat(
     with kept(world, continue_, resume, no_save) as opened:
         setup = Setup(world, model or (opened.saved.model if opened else None), o.profile_flags(context.params), exact)
         keeps = not no_save and setup.keeps_chats
+        find_model(setup, file or [])
         profile = setup.profile()
         if dry_run:
             from kvcli.commands.plan import print_plan
 
             return print_plan(setup, profile, file or [])
         question = read_question(world, prompt, file or [], system, system_file)
+        find_model(setup, [d.name for d in question.documents if d.name == STDIN])
+        if question.text is not None and not question.documents:
+            tell_toy(setup)
         return answer(setup, profile, question, stats, stream, Wanted(force, ctx == "max"), opened, keeps)
 
 
@@ -196,6 +201,7 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
     """The interactive chat."""
     from kvcli import __version__
     from kvcli.commands.keep import about
+    from kvcli.commands.offer import find_model
     from kvcli.commands.repl import run_repl
     from kvcli.machine import threads
     from kvcli.render.errors import print_note
@@ -232,4 +238,5 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
         sets=world.options.set,
         history=world.paths.state / "history",
         after_turn=after_turn,
+        before_file=lambda name: find_model(setup, [name], may_ask=False),
     )

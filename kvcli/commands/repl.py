@@ -57,18 +57,19 @@ class Repl:
         sets: Sequence[str] = (),
         memory: Callable[[], Memory | None] | None = None,
         after_turn: Callable[[Turn | None], None] | None = None,
+        before_file: Callable[[str], None] | None = None,
         history: Path | None = None,
         keeps: bool = False,
     ) -> None:
-        """`after_turn` is handed the last turn; `memory` is shown in the live row (default: the process's RSS).
+        """`before_file` may refuse a document; `after_turn` is handed the last turn.
 
-        With `keeps` the chat is on the disk whenever a line can be typed.
+        `memory` is shown in the live row (default: the process's RSS). With `keeps` the chat is on the disk whenever a line can be typed.
         """
         self.keeps = keeps
         self.chat, self.screen, self.world = chat, screen, world
         self.profiles, self.profile_name = profiles, profile
         self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
-        self.memory, self.after_turn = memory, after_turn
+        self.memory, self.after_turn, self.before_file = memory, after_turn, before_file
         self.reader = prompt.reader(world, self._words(), history)
         self.last: Turn | None = None
         self.is_over = False

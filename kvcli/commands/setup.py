@@ -82,6 +82,11 @@ class Setup:
         return load_config(sources(self.world)).keep_chats
 
     @property
+    def is_named(self) -> bool:
+        """Did anybody say which model: typed, or as `default_model` of a config file?"""
+        return self.model is not None or "default_model" in load_config(sources(self.world)).top
+
+    @property
     def name(self) -> str:
         return self.model or load_config(sources(self.world)).default_model
 

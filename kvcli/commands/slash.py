@@ -155,6 +155,8 @@ def _file(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
         raise UsageError("which file?", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"])
+    if repl.before_file is not None:
+        repl.before_file(path)
     document = read_file(repl.world, path)
     name = document.name
     if (place := repl.chat.place(document)) is not None:

@@ -56,6 +56,7 @@ def summarize(
     be confirmed ends in "?". Parts that are done survive Ctrl-C: the same
     command goes on from there.
     """
+    from kvcli.commands.offer import find_model
     from kvcli.commands.outlook import Wanted
     from kvcli.commands.setup import Setup
     from kvcli.commands.summarize_job import Job
@@ -76,6 +77,8 @@ def summarize(
         raise UsageError("only a summary comes as html", try_=["--format md", "--format json"])
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
     setup = Setup(world, model, f.profile_flags(context.params), exact)
+    if not extract_only:  # which asks no model
+        find_model(setup, files or [])
     profile = setup.profile()
     shelf = read_all(world, files or [], How(pages, type_, password_of(world, password_file)), screen)
     job = Job(setup, profile, request, shelf, out, screen, Wanted(force, ctx == "max"), each, fresh)

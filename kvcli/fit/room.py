@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from kvcli.errors import UsageError
 
@@ -46,6 +51,16 @@ def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
         found = {"cpu": found["cpu"], "cuda:0": Room("cuda:0", max(0, vram - CONTEXT), is_described=True)}
     behind = found["cpu"].available - machine.kept_free(found["cpu"].available)
     return {kind: replace(room, host=0 if room.kind == "cpu" else behind) for kind, room in found.items()}
+
+
+def look() -> Room:
+    """The first GPU, else the CPU, without torch, whose import takes seconds: to say what would fit."""
+    if smi := shutil.which("nvidia-smi"):
+        asked = [smi, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+        with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
+            said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+            return Room("cuda:0", max(0, (int(said.split()[0]) << 20) - CONTEXT))
+    return Room("cpu", min(psutil.virtual_memory().available, container_room()))
 
 
 def choose(found: dict[str, Room], device: str) -> Room:

@@ -1,0 +1,58 @@
+"""The models that are named to somebody who named none: their sizes add up, and what is offered fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcli.fit import weights
+from kvcli.fit.catalog import CATALOG, TOKENS, choices
+from kvcli.fit.plan import Facts, Subject, plan
+from kvcli.fit.room import Room
+from kvcli.machine import kept_free
+from kvcli.profile import Profile
+
+GIB = 1 << 30
+
+
+def planned(choice, available):
+    """What `kvcli fit` says of it."""
+    known = choice.known
+    held = weights.of_shape(known.shape)
+    subject = Subject(known.id, known.shape, held, "bfloat16", False, True, False, 2 * known.parameters)
+    profile = Profile.load("ngram").replace(load={"quant": choice.quant})
+    return plan(subject, profile, Room("cpu", available), min(TOKENS, known.shape.limit), Facts())
+
+
+@pytest.mark.parametrize("known", CATALOG, ids=lambda known: known.id)
+def test_the_sizes_of_a_model_give_the_number_of_its_parameters(known):
+    shape = known.shape
+    norms = shape.hidden * (2 * shape.layers + 1)
+    counted = shape.linear + shape.vocab * shape.hidden * (1 if shape.is_tied else 2) + norms
+    assert counted == pytest.approx(known.parameters, rel=2e-5)  # but for norms of queries and keys
+
+
+def test_they_come_by_size_with_a_licence_each():
+    assert [k.parameters for k in CATALOG] == sorted(k.parameters for k in CATALOG)
+    assert {k.licence for k in CATALOG} == {"Apache-2.0", "MIT"}
+    assert len({k.id for k in CATALOG}) == len(CATALOG)
+
+
+@pytest.mark.parametrize("gib", [1.5, 2, 3, 5, 7, 8, 11, 16, 24, 64])
+def test_what_is_offered_fits_as_fit_plans_it(gib):
+    available = int(gib * GIB)
+    found = choices(available - kept_free(available))
+    assert 1 <= len(found) <= 3
+    assert [c.known.parameters for c in found] == sorted({c.known.parameters for c in found})
+    for choice in found:
+        assert planned(choice, available).fits
+        assert 1 <= choice.needs / planned(choice, available).least < 1.25
+
+
+def test_packed_weights_are_offered_where_more_then_fits():
+    assert [c.quant for c in choices(8 * GIB)] == ["none", "none", "int8"]
+    assert {c.quant for c in choices(64 * GIB)} == {"none"}
+    assert {c.quant for c in choices(8 * GIB, ("int4",))} == {"int4"}
+
+
+def test_nothing_is_offered_where_nothing_fits():
+    assert choices(GIB // 2) == []
