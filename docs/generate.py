@@ -402,6 +402,24 @@ def example(where: str) -> str:
     return f"```python\n{code}\n```\n\nprints\n\n```\n{done.stdout.strip()}\n```"
 
 
+def losses(_: str) -> str:
+    """Each shipped profile that may lose facts: which tokens stay, in how many bits, and what an answer reads."""
+    from kvcli.layers import builtin_files
+    from kvcli.losses import keeps
+    from kvcli.profile import Profile
+
+    rows = []
+    for file in builtin_files():
+        profile = Profile.load(file.profile)
+        if profile.exactness == "approx":
+            found = keeps(profile)
+            tokens = found.get("forgotten", "every token").removeprefix("keeps ")
+            bits = found.get("rounded", "as the model made them").removeprefix("holds ")
+            read = found.get("unread", "all that is kept").removeprefix("reads ")
+            rows.append(f"| `{profile.name}` | {tokens} | {bits} | {read} |")
+    return "\n".join(["| profile | keeps | keys and values | an answer reads |", "|---|---|---|---|", *rows])
+
+
 def catalog(_: str) -> str:
     """The real models that are named to somebody who has named none."""
     from kvcli.fit.catalog import CATALOG
@@ -428,6 +446,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "bounds": bounds,
     "families": families,
     "catalog": catalog,
+    "losses": losses,
     "example": example,
 }
 

@@ -1,4 +1,4 @@
-"""Settings that cannot both be kept, keys that change nothing, and what a user should know of a profile."""
+"""Settings that cannot both be kept, keys that change nothing, and what a profile does not do on a device."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def memory_clashes(profile: Profile) -> list[Clash]:
 
 
 def cautions(profile: Profile, device: str) -> list[str]:
-    """What the user should know of a profile on a device of this type, one line each."""
-    found = [profile.policy.caution] if profile.policy.caution else []
+    """What a profile asks for that a device of this type does not have, one line each."""
+    found = []
     if profile.memory.host == "auto" and device != "cuda":
         found.append("memory.host = auto holds nothing here: without a GPU keys and values are in host memory already")
     return found

@@ -231,7 +231,8 @@ class Model:
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier, and what scouts read as one more."""
         view = self.session.view.usage() if self.session.view is not None else []
-        return [asdict(use) for use in [*self.session.kv.usage(), *view]]
+        table = [asdict(use) for use in [*self.session.kv.usage(), *view]]
+        return [{key: value for key, value in row.items() if key != "lost"} for row in table]
 
 
 def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

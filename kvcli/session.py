@@ -16,7 +16,7 @@ from kvcli.drafts.base import Drafter
 from kvcli.forward import Pass, run
 from kvcli.heard import Heard
 from kvcli.kinds import Span, kinds_of
-from kvcli.kv.slots import Choose, Lens, Slots, Store
+from kvcli.kv.slots import Choose, Lens, Loss, Slots, Store
 from kvcli.policies.base import Phase, Policy
 from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
@@ -172,6 +172,16 @@ class Session:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
         return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
+
+    @property
+    def lost(self) -> set[Loss]:
+        """What rows of an answer miss of the text so far."""
+        found: set[Loss] = {use.lost for use in self.kv.usage() if use.lost is not None}
+        if not self._is_whole:
+            found.add("forgotten")
+        if self.committed and self.kv.dtype != self.lm.dtype and self.kv.dtype.itemsize <= self.lm.dtype.itemsize:
+            found.add("rounded")
+        return found
 
     def _choice(self, policy: Policy, phase: Phase) -> Choose:
         """What stays; notes whether anything goes, before it does."""

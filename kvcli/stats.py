@@ -68,6 +68,7 @@ class Stats:
     context: int = 0
     limit: int = 0
     shortages: list[str] = field(default_factory=list)  # what was done when memory ran out, in words
+    approx: str = ""  # what the answer may miss of the text, in words; "" = nothing
     plain: list[float] = field(default_factory=list)  # seconds of the last passes that carried no draft
 
     def fold(self, step: Step) -> None:

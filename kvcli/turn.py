@@ -14,6 +14,7 @@ from kvcli.errors import BadInput
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import nbytes
 from kvcli.loops import Loops
+from kvcli.losses import approx
 from kvcli.memory import peak_bytes
 from kvcli.stats import Stats
 from kvcli.text import Detokenizer, StopStrings
@@ -125,6 +126,8 @@ class Answering:
         if not at_once and time.perf_counter() - self._measured < MEASURE_EVERY:
             return
         self._measured = time.perf_counter()
+        if at_once:
+            stats.approx = approx(self._model.profile, session.lost)
         stats.kv = nbytes(session.kv, session.view)
         stats.kv_fp16 = 2 * 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * session.committed
         stats.peak = peak_bytes(lm.device)

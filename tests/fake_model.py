@@ -72,6 +72,7 @@ class FakeModel:
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked
     seeds: list[int | None] = field(default_factory=list)  # and with which seed
     loop: Loop | None = None  # in which the answer ends
+    approx: str = ""  # what it may miss of the text
 
     def stream(
         self,
@@ -94,6 +95,7 @@ class FakeModel:
             )
         self.prompts.append(list(ids))
         stats = Stats(prompt=len(ids), cached=self.cached, limit=self.info.limit, kv_fp16=17_930_000, peak=431 << 20)
+        stats.approx = self.approx
         yield Live(stats)
         cancelled = cancel or (lambda: False)
         yield from self._read(len(ids), stats, cancelled)

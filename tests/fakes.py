@@ -83,7 +83,7 @@ class Machine:
     def __post_init__(self) -> None:
         """A user who named a model, so that nobody is asked for one."""
         config = self.folder / "home" / "config" / "config.toml"
-        config.parent.mkdir(parents=True)
+        config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(f'default_model = "{weights_dir()}"\n')
 
     def world(self, stdin: bytes = b"", tty: tuple[str, ...] = (), stdout: Stream | None = None) -> World:

@@ -36,7 +36,7 @@ def machine(tmp_path, monkeypatch):
 
     def load(self, profile, tell=None):
         made.model.cautions = cautions(profile, "cpu")
-        return made.model
+        return made.load(profile)
 
     monkeypatch.setattr(Setup, "load", load)
     return made
@@ -268,16 +268,25 @@ def test_an_answer_that_went_round_in_a_loop_is_said_and_is_no_success(machine):
     assert document["events"] == [{"kind": "loop", "text": "the text went round in a loop of 2 tokens"}]
 
 
-@pytest.mark.parametrize(("profile", "warns"), [("snap", True), ("ngram", False)])
-def test_what_a_policy_may_lose_is_said_on_the_screen_and_in_the_json(machine, profile, warns):
-    warning = "what a later question needs may be gone"
-    assert (warning in " ".join(machine("chat", "-p", "Hi", "-P", profile).err.split())) == warns
-    assert warning not in machine("chat", "-p", "Hi", "-P", profile, "--quiet").err
-    done = machine("chat", "-p", "Hi", "-P", profile, "--json")
-    said = [event["text"] for event in json.loads(done.out)["events"] if event["kind"] == "caution"]
-    assert [warning in text for text in said] == [True] * warns
-    assert warning not in done.err
-    validate("turn", json.loads(done.out))
+def test_what_may_be_lost_is_said_on_the_screen_and_in_the_json(machine):
+    note = machine.model.approx = "approx: lean holds keys in 4 and values in 2 bits: facts may be lost"
+    said = machine("chat", "-p", "Hi").err
+    assert f"note: {note}" in " ".join(said.split())
+    assert any(line.startswith("  ") and "approx" in line and "tokens in" in line for line in said.splitlines())
+    assert "approx" not in machine("chat", "-p", "Hi", "--quiet").err
+    done = machine("chat", "-p", "Hi", "--json")
+    document = json.loads(done.out)
+    assert (document["approx"], document["events"]) == (True, [{"kind": "approx", "text": note}])
+    assert done.err == ""
+    validate("turn", document)
+
+
+def test_in_a_chat_the_note_comes_once_and_the_figure_each_time(machine):
+    machine.model.approx = "approx: lean holds keys in 4 and values in 2 bits"
+    machine.environ["TERM"] = "dumb"
+    said = machine("chat", "--stats", "turn", stdin=b"One?\nTwo?\n", tty=("stdin", "stdout", "stderr")).err
+    assert said.count("note: approx: lean") == 1
+    assert sum("tokens in" in line and "approx" in line for line in said.splitlines()) == 2
 
 
 def test_streamed_json_tells_the_figures_now_and_then(machine):
@@ -370,7 +379,7 @@ def test_ctrl_c_keeps_what_was_said_and_exits_130(kvcli):
 
 
 def test_a_reader_that_leaves_ends_the_answer(kvcli):
-    started = kvcli("chat", "-p", LONG, "--greedy", "--spec", "off")
+    started = kvcli("chat", "demo", "-p", LONG, "--greedy", "--spec", "off")
     started.stdout.read(1)
     started.stdout.close()
     assert started.stderr.read() == b""

@@ -513,7 +513,7 @@ def in_third(office, monkeypatch):
 
 
 def test_ctrl_c_says_when_nothing_is_kept(office, in_third):
-    (office.folder / "home").mkdir()
+    (office.folder / "home").mkdir(exist_ok=True)
     (office.folder / "home" / "cache").write_text("no folder")
     done = office(*long_file(office))
     assert done.exit == 130
@@ -530,7 +530,7 @@ def test_ctrl_c_after_fresh_says_how_to_go_on(office, in_third):
 
 
 def test_what_cannot_be_kept_is_said_once(office):
-    (office.folder / "home").mkdir()
+    (office.folder / "home").mkdir(exist_ok=True)
     (office.folder / "home" / "cache").write_text("no folder")
     done = office(*long_file(office))
     assert (done.exit, done.err.count("cannot be kept")) == (0, 1)

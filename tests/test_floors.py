@@ -25,8 +25,8 @@ FLOORS = [
         "api heard kinds kv loops machine memory rows sample stats token_kinds verify",
         "budget forward model policies replay rope seam weights",
         "drafts",
-        "boundary build chats clashes conversation kvcli local relief schemas session steady transcript turn window "
-        "world",
+        "boundary build chats clashes conversation kvcli local losses relief schemas session steady transcript turn "
+        "window world",
         "bench calibrate fit heads quality summarize",  # what measures, foretells and asks more than one question
         "__main__ cli commands render",
     )

@@ -28,7 +28,7 @@ def new(tmp_path, monkeypatch):
 
     def load(self, profile, tell=None):
         machine.loaded.append((self.name, profile.load.quant))
-        return machine.model
+        return machine.load(profile)
 
     monkeypatch.setattr(Setup, "load", load)
     monkeypatch.setattr("kvcli.commands.models.cached_models", list)

@@ -352,10 +352,10 @@ def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_f
     assert refused.value.try_
 
 
-def test_a_query_aware_score_says_so() -> None:
-    assert "a later question" in topk.Snap().caution
-    assert topk.Expected().caution == topk.KeyDiff().caution == KVzip().caution == ""
-    assert '"h2o"' in topk.H2O().caution
+def test_what_stays_is_said_in_words() -> None:
+    assert topk.Snap().keeps == "50% of a prompt, by what its end looks at"
+    assert topk.KeyDiff(budget=1024).keeps == "1,024 tokens a head of a prompt, by how unlike the others its keys are"
+    assert KVzip(keep=0.25).keeps == "25% of a prompt, by what repeating it looks at"
 
 
 @pytest.mark.parametrize("name", ["snap", "expected"])

@@ -179,8 +179,9 @@ def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen,
             from kvcli.render.stream import show_turn
 
             turn = show_turn(with_notes(events, talk, screen), screen, Look(profile.name, stopping=cancel))
-    if (note := run.record(profile, turn)) and not screen.quiet and not world.options.json:
-        print_note(screen.err, note)
+    for note in filter(None, (turn.stats.approx, run.record(profile, turn))):
+        if not screen.quiet and not world.options.json:
+            print_note(screen.err, note)
     return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, ExitStatus.OK)
 
 

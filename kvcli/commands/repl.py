@@ -63,7 +63,8 @@ class Repl:
     ) -> None:
         """`before_file` may refuse a document; `after_turn` is handed the last turn.
 
-        `memory` is shown in the live row (default: the process's RSS). With `keeps` the chat is on the disk whenever a line can be typed.
+        `memory` is shown in the live row (default: the process's RSS). With `keeps` the chat is on the
+        disk whenever a line can be typed.
         """
         self.keeps = keeps
         self.chat, self.screen, self.world = chat, screen, world
@@ -154,7 +155,7 @@ class Repl:
                 done = self.last = show_turn(start(cancel=cancel), self.screen, look)
             except KeyboardInterrupt:
                 self.say("stopped at once; the conversation is read again with the next question")
-        for note in self.chat.notes:
+        for note in [*self.chat.notes, *([done.stats.approx] if done and done.stats.approx else [])]:
             if note not in self._told:
                 print_note(self.screen.err, note)
                 self._told.add(note)

@@ -56,6 +56,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         exactness=run.exactness,
         text=turn.text,
         finish=turn.finish,
+        approx=bool(stats.approx),
         tokens=Tokens(
             prompt=stats.prompt, cached=stats.cached, new=stats.new, context=stats.context, limit=stats.limit
         ),
@@ -75,6 +76,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
             *({"kind": "caution", "text": caution} for caution in run.cautions),
             *({"kind": "note", "text": note} for note in (*info.notes, *run.notes)),
             *({"kind": "shortage", "text": words} for words in stats.shortages),
+            *([{"kind": "approx", "text": stats.approx}] if stats.approx else []),
             *([{"kind": "loop", "text": str(turn.loop)}] if turn.loop else []),
         ],
     )

@@ -58,7 +58,6 @@ CATALOG = (  # layers, hidden, heads, KV heads, numbers of a head, inner, vocabu
     _known("HuggingFaceTB/SmolLM3-3B", 3_075_098_624, 36, 2048, 16, 4, 128, 11008, 128256, 65536),
     _known("microsoft/Phi-4-mini-instruct", 3_836_021_760, 32, 3072, 24, 8, 128, 8192, 200064, 131072, licence="MIT"),
     _known("Qwen/Qwen3-4B-Instruct-2507", 4_022_468_096, 36, 2560, 32, 8, 128, 9728, 151936, 262144),
-    _known("mistralai/Mistral-7B-Instruct-v0.3", 7_248_023_552, 32, 4096, 32, 8, 128, 14336, 32768, 32768, tied=False),
     _known("ibm-granite/granite-3.3-8b-instruct", 8_170_864_640, 40, 4096, 32, 8, 128, 12800, 49159, 131072),
     _known("Qwen/Qwen3-8B", 8_190_735_360, 36, 4096, 32, 8, 128, 12288, 151936, 40960, tied=False),
 )  # fmt: skip

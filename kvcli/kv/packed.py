@@ -162,7 +162,7 @@ class Packed:
         for layer, heads in enumerate(self._layers):
             held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
             slots = max(int((head.pos >= 0).sum()) for head in heads)
-            found.append(Usage(layer, self._name, slots, sum(held.values())))
+            found.append(Usage(layer, self._name, slots, sum(held.values()), "rounded" if slots else None))
         return found
 
     def _keep(self, layer: int, mask: Tensor) -> None:

@@ -23,11 +23,12 @@ from kvcli.kv.index import Index
 from kvcli.kv.recall_near import Near
 from kvcli.kv.recall_pages import Budget, Pages, padded
 from kvcli.kv.recall_source import Source, Whole
-from kvcli.kv.slots import Sight, Slots, Usage, visible
+from kvcli.kv.slots import Loss, Sight, Slots, Usage, visible
 
 if TYPE_CHECKING:
     from kvcli.kv.ladder import Floor
 
+UNREAD: Loss = "unread"
 ROWS = 64  # rows that choose at a time: their scores of all pages exist at once
 
 
@@ -129,7 +130,8 @@ class Recall:
         found = self._tier.usage()
         for layer, p in self._pages.items():
             last = [self._chosen[layer]] if layer in self._chosen else []
-            found.append(Usage(layer, "index", p.last.shape[1] * self._index.page, _nbytes([*p.tensors, *last])))
+            size, lost = _nbytes([*p.tensors, *last]), None if p.reads_all else UNREAD
+            found.append(Usage(layer, "index", p.last.shape[1] * self._index.page, size, lost))
             if self._near is not None:
                 found.append(Usage(layer, "near", 0, self._near.nbytes(layer)))
         return found

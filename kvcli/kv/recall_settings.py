@@ -34,6 +34,10 @@ class Chosen(Protocol):
     def below(self, tier: Shelf, sights: Sequence[Sight]) -> Floor:
         """A lower rung of a ladder, read through these settings."""
 
+    @property
+    def reads(self) -> str:
+        """How much of a long text a row reads, in words; "" = all of it."""
+
     def layers(self, sights: Sequence[Sight]) -> list[int]:
         """Those in which rows read a part."""
 
@@ -55,6 +59,10 @@ class Everything:
     @property
     def every(self) -> int | None:
         return None
+
+    @property
+    def reads(self) -> str:
+        return ""
 
     def over(self, store: Store, source: Source, sights: Sequence[Sight]) -> Store:
         return store
@@ -85,6 +93,10 @@ class _Part:
     recent: Annotated[int, Range(0)] = 64  # newest tokens, always read; so are those since the last boundary
     dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read everything: their attention is spread widely
     every: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
+
+    @property
+    def reads(self) -> str:
+        return f"{self.fraction:.0%} of the text for each token, at least {self.floor:,} tokens"
 
     def over(self, store: Store, source: Source, sights: Sequence[Sight]) -> Store:
         from kvcli.kv.recall_store import RecallStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class Sight:
     is_prompt: bool = False  # the rows are of a text being read: nothing stored is left out for them
 
 
+# what an answer may miss: slots were let go, are kept in fewer bits, or not all read
+Loss = Literal["forgotten", "rounded", "unread"]
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What one layer takes in one tier."""
@@ -44,6 +48,7 @@ class Usage:
     tier: str  # where: cpu, cuda, ...
     slots: int  # of the longest head
     nbytes: int  # allocated, spare room included
+    lost: Loss | None = None  # of these slots
 
 
 Choose = Callable[[int, Slots], Tensor]  # layer, slots -> keep mask [K, S]

@@ -172,8 +172,8 @@ class Chosen(Protocol):
         """May heads keep different numbers of slots?"""
 
     @property
-    def caution(self) -> str:
-        """What a user should know before using it, in words; "" = nothing."""
+    def keeps(self) -> str:
+        """What stays of a text that is too long for it, in words; "" = everything."""
 
 
 @dataclass(frozen=True)
@@ -201,5 +201,5 @@ class Everything:
         return False
 
     @property
-    def caution(self) -> str:
+    def keeps(self) -> str:
         return ""

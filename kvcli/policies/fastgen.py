@@ -136,8 +136,11 @@ class FastGen:
         return True
 
     @property
-    def caution(self) -> str:
-        return ""
+    def keeps(self) -> str:
+        share = f"{self.keep:.0%} of the tokens" if self.keep else f"what holds {self.recovery:.0%} of its attention"
+        if not self.keep and self.recovery == "auto":
+            share = "what the newest tokens are predicted by"
+        return f"{share} in each head, by what it looks at"
 
 
 def spread(start: int, end: int, most: int) -> list[int]:

@@ -28,6 +28,7 @@ class KVzip(TopK):
     lead: Annotated[int, Range(0)] = 8  # tokens before a piece that it begins with
 
     name: ClassVar[str] = "kvzip"
+    by: ClassVar[str] = "what repeating it looks at"
 
     def __post_init__(self) -> None:
         super().__post_init__()

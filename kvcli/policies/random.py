@@ -50,8 +50,8 @@ class Random(Plain):
         return False
 
     @property
-    def caution(self) -> str:
-        return ""
+    def keeps(self) -> str:
+        return f"{self.budget:,} tokens a head, drawn by lot"
 
     def keep(self, s: Slots, at: Moment) -> Tensor:
         """The lot of a token is fixed by its position, so what fell out early would not have stayed later either."""

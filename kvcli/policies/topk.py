@@ -38,7 +38,7 @@ class TopK:
     every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
 
     name: ClassVar[str]  # in a profile
-    sees_question: ClassVar[bool] = False  # does it score by the newest queries, as those of a question?
+    by: ClassVar[str]  # what says how much a token is worth, in words
 
     def __post_init__(self) -> None:
         always = self.sinks + self.guard
@@ -81,14 +81,9 @@ class TopK:
         return self.alloc != "uniform"
 
     @property
-    def caution(self) -> str:
-        """What a user should know before compressing a text to ask about it later; empty = nothing."""
-        if not self.sees_question:
-            return ""
-        return (
-            f'policy.name = "{self.name}" keeps what the end of the prompt looks at: what a later question needs may '
-            'be gone, so for a text that is read once and asked often "fastgen" or "kvzip" is the better choice'
-        )
+    def keeps(self) -> str:
+        share = f"{self.budget:,} tokens a head of a prompt" if self.budget else f"{self.keep:.0%} of a prompt"
+        return f"{share}, by {self.by}"
 
     def _shared(self) -> Alloc:
         from kvcli.policies import allocs
@@ -116,7 +111,7 @@ class Snap(TopK):
     pooling: Literal["max", "avg"] = "max"  # how
 
     name: ClassVar[str] = "snap"
-    sees_question: ClassVar[bool] = True
+    by: ClassVar[str] = "what its end looks at"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,7 +134,7 @@ class Tova(TopK):
     )
 
     name: ClassVar[str] = "tova"
-    sees_question: ClassVar[bool] = True
+    by: ClassVar[str] = "what its last token looks at"
 
     def scorer(self) -> Scorer:
         from kvcli.policies import scores
@@ -158,6 +153,7 @@ class Expected(TopK):
     epsilon: Annotated[float, Range(0)] = 0.0  # added to an expected attention before it is weighed by the value
 
     name: ClassVar[str] = "expected"
+    by: ClassVar[str] = "what later questions should look at"
 
     def scorer(self) -> Scorer:
         from kvcli.policies.scorers import Expected as Scorer_
@@ -170,6 +166,7 @@ class KeyDiff(TopK):
     """Keep keys that are unlike the others (KeyDiff, arXiv 2504.15364); needs no queries."""
 
     name: ClassVar[str] = "keydiff"
+    by: ClassVar[str] = "how unlike the others its keys are"
 
     def scorer(self) -> Scorer:
         from kvcli.policies import scores
@@ -187,6 +184,7 @@ class KNorm(TopK):
     )
 
     name: ClassVar[str] = "knorm"
+    by: ClassVar[str] = "how short its keys are"
 
     def scorer(self) -> Scorer:
         from kvcli.policies import scores
@@ -206,6 +204,7 @@ class Lag(TopK):
     across: bool = False  # compare tokens of different parts, instead of keeping the same share of each
 
     name: ClassVar[str] = "lag"
+    by: ClassVar[str] = "how far it stands out"
 
     def scorer(self) -> Scorer:
         from kvcli.policies import scores
@@ -222,7 +221,7 @@ class H2O(TopK):
     queries: Annotated[int, Range(1)] = 64  # newest queries heard at a boundary; at least every, so that all count
 
     name: ClassVar[str] = "h2o"
-    sees_question: ClassVar[bool] = True
+    by: ClassVar[str] = "what was looked at most"
 
     def __post_init__(self) -> None:
         super().__post_init__()

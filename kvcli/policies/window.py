@@ -48,8 +48,8 @@ class Window(Plain):
         return False
 
     @property
-    def caution(self) -> str:
-        return ""
+    def keeps(self) -> str:
+        return f"the first {self.sinks} tokens and the newest {self.window:,}"
 
     def keep(self, s: Slots, at: Moment) -> Tensor:
         """The same in every layer and head: positions below `sinks`, and the last `window` of them."""

@@ -54,7 +54,7 @@ def live_row(stats: Stats, look: Look, memory: Memory | None, width: int) -> lis
     if width < NARROWEST:
         return []
     fields = _fields(stats, look, memory)
-    for dropped in ("", "spark", "profile", "ctx", "memory", "kv", "tokens"):
+    for dropped in ("", "spark", "profile", "ctx", "memory", "kv", "tokens", "approx"):
         fields.pop(dropped, None)
         spans = _joined(fields)
         # two columns stay free: one so that no row ends in the last column, one for the eye
@@ -70,6 +70,8 @@ def _fields(stats: Stats, look: Look, memory: Memory | None) -> dict[str, list[S
         fields["stopping"] = [("stopping", "yellow")]
     if look.profile:
         fields["profile"] = [(look.profile, "cyan")]
+    if stats.approx:
+        fields["approx"] = [("approx", "yellow")]
     fields["tokens"] = [(f"{f.count(stats.new)}", ""), (" tok", "dim")]
     speed = f.rate(stats.decode_tok_s)
     fields["speed"] = [(speed.removesuffix("/s"), ""), ("/s", "dim")] if stats.new else [("–", ""), ("/s", "dim")]

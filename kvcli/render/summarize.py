@@ -156,5 +156,6 @@ def totals(summary: Summary) -> list[str]:
         f"{plural(summary.n_parts, 'part')}, {plural(len(fresh), 'question')}",
         f"read {f.count(read)} tokens in {f.seconds(reading)}" + (f", {f.rate(read / reading)}" if reading else ""),
         f"wrote {f.count(new)} in {f.seconds(writing)}" + (f", {f.rate(new / writing)}" if writing else ""),
+        "approx" if any(s.approx for s in fresh) else "",
         f"peak {f.long_size(peak)}" + (f", estimate {f.long_size(estimate)}" if estimate else "") if peak else "",
     ]

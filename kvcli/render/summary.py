@@ -61,6 +61,7 @@ def _speed(turn: Turn) -> list[str]:
         "the answer's length limit was reached" if turn.finish == "length" else "",
         f"{f.rate(stats.decode_tok_s)}{plain}" if stats.decode > 0 else "",
         f"first token {f.seconds(stats.first_token)}" if stats.first_token > 0 else "",
+        "approx" if stats.approx else "",
     ]
 
 

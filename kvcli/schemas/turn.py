@@ -80,13 +80,14 @@ class TurnDocument(Json):
     exactness: str | None
     text: str
     finish: Finish
+    approx: bool = Field(description="the answer stands on less than the text: facts may be lost")
     tokens: Tokens
     time: Times
     speed: Speed
     spec: Spec
     memory: Memory
     events: list[dict[str, Any]] = Field(
-        description="what to know: kind is note, caution (of the profile), shortage (a step was taken) or loop"
+        description="what to know: kind is note, caution (of the profile), shortage (a step was taken), approx or loop"
     )
 
 

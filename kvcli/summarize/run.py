@@ -255,6 +255,7 @@ class _Run:
         if answered.turn.finish == "length":
             more = "; a greater --length allows more" if "length" in self.plan.wording.follows else ""
             self.note(f"{what} was cut at {self.plan.answer:,} tokens{more}")
+        self.note(answered.turn.stats.approx)
         if answered.turn.finish == "loop":
             self.note(f"{what} went round in a loop: stopped, and only what stands before that is taken")
         if repeated := _repeated(pen.repeated):

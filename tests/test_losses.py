@@ -1,0 +1,96 @@
+"""A profile that may lose facts says so when it may have: every shipped one, over a text that is too long for it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+import kvcli
+from kvcli.commands.turn_json import Run, turn_document
+from kvcli.demo import report_path
+from kvcli.layers import builtin_files
+from kvcli.profile import Profile
+from kvcli.render.live import Look, live_row
+from kvcli.render.summary import summary
+
+SHIPPED = {file.profile: Profile.load(file.profile) for file in builtin_files()}
+APPROX = [name for name, profile in SHIPPED.items() if profile.exactness == "approx"]
+EXACT = [name for name, profile in SHIPPED.items() if profile.exactness == "exact"]
+SAID = {  # what each loses, in words of its note
+    "balanced": "balanced holds keys and values in 8 bits",
+    "cpu": "cpu holds keys and values in 8 bits",
+    "expected": "expected keeps 50% of a prompt, by what later questions should look at",
+    "fastgen": "fastgen keeps 50% of the tokens in each head, by what it looks at",
+    "fastgen-paper": "fastgen-paper keeps what holds 95% of its attention in each head, by what it looks at",
+    "kvzip": "kvzip keeps 25% of a prompt, by what repeating it looks at",
+    "lean": "lean holds keys in 4 and values in 2 bits",
+    "max-context": "max-context holds keys and values in 4 bits, reads 3% of the text for each token",
+    "snap": "snap keeps 50% of a prompt, by what its end looks at",
+    "streaming": "streaming keeps the first 4 tokens and the newest 1,020",
+}
+
+
+@cache
+def loaded(quant):
+    return kvcli.load("demo", profile=Profile.load("exact").replace(load={"quant": quant}))
+
+
+@cache
+def answered(name, tokens):
+    """A turn about the first so many tokens of the report."""
+    profile = SHIPPED[name]
+    model = loaded(profile.load.quant).with_profile(profile)
+    text = report_path().read_text(encoding="utf-8")
+    ids = model.tokenizer.encode(text, add_special_tokens=False)[:tokens]
+    turn = model.generate(ids, max_new_tokens=4, ignore_eos=True)
+    run = Run(name, profile.spec.method, profile.hash, profile.exactness)
+    return turn, turn_document(turn, model.info, run)
+
+
+def test_every_shipped_profile_is_one_or_the_other():
+    assert sorted(APPROX) == sorted(SAID)
+    assert len(APPROX) + len(EXACT) == len(SHIPPED)
+
+
+@pytest.mark.parametrize("name", APPROX)
+def test_beyond_its_budget_the_note_the_figures_and_the_json_say_approx(name):
+    turn, document = answered(name, 2500)
+    note = turn.stats.approx
+    assert note.startswith(f"approx: {SAID[name]}")
+    assert note.endswith(": facts may be lost; -P exact loses none")
+    assert any("approx" in line for line in summary(turn, 200))
+    for width in (200, 40):
+        assert ("approx", "yellow") in live_row(turn.stats, Look(name), None, width)
+    assert document.approx
+    assert {"kind": "approx", "text": note} in document.events
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_where_nothing_is_lost_nothing_is_said(name):
+    turn, document = answered(name, 2500)
+    assert turn.stats.approx == ""
+    assert "approx" not in str(summary(turn, 200))
+    assert not document.approx
+    assert document.events == []
+
+
+@pytest.mark.parametrize("name", [name for name in APPROX if name != "fastgen-paper"])  # which spares no text
+def test_a_text_within_its_budget_is_whole(name):
+    turn, document = answered(name, 60)
+    assert (turn.stats.approx, document.approx, document.events) == ("", False, [])
+
+
+def test_a_new_text_is_whole_again():
+    model = loaded("none").with_profile(SHIPPED["streaming"])
+    ids = model.tokenizer.encode(report_path().read_text(encoding="utf-8"), add_special_tokens=False)
+    assert model.generate(ids[:2500], max_new_tokens=1).stats.approx
+    assert not model.generate(ids[700:760], max_new_tokens=1).stats.approx
+
+
+def test_numbers_of_fewer_bits_than_the_models_are_a_loss():
+    for bits, lost in (("fp32", ""), ("bf16", "approx: own holds keys and values in bf16")):
+        changes = {"kv": {"dtype": bits}, "load": {"dtype": "fp32"}, "exactness": "approx", "name": "own"}
+        model = kvcli.load("demo", profile=Profile.load("exact").replace(**changes))
+        assert model.generate([7, 8, 9], max_new_tokens=1).stats.approx.startswith(lost)
+        assert bool(lost) == bool(model.generate([7, 8, 9], max_new_tokens=1).stats.approx)
