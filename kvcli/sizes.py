@@ -25,6 +25,7 @@ NAMES = {
 }
 _NEEDED = ("layers", "hidden", "heads", "vocab", "limit")  # one number each, where they are stated at all
 _LAYERS = 1 << 16  # no model has as many
+_MOST = 1 << 48  # nor a number as large
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +50,16 @@ def sizes_of(config: Mapping[str, Any], name: str) -> Sizes:
     return Sizes(**{key: next((n for _, n in _stated(config, key, name)), None) for key in NAMES})
 
 
-def count(value: object, key: str, name: str, least: int = 1, most: int = 1 << 48) -> int:
+def count(value: object, key: str, name: str, least: int = 1, most: int = _MOST) -> int:
     """The value as a whole number that a model can have; raises BadModel naming its key."""
     if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most and value % 1 == 0:
         return int(value)
     raise BadModel(
-        f"config.json of {name} cannot be used: {key} = {str(value)[:40]}",
+        f"the config of {name} cannot be used: {key} = {str(value)[:40]}",
         code="model_sizes",
-        lines=[f"{key} is a whole number from {least:,} to {most:,}"],
+        lines=[f"{key} is a whole number from {least:,}" + (f" to {most:,}" if most < _MOST else "")],
         detail={"key": key},
-        try_=["download config.json again"],
+        try_=["download config.json and generation_config.json again"],
     )
 
 
@@ -93,7 +94,7 @@ def _stated(config: Mapping[str, Any], key: str, name: str) -> Iterator[tuple[st
         value = config.get(alias)
         if value is None or (isinstance(value, list) and key not in _NEEDED):
             continue
-        number = count(value, alias, name, int(key in _NEEDED), _LAYERS if key == "layers" else 1 << 48)
+        number = count(value, alias, name, int(key in _NEEDED), _LAYERS if key == "layers" else _MOST)
         if number:
             yield alias, number
 

@@ -92,7 +92,7 @@ def find(
         return _checked(name, Path(expanduser(name)), "", allow_pickle)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         raise BadModel(
-            f"{name or 'a model without a name'} does not exist",
+            f"{name[:80] or 'a model without a name'} does not exist",
             code="model_not_found",
             try_=["kvcli models list", "give the folder that holds config.json"],
         )
@@ -117,7 +117,7 @@ def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
     config = read_config(path, name)
     try:
         refuse(config, name)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, LookupError) as error:
         raise BadModel(
             f"config.json of {name} has a setting of the wrong type",
             code="model_corrupt",

@@ -128,7 +128,7 @@ def test_an_index_that_names_no_files_is_refused(sharded: Path, shard: object):
     assert refused(lambda: source.find(str(sharded))).exit == ExitStatus.BAD_MODEL
 
 
-@pytest.mark.parametrize("changes", [{"layer_types": 5}, {"architectures": [5]}])
+@pytest.mark.parametrize("changes", [{"layer_types": 5}, {"architectures": [5]}, {"architectures": {"x": 1}}])
 def test_settings_of_the_wrong_type_are_refused(folder: Path, changes: dict[str, Any]):
     edit_config(folder, **changes)
     assert "wrong type" in refused(lambda: source.find(str(folder))).message

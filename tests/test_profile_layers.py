@@ -311,20 +311,19 @@ def test_a_project_file_may_name_models_and_profiles_of_its_own(machine: Machine
 @pytest.mark.parametrize(
     "project", ["default_model = 'evil/model'", "default_model = 'm'\n[models.m]\npath = 'evil/model'"]
 )
+@pytest.mark.parametrize("key", ["trust_remote_code", "allow_pickle"])
 def test_trust_that_the_user_gives_does_not_reach_a_model_that_a_project_file_chose(
-    machine: Machine, project: str
+    machine: Machine, project: str, key: str
 ) -> None:
-    machine.write("config.toml", "default_profile = 'mine'\n[profiles.mine.load]\ntrust_remote_code = true\n")
+    machine.write("config.toml", f"default_profile = 'mine'\n[profiles.mine.load]\n{key} = true\n")
     machine.write("project", project)
 
     with pytest.raises(BadConfig) as caught:
         machine.load()
 
-    assert (
-        "a project file chose this model, and ~/conf/config.toml:3 sets load.trust_remote_code" in caught.value.lines[0]
-    )
-    assert machine.load(model="good/model").load.trust_remote_code is True
-    assert machine.load(sets=["load.trust_remote_code=true"]).load.trust_remote_code is True
+    assert f"a project file chose this model, and ~/conf/config.toml:3 sets load.{key}" in caught.value.lines[0]
+    assert getattr(machine.load(model="good/model").load, key) is True
+    assert getattr(machine.load(sets=[f"load.{key}=true"]).load, key) is True
 
 
 def test_trust_in_a_model_lies_below_the_profiles(machine: Machine) -> None:
