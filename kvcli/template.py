@@ -53,7 +53,7 @@ class Chats:
         }
         line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
         with self._lock:
-            return _text(json.loads(self._ask(line)))
+            return _text(self._ask(line))
 
     def start(self) -> None:
         """Get a process ready, which takes a moment; nobody needs to wait for it."""
@@ -93,16 +93,21 @@ class Chats:
         return answer
 
 
-def _text(answer: dict[str, str]) -> str:
-    if "refused" in answer:
+def _text(answer: bytes) -> str:
+    """The text in an answer, which is believed no further than that."""
+    try:
+        ((word, said),) = json.loads(answer).items()
+    except (ValueError, AttributeError, RecursionError):
+        word, said = "broken", "it answered nonsense"
+    if word == "refused":
         from jinja2 import TemplateError
 
-        raise TemplateError(answer["refused"])
-    if "heavy" in answer:
+        raise TemplateError(str(said))
+    if word == "heavy":
         raise _heavy("it takes too much memory")
-    if "broken" in answer:
-        raise _broken(answer["broken"])
-    return answer["text"]
+    if word != "text" or not isinstance(said, str):
+        raise _broken(str(said))
+    return said
 
 
 def _heavy(why: str) -> BadModel:

@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -162,6 +164,76 @@ def test_a_template_may_not_be_chosen(chats):
     assert ours(chats, TALKS["question"]).startswith("broken: This model has multiple chat templates")
     chats._tokenizer.chat_template = {"default": CHAT, "tool_use": "no"}
     assert ours(chats, TALKS["question"]) == theirs(chats._tokenizer, TALKS["question"])
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"text": 1}', b'{"a": 1, "b": 2}'])
+def test_a_process_that_was_taken_over_cannot_confuse_its_parent(answer):
+    with pytest.raises(BadModel):
+        template._text(answer)
+
+
+LEAVES = """{{ m.content }}
+{{ m.role | tojson }}
+{{ messages | length }}
+{% set x = 1 %}
+{{ x }}
+{{ f(1) }}
+{{ f }}
+{{- bos_token -}}
+{{ loop.index }}
+{% break %}
+{% if loop.first %}{% continue %}{% endif %}
+{{ m.content.split()[0] }}
+{{ namespace(a=1).a }}
+{{ dict(a=x) }}
+{{ [1, 2][5] }}
+{{ 1 % 0 }}
+{{ range(5) | batch(2) | list }}
+{{ m.items() | list }}
+{# note #}
+{{ m.update(a=1) }}
+{{ messages.__len__() }}
+{{ cycler("a", "b").next() }}
+{% include "a" %}
+{{ self.c() }}
+{{ caller() }}
+{{ raise_exception(x) }}
+{% endfor %}
+{{ messages | selectattr("role", "eq", "user") | map(attribute="content") | join("-") }}""".split("\n")
+LEAVES += ["", "a", "\n", "  \n", "\t"]  # the last are what blocks take away around them
+ROUND = """{% for m in messages %}@{% endfor %}
+{%- for m in messages if m.role == "user" -%}@{%- else -%}b{%- endfor -%}
+{% if m %}@{% elif x %}c{% else %}d{% endif %}
+{% generation %}@{% endgeneration %}
+{% macro f(a, b=2) %}@{% endmacro %}
+{% call f() %}@{% endcall %}
+{% filter upper %}@{% endfilter %}
+{% with x = 2 %}@{% endwith %}
+{% set x %}@{% endset %}
+{% raw %}@{% endraw %}
+{% block c %}@{% endblock %}""".split("\n")
+TEMPLATES = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: (
+        st.lists(inner, max_size=4).map("".join) | st.builds(str.replace, st.sampled_from(ROUND), st.just("@"), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(4000, marks=pytest.mark.slow)])
+def test_any_template_is_rendered_as_transformers_renders_it(chats, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(source=TEMPLATES)
+    def check(source: str) -> None:
+        chats._tokenizer.chat_template = source
+        left, right = theirs(chats._tokenizer, TALKS["turns"]), ours(chats, TALKS["turns"])
+        if left.startswith(("refused", "broken")):
+            assert right.startswith(("refused", "broken"))
+        else:
+            assert right == left
+
+    check()
 
 
 # --- a tokenizer that was loaded
