@@ -90,10 +90,17 @@ class MarkdownConverter:
                 done[name] = "done"
         return json.dumps({"tries": done, "environment": dict(os.environ)})
 """
-BUSY = """
+# two parents of a busy process
+READS = """
 from kvcli.documents import document_of
 from tests.documents.bombs import forms
 document_of(forms(10, 12), "a.pdf")
+"""
+WAITS = """
+import signal
+from kvcli.outside import Limits, Outside
+process = Outside("tests.test_sandbox", Limits(cpu=1000, wall=1000.0))
+signal.pause()
 """
 
 
@@ -187,29 +194,30 @@ def test_what_cannot_be_started_has_no_means(monkeypatch):
 # --- its end
 
 
+@pytest.mark.parametrize("code", [READS, WAITS], ids=["reads", "waits"])
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM])
-def test_it_is_gone_with_its_parent(signal_):
-    parent = subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stderr=subprocess.DEVNULL)
+def test_it_is_gone_with_its_parent(signal_, code):
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     worker = until(lambda: next(iter(psutil.Process(parent.pid).children()), None))
     parent.send_signal(signal_)
     parent.wait()
-    assert until(lambda: is_gone(worker))
+    assert until(lambda: is_gone(worker), 5)
 
 
 def test_it_is_gone_with_its_parent_though_others_hold_its_pipes():
-    parent = subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen([sys.executable, "-c", WAITS], cwd=ROOT, stderr=subprocess.DEVNULL)
     worker = until(lambda: next(iter(psutil.Process(parent.pid).children()), None))
     with Path(f"/proc/{worker.pid}/fd/0").open("wb"), Path(f"/proc/{worker.pid}/fd/1").open("rb"):
-        until(lambda: worker.cpu_times().user > 0.5)  # it is parsing
+        until(lambda: worker.cpu_times().user > 0.5)
         parent.kill()
         parent.wait()
-        assert until(lambda: is_gone(worker))
+        assert until(lambda: is_gone(worker), 5)
 
 
 def test_a_parent_that_was_gone_before_it_began(monkeypatch):
     monkeypatch.setattr("kvcli.outside.os.getpid", lambda: 1)
-    process = Outside("kvcli.documents.worker", Limits(), 0)
-    assert list(process.ask(b"{}", 30)) == []
+    process = Outside("kvcli.sandbox", Limits())
+    assert list(process.ask(b"", 30)) == []
     assert process.end() == 1
 
 
@@ -220,20 +228,23 @@ def test_it_ends_by_its_own_clock(tmp_path):
     assert process.end() == -signal.SIGALRM
 
 
-def test_an_answer_in_drops_does_not_stop_the_clock(monkeypatch):
-    drip = "import time\nfor _ in range(100): print('x', end='', flush=True); time.sleep(.1)"
-    monkeypatch.setattr("kvcli.outside.BOOT", drip)
-    process = Outside("", Limits())
+@pytest.mark.parametrize("wait", ["time.sleep(.1)", "pass"], ids=["drops", "a flood"])
+def test_an_answer_without_end_does_not_stop_the_clock(monkeypatch, wait):
+    code = "import time\nend = time.monotonic() + 8\nwhile time.monotonic() < end: print('x', end='', flush=True)"
+    code += f"; {wait}"
+    monkeypatch.setattr("kvcli.outside.BOOT", code)
+    process = Outside("", Limits(output=1 << 40))
     with pytest.raises(TooSlow):
         list(process.ask(b"", 0.7))
     process.end()
 
 
 def test_what_does_not_listen_does_not_hold_its_parent_up(monkeypatch):
-    monkeypatch.setattr("kvcli.outside.BOOT", "import time; time.sleep(10)")
+    monkeypatch.setattr("kvcli.outside.BOOT", "import os, time; os.read(0, 9000); time.sleep(10)")
     process = Outside("", Limits())
     with pytest.raises(TooSlow):
         list(process.ask(b"x" * 1_000_000, 0.7))
+    assert process._process.poll() is None  # so nobody waited for it to end
     process.end()
 
 
