@@ -250,6 +250,20 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Seconds until 200 pages of PDF are text, and MiB at most for 2,000 pages",
         ["side", "seconds", "best", "cpu", "parent_mib", "worker_mib"],
     ),
+    "kvcli.bench.pdf_text/1": (
+        "Words of 33 PDFs against `pdftotext`: share found, share known to it, share in its order; and before",
+        [
+            "file",
+            "columns",
+            "pages",
+            "recall",
+            "precision",
+            "order",
+            "before_recall",
+            "before_precision",
+            "before_order",
+        ],
+    ),
     "kvcli.bench.ngram_replay/1": (
         "Six modules of the standard library, replayed with pretended pass times",
         ["a further row", "settings", "gain", "tokens_per_pass", "drafted_share", "guesses_per_pass"],

@@ -46,6 +46,7 @@ RESULTS = {
     "citations": "python tests/bench/citations.py --grid",
     "summarize": "python tests/bench/summarize.py --chunk 0 2500",
     "extract": "python tests/bench/extract.py",
+    "pdf-text": "python tests/bench/pdf_text.py",  # of the packages it names, installed
 }
 
 

@@ -2,11 +2,12 @@
 
     apt-get download PACKAGE...; dpkg -x ...   (or install them: the PDFs then lie in /usr/share)
     python tests/bench/pdf_text.py [--folder /usr/share] [--every] [--names NAME,NAME] [--sides kvcli,pdftext,...]
-        [--before CHECKOUT] [--pages] [--out FILE]
+        [--before CHECKOUT] [--by-page] [--out FILE]
 
 The files of FILES come from Debian packages of documentation; `--every` takes whatever PDF the folder holds instead.
 Each side reads in a process of its own; one whose library is not installed is left out, and that is said. `before` is
-kvcli of another checkout.
+kvcli of another checkout. Sides need `pip install pdftext pdfplumber pypdf liteparse pdf-inspector pdf-oxide kreuzberg
+edgeparse`, in an environment beside the one of this project: their pins differ.
 
 A word is a run of letters and digits, a letter of Chinese or Japanese one of its own; ligatures, case, hyphens and
 signs that nobody sees play no part. Page by page:
@@ -197,7 +198,7 @@ def compared(ours: Sequence[str], theirs: Sequence[str], drawn: Sequence[str]) -
         "strict": round(total["strict"] / max(1, total["found"]), 4),
         "words": total["theirs"],
         "worst": {"page": worst[0], "order": worst[1]},
-        "pages": pages,
+        "by_page": pages,
     }
 
 
@@ -230,7 +231,7 @@ def main() -> int:
     parser.add_argument("--names", default="", help="only these, by comma")
     parser.add_argument("--sides", default="kvcli", help=f"of {', '.join(SIDES)}")
     parser.add_argument("--before", type=Path, help="another checkout, whose kvcli is a side too")
-    parser.add_argument("--pages", action="store_true", help="keep the order of every page")
+    parser.add_argument("--by-page", action="store_true", help="keep the order of every page")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     sides = args.sides.split(",") + (["before"] if args.before else [])
@@ -246,6 +247,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             file = plain(path, folder)
             theirs, drawn = pdftotext(file), pdftotext(file, "-raw")
+            row = {"file": name, "package": package, "what": what, "columns": columns, "pages": len(theirs)}
             for side in list(sides):
                 got = read(side, file, args.before if side == "before" else ROOT)
                 if isinstance(got, str) or len(got[0]) != len(theirs):
@@ -254,16 +256,17 @@ def main() -> int:
                     if "No module named" in why:
                         sides.remove(side)
                     continue
-                row = {"file": name, "package": package, "columns": columns, "what": what, "side": side}
-                row |= {"n_pages": len(theirs), "seconds": round(got[1], 2)} | compared(got[0], theirs, drawn)
-                worst = row["worst"]
+                found = {"seconds": round(got[1], 2)} | compared(got[0], theirs, drawn)
+                worst = found["worst"]
                 print(
-                    f"{name[-26:]:26} {side:13} {len(theirs):5}  {row['recall']:.4f}  {row['precision']:.4f}"
-                    f"   {row['order']:.3f}   {row['strict']:.3f}  {worst['page']:4} {worst['order']:.3f}",
+                    f"{name[-26:]:26} {side:13} {len(theirs):5}  {found['recall']:.4f}  {found['precision']:.4f}"
+                    f"   {found['order']:.3f}   {found['strict']:.3f}  {worst['page']:4} {worst['order']:.3f}",
                     flush=True,
                 )
-                rows.append(row if args.pages else {k: v for k, v in row.items() if k != "pages"})
-    result = {"schema": "kvcli.bench.pdf-text/1", "environment": environment, "rows": rows}
+                lead = "" if side == "kvcli" else f"{side}_"
+                row |= {f"{lead}{k}": v for k, v in found.items() if args.by_page or k != "by_page"}
+            rows.append(row)
+    result = {"schema": "kvcli.bench.pdf_text/1", "environment": environment, "rows": rows}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(result, ensure_ascii=False))
