@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcli.cli import run
 from kvcli.demo import weights_dir
+from kvcli.fit import program
 from kvcli.world import Paths, World
 from tests.fake_model import FakeModel
 
@@ -89,13 +90,17 @@ class Machine:
     def world(self, stdin: bytes = b"", tty: tuple[str, ...] = (), stdout: Stream | None = None) -> World:
         streams = {name: Stream(is_tty=name in tty) for name in ("stdout", "stderr")}
         environ = {"KVCLI_HOME": str(self.folder / "home"), "HOME": str(self.folder), **self.environ}
+        paths = Paths.of(environ)
+        kept = paths.cache / "calibration" / f"program-{program.build()}"  # measuring it takes seconds
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(str(program.BASE))
         return World(
             stdin=Stream(stdin, is_tty="stdin" in tty),
             stdout=stdout or streams["stdout"],
             stderr=streams["stderr"],
             environ=environ,
             cwd=self.folder,
-            paths=Paths.of(environ),
+            paths=paths,
         )
 
     def __call__(

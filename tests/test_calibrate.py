@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 
-from kvcli.calibrate import calibrate, load_calibration, machine, passes
+from kvcli.calibrate import machine, passes
 from kvcli.calibrate.passes import contexts, pass_times
 from kvcli.calibrate.quick import quick_costs, quick_times
-from kvcli.calibrate.run import fingerprint_of, model_fingerprint
-from kvcli.calibrate.store import age_days, file_of, machine_fingerprint, save_calibration
+from kvcli.calibrate.run import calibrate, fingerprint_of, model_fingerprint
+from kvcli.calibrate.store import age_days, file_of, load_calibration, machine_fingerprint, save_calibration
 from kvcli.commands.setup import Setup
 from kvcli.drafts.clock import Clock
 from kvcli.errors import KvcliError
@@ -30,7 +30,7 @@ def made(fingerprint: str = "abc", **changes: object) -> CalibrationDocument:
     """A calibration nobody measured: 1e9 bytes and 1e12 FLOP a second."""
     facts = {
         "kvcli": "0", "date": datetime.now(UTC).isoformat(), "fingerprint": fingerprint, "cpu": "a cpu",
-        "device": "cpu", "threads": 1, "torch": "2", "base_bytes": 500 << 20, "bandwidth": 1e9,
+        "device": "cpu", "threads": 1, "torch": "2", "bandwidth": 1e9,
         "gemm": {"bfloat16": 1e12, "float32": 1e11}, "launch": 1e-6, "links": {}, "disk": None, "model": None,
     }  # fmt: skip
     return CalibrationDocument(**(facts | changes))
@@ -89,7 +89,6 @@ def test_a_calibration_is_kept_for_the_machine_and_for_the_model(demo, monkeypat
     monkeypatch.setattr(machine, "SIZE", 1 << 16)
     monkeypatch.setattr(machine, "EDGE", 16)
     monkeypatch.setattr(machine, "CALLS", 2)
-    monkeypatch.setattr(machine, "bare_process", lambda: 123 << 20)
     monkeypatch.setattr(passes, "ROWS", (1, 2))
     monkeypatch.setattr(passes, "REPS", 1)
     found = calibrate(demo, tmp_path)
@@ -104,7 +103,6 @@ def test_a_calibration_is_kept_for_the_machine_and_for_the_model(demo, monkeypat
     for width in (40, 200):
         lines = calibration_lines(found, width)
         assert max(map(len, lines)) < width
-        assert any("123 MiB" in line for line in lines)
 
 
 def test_what_is_not_there_is_none_and_what_is_damaged_is_said(tmp_path):
@@ -113,7 +111,7 @@ def test_what_is_not_there_is_none_and_what_is_damaged_is_said(tmp_path):
     assert told == []
     file = save_calibration(tmp_path, made())
     assert load_calibration(tmp_path, "abc", tell=told.append) == made(date=load_calibration(tmp_path, "abc").date)
-    for damage in (b"{", b"\xff\xfe", b'{"schema": "kvcli.calibration/1"}'):
+    for damage in (b"{", b"\xff\xfe", b'{"schema": "kvcli.calibration/2"}'):
         file.write_bytes(damage)
         assert load_calibration(tmp_path, "abc", tell=told.append) is None
     assert len(told) == 3
@@ -142,7 +140,7 @@ def test_figures_that_cannot_be_reckoned_with_are_damage_too(tmp_path, damage):
 
 
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "bare_process", None)
+    monkeypatch.setattr(machine, "bandwidth", None)
     (tmp_path / "calibration").write_text("a file where the folder should be")
     with pytest.raises(KvcliError) as caught:
         calibrate(None, tmp_path)
@@ -163,18 +161,6 @@ def test_another_model_or_precision_is_another_file():
 def test_age_is_in_whole_days():
     assert age_days("2026-01-01T00:00:00+00:00", datetime(2026, 1, 3, 5, tzinfo=UTC)) == 2
     assert age_days("2026-01-01T02:00:00+02:00", datetime(2026, 1, 1, tzinfo=UTC)) == 0
-
-
-def test_a_process_that_fails_is_an_error_with_its_last_words(monkeypatch):
-    monkeypatch.setattr(machine, "_BARE", "raise SystemExit('no such thing')")
-    with pytest.raises(KvcliError) as caught:
-        machine.bare_process()
-    assert caught.value.lines == ("no such thing",)
-
-
-def test_a_bare_process_holds_the_libraries_and_not_the_model():
-    found = machine.bare_process()
-    assert 100 << 20 < found < 4 << 30
 
 
 def test_a_drafter_starts_from_what_was_calibrated_until_it_has_timed_it_itself():

@@ -20,7 +20,7 @@ from kvcli.commands.turn_json import Run, turn_document
 from kvcli.demo import weights_dir
 from kvcli.demo.example import SAMPLES
 from kvcli.loops import Loop
-from kvcli.schemas import DOCUMENTS, json_schema
+from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.stats import Stats
 from tests.fake_model import fake_info
 from tests.fakes import Loaded, Machine

@@ -19,7 +19,7 @@ from kvcli.api import Text
 from kvcli.commands.interrupt import Interrupt
 from kvcli.commands.setup import Setup
 from kvcli.demo.sample import write_sample
-from kvcli.schemas import DOCUMENTS
+from kvcli.schemas.documents import DOCUMENTS
 from tests.documents import made
 from tests.fakes import Machine
 from tests.summarize.scribe import Scribe, first_sentences

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from kvcli.profile import Profile
-from kvcli.schemas import DOCUMENTS
+from kvcli.schemas.documents import DOCUMENTS
 from tests.fakes import Machine
 
 SHORT = ("--ctx", "256", "-n", "16", "-r", "1")

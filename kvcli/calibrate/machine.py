@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,36 +10,10 @@ from statistics import median
 
 import torch
 
-from kvcli.errors import KvcliError
-
 SIZE = 256 << 20  # bytes moved: more than any cache holds
 EDGE = 1024  # of the square matrices that are multiplied
 CALLS = 2000  # tiny operations timed together
 REPS = 5
-
-# A fresh process in which the demo model answers as in a terminal, and what it held beside model, keys and values.
-_BARE = """
-import json, tempfile
-from io import StringIO
-from pathlib import Path
-from kvcli import cli, source
-from kvcli.world import Paths, World
-with tempfile.TemporaryDirectory() as home:
-    out, environ = StringIO(), {"KVCLI_HOME": home}
-    world = World(StringIO(), out, StringIO(), environ, Path(home), Paths.of(environ))
-    cli.run("--json --offline chat demo -P exact --device cpu -p Hello".split(), world)
-held = json.loads(out.getvalue())["memory"]
-print(held["peak_bytes"] - held["kv_bytes"] - source.find("demo").nbytes)
-"""
-
-
-def bare_process() -> int:
-    """Bytes of a command that answered, without its model and what it keeps of the text."""
-    done = subprocess.run([sys.executable, "-c", _BARE], capture_output=True, text=True, check=False, cwd=_root())
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:]
-        raise KvcliError("a bare process could not be measured", code="no_peak", lines=said, try_=["kvcli doctor"])
-    return int(done.stdout.split()[-1])
 
 
 def bandwidth(device: torch.device) -> float:
@@ -111,7 +83,3 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
         settle(device)
         times.append(time.perf_counter() - began)
     return median(times[1:])
-
-
-def _root() -> Path:
-    return Path(__file__).parents[2]

@@ -40,7 +40,6 @@ def calibrate(
         device=name,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
-        base_bytes=measured.bare_process(),
         bandwidth=measured.bandwidth(at),
         gemm={kind: measured.gemm(at, getattr(torch, kind)) for kind in ("bfloat16", "float32")},
         launch=measured.launch(at),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def print_calibration(setup: Setup) -> int:
     """Measure, and print the document: an object with --json, one line for each figure with --plain, else in words."""
-    from kvcli.calibrate import run_calibration
+    from kvcli.calibrate.run import run_calibration
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
 

@@ -40,7 +40,7 @@ def schema(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="turn, error, ...; none lists them.")] = None,
 ) -> int:
     """Print the JSON Schema of a document."""
-    from kvcli.schemas import DOCUMENTS, json_schema
+    from kvcli.schemas.documents import DOCUMENTS, json_schema
 
     world: World = context.obj
     if name is None:

@@ -86,6 +86,7 @@ def _plans(
 
 def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Outlook:
     """The model's sizes and the machine's, or of the machine that was described."""
+    from kvcli.fit import program
     from kvcli.fit.before import Outlook
     from kvcli.fit.room import CONTEXT, rooms, size
 
@@ -93,7 +94,8 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
     if vram:
         notes.append(f"of a card, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is on the host")
     subject = _subject(setup, profile, notes)
-    return Outlook(subject, setup.name, setup.world.paths.cache, setup.world.paths.data, found)
+    paths = setup.world.paths
+    return Outlook(subject, setup.name, paths.data, found, program.elsewhere(paths.cache))
 
 
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
@@ -147,9 +149,8 @@ def others_of(setup: Setup) -> Mapping[str, Profile]:
 
 def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapping[str, CalibrationDocument]:
     """What was measured here, for each profile; nothing for a machine that was described."""
-    from kvcli.calibrate import load_calibration
     from kvcli.calibrate.run import model_fingerprint
-    from kvcli.calibrate.store import machine_fingerprint
+    from kvcli.calibrate.store import load_calibration, machine_fingerprint
     from kvcli.fit.plan import torch_dtype
 
     found: dict[str, CalibrationDocument] = {}

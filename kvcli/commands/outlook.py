@@ -58,6 +58,7 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
     from kvcli import source
     from kvcli.commands.fit import others_of
     from kvcli.commands.setup import refuse_beyond
+    from kvcli.fit import program
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import subject_of
 
@@ -70,7 +71,7 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
             allow_pickle=profile.load.allow_pickle,
             tell=tell,
         )
-        outlook = Outlook(subject_of(found), setup.name, world.paths.cache, world.paths.data)
+        outlook = Outlook(subject_of(found), setup.name, world.paths.data, base=program.here())
         refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
         plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     except BadModel:

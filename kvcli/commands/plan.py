@@ -74,11 +74,13 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
 
 def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan | None:
     """The estimate of `kvcli fit` for a full window; None for a model whose config does not say how large it is."""
+    from kvcli.fit import program
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import subject_of
 
     try:
-        outlook = Outlook(subject_of(found), setup.name, setup.world.paths.cache, setup.world.paths.data)
+        paths = setup.world.paths
+        outlook = Outlook(subject_of(found), setup.name, paths.data, base=program.elsewhere(paths.cache))
         return outlook.plan(profile, context or None)
     except KvcliError:
         return None

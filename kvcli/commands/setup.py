@@ -161,10 +161,9 @@ class Setup:
 
     def pass_times(self, model: Model, tell: Callable[[str], None] = log.info) -> list[PassTime]:
         """As `kvcli bench --calibrate` measured them for this model, or from a short look at it."""
-        from kvcli.calibrate import load_calibration
         from kvcli.calibrate.quick import quick_costs
         from kvcli.calibrate.run import fingerprint_of
-        from kvcli.calibrate.store import machine_fingerprint
+        from kvcli.calibrate.store import load_calibration, machine_fingerprint
 
         machine = machine_fingerprint(model.info.device)
         known = load_calibration(self.world.paths.cache, machine, fingerprint_of(model), tell)

@@ -44,6 +44,7 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     from kvcli.commands.fit import others_of
     from kvcli.commands.models import find
     from kvcli.commands.setup import refuse_beyond
+    from kvcli.fit import program
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import subject_of
     from kvcli.summarize.plan import Window, most_of
@@ -53,7 +54,7 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     world = setup.world
     world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     found = find(world, setup.name, profile.load.allow_pickle)
-    outlook = Outlook(subject_of(found), setup.name, world.paths.cache, world.paths.data)
+    outlook = Outlook(subject_of(found), setup.name, world.paths.data, base=program.elsewhere(world.paths.cache))
     refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
     fitted, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     tokenizer = load_tokenizer(found, profile.load.trust_remote_code)
@@ -68,10 +69,9 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
 
 def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
     """What was measured before, by `kvcli bench --calibrate` or by an earlier run."""
-    from kvcli.calibrate import load_calibration
     from kvcli.calibrate.quick import kept_times
     from kvcli.calibrate.run import model_fingerprint
-    from kvcli.calibrate.store import machine_fingerprint
+    from kvcli.calibrate.store import load_calibration, machine_fingerprint
     from kvcli.fit.plan import torch_dtype
 
     shape, load, cache = outlook.subject.shape, fitted.profile.load, setup.world.paths.cache

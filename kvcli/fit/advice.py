@@ -36,14 +36,15 @@ def changes(
     found: list[Change] = []
     shorter: list[Change] = []  # with a shorter context on top
     for words, profile, room, context in _candidates(wrong, others, rooms):
+        known = facts if room.kind == wrong.room.kind else Facts(facts.base)  # what runs took on another device
         try:
-            tried = plan(subject, profile(), room, context, facts)
+            tried = plan(subject, profile(), room, context, known)
         except KvcliError:  # a profile that cannot have it, as one that promises exact text cannot round its keys
             continue
         if tried.fits:
             found.append(Change(words, tried.total, tried.need.context))
         elif wrong.most < (most := _round(tried.most)) < context:
-            tried = plan(subject, profile(), room, most, facts)
+            tried = plan(subject, profile(), room, most, known)
             shorter.append(Change(f"{words} --ctx {most}", tried.total, most))
         if len(found) == MOST:
             break

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from kvcli import __version__
-from kvcli.calibrate.store import load_calibration, machine_fingerprint
 from kvcli.errors import DoesNotFit
-from kvcli.fit import runs
+from kvcli.fit import program, runs
 from kvcli.fit.advice import changes
-from kvcli.fit.plan import BASE, Facts, Plan, Subject, plan
+from kvcli.fit.plan import Facts, Plan, Subject, plan
+from kvcli.fit.program import BASE
 from kvcli.fit.room import Room, choose, rooms
 from kvcli.schemas.fit import RunEntry
 
@@ -30,32 +30,23 @@ class Outlook:
 
     subject: Subject
     name: str
-    cache: Path
     data: Path
     found: Mapping[str, Room] = field(default_factory=rooms)
+    base: int = BASE  # bytes of the program, by program.here() or elsewhere()
     notes: list[str] = field(default_factory=list)  # of files that could not be used
     highest: int = 0  # the most that was foretold for this process so far
     foretold: int = 0  # the same before any correction
     run: str = field(default_factory=lambda: uuid4().hex[:12])  # of this process, for the log
-    _base: int = 0
 
-    def facts(self, profile: Profile, device: str) -> Facts:
-        """What was measured on this machine, and in earlier runs under this profile."""
-        if not self._base:
-            known = load_calibration(
-                self.cache, machine_fingerprint("cpu", profile.load.threads), tell=self.notes.append
-            )
-            self._base = known.base_bytes if known is not None else BASE
-        like = runs.Like(self.name, profile.name, device.partition(":")[0], self._base, __version__)
-        past = runs.ratios(runs.read(self.data), like)
-        if past is None:
-            return Facts(self._base)
-        return Facts(self._base, past.middle, past.runs, past.low, past.high)
+    def facts(self, device: str) -> Facts:
+        """What the program takes, and what earlier runs of this model took beyond their estimates."""
+        past = runs.beyond(runs.read(self.data), runs.Like(self.name, device.partition(":")[0], program.build()))
+        return Facts(self.base, past) if past is not None else Facts(self.base)
 
     def plan(self, profile: Profile, context: int | None = None) -> Plan:
         """What the profile needs for a context, or for its own window."""
         room = choose(dict(self.found), profile.load.device)
-        return plan(self.subject, profile, room, context, self.facts(profile, room.device))
+        return plan(self.subject, profile, room, context, self.facts(room.device))
 
     def fitted(
         self, profile: Profile, others: Callable[[], Mapping[str, Profile]], *, force: bool = False, whole: bool = False
@@ -86,6 +77,7 @@ class Outlook:
             "weights": parts.weights,
             "kv": parts.kv + parts.draft,
             "working": parts.working,
+            "loading": wrong.least - parts.running,
         }
         listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
         tried = changes(self.subject, wrong, others, self.found, wrong.facts)
@@ -106,7 +98,7 @@ class Outlook:
         """Estimated peak of this process after so many tokens in memory, and the memory there was at its start."""
         found = self.plan(profile, max(1, tokens))
         self.highest = max(self.highest, found.total)
-        self.foretold = max(self.foretold, found.need.peak)
+        self.foretold = max(self.foretold, found.total - found.facts.beyond.middle)
         return self.highest, found.room.available
 
     def fits(self, profile: Profile) -> int:
@@ -126,7 +118,7 @@ class Outlook:
             profile_hash=profile.hash,
             device=choose(dict(self.found), profile.load.device).device,
             ctx=stats.context,
-            base=self._base,
+            build=program.build(),
             predicted=self.foretold,
             measured=stats.peak,
         )

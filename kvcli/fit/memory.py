@@ -37,7 +37,7 @@ class Run:
     between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
-    base: int  # of a command that answered, without its model and what it keeps of the text
+    base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
     is_packed: bool = False  # linear layers run on packed weights
     check: bool = True  # compare with the stock model after loading
@@ -67,6 +67,11 @@ class Need:
     def peak(self) -> int:
         """The most that is resident at once."""
         return max(self.running, self.loading)
+
+    @property
+    def surge(self) -> int:
+        """What loading takes at its highest beyond all that runs later."""
+        return self.peak - self.running
 
     @property
     def least(self) -> int:
@@ -111,25 +116,24 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     copied = run.copied(held)
     view = kv_bytes(shape, copied, run.kv_number) + copied * shape.layers * POSITION
     on_cpu = run.device == "cpu"
-    base = run.base if on_cpu else 0  # on a GPU only what lies there counts
     draft = view + (run.tables(context) if on_cpu else 0)
 
     def nbytes(here: int) -> int:
         return shape.layers * run.layer(here, fresh) + run.index(held, fresh)
 
-    places = run.caps.spread(Held(settled, held - settled, nbytes), chunk, base + weights.memory + draft + working)
+    places = run.caps.spread(Held(settled, held - settled, nbytes), chunk, run.base + weights.memory + draft + working)
     check = check_bytes(shape, run.number) if run.check else 0
     mapped = weights.files if on_cpu else 0
     # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
     whole = weights.memory if weights.converted or not on_cpu else 0
     return Need(
         context=context,
-        base=base,
+        base=run.base,
         weights=weights.memory,
         kv=places.device,
         draft=draft,
         working=working,
-        loading=base + whole + mapped + max(check, weights.packing if on_cpu else 0),
+        loading=run.base + whole + mapped + max(check, weights.packing if on_cpu else 0),
         mapped=mapped,
         host=places.host,
         disk=places.disk,
@@ -137,12 +141,12 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     )
 
 
-def largest(shape: Shape, weights: Weights, run: Run, room: int, most: int, scale: float = 1.0) -> int:
-    """The longest context, at most `most` tokens, whose need times `scale` is within `room`; 0 = none."""
+def largest(shape: Shape, weights: Weights, run: Run, room: int, most: int) -> int:
+    """The longest context, at most `most` tokens, whose need is within `room`; 0 = none."""
 
     def fits(n: int) -> bool:
         found = need(shape, weights, run, n)
-        return scale * found.least <= room and not found.over
+        return found.least <= room and not found.over
 
     if not most or not fits(1):
         return 0

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from kvcli.errors import BadInput, UsageError
 from kvcli.fit import memory, weights
 from kvcli.fit.places import Caps
+from kvcli.fit.program import BASE
+from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.fit.shape import Shape, of_source
 from kvcli.kv import tiers
 from kvcli.kv.slots import Sight
@@ -21,10 +23,6 @@ if TYPE_CHECKING:
     from kvcli.kv import room as kv_room
     from kvcli.profile import Profile
     from kvcli.source import Source
-
-# Bytes of a command that answered, without its model and what it keeps of the text: measured with torch
-# 2.13 for CPUs and transformers 5 on Linux. `kvcli bench --calibrate` measures it here.
-BASE = 463 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,8 @@ class Subject:
 class Facts:
     """What was measured before and goes into every estimate."""
 
-    base: int = BASE
-    scale: float = 1.0  # measured peaks of earlier runs over their estimates
-    runs: int = 0  # so many of them
-    low: float = 1.0
-    high: float = 1.0
+    base: int = BASE  # bytes of the program, in host memory
+    beyond: Beyond = NOTHING  # what earlier runs on this kind of device took more
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +67,13 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Peak bytes, corrected by what earlier runs used."""
-        return int(self.facts.scale * self.need.peak)
+        """Peak bytes: the sum of the parts."""
+        return self.need.peak
 
     @property
     def least(self) -> int:
         """Bytes that must be free."""
-        return int(self.facts.scale * self.need.least)
+        return self.need.least
 
     @property
     def usable(self) -> int:
@@ -131,7 +126,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         kv_number=kv_number,
         layer=partial(layer_bytes, profile.kv, profile.memory, *of_slot),
         index=_index(profile, shape, kv_number),
-        caps=_caps(profile, shape, room, of_slot, int(usable / facts.scale)),
+        caps=_caps(profile, shape, room, of_slot, usable),
         chunk=profile.prefill.chunk,
         rows=profile.spec.rows,
         slots=profile.policy.slots,
@@ -140,12 +135,12 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         between=profile.policy.every,
         tables=profile.spec.tables,
         copied=profile.spec.copied,
-        base=facts.base,
+        base=max(0, (facts.base if room.kind == "cpu" else 0) + facts.beyond.middle),
         is_uneven=profile.policy.is_uneven and not is_packed(profile.kv),
         is_packed=load.quant != "none",
         check=load.verify,
     )
-    most = memory.largest(shape, heavy, run, usable, shape.limit, facts.scale)
+    most = memory.largest(shape, heavy, run, usable, shape.limit)
     if context is None:
         asked = profile.context.limit
         context = (most or shape.limit) if asked == "auto" else int(asked)

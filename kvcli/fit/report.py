@@ -51,7 +51,7 @@ def document(
 def _entry(
     outlook: Outlook, plan: Plan, others: Mapping[str, Profile], calibration: CalibrationDocument | None
 ) -> FitPlan:
-    parts, past = plan.need, plan.facts
+    parts, past = plan.need, plan.facts.beyond
     tried = [] if plan.fits else changes(outlook.subject, plan, others, outlook.found, plan.facts)
     return FitPlan(
         profile=plan.profile.name,
@@ -66,13 +66,13 @@ def _entry(
         draft=parts.draft,
         working=parts.working,
         base=parts.base,
-        loading=parts.loading,
+        loading=parts.surge,
         mapped=parts.mapped,
         total=plan.total,
         needed=plan.least,
         missing=plan.missing,
         max_ctx=plan.most,
-        calibration=past.scale,
+        correction=past.middle,
         runs=FitRuns(runs=past.runs, low=past.low, high=past.high) if past.runs else None,
         binding=None if plan.fits else binding(plan),
         changes=[FitChange(type=c.type, total=c.total, ctx=c.context) for c in tried],

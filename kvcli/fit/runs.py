@@ -1,7 +1,9 @@
 """What earlier runs used beside what was foretold: a line each, no word of what was said.
 
-The estimates are multiplied by the middle ratio of the last runs, so they get better where this machine differs. One
-odd run, with a huge document or on a machine that swapped, moves nothing: it takes two that agree.
+What the last runs took beyond their estimates, in the middle, is added to what the program takes: weights, keys and
+values are known to the byte, so their share of an estimate is never stretched. All profiles alike, or comparing them
+would say which of them ran before. One odd run, with a huge document or on a machine that swapped, moves nothing: it
+takes two that agree.
 """
 
 from __future__ import annotations
@@ -17,30 +19,31 @@ from kvcli import files
 from kvcli.schemas.fit import RunEntry
 
 NAME = "runs.jsonl"
-LAST = 6  # runs whose ratios count
+LAST = 6  # runs that count
 FEWEST = 3  # runs for a middle; those that are missing count as foretold exactly
 MOST = 256 << 10  # bytes; beyond, the older half goes
 
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """What runs must share for the ratio of one to say anything of another: estimates are made alike only then."""
+    """What runs must share for one to say anything of another: estimates are made alike only then."""
 
     model: str
-    profile: str
     kind: str  # of device
-    base: int  # bytes that stood for a bare process: a calibration changes it
-    kvcli: str  # version
+    build: str  # of torch and what else is imported
 
 
 @dataclass(frozen=True, slots=True)
-class Ratios:
-    """Measured over estimated."""
+class Beyond:
+    """Bytes measured beyond the estimate, less than none where it was too high."""
 
-    middle: float
-    low: float
-    high: float
+    middle: int
+    low: int
+    high: int
     runs: int
+
+
+NOTHING = Beyond(0, 0, 0, 0)  # known of any run
 
 
 def append(folder: Path, entry: RunEntry) -> None:
@@ -63,15 +66,15 @@ def read(folder: Path) -> list[RunEntry]:
     return found
 
 
-def ratios(entries: Sequence[RunEntry], like: Like) -> Ratios | None:
+def beyond(entries: Sequence[RunEntry], like: Like) -> Beyond | None:
     """Of the last runs of this kind; None without any. Of a process with many turns the last one counts."""
     same = {e.run: e for e in entries if like == _like(e)}
-    found = [e.measured / e.predicted for e in same.values() if e.predicted > 0 and e.measured > 0][-LAST:]
+    found = [e.measured - e.predicted for e in same.values()][-LAST:]
     if not found:
         return None
-    padded = [*found, *[1.0] * (FEWEST - len(found))]
-    return Ratios(median(padded), min(found), max(found), len(found))
+    padded = [*found, *[0] * (FEWEST - len(found))]
+    return Beyond(int(median(padded)), min(found), max(found), len(found))
 
 
 def _like(e: RunEntry) -> Like:
-    return Like(e.model, e.profile, e.device.partition(":")[0], e.base, e.kvcli)
+    return Like(e.model, e.device.partition(":")[0], e.build)

@@ -41,7 +41,7 @@ def fit_lines(document: FitDocument, width: int) -> Iterator[list[Span]]:
 
 def plain_rows(document: FitDocument) -> list[list[str]]:
     """Bytes and tokens, for programs that want no JSON."""
-    names = ["profile", "ctx", "fits", "weights", "kv", "draft", "base", "working", "total", "max_ctx"]
+    names = ["profile", "ctx", "fits", "weights", "kv", "draft", "base", "working", "loading", "total", "max_ctx"]
     rows = [[str(getattr(plan, name)) for name in names] for plan in document.plans]
     return [names, *([cell.lower() if cell in ("True", "False") else cell for cell in row] for row in rows)]
 
@@ -65,8 +65,10 @@ def _plans(document: FitDocument, width: int) -> Iterator[list[Span]]:
     def size(n: int) -> str:
         return f"{n / unit:,.2f}" if unit == GIB else f"{n / unit:,.{int(n < 100 * MIB)}f}"
 
-    names = ["profile", "ctx", "weights", "kv", "draft", "program", "working", "peak", "fits", "largest"]
+    names = ["profile", "ctx", "weights", "kv", "draft", "program", "working", "loading", "peak", "fits", "largest"]
     rows = [[*_cells(plan, size)] for plan in document.plans]
+    if not any(plan.loading for plan in document.plans):
+        names, rows = [n for n in names if n != "loading"], [[*row[:7], *row[8:]] for row in rows]
     yield from _table(names, rows, [plan.fits for plan in document.plans], width)
     kept = f"{word}; {size(document.free_bytes)} available, of which {size(document.kept_free)} are kept free"
     for line in fold(kept, max(20, width - 1)):
@@ -109,7 +111,7 @@ def _cells(plan: FitPlan, size: object) -> Iterator[str]:
     assert callable(size)
     yield plan.profile
     yield f.count(plan.ctx)
-    for n in (plan.weights, plan.kv, plan.draft, plan.base, plan.working, plan.total):
+    for n in (plan.weights, plan.kv, plan.draft, plan.base, plan.working, plan.loading, plan.total):
         yield size(n) if n else "–"
     yield "yes" if plan.fits else "no"
     yield f.count(plan.max_ctx) if plan.max_ctx else "–"
@@ -153,18 +155,22 @@ def _foot(document: FitDocument) -> Iterator[str]:
         away = [f"{f.long_size(n)} {_AWAY[where]}" for where, n in plan.kv_tiers.items() if where in _AWAY]
         if away:
             yield f"{plan.profile} at {f.count(plan.ctx)}: of keys and values, {' and '.join(away)} are not in kv"
-    yield from dict.fromkeys(_past(plan) for plan in document.plans if plan.runs)
+    if document.plans[0].runs:
+        yield _past(document.plans[0])
     yield from (f"note: {note}" for note in document.notes)
 
 
 def _past(plan: FitPlan) -> str:
     assert plan.runs is not None
-    runs, low, high = plan.runs.runs, plan.runs.low, plan.runs.high
-    said = f"{f.count(runs)} runs of {plan.profile} used {low:.2f}–{high:.2f}" if runs > 1 else ""
-    said = said or f"run of {plan.profile} used {low:.2f}"
-    scale = plan.calibration
-    used = "which changes nothing yet" if scale == 1 else f"so its peak is multiplied by {scale:.2f}"
-    return f"Your last {said} of the estimate, {used}."
+    low, high = plan.runs.low, plan.runs.high
+    took = _beyond(low) if low == high else f"{_beyond(low)} to {_beyond(high)}"
+    said = f"Your last {f.count(plan.runs.runs)} runs of this model" if plan.runs.runs > 1 else "Your last run of it"
+    added = f"so program is taken for {_beyond(plan.correction)}" if plan.correction else "which changes nothing yet"
+    return f"{said} took {took} than estimated, {added}."
+
+
+def _beyond(n: int) -> str:
+    return f"{f.long_size(abs(n))} {'more' if n >= 0 else 'less'}"
 
 
 def _age(date: str) -> str:
@@ -184,7 +190,6 @@ def calibration_lines(found: CalibrationDocument, width: int) -> list[str]:
         f"a call {found.launch * 1e6:.1f} µs",
         *links,
         f"disk {f.long_size(found.disk)}/s" if found.disk else "",
-        f"bare process {f.long_size(found.base_bytes)}",
     ]
     return [*joined(facts, width), *(_grid(found, width) if found.model else []), *_doubt(found, width)]
 

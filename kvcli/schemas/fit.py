@@ -29,11 +29,11 @@ class FitSpeed(Json):
 
 
 class FitRuns(Json):
-    """Earlier runs of this model under this profile on this kind of device."""
+    """Earlier runs of this model on this kind of device, under any profile."""
 
     runs: Count
-    low: float = Field(description="measured over estimated")
-    high: float
+    low: int = Field(description="bytes measured beyond the estimate")
+    high: int
 
 
 class FitPlan(Json):
@@ -52,16 +52,16 @@ class FitPlan(Json):
     kv_per_token: Bytes
     draft: Bytes
     working: Bytes = Field(description="one pass: activations, scores, logits, and what the allocator keeps")
-    base: Bytes = Field(description="the process without a model; 0 on a GPU")
-    loading: Bytes = Field(description="the highest moment of loading")
-    mapped: Bytes = Field(description="of loading: pages of weight files, which the system can take back")
-    total: Bytes = Field(description="peak: the larger of loading and running, times calibration")
+    base: Bytes = Field(description="the process without a model, correction included; on a GPU the correction alone")
+    loading: Bytes = Field(description="what the highest moment of loading takes beyond all these; 0 where it is lower")
+    mapped: Bytes = Field(description="while loading: pages of weight files, which the system can take back")
+    total: Bytes = Field(description="peak: base, weights, kv, draft, working and loading together")
     needed: Bytes = Field(description="that must be free: total without mapped pages")
     missing: Bytes = Field(description="0 where it fits")
     max_ctx: Count = Field(description="the longest context that fits, tokens")
-    calibration: float = Field(
-        description="measured peaks of earlier runs over their estimates, the middle of at least three; of fewer, "
-        "the missing ones count as 1"
+    correction: int = Field(
+        description="bytes that earlier runs took beyond their estimates, the middle of at least three; of fewer, "
+        "the missing ones count as 0"
     )
     runs: FitRuns | None
     binding: str | None = Field(description="what it fails on; null where it fits")
@@ -72,7 +72,7 @@ class FitPlan(Json):
 class FitDocument(Json):
     """What a model needs, profile by profile."""
 
-    schema_: Literal["kvcli.fit/1"] = Field(default="kvcli.fit/1", alias="schema")
+    schema_: Literal["kvcli.fit/2"] = Field(default="kvcli.fit/2", alias="schema")
     kvcli: str
     model: str
     layers: Count
@@ -120,7 +120,7 @@ class QuickTimes(ModelTimes):
 class CalibrationDocument(Json):
     """What this machine can do, measured."""
 
-    schema_: Literal["kvcli.calibration/1"] = Field(default="kvcli.calibration/1", alias="schema")
+    schema_: Literal["kvcli.calibration/2"] = Field(default="kvcli.calibration/2", alias="schema")
     kvcli: str
     date: str = Field(description="ISO 8601 with the offset to UTC")
     fingerprint: str
@@ -128,7 +128,6 @@ class CalibrationDocument(Json):
     device: str
     threads: Count
     torch: str
-    base_bytes: Bytes = Field(description="a command that answered, without its model and what it keeps of the text")
     bandwidth: Rate = Field(description="reading memory of the device, bytes a second")
     gemm: dict[str, Rate] = Field(min_length=1, description="FLOP a second of a large product, by dtype")
     launch: Seconds = Field(description="one operation on almost nothing")
@@ -140,7 +139,7 @@ class CalibrationDocument(Json):
 class RunEntry(Json):
     """A line of the run log: one for each turn, of which the last of a process counts. No text of the user."""
 
-    schema_: Literal["kvcli.run/1"] = Field(default="kvcli.run/1", alias="schema")
+    schema_: Literal["kvcli.run/2"] = Field(default="kvcli.run/2", alias="schema")
     kvcli: str
     date: str
     run: str = Field(description="of one process, so that many turns of a long chat count once")
@@ -149,6 +148,6 @@ class RunEntry(Json):
     profile_hash: str
     device: str
     ctx: Count = Field(description="tokens in memory")
-    base: Bytes = Field(description="what the estimate took a process without a model for")
+    build: str = Field(description="of torch and what else is imported: how much the program takes depends on it")
     predicted: Bytes = Field(description="before any correction by earlier runs")
     measured: Bytes

@@ -1,10 +1,10 @@
 """Peak memory as `kvcli fit` foretells it against what `kvcli chat` uses, under every shipped profile.
 
-    python tests/bench/fit.py [--profiles exact,ngram,streaming] [--base] [--out FILE]
+    python tests/bench/fit.py [--profiles exact,ngram,streaming] [--out FILE]
 
 The demo model at 2k and nearly 8k tokens, the random 152M Llama at 2k, 8k and 16k. Each figure is of a command of its
 own with nothing known of this machine, which reads a report of so many tokens and answers in at most 16; its VmHWM is
-the measured peak. Estimates use the shipped figure for a bare command, or with --base one measured first. Prints a
+the measured peak. What the program takes is measured first, as `kvcli fit` does. Prints a
 table, then JSON on the last line.
 """
 
@@ -95,16 +95,14 @@ def compare(name: str, model: str, profiles: list[str], base: int) -> list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profiles", help="commas between; every shipped one unless given")
-    parser.add_argument("--base", action="store_true", help="measure a bare command first")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    from kvcli.calibrate.machine import bare_process
-    from kvcli.fit.plan import BASE
+    from kvcli.fit.program import measured as program
     from tests.bench.decode import machine
     from tests.bench.random_model import write
 
-    base = bare_process() if args.base else BASE
+    base = program()
     shipped = sorted(file.stem for file in (ROOT / "kvcli/profiles").glob("*.toml"))
     profiles = args.profiles.split(",") if args.profiles else shipped
     print(f"{'model':<12} {'profile':<14} {'tokens':>6}  {'estimate':>8}  {'measured':>8}  ratio     (MiB)")
@@ -115,7 +113,7 @@ def main() -> None:
     about = machine()
     result = {
         "title": "Peak memory, estimated and measured",
-        "command": "python tests/bench/fit.py" + (" --base" if args.base else ""),
+        "command": "python tests/bench/fit.py",
         "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, "
         f"transformers {about['transformers']}, commit {about['commit']}, bare command {base / 2**20:.0f} MiB",
         "rows": rows,

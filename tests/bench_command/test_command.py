@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from kvcli.demo import weights_dir
 from kvcli.errors import ExitStatus
-from kvcli.schemas import DOCUMENTS
+from kvcli.schemas.documents import DOCUMENTS
 from tests.fakes import Machine
 
 pytestmark = pytest.mark.skipif(

@@ -18,8 +18,8 @@ from kvcli.errors import BadInput, ExitStatus
 from kvcli.render.bench import differences, range_words, share_words, table
 from kvcli.render.bench_text import bars, json_lines, markdown, separated, trend
 from kvcli.render.terminal import cells
-from kvcli.schemas import DOCUMENTS, json_schema
 from kvcli.schemas.bench import Ratio
+from kvcli.schemas.documents import DOCUMENTS, json_schema
 from tests.bench_command.sides import Paced, document, measured
 from tests.fakes import Machine
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from kvcli import __version__
 from kvcli.calibrate.store import machine_fingerprint, save_calibration
 from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
-from kvcli.fit import room, runs
-from kvcli.fit.plan import BASE
+from kvcli.fit import program, room, runs
+from kvcli.fit.program import BASE
 from kvcli.profile import Profile
-from kvcli.schemas import DOCUMENTS
+from kvcli.schemas.documents import DOCUMENTS
 from tests.fakes import Machine
 from tests.fit.test_runs import entry
 from tests.test_calibrate import made
@@ -28,6 +27,7 @@ SHIPPED = sorted(f.name.removesuffix(".toml") for f in (Path(__file__).parents[2
 def machine(tmp_path, monkeypatch):
     found = Machine(tmp_path)
     monkeypatch.setattr(Setup, "load", found.load)
+    monkeypatch.setattr(program, "here", lambda: BASE)  # a process of tests holds much more
     return found
 
 
@@ -263,24 +263,28 @@ def test_times_come_with_a_calibration_and_its_age(machine):
     plan = found["plans"][0]
     read = plan["weights"] + plan["ctx"] * plan["kv_per_token"]
     assert plan["speed"]["tok_s"] == pytest.approx(1e9 / read)  # made() reads 1e9 bytes a second
-    assert plan["base"] == 500 << 20
 
 
-def test_each_profile_says_what_its_own_runs_used(machine):
-    data, predicted = machine.world().paths.data, {"predicted": 1000, "base": BASE, "kvcli": __version__}
-    for measured in (1020, 1040):
-        runs.append(data, entry(measured=measured, **predicted))
-    runs.append(data, entry(measured=3000, profile="ngram", **predicted))
-    done = machine("fit", "demo", "--all", "--ctx", "512")
-    assert "2 runs of exact used 1.02–1.04 of the estimate, so its peak is multiplied by 1.02" in flat(done)
-    assert "run of ngram used 3.00 of the estimate, which changes nothing yet" in flat(done)
-    plans = {
-        plan["profile"]: plan for plan in document(machine("fit", "demo", "--all", "--ctx", "512", "--json"))["plans"]
-    }
-    assert plans["exact"]["runs"] == {"runs": 2, "low": 1.02, "high": 1.04}
-    assert plans["streaming"]["runs"] is None
-    parts = ("base", "weights", "kv", "draft", "working")
-    assert plans["exact"]["total"] == int(1.02 * sum(plans["exact"][part] for part in parts))
+MIB = 1 << 20
+
+
+def test_what_runs_took_is_added_to_the_program_of_every_profile_and_to_nothing_else(machine):
+    data = machine.world().paths.data
+    asked = ("fit", "demo", "--all", "--ctx", "512")
+    plain = {plan["profile"]: plan for plan in document(machine(*asked, "--json"))["plans"]}
+    for more, profile in ((300, "exact"), (320, "ngram"), (2, "snap")):
+        known = {"predicted": 500 * MIB, "measured": (500 + more) * MIB, "build": program.build()}
+        runs.append(data, entry(profile=profile, **known))
+    done = flat(machine(*asked))
+    assert "Your last 3 runs of this model took 2.0 MiB more to 320 MiB more than estimated, so program" in done
+    for plan in document(machine(*asked, "--json"))["plans"]:
+        was = plain[plan["profile"]]
+        assert plan["runs"] == {"runs": 3, "low": 2 * MIB, "high": 320 * MIB}
+        assert plan["correction"] == 300 * MIB
+        assert plan["base"] == was["base"] + 300 * MIB
+        same = ("weights", "kv", "draft", "working", "loading")
+        assert [plan[part] for part in same] == [was[part] for part in same]
+        assert plan["total"] == plan["base"] + sum(plan[part] for part in same)
 
 
 def flat(done):

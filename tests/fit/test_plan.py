@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from kvcli.fit.before import Outlook
 from kvcli.fit.memory import GIB, largest, need
 from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room, choose, container_room, size
+from kvcli.fit.runs import Beyond
 from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
 from kvcli.kv.room import EVERY
@@ -175,10 +178,12 @@ def test_mapped_files_count_in_the_peak_and_not_in_what_must_be_free(demo):
     assert small.need.peak == small.need.loading > small.need.least
 
 
-def test_measured_runs_scale_the_estimate(demo):
-    plain, scaled = planned(demo), planned(demo, scale=1.1)
-    assert scaled.total == int(1.1 * plain.total)
-    assert scaled.need == plain.need
+@pytest.mark.parametrize("more", [300 * MIB, -20 * MIB])
+def test_what_runs_took_beyond_their_estimates_corrects_the_program_alone(demo, more):
+    plain, learned = planned(demo), planned(demo, beyond=Beyond(more, more, more, 3))
+    assert learned.need == replace(plain.need, base=plain.need.base + more, loading=plain.need.loading + more)
+    parts = learned.need
+    assert learned.total == parts.base + parts.weights + parts.kv + parts.draft + parts.working + parts.surge
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
@@ -230,7 +235,7 @@ def test_nothing_is_offered_where_the_program_alone_is_too_large(demo):
 @pytest.fixture
 def outlook(demo, tmp_path):
     def with_room(available):
-        return Outlook(demo, "demo", tmp_path / "cache", tmp_path / "data", {"cpu": Room("cpu", available)})
+        return Outlook(demo, "demo", tmp_path / "data", {"cpu": Room("cpu", available)})
 
     return with_room
 

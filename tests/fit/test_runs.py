@@ -24,36 +24,35 @@ COUNT = count()
 def entry(run="", **changes):
     facts = {
         "kvcli": "0", "date": "2026-01-01T00:00:00+00:00", "run": run or str(next(COUNT)), "model": "demo",
-        "profile": "exact", "profile_hash": "a", "device": "cpu", "ctx": 5, "base": 7, "predicted": 100,
+        "profile": "exact", "profile_hash": "a", "device": "cpu", "ctx": 5, "build": "b", "predicted": 100,
         "measured": 110,
     }  # fmt: skip
     return RunEntry(**(facts | changes))
 
 
-LIKE = runs.Like("demo", "exact", "cpu", 7, "0")
+LIKE = runs.Like("demo", "cpu", "b")
 
 
-def test_the_middle_of_the_last_six_of_the_same_kind(tmp_path):
+def test_the_middle_of_the_last_six_of_the_same_kind_under_any_profile(tmp_path):
     for measured in (900, 90, 100, 110, 120, 104, 106):  # the first is the seventh last
-        runs.append(tmp_path, entry(measured=measured))
-    for other in ({"model": "other"}, {"device": "cuda:0"}, {"base": 8}, {"kvcli": "1"}):
+        runs.append(tmp_path, entry(measured=measured, profile=f"p{measured}"))
+    for other in ({"model": "other"}, {"device": "cuda:0"}, {"build": "another torch"}):
         runs.append(tmp_path, entry(measured=500, **other))
-    found = runs.ratios(runs.read(tmp_path), LIKE)
-    assert found == runs.Ratios(1.05, 0.9, 1.2, 6)
-    assert runs.ratios(runs.read(tmp_path), replace(LIKE, profile="ngram")) is None
+    assert runs.beyond(runs.read(tmp_path), LIKE) == runs.Beyond(5, -10, 20, 6)
+    assert runs.beyond(runs.read(tmp_path), replace(LIKE, model="none")) is None
 
 
 @pytest.mark.parametrize("odd", [3000, 20])
 def test_one_odd_run_moves_nothing_and_two_that_agree_do(odd):
-    assert runs.ratios([entry(measured=odd)], LIKE) == runs.Ratios(1.0, odd / 100, odd / 100, 1)
-    assert runs.ratios([entry(measured=104), entry(measured=odd)], LIKE).middle == (1.04 if odd > 100 else 1.0)
-    assert runs.ratios([entry(measured=104), entry(measured=106)], LIKE).middle == 1.04
-    assert runs.ratios([entry(measured=104), entry(measured=106), entry(measured=odd)], LIKE).middle in (1.04, 1.06)
+    assert runs.beyond([entry(measured=odd)], LIKE) == runs.Beyond(0, odd - 100, odd - 100, 1)
+    assert runs.beyond([entry(measured=104), entry(measured=odd)], LIKE).middle == (4 if odd > 100 else 0)
+    assert runs.beyond([entry(measured=104), entry(measured=106)], LIKE).middle == 4
+    assert runs.beyond([entry(measured=104), entry(measured=106), entry(measured=odd)], LIKE).middle in (4, 6)
 
 
 def test_many_turns_of_one_chat_are_one_run():
     turns = [entry(measured=100 + i, run="long chat") for i in range(20)]
-    assert runs.ratios([entry(measured=90), *turns, entry(measured=105)], LIKE) == runs.Ratios(1.05, 0.9, 1.19, 3)
+    assert runs.beyond([entry(measured=90), *turns, entry(measured=105)], LIKE) == runs.Beyond(5, -10, 19, 3)
 
 
 def test_the_log_is_private_bounded_and_survives_damage(tmp_path, monkeypatch):
@@ -73,9 +72,7 @@ def test_the_log_is_private_bounded_and_survives_damage(tmp_path, monkeypatch):
 
 @pytest.fixture
 def outlook(tmp_path):
-    return Outlook(
-        subject_of(find("demo")), "demo", tmp_path / "cache", tmp_path / "data", {"cpu": Room("cpu", 1 << 40)}
-    )
+    return Outlook(subject_of(find("demo")), "demo", tmp_path / "data", {"cpu": Room("cpu", 1 << 40)})
 
 
 def test_a_turn_is_noted_without_its_text_and_the_next_estimate_follows(outlook):
@@ -85,15 +82,15 @@ def test_a_turn_is_noted_without_its_text_and_the_next_estimate_follows(outlook)
     assert outlook.record(profile, Stats(peak=2 * first, context=100)) == ""
     (line,) = (outlook.data / runs.NAME).read_text().splitlines()
     assert set(json.loads(line)) == {
-        "schema", "kvcli", "date", "run", "model", "profile", "profile_hash", "device", "ctx", "base", "predicted",
+        "schema", "kvcli", "date", "run", "model", "profile", "profile_hash", "device", "ctx", "build", "predicted",
         "measured",
     }  # fmt: skip
-    again = Outlook(outlook.subject, "demo", outlook.cache, outlook.data, outlook.found)
+    again = Outlook(outlook.subject, "demo", outlook.data, outlook.found)
     assert again.foretell(profile, 100)[0] == first
     assert again.record(profile, Stats(peak=2 * first, context=100)) == ""
-    again = Outlook(outlook.subject, "demo", outlook.cache, outlook.data, outlook.found)
+    again = Outlook(outlook.subject, "demo", outlook.data, outlook.found)
     assert again.foretell(profile, 100)[0] == pytest.approx(2 * first, rel=1e-6)
-    assert again.foretold == first  # ratios do not multiply each other
+    assert again.foretold == first  # corrections do not pile up
 
 
 def test_a_smaller_turn_does_not_lower_what_was_foretold_for_the_process(outlook):

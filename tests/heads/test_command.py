@@ -18,7 +18,7 @@ from kvcli.profile import Profile
 from kvcli.render.heads import heads_lines
 from kvcli.render.heads_html import html
 from kvcli.render.terminal import cells, codes
-from kvcli.schemas import DOCUMENTS
+from kvcli.schemas.documents import DOCUMENTS
 from kvcli.schemas.heads import HeadsDocument
 from tests.fakes import Machine
 

@@ -1,0 +1,63 @@
+"""The JSON documents kvcli prints, as models: what writes them and what `kvcli config schema NAME` prints.
+
+Bytes are integers, times seconds, text is not shortened. What is not known, or has no meaning here, is null.
+Adding a field keeps the number behind the name; anything else raises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchPlanDocument
+from kvcli.schemas.chat import ChatDocument
+from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
+from kvcli.schemas.heads import HeadsDocument
+from kvcli.schemas.listings import (
+    CacheDocument,
+    DoctorDocument,
+    ModelsDocument,
+    PathsDocument,
+    PlanDocument,
+    ProfilesDocument,
+)
+from kvcli.schemas.quality import AgreementDocument, QualityDocument
+from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
+from kvcli.schemas.summary import ExtractDocument, SummaryDocument, SummaryPlanDocument
+from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
+
+DOCUMENTS: Mapping[str, Any] = {
+    "turn": TurnDocument,
+    "chat": ChatDocument,
+    "error": ErrorDocument,
+    "event": EventDocument,
+    "models": ModelsDocument,
+    "profiles": ProfilesDocument,
+    "doctor": DoctorDocument,
+    "paths": PathsDocument,
+    "cache": CacheDocument,
+    "plan": PlanDocument,
+    "fit": FitDocument,
+    "calibration": CalibrationDocument,
+    "run": RunEntry,
+    "bench": BenchDocument,
+    "bench_history": BenchHistoryDocument,
+    "bench_row": BenchLine,
+    "bench_plan": BenchPlanDocument,
+    "quality": QualityDocument,
+    "agreement": AgreementDocument,
+    "spec": SpecDocument,
+    "spec_tune": SpecTuneDocument,
+    "heads": HeadsDocument,
+    "summary": SummaryDocument,
+    "summary_plan": SummaryPlanDocument,
+    "extract": ExtractDocument,
+}
+
+
+def json_schema(name: str) -> dict[str, Any]:
+    """The JSON Schema of one of `DOCUMENTS`."""
+    schema = TypeAdapter(DOCUMENTS[name]).json_schema(by_alias=True, mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
