@@ -5,6 +5,7 @@ A command is imported when it runs, so `kvcli --help` imports neither torch nor 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -124,6 +125,8 @@ def main() -> None:
     """Entry of the `kvcli` script."""
     if sys.stdout is None:  # started with >&-: there is nowhere to put an answer, and work for nothing is no answer
         sys.exit(ExitStatus.CLOSED_PIPE)
+    # torch and transformers make a million objects that stay; looking for garbage among them took a sixth of the start
+    gc.set_threshold(20_000)
     world = World.real()
     status = run(sys.argv[1:], world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
@@ -159,7 +162,7 @@ def run(args: Sequence[str], world: World) -> int:
     except SystemExit:  # rich, which prints the help, ends the program like this when the reader has gone
         return ExitStatus.CLOSED_PIPE
     except (KeyboardInterrupt, typer.Abort):
-        return ExitStatus.INTERRUPTED
+        return ends.interrupted(world)
     except KvcliError as error:
         return ends.failed(world, args, error)
     except ends.UsageProblem as problem:

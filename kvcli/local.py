@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from kvcli.model import LM
     from kvcli.profile import Profile
     from kvcli.session import Session
+    from kvcli.source import Source
 
 
 def load(
-    model: str = "demo",
+    model: str | Source = "demo",
     profile: str | Profile | None = None,
     set: Mapping[str, object] | None = None,
     *,
@@ -45,9 +46,10 @@ def load(
     offline: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Model:
-    """Load `demo`, a folder or a hub id, at `revision`. `set` overrides profile keys: {"load.device": "cpu"}.
+    """Load `demo`, a folder, a hub id at `revision`, or files already found.
 
-    A hub id is downloaded only with `offline=False` and a `tell` to say so to. Raises KvcliError subclasses.
+    `set` overrides profile keys: {"load.device": "cpu"}. A hub id is downloaded only with `offline=False` and a `tell`
+    to say so to. Raises KvcliError subclasses.
     """
     from kvcli import source
     from kvcli.model import LM
@@ -58,7 +60,11 @@ def load(
         chosen = chosen.replace(**_nested(set))
     began = time.perf_counter()
     wants = chosen.load
-    found = source.find(model, offline=offline, revision=revision, allow_pickle=wants.allow_pickle, tell=tell)
+    found = (
+        source.find(model, offline=offline, revision=revision, allow_pickle=wants.allow_pickle, tell=tell)
+        if isinstance(model, str)
+        else model
+    )
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(

@@ -23,6 +23,8 @@ Config = dict[str, Any]
 _CONFIG = 4 << 20  # bytes; the longest list the layers and what is not quantized
 _INDEX = 32 << 20  # bytes, of half a million tensors
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokeniz*.py", "*vocab.json")
+_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # of the hub: OWNER/NAME
+_CACHED = "models--"  # before the folder of a model in the cache, whose / is written --
 _DOWNLOAD = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
 
 
@@ -83,7 +85,8 @@ def find(
     """`demo`, a folder, or a hub id, with every file checked.
 
     A hub id is looked for in the local cache. It is downloaded only when `offline` is false and there is a `tell` to
-    say so to: a library that was given nobody to tell stays off the network.
+    say so to: a library that was given nobody to tell stays off the network. A name without an owner is never asked
+    for: it is a typing error far more often than one of the few models that have none.
     """
     at = f"{name} at {revision}" if revision else name
     if name == "demo":
@@ -99,11 +102,27 @@ def find(
     try:
         return _checked(name, *_cached(name, revision, at, offline), allow_pickle)
     except BadModel as error:
-        if offline or tell is None or error.code not in ("model_not_found", "model_incomplete"):
+        if offline or tell is None or not may_fetch(name, error):
             raise
         where = "not in the cache" if error.code == "model_not_found" else "in the cache only in part"
     tell(f"{at} is {where}: downloading it from huggingface.co")
     return _checked(name, *_download(name, revision, at), allow_pickle)
+
+
+def may_fetch(name: str, error: BadModel) -> bool:
+    """Whether what `find` did not find here may be at the hub."""
+    return error.code in ("model_not_found", "model_incomplete") and _ID.fullmatch(name) is not None
+
+
+def cached_ids() -> list[str]:
+    """Models of the Hugging Face cache, whole or not, sorted."""
+    return sorted(folder.name.removeprefix(_CACHED).replace("--", "/") for folder in _cache().glob(f"{_CACHED}*"))
+
+
+def _cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE  # reads the environment, imports nothing large
+
+    return Path(HF_HUB_CACHE)
 
 
 def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
@@ -151,6 +170,8 @@ def _demo(demo_dir: Path | None) -> Path:
 
 def _cached(name: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
     """The snapshot folder of a hub id, and its commit, without the network."""
+    if not (_cache() / f"{_CACHED}{name.replace('/', '--')}").is_dir():  # before half a second of imports
+        raise _not_cached(name, at, offline)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -160,21 +181,33 @@ def _cached(name: str, revision: str | None, at: str, offline: bool) -> tuple[Pa
         why = f"{name} is neither a folder nor a hub id"
         raise BadModel(why, code="model_name", lines=[str(error)], try_=["kvcli models list"]) from error
     except LocalEntryNotFoundError as error:
-        raise BadModel(
-            f"{at} is neither a folder nor in the Hugging Face cache",
-            code="model_not_found",
-            lines=["the network was not asked"] if offline else [],
-            try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
-        ) from error
+        raise _not_cached(name, at, offline) from error
     return path, path.name
+
+
+def _not_cached(name: str, at: str, offline: bool) -> BadModel:
+    is_id = _ID.fullmatch(name) is not None
+    return BadModel(
+        f"{at} is neither a folder nor in the Hugging Face cache",
+        code="model_not_found",
+        lines=["the network was not asked"] if offline else [] if is_id else ["an id of the hub is OWNER/NAME"],
+        try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
+    )
 
 
 def _download(name: str, revision: str | None, at: str) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         path = Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOAD))
+    except LocalEntryNotFoundError as error:  # what the hub's library makes of a connection that fails
+        raise BadModel(
+            f"no network: {at} is not on this machine, and huggingface.co cannot be reached",
+            code="no_network",
+            lines=[str(error.__cause__ or error).splitlines()[0]],
+            try_=["kvcli models list shows what is here", "a folder: ./NAME"],
+        ) from error
     except (HfHubHTTPError, OSError) as error:
         raise BadModel(
             f"{at} could not be downloaded",

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from kvcli.rows import Rows
 
 
+FEW = 32  # tokens; a rate over fewer says more about the moment than about the machine
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it."""
@@ -139,8 +142,8 @@ class Stats:
 
     @property
     def vs_plain(self) -> float | None:
-        """Decoding speed over that of its passes without a draft; None while there were none of either kind."""
-        if not self.plain or not self.drafted_passes or self.decode <= 0:
+        """Decoding speed over that of its passes without a draft; None with none of either kind, or few tokens."""
+        if not self.plain or not self.drafted_passes or self.decode <= 0 or self.new < FEW:
             return None
         return self.decode_tok_s * median(self.plain)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -661,3 +662,17 @@ def test_help_leaves_torch_alone():
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "--extract-only" in done.stdout
     assert not loaded & {"torch", "transformers", "pypdfium2", "lxml"}
+
+
+def test_counting_is_said_and_ctrl_c_ends_it_at_once(office, monkeypatch):
+    seen = []
+
+    def counting(*_: object) -> None:
+        seen.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvcli.summarize.plan.make_plan", counting)
+    office.environ["TERM"] = "dumb"
+    done = office("a.txt", tty=("stderr",))
+    assert (done.exit, seen) == (130, [True])
+    assert done.err.splitlines()[-2:] == ["counting tokens …", "interrupted"]

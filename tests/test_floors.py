@@ -125,10 +125,22 @@ def test_nothing_imports_kernels_by_its_folder_name():
     assert [p for p in files for name in _imports(p) if name.split(".")[0] in ("kernels", "profiles")] == []
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["profiles", "list"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["--version"],
+        ["profiles", "list"],
+        ["chat", "dmo", "-f", "demo:pdf", "-p", "hi"],
+        ["chat", "a/b", "--offline", "-p", "hi"],
+        ["summarize", "demo:pdf", "-m", "dmo"],
+        ["fit", "dmo"],
+    ],
+)
 def test_quick_commands_leave_torch_alone(args: list[str]):
     run = [sys.executable, "-X", "importtime", "-m", "kvcli", *args]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True)
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=False)
+    assert done.returncode == (4 if "dmo" in args or "a/b" in args else 0)  # typing errors wait for no import either
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "typer" in loaded
     assert not loaded & {"torch", "transformers", "bitsandbytes", "pypdfium2", "lxml", "bs4", "docx"}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -407,10 +408,34 @@ def test_a_cache_with_half_a_model_is_completed(folder: Path, monkeypatch: pytes
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
+    (folder.parent / "models--someone--half").mkdir()
+    assert source.cached_ids() == ["someone/half"]
     assert "has no weights" in refused(lambda: source.find("someone/half", offline=True)).message
     told: list[str] = []
     assert source.find("someone/half", tell=told.append).parameters > 0
     assert told == ["someone/half is in the cache only in part: downloading it from huggingface.co"]
+
+
+@pytest.mark.parametrize("name", ["dmo", "gpt2"])
+def test_a_name_without_an_owner_is_never_asked_of_the_network(name: str):
+    told: list[str] = []
+    error = refused(lambda: source.find(name, tell=told.append))
+    assert (told, error.code, error.lines) == ([], "model_not_found", ("an id of the hub is OWNER/NAME",))
+    assert f"hf download {name}" in error.try_
+
+
+def test_a_connection_that_fails_is_no_network_and_not_a_wrong_name(monkeypatch: pytest.MonkeyPatch):
+    def snapshot(*_: object, **__: object) -> str:  # as the hub's library ends when no host answers
+        raise LocalEntryNotFoundError("cannot find the files") from OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    told: list[str] = []
+    error = refused(lambda: source.find("someone/absent", tell=told.append))
+    assert (error.code, error.exit, len(told)) == ("no_network", ExitStatus.BAD_MODEL, 1)
+    assert error.message.startswith("no network: someone/absent")
+    assert error.lines == ("Name or service not known",)
+    assert not any("check the name" in hint for hint in error.try_)
 
 
 def test_weights_of_another_format_are_named(folder: Path):

@@ -18,7 +18,7 @@ from kvcli.render.errors import print_error, print_note
 from kvcli.render.live import Look, Memory, live_row, reading_bar
 from kvcli.render.screen import Screen
 from kvcli.render.stream import TurnView, show_turn
-from kvcli.render.summary import Opening, header, summary
+from kvcli.render.summary import Opening, brief, header, summary
 from kvcli.render.tables import clip, columns, kv_table, spec_table, token_table
 from kvcli.render.terminal import Terminal, cells
 from kvcli.render.wrap import TAB, Wrapper, fold
@@ -173,7 +173,34 @@ def test_the_summary_is_that_of_the_design():
 
 def test_figures_that_are_missing_are_left_out():
     lines = summary(Turn("", (), "length", Stats(new=1, decode=0.5, passes=1)), 80)
-    assert lines == ["  1 token in 0.50 s · the answer's length limit was reached · 2.0/s"]
+    assert lines == ["  1 token in 0.50 s", "  the answer's length limit was reached"]
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (40, "  64 tokens · 21.9/s (×1.8)"),
+        (80, "  64 tokens · 21.9/s (×1.8) · first token 0.88 s · accept 3.00 · kv 4.4M"),
+        (100, "  64 tokens · 21.9/s (×1.8) · first token 0.88 s · accept 3.00 · kv 4.4M · peak 418M"),
+    ],
+)
+def test_one_line_is_what_fits(width, line):
+    assert brief(Turn("", (), "stop", some_stats()), width) == [line]
+
+
+def test_an_answer_that_was_cut_is_said_whatever_fits():
+    assert brief(Turn("", (), "length", some_stats()), 80)[1:] == ["  the answer's length limit was reached"]
+
+
+@pytest.mark.parametrize(("new", "shown"), [(31, False), (32, True)])
+def test_no_rate_over_a_few_tokens(new, shown):
+    stats = some_stats()
+    stats.new = new
+    turn = Turn("", (), "stop", stats)
+    for text in (*brief(turn, 200), summary(turn, 200)[0], row(100, stats)):
+        speed = text.replace("–/s", "").partition("kv")[0]
+        assert ("/s" in speed, "×" in speed) == (shown, shown and "(" in text)
+    assert ("/s" in bar(100, Read(new, 2000, 0, 0.8))) == shown
 
 
 @pytest.mark.parametrize("width", [40, 57, 80])

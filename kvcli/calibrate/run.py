@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli import __version__
-from kvcli.calibrate import machine as measured
 from kvcli.calibrate.store import digest, folder_of, machine_fingerprint, save_calibration
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes
 
@@ -27,6 +26,8 @@ def calibrate(
 ) -> CalibrationDocument:
     """Measure the machine, and the pass times of `model` if there is one, which is then where it is measured."""
     import torch
+
+    from kvcli.calibrate import machine as measured
 
     at = model.lm.device if model is not None else torch.device(device)
     name = _name(at)

@@ -67,7 +67,11 @@ def read_file(world: World, name: str) -> Document:
         hint = "leave it out: with -p, standard input is attached by itself"
         raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
     bundled = split_pages(name)[0] in BUNDLED
-    return read_document(name if bundled else world.cwd / os.path.expanduser(name), name=name)
+    from kvcli.render.screen import Screen
+    from kvcli.render.stream import busy_word
+
+    with busy_word(Screen.of(world), f"reading {name}"):
+        return read_document(name if bundled else world.cwd / os.path.expanduser(name), name=name)
 
 
 def notes_of(document: Document) -> list[str]:

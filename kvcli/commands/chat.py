@@ -79,6 +79,7 @@ def chat(
             from kvcli.commands.plan import print_plan
 
             return print_plan(setup, profile, file or [])
+        setup.look(profile)
         question = read_question(world, prompt, file or [], system, system_file)
         find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
@@ -115,13 +116,14 @@ def answer(
     """Load the model and ask it, or let the user talk to it."""
     from kvcli.commands.keep import folder, keep
     from kvcli.commands.loading import load_model
-    from kvcli.conversation import Chat
     from kvcli.render.errors import print_note
     from kvcli.render.screen import Screen
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
     run, model = load_model(setup, profile, wanted, screen)
+    from kvcli.conversation import Chat
+
     talk = Chat(model, folder=folder(world), holds=True, called=setup.lasting_name)
     with model, closing(talk):
         begin(world, talk, question, opened, keeps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -72,6 +73,14 @@ def _as_json(world: World, args: Sequence[str], error: KvcliError) -> bool:
     except OSError:
         return False
     return True
+
+
+def interrupted(world: World) -> int:
+    """Ctrl-C where nothing was left to be kept: one line for people."""
+    if not world.options.json and not world.options.quiet:
+        with suppress(OSError, ValueError):  # the terminal may have gone with the key
+            world.stderr.write("interrupted\n")
+    return ExitStatus.INTERRUPTED
 
 
 def broke(world: World, args: Sequence[str], error: Exception) -> int:

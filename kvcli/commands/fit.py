@@ -61,8 +61,12 @@ def fit(
     contexts = list(dict.fromkeys(_context(part) for part in (ctx or "auto").split(",")))
     notes: list[str] = []
     chosen = dict(_chosen(setup, all_, profiles, notes))
-    outlook = look(setup, next(iter(chosen.values())), vram, ram, notes)
-    plans = _plans(outlook, chosen, contexts, notes if all_ else None)
+    from kvcli.render.screen import Screen
+    from kvcli.render.stream import busy_word
+
+    with busy_word(Screen.of(world), f"looking at {setup.name}"):
+        outlook = look(setup, next(iter(chosen.values())), vram, ram, notes)
+        plans = _plans(outlook, chosen, contexts, notes if all_ else None)
     return _print(setup, outlook, plans, contexts[0], notes)
 
 
@@ -86,6 +90,7 @@ def _plans(
 
 def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Outlook:
     """The model's sizes and the machine's, or of the machine that was described."""
+    subject = _subject(setup, profile, notes)  # before anything large is imported: a typing error is quick
     from kvcli.fit import program
     from kvcli.fit.before import Outlook
     from kvcli.fit.room import CONTEXT, rooms, size
@@ -93,15 +98,13 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
     found = rooms(size(vram, "--vram") if vram else None, size(ram, "--ram") if ram else None)
     if vram:
         notes.append(f"of a card, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is on the host")
-    subject = _subject(setup, profile, notes)
     paths = setup.world.paths
     return Outlook(subject, setup.name, paths.data, found, program.elsewhere(paths.cache))
 
 
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
     """From the model's files; from config.json alone where the weights are not here."""
-    from kvcli.commands.models import find
-    from kvcli.fit.plan import subject_of
+    from kvcli.commands.setup import find
     from kvcli.source import Source, read_config
 
     try:
@@ -112,6 +115,8 @@ def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
             raise
         notes.append(f"{error.message}; their sizes follow from config.json")
         found = Source(setup.name, folder, "", read_config(folder, setup.name), (), False)
+    from kvcli.fit.plan import subject_of
+
     subject = subject_of(found)
     if found.files and subject.is_assumed:
         notes.append("the weight files do not say how large their tensors are: that follows from config.json")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands.flags import ModelName, option
-from kvcli.commands.setup import sources
+from kvcli.commands.setup import find, sources
 from kvcli.commands.show import print_json, print_table
 from kvcli.config import load_config
 from kvcli.errors import BadModel, ExitStatus, KvcliError
+from kvcli.source import Source, cached_ids
 
 if TYPE_CHECKING:
     from kvcli.schemas.listings import ModelEntry
-    from kvcli.source import Source
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False, help="Models on this machine.")
@@ -78,34 +78,15 @@ def known(world: World) -> list[tuple[str, str]]:
     """Names and where they come from: the bundled model, the config files, the cache."""
     config = load_config(sources(world))
     names = {"demo": "demo", **dict.fromkeys(config.models, "config")}
-    for name in cached_models():
+    for name in cached_ids():
         names.setdefault(name, "cache")
     return list(names.items())
-
-
-def cached_models() -> list[str]:
-    """Models of the Hugging Face cache, sorted."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
-    except CacheNotFound:
-        return []
 
 
 def kind_of(world: World, name: str) -> str:
     if name == "demo" or name in load_config(sources(world)).models:
         return "demo" if name == "demo" else "config"
     return "folder" if Path(expanduser(name)).exists() else "cache"
-
-
-def find(world: World, name: str | None, allow_pickle: bool) -> Source:
-    """The checked files of a model that is on this machine; raises BadModel otherwise."""
-    from kvcli import source
-
-    entry = load_config(sources(world)).model(name)
-    return source.find(entry.path, offline=True, revision=entry.revision or None, allow_pickle=allow_pickle)
 
 
 def look_at(world: World, name: str, kind: str, allow_pickle: bool, strict: bool = False) -> ModelEntry:

@@ -48,7 +48,7 @@ def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> N
     if not (may_ask and setup.world.may_ask and setup.world.is_tty("stderr") and not setup.world.options.json):
         raise _refusal(foreign, room, offers)
     chosen = _ask(foreign, room, offers, setup.world)
-    setup.model = chosen.model
+    setup.model, setup.found = chosen.model, None
     if chosen.quant != "none":
         setup.flags = {**setup.flags, "load.quant": (chosen.quant, "--quant")}
 
@@ -81,8 +81,8 @@ def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
 
 def _here(setup: Setup, usable: int) -> list[Offer]:
     """Names of the config files and the cache whose model is whole and fits, the largest first."""
-    from kvcli.commands.models import find, known
-    from kvcli.commands.setup import sources
+    from kvcli.commands.models import known
+    from kvcli.commands.setup import find, sources
     from kvcli.config import load_config
     from kvcli.fit import catalog
     from kvcli.fit.shape import shape_of

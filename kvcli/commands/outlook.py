@@ -51,27 +51,19 @@ class Prepared:
 
 
 def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str], None]) -> Prepared:
-    """Raises DoesNotFit, and BadConfig for a window beyond the model's limit.
+    """Raises BadModel where there is none, DoesNotFit, and BadConfig for a window beyond the model's limit.
 
-    A model that cannot be looked at has no estimate; loading it will say what is wrong.
+    A model whose sizes nobody can tell has no estimate; loading it will say what is wrong.
     """
-    from kvcli import source
+    found = setup.fetch(profile, tell)
     from kvcli.commands.fit import others_of
     from kvcli.commands.setup import refuse_beyond
     from kvcli.fit import program
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import subject_of
 
-    entry, world = setup.entry, setup.world
     try:
-        found = source.find(
-            entry.path,
-            offline=world.options.offline,
-            revision=entry.revision or None,
-            allow_pickle=profile.load.allow_pickle,
-            tell=tell,
-        )
-        outlook = Outlook(subject_of(found), setup.name, world.paths.data, base=program.here())
+        outlook = Outlook(subject_of(found), setup.name, setup.world.paths.data, base=program.here())
         refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
         plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     except BadModel:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.commands.ask import read_file
-from kvcli.commands.models import find, kind_of, look_at
-from kvcli.commands.setup import refuse_beyond
+from kvcli.commands.models import kind_of, look_at
+from kvcli.commands.setup import find, refuse_beyond
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus, KvcliError
 from kvcli.render.figures import count, long_size

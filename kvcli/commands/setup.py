@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli import source
 from kvcli.config import load_config
-from kvcli.errors import BadConfig
+from kvcli.errors import BadConfig, BadModel
 from kvcli.layers import Sources
 from kvcli.profile import Profile, load_profile
 from kvcli.toml_places import toml_value
@@ -54,6 +56,24 @@ def sources(world: World) -> Sources:
     )
 
 
+def find(
+    world: World, name: str | None, allow_pickle: bool, tell: Callable[[str], None] | None = None
+) -> source.Source:
+    """The checked files of a model by any of its names, downloaded only with a `tell` to say so to. Raises BadModel."""
+    config = load_config(sources(world))
+    entry, offline = config.model(name), world.options.offline
+    try:
+        return source.find(
+            entry.path, offline=offline, revision=entry.revision or None, allow_pickle=allow_pickle, tell=tell
+        )
+    except BadModel as error:
+        if error.code == "model_not_found":
+            here = [f.parent.name for f in world.cwd.glob("*/config.json")]
+            near = get_close_matches(entry.path, {"demo", *config.models, *source.cached_ids(), *here}, 2)
+            error.try_ = (*(f"did you mean {one}?" for one in near), *error.try_)
+        raise
+
+
 @dataclass(slots=True)
 class Setup:
     """A model by name and the settings it runs with. Nothing is loaded before `load`."""
@@ -63,6 +83,7 @@ class Setup:
     flags: Flags = field(default_factory=dict)
     exact: bool = False
     most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
+    found: source.Source | None = None  # its files, once they were looked for
     fitted: int = 0  # the window that `context.limit = "auto"` stands for where memory allows less; 0 = the model's
 
     @property
@@ -130,21 +151,28 @@ class Setup:
             return profile
         return profile.replace(context={"limit": self.fitted})
 
+    def look(self, profile: Profile) -> None:
+        """Find the model, or know that it may be downloaded: before documents are read and anything is imported."""
+        try:
+            self.found = find(self.world, self.model, profile.load.allow_pickle)
+        except BadModel as error:
+            if self.world.options.offline or not source.may_fetch(self.entry.path, error):
+                raise
+
+    def fetch(self, profile: Profile, tell: Callable[[str], None] | None = None) -> source.Source:
+        """The model's checked files; `tell` hears of a download."""
+        self.found = self.found or find(self.world, self.model, profile.load.allow_pickle, tell)
+        return self.found
+
     def load(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Model:
         """Load the model; `tell` hears of a download."""
+        found = self.fetch(profile, tell)
         # transformers reads it when imported; its warnings are about what kvcli checks itself
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        from kvcli import source
         from kvcli.local import load
 
-        entry, offline, commit = self.entry, self.world.options.offline, ""
-        where = entry.path
-        if entry.revision:  # the config pins a commit, a tag or a branch
-            pickle = profile.load.allow_pickle
-            found = source.find(where, offline=offline, revision=entry.revision, allow_pickle=pickle, tell=tell)
-            where, commit = str(found.path), found.revision
-        model = load(where, profile, offline=offline, tell=tell)
-        info = model.info = replace(model.info, id=self.name, revision=commit or model.info.revision)
+        model = load(found, profile)
+        info = model.info = replace(model.info, id=self.name)
         model.time_passes = partial(self.costs, tell=tell or log.info)
         model.prepare()
         self.most = info.limit

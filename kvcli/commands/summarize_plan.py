@@ -42,8 +42,7 @@ def print_plans(job: Job) -> None:
 def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wording]:
     """What a plan must know of the model, from its files."""
     from kvcli.commands.fit import others_of
-    from kvcli.commands.models import find
-    from kvcli.commands.setup import refuse_beyond
+    from kvcli.commands.setup import find, refuse_beyond
     from kvcli.fit import program
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import subject_of

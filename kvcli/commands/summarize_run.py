@@ -70,7 +70,7 @@ def print_text(job: Job) -> int:
 
 def _refuse_early(job: Job) -> None:
     """What the model does not follow is refused before minutes of loading, if its files are here."""
-    from kvcli.commands.models import find
+    from kvcli.commands.setup import find
     from kvcli.summarize.prompt import wording_of
 
     try:
@@ -87,7 +87,8 @@ def _summarize(job: Job) -> int:
     from kvcli.summarize.prompt import wording_of
 
     prepared, model = load_model(job.setup, job.profile, job.wanted, job.screen)
-    with model, Interrupt(job.setup.world.clock) as cancel:
+    cancel = Interrupt(job.setup.world.clock)  # heard while the model works; before that Ctrl-C ends the command
+    with model:
         for note in (*prepared.notes, *model.cautions, *model.info.notes):
             job.tell(note)
         wording = wording_of(model.info.path)
@@ -114,19 +115,23 @@ def _one(
 ) -> None:
     """One summary, from its plan to its last note."""
     from kvcli.render.live import Look
+    from kvcli.render.stream import busy_word
     from kvcli.render.summarize_view import SummaryView
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.plan import make_plan
     from kvcli.summarize.run import summarize
 
     documents = [one.document for one in given]
-    plan = make_plan(documents, job.request, window, wording)
-    _tell_plan(job, given, plan, window)
+    with busy_word(job.screen, "counting tokens"):
+        plan = make_plan(documents, job.request, window, wording)
+        said = _plan(job, given, plan, window)
+    for line in said:
+        job.screen.err.line((line, ""))
     cache = Cache.of(job.setup.world.paths.cache, model.info, prepared.profile, is_fresh=job.fresh)
     look = Look(prepared.profile.name, stopping=cancel)
     view = SummaryView(job.screen, look, plan, job.out.live(), tells=job.tells)
     events = summarize(model, documents, cache=cache, cancel=cancel, plan=plan)
-    with view.running(), closing(cast("Generator[Event]", events)):
+    with cancel, view.running(), closing(cast("Generator[Event]", events)):
         for event in events:
             view.on(event)
     if view.summary is None:
@@ -142,12 +147,10 @@ def _one(
     _finish(job, prepared, model, given, view)
 
 
-def _tell_plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> None:
+def _plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> list[str]:
     from kvcli.commands.summarize_plan import plan_words
 
-    err = job.screen.err
-    for line in plan_words(job, given, plan, window, err.width) if job.tells else ():
-        err.line((line, ""))
+    return plan_words(job, given, plan, window, job.screen.err.width) if job.tells else []
 
 
 def _tell_stopped(job: Job, view: SummaryView) -> None:

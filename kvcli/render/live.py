@@ -11,7 +11,7 @@ import psutil
 from kvcli.api import Read
 from kvcli.render import figures as f
 from kvcli.render.terminal import Span, cells
-from kvcli.stats import Stats
+from kvcli.stats import FEW, Stats
 
 HERTZ = 8  # redraws a second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -74,7 +74,9 @@ def _fields(stats: Stats, look: Look, memory: Memory | None) -> dict[str, list[S
         fields["approx"] = [("approx", "yellow")]
     fields["tokens"] = [(f"{f.count(stats.new)}", ""), (" tok", "dim")]
     speed = f.rate(stats.decode_tok_s)
-    fields["speed"] = [(speed.removesuffix("/s"), ""), ("/s", "dim")] if stats.new else [("–", ""), ("/s", "dim")]
+    fields["speed"] = (
+        [(speed.removesuffix("/s"), ""), ("/s", "dim")] if stats.new >= FEW else [("–", ""), ("/s", "dim")]
+    )
     fields["accept"] = [("accept ", "dim"), *_acceptance(stats)]
     bars = f.spark(stats.recent) if stats.drafted_passes else ""
     if bars:
@@ -133,7 +135,7 @@ def reading_bar(read: Read, width: int, since: float = 0.0) -> list[Span]:
     cached: list[Span] = [(f" ({f.count(read.cached)} cached)", "dim")] if read.cached else []
     end: list[Span] = [(f"  {100 * share:.0f} %", "")]
     pace: list[Span] = []
-    if speed > 0:
+    if speed > 0 and read.done - read.cached >= FEW:
         pace = [(f"  {speed:,.0f}/s  {f.clock((read.total - read.done) / speed)}", "dim")]
     for spans in (word + tokens + cached + end + pace, word + cached + end + pace, word + end + pace, word + end):
         room = width - 3 - cells("".join(text for text, _ in spans))

@@ -27,6 +27,7 @@ class Screen:
     stdin: TextIO | None = None  # its echo is switched off while a live region is on the screen
     piped: bool = False  # a program reads stdout, and may write what it reads to the terminal stderr is on
     shared: bool = False  # both streams are the same terminal, so one region can hold answer and row
+    verbose: bool = False  # all figures after a turn, not one line
 
     @classmethod
     def of(cls, world: World, stats: StatsMode = "live") -> Screen:
@@ -35,7 +36,8 @@ class Screen:
         shared = out.live and err.live and same_device(world.stdout, world.stderr)
         keys = world.stdin if world.is_tty("stdin") else None
         piped = is_pipe(world.stdout)
-        return cls(out, err, stats, world.options.quiet, world.clock, keys, piped, shared)
+        options = world.options
+        return cls(out, err, stats, options.quiet, world.clock, keys, piped, shared, options.verbose > 0)
 
 
 def same_device(a: TextIO, b: TextIO) -> bool:

@@ -14,7 +14,7 @@ from kvcli.render.keys import echo, suspendable
 from kvcli.render.live import HERTZ, Look, busy, live_row, process_memory, reading_bar
 from kvcli.render.region import Region
 from kvcli.render.screen import Screen
-from kvcli.render.summary import summary
+from kvcli.render.summary import brief, summary
 from kvcli.render.terminal import Span, cells, quoted
 from kvcli.render.wrap import Wrapper
 from kvcli.stats import Stats
@@ -56,10 +56,10 @@ def loop_notes(turn: Turn) -> list[str]:
 
 
 def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:
-    """The dim lines after a turn, on stderr, unless --quiet or --stats off or the turn said nothing."""
+    """A dim line on stderr, with -v all figures, unless --quiet or --stats off or the turn said nothing."""
     if not always and (screen.quiet or screen.stats == "off" or not turn.stats.new):
         return
-    for line in summary(turn, screen.err.width):
+    for line in (summary if always or screen.verbose else brief)(turn, screen.err.width):
         screen.err.line((line, "dim"))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.documents import listed
 from kvcli.render import figures as f
 from kvcli.render.summary import joined
+from kvcli.stats import FEW
 
 if TYPE_CHECKING:
     from kvcli.documents import Document
@@ -154,8 +155,10 @@ def totals(summary: Summary) -> list[str]:
     estimate = max((s.estimate for s in fresh), default=0)
     return [
         f"{plural(summary.n_parts, 'part')}, {plural(len(fresh), 'question')}",
-        f"read {f.count(read)} tokens in {f.seconds(reading)}" + (f", {f.rate(read / reading)}" if reading else ""),
-        f"wrote {f.count(new)} in {f.seconds(writing)}" + (f", {f.rate(new / writing)}" if writing else ""),
+        f"read {f.count(read)} tokens in {f.seconds(reading)}"
+        + (f", {f.rate(read / reading)}" if reading and read >= FEW else ""),
+        f"wrote {f.count(new)} in {f.seconds(writing)}"
+        + (f", {f.rate(new / writing)}" if writing and new >= FEW else ""),
         "approx" if any(s.approx for s in fresh) else "",
         f"peak {f.long_size(peak)}" + (f", estimate {f.long_size(estimate)}" if estimate else "") if peak else "",
     ]

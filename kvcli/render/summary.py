@@ -9,7 +9,7 @@ from kvcli.api import ModelInfo, Turn
 from kvcli.render import figures as f
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import fold
-from kvcli.stats import Stats
+from kvcli.stats import FEW, Stats
 
 DOT = " · "
 
@@ -45,21 +45,40 @@ def header(info: ModelInfo, opening: Opening, width: int) -> list[str]:
     return [*joined(first, width), *joined(second, width)]
 
 
+def brief(turn: Turn, width: int) -> list[str]:
+    """One line, as many figures as fit, the most asked for first; a second one where the answer was cut."""
+    stats = turn.stats
+    parts = [
+        _count(stats) if stats.new >= FEW else f"{_count(stats)} in {f.seconds(stats.decode)}",
+        *_speed(stats, ""),
+        f"accept {stats.mean_acceptance_length:.2f}" if stats.drafted_passes else "",
+        f"kv {f.tiers(stats.kv)}" if stats.kv_bytes else "",
+        f"peak {f.short_size(stats.peak)}" if stats.peak else "",
+    ]
+    return [joined(parts, width, indent="  ")[0], *joined(_cut(turn), width, indent="  ")]
+
+
 def summary(turn: Turn, width: int) -> list[str]:
     """Up to three lines, more on a narrow terminal: speed, reading and drafting, memory."""
     stats = turn.stats
-    rows = (_speed(turn), _work(stats), _memory(stats))
+    took = f"{_count(stats)} in {f.seconds(stats.decode)}"
+    rows = ([took, *_speed(stats)], _cut(turn), _work(stats), _memory(stats))
     return [line for parts in rows for line in joined(parts, width, indent="  ")]
 
 
-def _speed(turn: Turn) -> list[str]:
-    stats = turn.stats
+def _cut(turn: Turn) -> list[str]:
+    return ["the answer's length limit was reached"] if turn.finish == "length" else []
+
+
+def _count(stats: Stats) -> str:
+    return f"{f.count(stats.new)} {'token' if stats.new == 1 else 'tokens'}"
+
+
+def _speed(stats: Stats, over: str = " vs plain") -> list[str]:
     gain = stats.vs_plain
-    plain = "" if gain is None else f" (×{gain:.1f} vs plain)"
+    plain = "" if gain is None else f" (×{gain:.1f}{over})"
     return [
-        f"{f.count(stats.new)} {'token' if stats.new == 1 else 'tokens'} in {f.seconds(stats.decode)}",
-        "the answer's length limit was reached" if turn.finish == "length" else "",
-        f"{f.rate(stats.decode_tok_s)}{plain}" if stats.decode > 0 else "",
+        f"{f.rate(stats.decode_tok_s)}{plain}" if stats.decode > 0 and stats.new >= FEW else "",
         f"first token {f.seconds(stats.first_token)}" if stats.first_token > 0 else "",
         "approx" if stats.approx else "",
     ]
