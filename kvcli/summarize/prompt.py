@@ -6,19 +6,21 @@ one question and follows nothing else.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadModel, UsageError
+from kvcli.small_file import parse_object, read_small
 
 if TYPE_CHECKING:
     from kvcli.documents import Unit
     from kvcli.summarize.request import Request, Style
 
 FILE = "summarize.json"
+LARGEST = 1 << 20  # bytes
 SCHEMA = "kvcli.wording/1"
 OPTIONS = ("length", "style", "focus", "lang")  # of a request, that are told to the model in words
 
@@ -69,21 +71,19 @@ class Wording:
 def wording_of(folder: str | Path) -> Wording:
     """The wording that a model's folder brings, or the general one."""
     file = Path(folder) / FILE
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+    if not lexists(file):
         return Wording()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _damaged(file, error) from None
     try:
-        found = json.loads(text)
+        found = parse_object(read_small(file, LARGEST))
         if found.pop("schema") != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA}")
         found["follows"] = tuple(str(name) for name in found.get("follows", OPTIONS))
         wording = Wording(**found)
         if wording.question is not None and not isinstance(wording.question, str):
             raise TypeError("question is no text")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if wording.part is not None and (type(wording.part) is not int or wording.part < 1):
+            raise TypeError("part is no number of tokens")
+    except (ValueError, TypeError, KeyError) as error:
         raise _damaged(file, error) from None
     return wording
 

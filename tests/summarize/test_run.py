@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -473,9 +474,22 @@ def test_a_model_that_is_best_with_short_parts_gets_them(tmp_path: Path):
     assert planned(list(summarize(model, [TEN]))).mode == "map"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "kvcli.wording/2"}', '{"schema": "kvcli.wording/1", "x": 1}'])
+DAMAGED = [
+    "[]",
+    "{",
+    "[" * 99_999,
+    '{"schema": "kvcli.wording/2"}',
+    '{"schema": "kvcli.wording/1", "x": 1}',
+    '{"schema": "kvcli.wording/1", "part": "x"}',
+]
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, ""])
 def test_a_damaged_wording_is_an_error(tmp_path: Path, text: str):
-    (tmp_path / "summarize.json").write_text(text)
+    if text:
+        (tmp_path / "summarize.json").write_text(text)
+    else:
+        os.mkfifo(tmp_path / "summarize.json")
     with pytest.raises(BadModel):
         summary_of(Scribe(first_sentences, info=fake_info(path=str(tmp_path))), [TEN])
 
