@@ -135,7 +135,7 @@ def answer(
         try:
             return ask_once(world, run, talk, question.text, screen, stream)
         finally:
-            if keeps and (note := keep(talk)) and not screen.quiet and not world.options.json:
+            if keeps and (note := keep(talk)) and not screen.quiet:
                 print_note(screen.err, note)
 
 
@@ -239,7 +239,7 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
         profiles=setup,
         profile=profile.name,
         sets=world.options.set,
-        history=world.paths.state / "history",
+        history=world.paths.state / "history" if keeps else None,
         after_turn=after_turn,
         before_file=lambda name: find_model(setup, [name], may_ask=False),
     )

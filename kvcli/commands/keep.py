@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from kvcli.chats import recent
 from kvcli.errors import BadInput
 from kvcli.render.figures import count
-from kvcli.render.tables import columns
 from kvcli.transcript import open_chat
 
 if TYPE_CHECKING:
@@ -50,16 +49,16 @@ def keep(chat: Chat) -> str:
 def about(saved: ChatDocument | Chat) -> str:
     """One line: its title and how much there is."""
     files = [*(d for m in saved.messages for d in m.documents), *saved.pending]
-    facts = [saved.title or "untitled", _counted(len(saved.messages) // 2, "question")]
+    facts = [" ".join((saved.title or "").split()) or "untitled", _counted(len(saved.messages) // 2, "question")]
     return " · ".join([*facts, _counted(len(files), "document")] if files else facts)
 
 
-def choices(world: World) -> list[str]:
-    """The latest conversations, a line each, numbered as /load takes them."""
-    rows = []
-    for i, (path, saved) in enumerate(recent(folder(world)), 1):
-        rows.append([f"{i}  {path.stem}", about(saved) if saved else "damaged"])
-    return columns(rows) if rows else []
+def choices(world: World) -> list[tuple[str, str]]:
+    """Names and contents of the latest conversations, numbered as /load takes them."""
+    return [
+        (f"{i}  {path.stem}", about(saved) if saved else "damaged")
+        for i, (path, saved) in enumerate(recent(folder(world)), 1)
+    ]
 
 
 def _counted(n: int, noun: str) -> str:

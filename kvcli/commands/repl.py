@@ -89,6 +89,8 @@ class Repl:
                 with echo(self.screen.stdin, on=False):
                     self.handle(line)
                     self.keep()
+        if self.keeps and self.chat.file is not None and not self.screen.quiet:
+            self.screen.err.line(("kept: kvcli chat -c goes on with it", "dim"))
         return ExitStatus.OK
 
     def _read(self) -> str:

@@ -113,9 +113,10 @@ def _exit(repl: Repl, _: str) -> None:
 @slash("clear", "", "begin anew; the system text stays")
 def _clear(repl: Repl, _: str) -> None:
     n = len(repl.chat.messages) // 2
+    again = "; it is kept, and /load opens it again" if repl.chat.file is not None else ""
     repl.chat.clear()
     repl.last = None
-    repl.say(f"forgot {_counted(n, 'question')}")
+    repl.say(f"forgot {_counted(n, 'question')}{again}")
 
 
 @slash("retry", "", "ask the last question again")
@@ -282,7 +283,8 @@ def _save(repl: Repl, argument: str) -> None:
 @slash("load", "[CHAT]", "go on with a kept conversation: its number, name or file; or list them", completes="chat")
 def _load(repl: Repl, argument: str) -> None:
     if not argument:
-        repl.lines(choices(repl.world) or ["no conversation is kept yet"])
+        rows = choices(repl.world)
+        repl.listing(rows) if rows else repl.say("no conversation is kept yet")
         return
     path = find_chat(folder(repl.world), argument.strip("\"'"), repl.world.cwd)
     if repl.chat.file is not None and repl.chat.file.path == path:
