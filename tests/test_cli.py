@@ -69,10 +69,12 @@ def test_version(machine):
     assert machine("--version").out == machine("-V").out == f"kvcli {kvcli.__version__}\n"
 
 
-def test_kvcli_alone_shows_three_examples(machine):
+def test_kvcli_alone_shows_examples_and_that_documents_want_a_model(machine):
     done = machine()
     assert done.exit == 0
-    assert len([line for line in done.out.splitlines() if line.startswith("  kvcli chat")]) == 3
+    examples = [line.split() for line in done.out.splitlines() if line.startswith("  kvcli ")]
+    assert [words[1] for words in examples] == ["chat", "chat", "summarize", "summarize"]
+    assert "MODEL is a Hugging Face id such as" in done.out
 
 
 def test_help_lists_what_exists_and_nothing_else(machine):

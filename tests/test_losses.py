@@ -12,7 +12,7 @@ from kvcli.demo import report_path
 from kvcli.layers import builtin_files
 from kvcli.profile import Profile
 from kvcli.render.live import Look, live_row
-from kvcli.render.summary import summary
+from kvcli.render.summary import brief, summary
 
 SHIPPED = {file.profile: Profile.load(file.profile) for file in builtin_files()}
 APPROX = [name for name, profile in SHIPPED.items() if profile.exactness == "approx"]
@@ -59,8 +59,9 @@ def test_beyond_its_budget_the_note_the_figures_and_the_json_say_approx(name):
     note = turn.stats.approx
     assert note.startswith(f"approx: {SAID[name]}")
     assert note.endswith(": facts may be lost; -P exact loses none")
-    assert any("approx" in line for line in summary(turn, 200))
     for width in (200, 40):
+        assert any("approx" in line for line in summary(turn, width))
+        assert "approx" in brief(turn, width)[0]
         assert ("approx", "yellow") in live_row(turn.stats, Look(name), None, width)
     assert document.approx
     assert {"kind": "approx", "text": note} in document.events
@@ -70,7 +71,7 @@ def test_beyond_its_budget_the_note_the_figures_and_the_json_say_approx(name):
 def test_where_nothing_is_lost_nothing_is_said(name):
     turn, document = answered(name, 2500)
     assert turn.stats.approx == ""
-    assert "approx" not in str(summary(turn, 200))
+    assert "approx" not in str([*summary(turn, 200), *brief(turn, 200)])
     assert not document.approx
     assert document.events == []
 

@@ -50,6 +50,7 @@ def brief(turn: Turn, width: int) -> list[str]:
     stats = turn.stats
     parts = [
         _count(stats) if stats.new >= FEW else f"{_count(stats)} in {f.seconds(stats.decode)}",
+        _approx(stats),
         *_speed(stats, ""),
         f"accept {stats.mean_acceptance_length:.2f}" if stats.drafted_passes else "",
         f"kv {f.tiers(stats.kv)}" if stats.kv_bytes else "",
@@ -62,12 +63,16 @@ def summary(turn: Turn, width: int) -> list[str]:
     """Up to three lines, more on a narrow terminal: speed, reading and drafting, memory."""
     stats = turn.stats
     took = f"{_count(stats)} in {f.seconds(stats.decode)}"
-    rows = ([took, *_speed(stats)], _cut(turn), _work(stats), _memory(stats))
+    rows = ([took, _approx(stats), *_speed(stats)], _cut(turn), _work(stats), _memory(stats))
     return [line for parts in rows for line in joined(parts, width, indent="  ")]
 
 
 def _cut(turn: Turn) -> list[str]:
     return ["the answer's length limit was reached"] if turn.finish == "length" else []
+
+
+def _approx(stats: Stats) -> str:
+    return "approx" if stats.approx else ""
 
 
 def _count(stats: Stats) -> str:
@@ -80,7 +85,6 @@ def _speed(stats: Stats, over: str = " vs plain") -> list[str]:
     return [
         f"{f.rate(stats.decode_tok_s)}{plain}" if stats.decode > 0 and stats.new >= FEW else "",
         f"first token {f.seconds(stats.first_token)}" if stats.first_token > 0 else "",
-        "approx" if stats.approx else "",
     ]
 
 
