@@ -124,6 +124,7 @@ def test_an_answer_is_bounded(chats, monkeypatch):
 
 def test_a_conversation_larger_than_the_process_was_sized_for(chats, monkeypatch):
     monkeypatch.setattr(template, "ROOM", 1000)
+    monkeypatch.setattr(template, "OUTPUT", 1000)  # so that its size is what lets the answer through
     small = Chats(chats._tokenizer)
     small._tokenizer.chat_template = CHAT
     for size in (10, 5_000, 3_000_000, 10):
