@@ -21,14 +21,20 @@ MARKS = (
 )
 CONTROLS = bytes(sorted(({*range(32)} | {127}) - set(b"\t\n\v\f\r\b\x1b")))
 PDF_HEADER = re.compile(rb"\s{0,1024}%PDF-\d\.\d[ \t]*[\r\n]")  # the line alone: a text may begin with words about it
-KNOWN = (
-    (PDF_HEADER, "a PDF"),
-    (re.compile(rb"PK\x03\x04"), "a zip archive"),
-    (re.compile(rb"\x1f\x8b"), "gzip data"),
-    (re.compile(rb"\xd0\xcf\x11\xe0"), "an old Office file (.doc, .xls, .ppt)"),
-    (re.compile(rb"\{\\rtf"), "an RTF file"),
-    (re.compile(rb"\x89PNG"), "an image (PNG)"),
-    (re.compile(rb"\xff\xd8\xff"), "an image (JPEG)"),
+CONVERT = "convert it to one of these first"
+KNOWN = (  # offset, bytes that stand there, what they say it is, and what to type; {} is its name
+    (0, b"PK\x03\x04", "a zip archive", "unzip {}"),
+    (0, b"\x1f\x8b", "packed by gzip", "gunzip < {} > unpacked"),
+    (4, b"1AY&SY", "packed by bzip2", "bunzip2 < {} > unpacked"),
+    (0, b"\xfd7zXZ\0", "packed by xz", "unxz < {} > unpacked"),
+    (0, b"\x28\xb5\x2f\xfd", "packed by zstd", "unzstd < {} > unpacked"),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "7z x {}"),
+    (0, b"Rar!\x1a\x07", "a RAR archive", "unrar x {}"),
+    (257, b"ustar", "a tar archive", "tar xf {}"),
+    (0, b"\xd0\xcf\x11\xe0", "an old Office file (.doc, .xls, .ppt)", ""),
+    (0, b"{\\rtf", "an RTF file", ""),
+    (0, b"\x89PNG", "an image (PNG)", ""),
+    (0, b"\xff\xd8\xff", "an image (JPEG)", ""),
 )
 
 
@@ -46,14 +52,17 @@ def decode(data: bytes, name: str) -> str:
 
 
 def _refuse_binary(data: bytes, name: str) -> None:
-    for beginning, kind in KNOWN:
-        if beginning.match(data):
-            raise BadInput(
-                f"{name} is {kind}, not text",
-                code="not_text",
-                lines=["read are PDF, HTML, EPUB, DOCX, markdown and text"],
-                try_=["convert it to one of these first"],
-            )
+    known = ((kind, command) for at, start, kind, command in KNOWN if data.startswith(start, at))
+    kind, command = ("a PDF", "") if PDF_HEADER.match(data) else next(known, ("", ""))
+    if kind:
+        if command and (name.endswith(".tgz") or ".tar." in name):
+            command = "tar xf {}"
+        raise BadInput(
+            f"{name} is {kind}, not text",
+            code="not_text",
+            lines=["read are PDF, HTML, EPUB, DOCX, markdown and text"],
+            try_=[command.format(quote(name)) if command else CONVERT],
+        )
     head = data[:SNIFFED]
     zero = data.find(b"\0")
     if zero >= 0:

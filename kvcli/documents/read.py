@@ -7,6 +7,7 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from stat import S_ISREG
 from typing import IO
 
@@ -55,6 +56,8 @@ def read_document(
             raise BadInput(f"{shown} is a folder, not a file", code="is_a_folder", try_=[f"a file in it: {shown}/FILE"])
         stream = found.open("rb")
     except FileNotFoundError:
+        if "://" in shown:
+            raise _address(shown) from None
         raise BadInput(f"no such file: {shown}", code="file_missing", try_=_similar(found)) from None
     except OSError as error:
         raise unreadable(shown, error) from None
@@ -183,6 +186,11 @@ def too_large(name: str, size: int, limit: int) -> BadInput:
         detail={"bytes": size, "limit": limit},
         try_=["attach the part you ask about"],
     )
+
+
+def _address(shown: str) -> BadInput:
+    fetch = f"curl -L -o page{'.pdf' if 'pdf' in shown else '.html'} {quote(shown)}"
+    return BadInput(f"{shown} is an address, and kvcli reads files", code="not_a_file", try_=[fetch])
 
 
 def unreadable(name: str, error: OSError) -> BadInput:

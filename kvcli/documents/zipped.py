@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from shlex import quote
 from typing import IO
 
 from kvcli.documents.parsed import damaged
@@ -71,7 +72,7 @@ def kind_of(file: IO[bytes], name: str) -> str:
     raise BadInput(
         f"{name} is {what}; of archives only EPUB and DOCX are read",
         code="not_text",
-        try_=["unpack it" if what == "a zip archive" else "save it as PDF"],
+        try_=[f"unzip {quote(name)}" if what == "a zip archive" else "save it as PDF"],
     )
 
 

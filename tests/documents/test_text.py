@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import errno
+import gzip
 import hashlib
+import lzma
 import os
+import shutil
+import subprocess
+import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +31,45 @@ def refused(path: Path | str, **options: int) -> BadInput:
         read_document(path, **options)
     assert caught.value.exit == ExitStatus.BAD_INPUT
     return caught.value
+
+
+PACKERS = {
+    "a.gz": gzip.compress,
+    "a.tar.gz": gzip.compress,
+    "packed": gzip.compress,
+    "a.bz2": bz2.compress,
+    "a.xz": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("name", [*PACKERS, "a.tar", "a.zip", "a b.zip"])
+def test_an_archive_is_named_with_what_unpacks_it(tmp_path, monkeypatch, name):
+    """And what is said to be typed does unpack it."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.md").write_text(TEXT)
+    if name.endswith(".zip"):
+        zipfile.ZipFile(name, "w").write("text.md")
+    elif ".tar" in name:
+        with tarfile.open(name, "w:gz" if name.endswith("gz") else "w") as archive:
+            archive.add("text.md")
+    else:
+        Path(name).write_bytes(PACKERS[name](TEXT.encode()))
+    error = refused(name)
+    assert error.code == "not_text"
+    Path("text.md").unlink()
+    (command,) = error.try_
+    if shutil.which(command.split()[0]) is None:
+        pytest.skip(f"no {command.split()[0]} here")
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+    assert read_document("text.md" if "zip" in name or ".tar" in name else "unpacked").text == TEXT
+
+
+@pytest.mark.parametrize("address", ["https://example.org/a.pdf", "http://example.org/", "ftp://x/y:3-9"])
+def test_an_address_is_no_file(address):
+    error = refused(address)
+    assert error.code == "not_a_file"
+    assert error.try_[0].startswith("curl -L -o page")
+    assert error.try_[0].endswith(address.removesuffix(":3-9"))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
@@ -51,7 +97,7 @@ def test_line_ends_become_newlines():
         (codecs.BOM_UTF8, "empty_file", "is empty"),
         (b"text\0text", "not_text", "zero byte at offset 4"),
         (bytes(range(1, 32)) * 9, "not_text", "control characters"),
-        (b"\x1f\x8b\x08rest", "not_text", "is gzip data"),
+        (b"\x1f\x8b\x08rest", "not_text", "is packed by gzip"),
         (b"ok\nline two \xff\xfe\n", "bad_encoding", "byte 12, line 2"),
         (codecs.BOM_UTF8 + b"ok\n\xff\n", "bad_encoding", "byte 6, line 2"),
         (codecs.BOM_UTF16_LE + "ok\n".encode("utf-16-le") + b"a", "bad_encoding", "byte 8, line 2"),
