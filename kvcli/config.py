@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import get_args
 
 from kvcli.errors import BadConfig
 from kvcli.layers import CONFIG_KEYS, ConfigFile, Sources, read_files
 from kvcli.problems import Problem, bad_config, did_you_mean
-from kvcli.schema import ORDER, Header, Model, Top
+from kvcli.schema import ORDER, Header, Model, Purpose, Top
 from kvcli.settings import InFile, Setting, Settings, flatten, merge
 from kvcli.toml_places import Keys, Level, toml_value
 from kvcli.values import WrongValue, check, keys_of, noun
@@ -47,6 +48,16 @@ class Config:
     def default_profile(self) -> str:
         setting = self.top.get("default_profile")
         return str(setting.value) if setting else Top.default_profile
+
+    def names(self) -> list[str]:
+        """All profiles, by what they are for and then by name; what comes from papers stands last."""
+        order = get_args(Purpose)
+
+        def place(name: str) -> tuple[int, str]:
+            said = self.profiles[name].get(("purpose",))
+            return (order.index(said.value) if said and said.value in order else 0, name)
+
+        return sorted(self.profiles, key=place)
 
     def unknown_profiles(self) -> list[Problem]:
         """Profile names outside profiles that nothing defines."""

@@ -19,7 +19,7 @@ from kvcli.config import Config, chosen_profile, read_config
 from kvcli.layers import Sources, from_arguments, from_environ, from_flags, from_sets
 from kvcli.problems import Problem, bad_config
 from kvcli.resolve import Registries, Resolved, extended_names, lineage, resolve
-from kvcli.schema import METHODS, ORDER, Context, Exactness, Kv, Load, Memory, Prefill, Sample
+from kvcli.schema import METHODS, ORDER, Context, Exactness, Header, Kv, Load, Memory, Prefill, Sample
 from kvcli.settings import DEFAULT, InFile, Setting, Settings, merge
 
 __all__ = ["Clash", "Clashes", "Method", "Outcome", "Profile", "Rules", "Sources", "load_profile", "resolve_profile"]
@@ -82,6 +82,7 @@ class Profile:
 
     name: str
     description: str
+    purpose: str
     exactness: Exactness  # what store, policy and prefill may change; drafting never changes the text
     chain: tuple[str, ...]  # the profile and all it extends, nearest first
     load_table: Load  # `profile.load`; `Profile.load` is the function that reads one
@@ -186,7 +187,7 @@ def resolve_profile(
     layers = [_of_model(config, model), *(config.profiles[n] for n in names), above or {}]
     resolved = resolve(layers, rules.registries)
     resolved.problems += problems
-    for keys in (("description",), ("extends",)):  # not handed down
+    for keys in (("description",), ("extends",), ("purpose",)):  # not handed down
         if keys not in config.profiles[name]:
             resolved.settings.pop(keys, None)
             resolved.header.pop(keys[0], None)
@@ -207,7 +208,8 @@ def _profile(resolved: Resolved, name: str, chain: tuple[str, ...], rules: Rules
         tables[table] = Method(str(setting.value) if setting else usual, tables.get(table))
     return Profile(
         name=name,
-        description=str(resolved.header.get("description", "")),
+        description=str(resolved.header.get("description", Header.description)),
+        purpose=str(resolved.header.get("purpose", Header.purpose)),
         exactness=resolved.header.get("exactness", "exact"),  # type: ignore[arg-type]  # checked against its field
         chain=chain,
         settings=resolved.settings,

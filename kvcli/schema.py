@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 Exactness = Literal["exact", "certified", "approx"]
+Purpose = Literal["your own", "same text", "less memory", "long texts", "comparison"]  # in the order of lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class Header:
 
     description: str = ""  # one line for `profiles list`
     extends: str | tuple[str, ...] = ()  # a profile, or a list of them of which later ones win
+    purpose: Purpose = "your own"  # what it is for, which orders `profiles list`
     exactness: Exactness = "exact"  # what may change the text, drafting aside: nothing, bounded error, anything
 
 

@@ -16,6 +16,7 @@ from kvcli.cli import run
 from kvcli.layers import builtin_files
 from kvcli.schemas.listings import ProfilesDocument
 from kvcli.world import Paths, World
+from tests.fakes import Machine
 
 SHIPPED = [file.profile for file in builtin_files()]
 
@@ -39,19 +40,28 @@ class Shell:
 
 
 @pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     return Shell(tmp_path)
 
 
 def test_list_names_every_profile_and_marks_the_default(shell: Shell) -> None:
-    (shell.config / "config.toml").write_text("[profiles.mine]\nextends = ['exact', 'ngram']\n[profiles.bad]\nx = 1\n")
+    mine = "[profiles.mine]\nextends = ['exact', 'fafo-paper']\n[profiles.bad]\nx = 1\n"
+    (shell.config / "config.toml").write_text(mine + "[profiles.long]\npurpose = 'long texts'")
 
     assert shell("list") == 0
 
     rows = [line.split("  ")[0] for line in shell.out.splitlines()]
-    assert rows == ["profile", *sorted([*SHIPPED, "bad", "mine"])]
+    assert sorted(rows) == sorted(["profile", *SHIPPED, "bad", "mine", "long"])
+    assert rows[:3] == ["profile", "bad", "mine"]  # the user's own, then by purpose: none is handed down
+    assert rows.index("exact") < rows.index("lean") < rows.index("long") < rows.index("snap")
+    assert rows[-2:] == ["fafo-paper", "fastgen-paper"]
     assert "has problems: kvcli profiles check bad" in shell.out
-    assert "exact, ngram" in shell.out
+    assert "exact, fafo-paper" in shell.out
     assert shell.err == ""
 
 
@@ -60,14 +70,28 @@ def test_list_in_json_and_plain(shell: Shell) -> None:
     document = json.loads(shell.out)
     assert (document["schema"], document["default"]) == ("kvcli.profiles/1", "ngram")
     listed = [(p["name"], p["extends"], p["problems"]) for p in document["profiles"]]
-    assert [name for name, _, _ in listed] == sorted(SHIPPED)
+    assert sorted(name for name, _, _ in listed) == sorted(SHIPPED)
+    assert listed[-1][0] == "fastgen-paper"
     assert ("exact", [], []) in listed
     assert ("ngram", ["exact"], []) in listed
 
     assert shell("list", "--plain") == 0
-    rows = [line.split("\t")[:3] for line in shell.out.splitlines()]
-    assert ["exact", "-", "exact"] in rows
-    assert ["ngram", "exact", "exact"] in rows
+    rows = [line.split("\t")[:5] for line in shell.out.splitlines()]
+    assert ["exact", "same text", "exact", "", "-"] in rows
+    assert ["ngram", "same text", "exact", "default", "exact"] in rows
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_list_fits_the_terminal_with_every_word_in_it(machine: Machine, width: int) -> None:
+    machine.environ["COLUMNS"] = str(width)
+    lines = machine("profiles", "list", tty=("stdout",)).out.splitlines()
+    assert max(map(len, lines)) < width
+    (at,) = (i for i, line in enumerate(lines) if line.startswith("lean"))
+    assert ("extends" in lines[0], "for" in lines[0]) == (width >= 80, width >= 80)
+    words = " ".join(lines[at : at + 6]).split()
+    assert [
+        word for word in "4-bit keys, 2-bit values: under a quarter of the memory".split() if word not in words
+    ] == []
 
 
 def test_show_with_origins(shell: Shell) -> None:

@@ -34,7 +34,8 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> int:
     if world.options.json:
         print_json(world, ModelsDocument(models=entries))
         return ExitStatus.OK
-    print_table(world, [["model", "size", "dtype", "context", "family", "works", "from"], *map(row, entries)])
+    head = ["model", "size", "dtype", "context", "family", "works", "from"]
+    print_table(world, [head, *map(row, entries)], drop=["dtype", "family", "from", "context"])
     return ExitStatus.OK
 
 

@@ -31,14 +31,14 @@ app = typer.Typer(help="Named settings: list, show, compare, check.", add_comple
 
 @app.command("list")
 def list_(context: typer.Context) -> None:
-    """All profiles: what each extends, what it promises about the text, and its one line."""
+    """All profiles by what they are for, with what each promises about the text and what it extends."""
     world: World = context.obj
     config, rules = load_config(sources(world)), Rules.shipped()
-    found = [resolve_profile(name, config, rules) for name in sorted(config.profiles)]
+    found = [resolve_profile(name, config, rules) for name in config.names()]
     if world.options.json:
         _json(world, profiles=[_entry(outcome, config) for outcome in found], default=config.default_profile)
     else:
-        print_table(world, list_rows(found, config))
+        print_table(world, list_rows(found, config), drop=["extends", "for", "text"])
 
 
 @app.command()
@@ -130,14 +130,15 @@ def new(
 
 def list_rows(found: Iterable[Outcome], config: Config) -> list[list[str]]:
     """Header and one row a profile; the default one is marked."""
-    rows = [["profile", "extends", "text", "", ""]]
+    rows = [["profile", "for", "text", "", "extends", ""]]
     for outcome in found:
         name = outcome.profile.name
         broken = f"has problems: kvcli profiles check {name}"
         mark = "default" if name == config.default_profile else ""
         promise = "" if outcome.problems else outcome.profile.exactness
         about = broken if outcome.problems else outcome.profile.description
-        rows.append([name, ", ".join(outcome.profile.extends) or "-", promise, mark, about])
+        extends = ", ".join(outcome.profile.extends) or "-"
+        rows.append([name, outcome.profile.purpose, promise, mark, extends, about])
     return rows
 
 
@@ -205,6 +206,7 @@ def _entry(outcome: Outcome, config: Config) -> dict[str, object]:
     return {
         "name": profile.name,
         "description": profile.description,
+        "purpose": profile.purpose,
         "extends": list(profile.extends),
         "chain": list(profile.chain),
         "exactness": profile.exactness,

@@ -131,7 +131,7 @@ class Setup:
     # what the chat asks for when settings change on the way
 
     def names(self) -> list[str]:
-        return sorted(load_config(sources(self.world)).profiles)
+        return load_config(sources(self.world)).names()
 
     def keys(self) -> list[str]:
         return list(self.profile().values)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.outlet import escaped, neutralise
-from kvcli.render.terminal import Terminal, cells
+from kvcli.render.tables import WIDEST, columns, fitting, least
+from kvcli.render.terminal import Terminal
 
 if TYPE_CHECKING:
     from kvcli.schemas.base import Json
@@ -21,15 +22,21 @@ def print_json(world: World, document: Json | dict[str, object]) -> None:
     Terminal.of(world, "stdout").write(f"{text}\n")
 
 
-def print_table(world: World, rows: Sequence[Sequence[str]]) -> None:
-    """Rows under their header; with --plain, tabs between the cells and nothing else."""
+def print_table(world: World, rows: Sequence[Sequence[str]], drop: Sequence[str] = ()) -> None:
+    """Rows under their header; with --plain, tabs between the cells and nothing else.
+
+    On a terminal, words wrap inside their cells, and where one would be cut, columns go in the order of `drop`.
+    """
     if world.options.plain:
         print_cells(world, rows)
         return
     out = Terminal.of(world, "stdout")
-    widths = [max(cells(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        out.line(("  ".join(c + " " * (w - cells(c)) for c, w in zip(row, widths, strict=True)).rstrip(), ""))
+    width = out.width - 1 if out.is_tty else WIDEST
+    clean = [[neutralise(cell, one_line=True) for cell in row] for row in rows]
+    rows = fitting(clean, width, drop, wraps=True)
+    # a word that is too long, a path mostly, is the terminal's to break: so it can be copied
+    for line in columns(rows, width if least(rows) <= width else 0, left=range(len(rows[0]))):
+        out.line((line, ""))
 
 
 def print_cells(world: World, rows: Sequence[Sequence[str]]) -> None:

@@ -6,15 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.render import figures as f
-from kvcli.render.tables import clip, columns
-from kvcli.render.terminal import cells
+from kvcli.render.tables import columns, fitting
 from kvcli.render.wrap import fold
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio
 
 NONE = "–"
-NARROWEST_NAME = 7
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 # left out one after the other where the terminal is too narrow for all
 DROPPED = ("peak", "kv MiB", "read/s", "1st tok", "accept", "same")
@@ -80,16 +78,8 @@ def blocks(document: BenchDocument) -> list[tuple[int, str]]:
 def block(rows: Sequence[BenchRow], document: BenchDocument, width: int) -> tuple[list[str], list[str]]:
     """The columns that fit, and the lines of one table."""
     names = [name for name in CELLS if any(CELLS[name](row, document) != NONE for row in rows)]
-    for dropped in ("", *DROPPED):
-        names = [name for name in names if name != dropped]
-        lines = columns([["profile", *names], *(_cells(row, document, names) for row in rows)])
-        if max(map(cells, lines)) <= width:
-            return names, lines
-    room = width - max(map(cells, lines)) + max(cells(row.profile) for row in rows)
-    found = [["profile", *names], *(_cells(row, document, names) for row in rows)]
-    for cells_of_row in found:
-        cells_of_row[0] = clip(cells_of_row[0], max(NARROWEST_NAME, room))
-    return names, columns(found)
+    found = fitting([["profile", *names], *(_cells(row, document, names) for row in rows)], width, DROPPED)
+    return found[0][1:], columns(found, width)
 
 
 def _cells(row: BenchRow, document: BenchDocument, names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvcli.calibrate.store import age_days
 from kvcli.render import figures as f
 from kvcli.render.summary import joined
-from kvcli.render.tables import columns
+from kvcli.render.tables import columns, turned, widest
 from kvcli.render.terminal import Span, cells
 from kvcli.render.wrap import fold
 
@@ -81,7 +81,7 @@ def _table(names: list[str], rows: list[list[str]], fits: list[bool], width: int
     for left_out in ([], shared):
         shown = [i for i in range(len(names)) if i not in left_out]
         table = columns([[row[i] for i in shown] for row in (names, *rows)])
-        if max(map(cells, table)) < width:
+        if widest(table) < width:
             for i, line in enumerate(table):
                 yield [(line, "dim" if not i else "" if fits[i - 1] else "yellow")]
             break
@@ -212,5 +212,4 @@ def _grid(found: CalibrationDocument, width: int) -> Sequence[str]:
     for context in sorted({p.context for p in passes}):
         cells_ = (times.get((context, n)) for n in rows)
         table.append([f.count(context), *("–" if t is None else f"{t * 1e3:,.1f}" for t in cells_)])
-    turned = [list(row) for row in zip(*table, strict=True)]
-    return columns(table if max(map(cells, columns(table))) < width else turned)
+    return turned(table, width)

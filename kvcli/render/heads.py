@@ -9,7 +9,7 @@ from kvcli.render import figures as f
 from kvcli.render import heads_cells as c
 from kvcli.render.heads_text import facts, top_table
 from kvcli.render.summary import joined
-from kvcli.render.tables import columns
+from kvcli.render.tables import columns, fitting
 from kvcli.render.terminal import Span, cells
 from kvcli.render.wrap import fold
 
@@ -34,7 +34,8 @@ def heads_lines(
         yield from _folded(text, width, "")
     if top:
         yield []
-        for i, line in enumerate(_narrowed(top_table(document, top), width)):
+        heads = top_table(document, top)
+        for i, line in enumerate(columns(fitting(heads, width - 1, heads[0][:1:-1]), width - 1)):
             yield [(line, "" if i else "dim")]
     for note in document.notes:
         yield from _folded(f"note: {note}", width, "dim")
@@ -105,14 +106,6 @@ def _legend(document: HeadsDocument, show: str, width: int, look: Look) -> Itera
 def _folded(text: str, width: int, style: str) -> Iterator[list[Span]]:
     for line in fold(text, max(20, width - 1)):
         yield [(line.rstrip(), style)]
-
-
-def _narrowed(table: list[list[str]], width: int) -> list[str]:
-    """As many columns as fit, the first ones."""
-    n = len(table[0])
-    while n > 2 and max(map(cells, columns([row[:n] for row in table]))) >= width:
-        n -= 1
-    return columns([row[:n] for row in table])
 
 
 def _next(document: HeadsDocument, folder: str | None) -> tuple[str, str]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcli.render.figures import count, percent
-from kvcli.render.tables import clip, columns
-from kvcli.render.terminal import cells
+from kvcli.render.tables import columns, widest
 from kvcli.render.wrap import fold
 from kvcli.schemas.quality import AgreementDocument, Difference, Estimate, McNemar, QualityDocument, QualityRow
 
 NONE = "–"
 NOTHING = 0.05  # mean score of the full cache up to which a task is beyond the model
 SMALL = 0.001  # p below this is printed as such
-NARROWEST_NAME = 7
 
 
 def table(document: QualityDocument) -> list[list[str]]:
@@ -102,23 +100,15 @@ def stacked(lines: Sequence[Sequence[str]], width: int) -> list[str]:
     done, said = 1, list[str]()
     while done < len(lines[0]):
         end = len(lines[0])
-        while end > done + 1 and _width(piece := _piece(lines, done, end)) > width:
+        while end > done + 1 and widest(columns(_piece(lines, done, end))) > width:
             end -= 1
-        piece = _piece(lines, done, end)
-        if (over := _width(piece) - width) > 0:
-            room = max(NARROWEST_NAME, max(cells(line[0]) for line in piece) - over)
-            piece = [[clip(line[0], room), *line[1:]] for line in piece]
-        said += [*([""] if said else []), *columns(piece)]
+        said += [*([""] if said else []), *columns(_piece(lines, done, end), width)]
         done = end
     return said
 
 
 def _piece(lines: Sequence[Sequence[str]], start: int, end: int) -> list[list[str]]:
     return [[line[0], *line[start:end]] for line in lines]
-
-
-def _width(lines: list[list[str]]) -> int:
-    return max(map(cells, columns(lines)))
 
 
 def _line(row: QualityRow) -> list[str]:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.render import figures as f
 from kvcli.render.summary import joined
-from kvcli.render.tables import columns
-from kvcli.render.terminal import cells
+from kvcli.render.tables import columns, fitting, turned
 from kvcli.render.wrap import fold
 
 if TYPE_CHECKING:
@@ -52,9 +51,7 @@ def _costs(found: SpecDocument, width: int) -> Sequence[str]:
     for context in sorted({p.context for p in found.passes}):
         known = (times.get((context, n)) for n in rows)
         table.append([f"at {f.count(context)}", *("–" if t is None else f"{1000 * t:.1f}" for t in known)])
-    if max(map(cells, columns(table))) < width:
-        return columns(table)
-    return columns([list(row) for row in zip(*table, strict=True)])
+    return turned(table, width)
 
 
 def _sources(found: SpecDocument, width: int) -> Iterator[str]:
@@ -97,9 +94,7 @@ def tune_lines(found: SpecTuneDocument, width: int) -> list[str]:
         speeds = [f"{value:.2f}" for value in (one.ratio.median, one.ratio.low, one.ratio.high)]
         texts = [f"{one.by_workload[name]:.2f}" for name in found.workloads]
         table.append([one.name, *speeds, *texts, f"{one.tokens_per_pass:.2f}"])
-    lines = columns(table)
-    if max(map(cells, lines)) >= width:
-        lines = columns([[row[0], row[1], row[-1]] for row in table])
-    lines = [*joined(head, width), "", *lines, ""]
+    table = fitting(table, width - 1, [*reversed(found.workloads), "highest", "lowest"])
+    lines = [*joined(head, width), "", *columns(table, width - 1), ""]
     end = found.verdict + (f"; written to {found.file}" if found.file else "; --save NAME writes it as a profile")
     return [*lines, *(line.rstrip() for line in fold(end, max(20, width - 1)))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
 from itertools import zip_longest
 from typing import Any
 
@@ -13,6 +14,8 @@ from kvcli.stats import Stats
 
 LONGEST = 14  # columns of the longest bar
 TALLEST = 12  # rows of the histogram
+GAP = 2  # columns between two of a table
+WIDEST = 10_000  # of a table that nothing bounds
 SIDE_BY_SIDE = 76  # columns from which the two blocks of /spec stand beside each other
 
 
@@ -140,12 +143,47 @@ def clip(text: str, width: int) -> str:
     return text + "…"
 
 
-def columns(table: Sequence[Sequence[str]], gap: int = 2) -> list[str]:
-    """Cells under each other: the first column to the left, the others to the right."""
-    widths = [max(cells(row[i]) for row in table) for i in range(len(table[0]))] if table else []
-    lines = []
+def columns(table: Sequence[Sequence[str]], width: int = 0, left: Iterable[int] = (0,)) -> list[str]:
+    """Cells under each other, those of the columns `left` to the left, the others to the right.
+
+    Where that takes more than `width` columns, words wrap inside their cells; 0 = as wide as it is.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, GAP, 0, 0))
+    for i, _ in enumerate(table[0] if table else ()):
+        grid.add_column(justify="left" if i in left else "right", overflow="fold")
     for row in table:
-        padded = [" " * (widths[i] - cells(cell)) + cell for i, cell in enumerate(row)]
-        padded[0] = row[0] + " " * (widths[0] - cells(row[0]))
-        lines.append((" " * gap).join(padded).rstrip())
-    return lines
+        grid.add_row(*map(Text, row))
+    console = Console(file=StringIO(), width=width or WIDEST, color_system=None, legacy_windows=False, _environ={})
+    return ["".join(part.text for part in line).rstrip() for line in console.render_lines(grid, pad=False)]
+
+
+def fitting(table: Sequence[Sequence[str]], width: int, drop: Iterable[str], *, wraps: bool = False) -> list[list[str]]:
+    """The table without the columns of these names, one after the other, until it is no wider than this.
+
+    `wraps`: until no word would be cut; cells may have several lines.
+    """
+    rows = [list(row) for row in table]
+    for name in drop:
+        if (least(rows) if wraps else widest(columns(rows))) <= width:
+            break
+        rows = [[cell for cell, head in zip(row, rows[0], strict=True) if head != name] for row in rows]
+    return rows
+
+
+def least(table: Sequence[Sequence[str]]) -> int:
+    """Columns that a table needs if its cells wrap between words."""
+    return sum(max(widest(cell.split()) for cell in column) + GAP for column in zip(*table, strict=True)) - GAP
+
+
+def turned(table: Sequence[Sequence[str]], width: int) -> list[str]:
+    """A grid, its columns below each other where they do not fit beside each other."""
+    lines = columns(table)
+    return lines if widest(lines) < width else columns(list(zip(*table, strict=True)))
+
+
+def widest(lines: Iterable[str]) -> int:
+    return max(map(cells, lines), default=0)

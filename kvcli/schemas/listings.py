@@ -36,6 +36,7 @@ class ProfileEntry(Json):
 
     name: str
     description: str
+    purpose: str = Field(description="what it is for; the list goes by it")
     extends: list[str]
     chain: list[str] = Field(description="the profile and all it extends, nearest first")
     exactness: Literal["exact", "certified", "approx"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
 
 from kvcli.calibrate.store import machine_fingerprint, save_calibration
 from kvcli.commands.setup import Setup
+from kvcli.config import load_config
 from kvcli.demo import weights_dir
 from kvcli.fit import program, room, runs
 from kvcli.fit.program import BASE
+from kvcli.layers import Sources
 from kvcli.profile import Profile
 from kvcli.schemas.documents import DOCUMENTS
 from tests.fakes import Machine
@@ -20,7 +21,7 @@ from tests.fit.test_runs import entry
 from tests.test_calibrate import made
 from tests.test_repl import Talk
 
-SHIPPED = sorted(f.name.removesuffix(".toml") for f in (Path(__file__).parents[2] / "profiles").glob("*.toml"))
+SHIPPED = load_config(Sources()).names()  # by what they are for
 
 
 @pytest.fixture
