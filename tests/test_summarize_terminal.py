@@ -48,6 +48,17 @@ def test_ctrl_c_says_what_is_kept(facts, tmp_path):
     assert again.text.count("from an earlier run") == 3, "two parts and the note"
 
 
+def test_a_window_made_narrow_on_the_way_cuts_no_word(facts, tmp_path):
+    term = Terminal("summarize", facts, 80, lines=50, KVCLI_HOME=str(tmp_path))
+    term.wait(" part 2 of 5 · page 2")
+    term.resize(40)
+    term.wait(" part 3 of 5")
+    term.send("\x03")
+    assert term.finish() == 130
+    said = " ".join(" ".join(term.lines).split())
+    assert "stopped: parts 1 and 2 of 5 are kept; run it again to go on" in said
+
+
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_no_escape_codes_where_they_are_not_wanted(facts, tmp_path, env):
     term = Terminal("summarize", facts | {"delay": 0.0}, KVCLI_HOME=str(tmp_path), **env)

@@ -156,8 +156,11 @@ def _plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> list[
 def _tell_stopped(job: Job, view: SummaryView) -> None:
     from kvcli.render.summarize import stopped
 
-    if view.stopped is not None and job.tells:
-        job.screen.err.line((stopped(view.stopped, fresh=job.fresh), ""))
+    from kvcli.render.summary import joined
+
+    err = job.screen.err
+    for line in joined([stopped(view.stopped, fresh=job.fresh)], err.width) if view.stopped and job.tells else ():
+        err.line((line, ""))
 
 
 def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], view: SummaryView) -> None:
