@@ -163,6 +163,47 @@ def keys(_: str) -> str:
     return "\n\n".join(block for block in blocks if block)
 
 
+def profiles(_: str) -> str:
+    """The shipped profiles by what they are for."""
+    from kvcli.config import load_config
+    from kvcli.layers import Sources
+    from kvcli.profile import Profile
+
+    rows = []
+    for p in map(Profile.load, load_config(Sources()).names()):
+        extends = " ".join(f"`{name}`" for name in p.extends)
+        rows.append(f"| `{p.name}` | {p.purpose} | {p.exactness} | {extends} | {p.description} |")
+    return "\n".join(["| profile | for | text | extends | |", "|---|---|---|---|---|", *rows])
+
+
+def exists(_: str) -> str:
+    """What can be chosen today, from the registries; where keys and values may lie; which operations have more than
+    the reference."""
+    from kvcli.build import REGISTRIES
+
+    rows = []
+    for table, methods in REGISTRIES.items():
+        for name, where in methods.items():
+            module, _, cls = where.partition(":")
+            doc = (getattr(import_module(module), cls).__doc__ or "").strip().splitlines()[0]
+            rows.append(f"| `[{table}]` | `{name}` | {_cell_text(doc)} |")
+    for path in sorted((ROOT / "kvcli" / "kv").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        verbs = [{f.name: f.args.args for f in node.body if isinstance(f, ast.FunctionDef)} for node in classes]
+        if path.stem != "slots" and any(_has_layers(v.get("append")) and _has_layers(v.get("attend")) for v in verbs):
+            rows.append(f"| store | `kv/{path.name}` | {(ast.get_docstring(tree) or '').splitlines()[0]} |")
+    for folder in sorted((ROOT / "kernels").glob("*/")):
+        more = sorted({file.stem for file in folder.glob("*.py")} - {"__init__", "module", "probe"})
+        if more:
+            rows.append(f"| kernel | `{folder.name}` | {', '.join(more)} |")
+    return "\n".join(["| | | |", "|---|---|---|", *rows])
+
+
+def _has_layers(arguments: list[ast.arg] | None) -> bool:
+    return arguments is not None and "layer" in [argument.arg for argument in arguments]
+
+
 def _keys_of(table: type) -> str:
     import dataclasses
 
@@ -454,6 +495,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "commands": commands,
     "slash": slash,
     "keys": keys,
+    "profiles": profiles,
+    "exists": exists,
     "exits": exits,
     "codes": codes,
     "bench": bench,

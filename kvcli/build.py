@@ -1,4 +1,4 @@
-"""From a profile to live objects: the one file that knows every name.
+"""From a profile to live objects: the one file that knows where each method lives.
 
 Imports torch only when something is built, so that a profile can be read and refused in a moment.
 """
@@ -36,7 +36,6 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "lag": "kvcli.policies.topk:Lag",
         "tova": "kvcli.policies.topk:Tova",
         "h2o": "kvcli.policies.topk:H2O",
-        "frequent": "kvcli.policies.topk:H2O",
         "kvzip": "kvcli.policies.kvzip:KVzip",
     },
     "recall": {

@@ -1,4 +1,4 @@
-"""One pass: rows through the model, attending to the past, a view and each other. The only call into the model.
+"""One pass: rows through the model, attending to the past, a view and each other.
 
 The seam to transformers is the function `attention`, registered once, and the keyword argument `kvcli_pass`, which
 every decoder layer hands through to it. Layers, rotary embeddings, norms and the head stay transformers' own.

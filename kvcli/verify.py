@@ -25,7 +25,7 @@ def exact(rows: Rows, logits: Tensor, sampler: Sampler, seen: Seen) -> tuple[lis
     if sampler.needs_text:
         draw = _by_path(rows, logits, sampler, seen)
     else:
-        drawn: list[int] = sampler(logits[: rows.tree], rows.pos[: rows.tree]).tolist()  # the pass's one wait
+        drawn: list[int] = sampler(logits[: rows.tree], rows.pos[: rows.tree]).tolist()  # waits for the pass
 
         def draw(row: int, _: list[int]) -> int:
             return drawn[row]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -37,12 +38,20 @@ def read_weights(
             lines=["transformers has no class of that architecture that continues text"],
             try_=["docs/models.md lists what runs"],
         )
+    is_placed = "quantization_config" in source.config and device.type != "cpu"
+    if is_placed and find_spec("accelerate") is None:
+        raise BadModel(
+            f"{source.id} comes quantized, which on a GPU needs the package accelerate",
+            code="package_missing",
+            lines=["transformers places such weights with it"],
+            try_=["pip install 'kvcli[quantized]'", "pip install accelerate"],
+        )
     with within(source), blamed(partial(unreadable, source, "transformers could not load it")):
         model, loading = AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
             dtype="auto" if dtype == "auto" else _DTYPES[dtype],
-            device_map={"": str(device)} if "quantization_config" in source.config and device.type != "cpu" else None,
+            device_map={"": str(device)} if is_placed else None,
             attn_implementation="eager",  # ours comes once the model is built: LM.of asks it how it attends first
             use_safetensors=not source.is_pickle,
             trust_remote_code=trust_remote_code,

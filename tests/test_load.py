@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import socket
+import tomllib
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,14 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvcli import source
+from kvcli import source, weights
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
+from kvcli.family import read_config
 from kvcli.model import LM
 from kvcli.weights import quantize_with_bitsandbytes
 from tests.families import build, config_of
+
+ROOT = Path(__file__).parents[1]
 
 torch.set_num_threads(1)
 
@@ -253,6 +257,21 @@ def test_a_checkpoint_quantized_already_is_not_quantized_again(folder: Path):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     error = refused(lambda: LM.load(source.find(str(folder)), device="cpu", quant="int8"))
     assert "quantized already" in error.message
+
+
+def test_a_quantized_checkpoint_without_the_package_that_places_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is wrong with the file, so nobody is told to download it again."""
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    found = source.find(str(folder))
+    config = read_config(found, False)
+    error = refused(lambda: weights.read_weights(found, config, "auto", torch.device("cuda"), False))
+    assert (error.code, error.exit) == ("package_missing", ExitStatus.BAD_MODEL)
+    assert "accelerate" in error.message
+    extra = error.try_[0].partition("[")[2].partition("]")[0]
+    assert "accelerate" in " ".join(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    )
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "sofa", "mps:3"])

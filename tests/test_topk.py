@@ -16,7 +16,7 @@ from kvcli.drafts.base import Drafter, Off
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
 from kvcli.errors import KvcliError
-from kvcli.kinds import SYSTEM, TOOLS, Span
+from kvcli.kinds import SYSTEM, Span
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, nbytes
 from kvcli.model import LM
@@ -114,10 +114,10 @@ def test_kept_shares_free_memory() -> None:
 
 
 @pytest.mark.parametrize("alloc", ["uniform", "ada", "global"])
-def test_system_prompt_and_tools_stay_and_count(alloc: str) -> None:
+def test_the_system_prompt_stays_and_counts(alloc: str) -> None:
     for protect in (True, False):
         s = session("snap", keep=0.3, alloc=alloc, protect=protect)
-        s.spans = [Span(20, 45, SYSTEM), Span(90, 100, TOOLS)]
+        s.spans = [Span(20, 45, SYSTEM), Span(90, 100, SYSTEM)]
         s.feed(families.prompt(201))
         assert all({*range(20, 45), *range(90, 100)} <= set(head) for head in heads(s)) == protect
         assert sum(len(head) for head in heads(s)) == L * K * 60
@@ -368,11 +368,6 @@ def test_the_shipped_profiles_halve_a_prompt(name: str) -> None:
     s.feed(families.prompt(301))
     assert sum(len(head) for head in heads(s)) == L * K * 150
     list(s.stream(8))
-
-
-def test_frequent_is_another_name_of_h2o() -> None:
-    registry = build.REGISTRIES["policy"]
-    assert registry["frequent"] == registry["h2o"]
 
 
 def test_a_head_that_was_emptied_by_a_map_still_keeps_what_is_protected(tmp_path: Path) -> None:

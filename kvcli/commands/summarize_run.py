@@ -155,7 +155,6 @@ def _plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> list[
 
 def _tell_stopped(job: Job, view: SummaryView) -> None:
     from kvcli.render.summarize import stopped
-
     from kvcli.render.summary import joined
 
     err = job.screen.err

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvcli.drafts.credit import Credit
 from kvcli.drafts.pace import Mode, Pace
 from kvcli.drafts.report import Report, ScoutsReport
-from kvcli.drafts.tree import Guess, Source, decided, grow
+from kvcli.drafts.tree import FAINT, Guess, Source, decided, grow
 
 if TYPE_CHECKING:
     from kvcli.drafts.base import Costs, Glance
@@ -127,7 +127,8 @@ class Mixer:
 
     def _grow(self, mode: Mode, room: int) -> list[Guess]:
         if mode is Mode.DRAFT:
-            return grow(self._sources, self._config.max, room, self._config.branches)
+            faint = FAINT if self._config.adaptive else 0.0
+            return grow(self._sources, self._config.max, room, self._config.branches, faint)
         if mode is Mode.PLAIN or self._paper:
             return []
         chain = grow(self._sources, _PAPER, _PAPER, branches=1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from kvcli.drafts.report import Accepted
 
-FAINT = 0.02  # chance of acceptance below which a row is not even considered
+FAINT = 0.02  # chance of acceptance below which a row is not even considered, where rows have to pay
 SURE = 0.8  # chance of a token above which no further source is asked about its place
 
 
@@ -68,7 +68,7 @@ class Guess(NamedTuple):
     named: tuple[tuple[int, Offer], ...]  # by whom: index of the source, what it offered
 
 
-def grow(sources: Sequence[Source], most: int, room: int, branches: int) -> list[Guess]:
+def grow(sources: Sequence[Source], most: int, room: int, branches: int, faint: float = FAINT) -> list[Guess]:
     """Up to `most` guesses, the likeliest first, none deeper than `room`; a parent comes before its children."""
     if most < 1 or room < 1:
         return []
@@ -80,7 +80,7 @@ def grow(sources: Sequence[Source], most: int, room: int, branches: int) -> list
     def offer(parent: int, chance: float, depth: int, states: Sequence[tuple[int, Any]]) -> None:
         """Put what the sources name below `parent` on the heap."""
         for share, named in _merged(sources, states, depth, branches):
-            if (p := chance * share) >= FAINT:
+            if (p := chance * share) >= faint:
                 heappush(heap, (-p, next(order), Guess(named[0][1].id, parent, p, named), depth + 1))
 
     roots = [(i, source.root(deepest)) for i, source in enumerate(sources)]

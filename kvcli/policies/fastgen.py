@@ -51,7 +51,7 @@ class FastGen:
     frequent_ratio: Annotated[float, Range(0, 1)] = 0.3  # most looked-at tokens, as a share of the text
     guard: Annotated[int, Range(0)] = 128  # newest tokens that every head keeps
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
-    protect: bool = True  # keep the system prompt and tool text in every head
+    protect: bool = True  # keep the system prompt in every head
     punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share of the prompt only ends of sentences and lines
     probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 16 on a CPU
     crossfit: bool = True  # choose frequent tokens on other rows than they are measured on
@@ -62,7 +62,9 @@ class FastGen:
     every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
     score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, for each token; 1 = equal
     max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB that measuring may take; more goes in blocks
-    paper: bool = False  # as published: all rows, their mean, guard 0, no cross-fit, five policies, nothing protected
+    paper: bool = (
+        False  # as published: 1,024 rows at most, their mean, guard 0, no cross-fit, five policies, nothing protected
+    )
 
     def __post_init__(self) -> None:
         published = {"criterion": "mean", "guard": 0, "crossfit": False, "policies": PAPER, "probe_rows": "auto"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadInput
-from kvcli.kinds import SYSTEM, TOOLS
+from kvcli.kinds import SYSTEM
 from kvcli.kv.slots import Slots
 from kvcli.policies.base import Guard, Loss, Moment, Plain
 from kvcli.policies.fastgen_layer import Layer
@@ -35,7 +35,7 @@ class Heads(Plain):
     def __init__(self, settings: FastGen, full: Sequence[Sequence[bool]] = ()) -> None:
         """`full` [L][K]: heads that keep everything, whatever they look at."""
         self.settings = settings
-        kinds = frozenset({SYSTEM, TOOLS}) if settings.protect and not settings.paper else frozenset()
+        kinds = frozenset({SYSTEM}) if settings.protect and not settings.paper else frozenset()
         self.guard = Guard(settings.sinks, settings.guarded, kinds)
         self.looks = settings.keep > 0 or settings.recovery == "auto"
         self.replays = settings.replay if settings.recovery == "auto" else 0

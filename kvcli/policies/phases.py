@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kinds import SYSTEM, TOOLS
+from kvcli.kinds import SYSTEM
 from kvcli.policies import budgets, units
 from kvcli.policies.allocs import Ask
 from kvcli.policies.base import Guard, Plain
@@ -44,7 +44,7 @@ class Phases(Plain):
     """What a scorer likes best, within the budgets of `settings`."""
 
     def __init__(self, settings: TopK, scorer: Scorer, alloc: Alloc) -> None:
-        kinds = frozenset({SYSTEM, TOOLS}) if settings.protect else frozenset()
+        kinds = frozenset({SYSTEM}) if settings.protect else frozenset()
         self.guard = Guard(settings.sinks, settings.guard, kinds)
         self.recent = scorer.recent
         self.lasting = scorer.lasting and settings.keep_new > 0

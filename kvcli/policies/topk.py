@@ -34,7 +34,7 @@ class TopK:
     unit: Annotated[int, Range(1)] = 1  # neighbouring tokens judged together; ChunkKV takes 10 to 20
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
     guard: Annotated[int, Range(1)] = 64  # newest tokens, always kept
-    protect: bool = True  # always keep the system prompt and tool text
+    protect: bool = True  # always keep the system prompt
     every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
 
     name: ClassVar[str]  # in a profile

@@ -361,7 +361,7 @@
     const punct = words.includes("punct"), near = words.includes("local") ? P.local : P.guard, often = words.includes("frequent") && frequent[l];
     for (let b = 0; b < S.texts.length; b++) {
       const at = b * S.width, age = S.tokens - 1 - at, kind = S.kinds[b];
-      const stays = all || at < P.sinks || kind === 1 || kind === 4 || kind === 5 || age < near || (punct && S.punct.includes(kind));
+      const stays = all || at < P.sinks || kind === 1 || kind === 4 || age < near || (punct && S.punct.includes(kind));
       into[b] += stays ? 1 : often ? frequent[l][k][b] / 255 : 0;
     }
   }

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvcli.drafts.copies import Copies
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.ngram import Ngram
+from kvcli.drafts.odds import Odds
 from kvcli.rows import Draft, Rows
 from kvcli.stats import Step
 
@@ -75,7 +76,7 @@ def test_a_short_match_gets_few_rows_before_their_cost_is_known(text: list[int],
 
 
 def test_without_a_clock_all_there_is_is_sent():
-    assert len(proposal(FIXED, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1]).ids) == 6  # the seventh is all but hopeless
+    assert len(proposal(FIXED, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1]).ids) == 15  # the seventh is all but hopeless, and free
 
 
 def test_refused_guesses_lose_credit_and_confirmed_ones_gain_it():
@@ -127,7 +128,7 @@ def test_each_pass_is_counted_once():
         ("max", 2.5, "1 to 256"),
         ("min_match", 0, "1 to 64"),
         ("max_match", 300, "1 to 256"),
-        ("branches", True, "1 to 16"),
+        ("branches", True, "1 to 64"),
         ("adaptive", 1, "true or false"),
         ("kill_below", 1.5, "0 to 1"),
         ("kill_below", "fast", "0 to 1"),
@@ -147,3 +148,27 @@ def test_a_match_cannot_have_to_be_longer_than_it_may_be():
 def test_settings_are_read_without_torch_or_numpy():
     code = "import sys, kvcli.drafts.ngram as n; n.Ngram(); print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_what_another_text_had_behind_the_shared_beginning_is_forgotten():
+    copies, fresh = Copies(1, 32), Copies(1, 32)
+    copies.start([1, 2, 3, 4, 9, 5, 6, 7, 8, 5, 6])
+    text = [1, 2, 3, 4, 9, 5, 6, 2, 5]
+    copies.start(text)
+    fresh.start(text)
+    assert len(copies.index) == len(text)
+    named = [[(o.id, o.chance) for o in one.offers(one.root(4), 0, 3)] for one in (copies, fresh)]
+    assert named[0] == named[1] != []
+
+
+def test_a_guess_counts_for_its_share():
+    """A token that half of the places name is expected half of the time: taking it says more than taking a sure one."""
+    chances = []
+    for share in (0.5, 1.0):
+        odds = Odds(((0.3, 0.1),), ("1",))
+        for was_right in (True, False, True):
+            odds.learn(0, 0, was_right, share)
+        chances.append(odds.chance(0, 0))
+    half, whole = chances
+    assert whole == pytest.approx((0.6 * 0.98**3 + 0.98**2 + 1) / (2 * 0.98**3 + 0.98**2 + 0.98 + 1))
+    assert half == pytest.approx((0.6 * 0.98**3 + 0.98**2 + 1) / (2 * 0.98**3 + (0.98**2 + 0.98 + 1) / 2))

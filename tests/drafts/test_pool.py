@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.pool import Pool
 from kvcli.drafts.tree import grow
+from kvcli.profile import Profile
 
 
 def guessed(pool: Pool, text: list[int], most: int = 8, branches: int = 4) -> list[tuple[int, int]]:
@@ -56,3 +58,16 @@ def test_a_text_that_grew_is_followed():
     pool.start([0, 1])
     pool.extend([2])
     assert [g.id for g in grow([pool], 4, 4, 4)] == [3]
+
+
+def test_without_a_clock_all_there_is_to_guess_is_verified():
+    """`fafo-paper`: 20 whole 9-grams, however unlikely, where a drafter that has to pay leaves the faint ones out."""
+    settings = Profile.load("fafo-paper").spec.settings
+    _, pool = settings.scouting(())
+    for run in range(20):
+        pool.put([7], [100 * run + depth for depth in range(1, 9)])
+    drafter = Mixer(settings, [pool])
+    drafter.start([5, 7])
+    draft = drafter.propose([5, 7], 100)
+    assert (len(draft.ids), max(draft.depth())) == (160, 8)
+    assert len(grow([pool], 160, 100, 20)) < 80

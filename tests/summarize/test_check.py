@@ -56,6 +56,8 @@ REPORT = [REVENUE, DEBT, BRIDGE]
         ("Bridge repairs moved to 2027, and revenue rose 12 % in the third quarter [p. 1, 3]", "[p. 1, 3]"),
         ("Bridge repairs moved to 2027, and revenue rose 12 % in the third quarter [p. 2, 3]", "[p. 2?, 3?]"),
         ("Bridge repairs were moved to 2027 [p. 2-3]", "[p. 2-3]"),
+        ("Debt cover fell to 1.8 at the end of September [p. 2, 3]", "[p. 2, 3?]"),
+        ("Bridge repairs were moved to 2027 after the winter survey [p. 1, 3]", "[p. 1?, 3]"),
         ("Bridge repairs were moved to 2027 [p. 1-200]", "[p. 3]"),
         ('It says that the "old town bridge stays closed" to lorries [p. 3]', "[p. 3]"),
         ('It says that the "new town bridge stays closed" to lorries [p. 3]', "[p. 3?]"),
@@ -253,3 +255,14 @@ def test_an_unknown_name_in_front_does_not_stand_for_the_one_of_the_page(said: s
 def test_the_docs_name_every_kind_of_claim():
     text = (Path(__file__).parents[2] / "docs/summarize.md").read_text(encoding="utf-8")
     assert [kind for kind in KINDS if kind not in " ".join(text.split())] == []
+
+
+def test_a_sentence_ends_where_its_document_ends():
+    """A page's last words go on at the next page, and never in the next document."""
+    texts = ("The river rose by forty", "centimetres near the old mill at Brantov. Nobody was hurt.")
+    claim = "The river rose by forty centimetres near the old mill at Brantov"
+    for documents, confirmed in ((("a.pdf", "a.pdf"), True), (("a.pdf", "b.pdf"), False)):
+        places = [Place("page", str(i), name) for i, name in enumerate(documents, 1)]
+        checker = Checker([Passage(place, text) for place, text in zip(places, texts, strict=True)])
+        (cite,) = checker.judge(claim, Bracket(0, 0, (places[0],))).cites
+        assert cite.confirmed == confirmed
