@@ -128,6 +128,11 @@ def test_a_config_is_refused_before_anything_is_made(folder: Path, trick: str, m
     assert caught.value.exit == ExitStatus.BAD_MODEL
 
 
+def test_a_window_of_one_token_loads(folder: Path):
+    edit(folder / "config.json", max_position_embeddings="1")
+    assert LM.load(source.find(str(folder)), device="cpu").limit == 1
+
+
 LATER = {
     "no dtype": ("config.json", "dtype", '""'),
     "a wrong eos": ("config.json", "eos_token_id", '"end"'),
@@ -386,7 +391,8 @@ def test_one_bad_model_does_not_break_the_list(machine: Machine, folder: Path, t
 def test_a_folder_without_words_is_said_to_have_no_tokenizer(machine: Machine, folder: Path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).unlink()
-    assert said(folder).code == "bad_tokenizer"
+    error = said(folder)
+    assert (error.code, error.lines) == ("bad_tokenizer", ("its folder holds no vocabulary",))
     assert "no tokenizer that can be read" in machine("models", "show", str(folder)).out
     asked = machine("chat", str(folder), "-p", "Hello")
     assert asked.exit == ExitStatus.BAD_MODEL
