@@ -30,6 +30,7 @@ RESULTS = {
     "ngram-replay": "python tests/bench/ngram_replay.py",
     "live-row": "python tests/bench/live_row.py",
     "fit": "python tests/bench/fit.py",
+    "start": "python tests/bench/start.py --reps 7",
     "fafo": "python tests/bench/fafo.py --reps 4",
     "scouts": "python tests/bench/scouts.py",
     "growth": "python tests/bench/growth.py",

@@ -16,11 +16,12 @@ from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room, choose, container_room, size
 from kvcli.fit.runs import Beyond
 from kvcli.fit.speed import at, by_rows, speed
-from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
+from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS, working_bytes
+from kvcli.kernels.pack import LANES, pack_keys, pack_values
 from kvcli.kv.room import EVERY
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import nbytes
-from kvcli.kv.tiers import STEP, wide
+from kvcli.kv.tiers import POSITION, STEP, narrow, wide
 from kvcli.local import _nested, load
 from kvcli.profile import Profile
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
@@ -310,3 +311,47 @@ def test_auto_is_the_first_gpu_else_the_cpu():
     assert choose({"cpu": cpu, "cuda:0": gpu}, "auto") == choose({"cpu": cpu, "cuda:0": gpu}, "cuda") == gpu
     with pytest.raises(UsageError):
         choose({"cpu": cpu}, "cuda:1")
+
+
+# ---- parts that are easily left out ----
+
+
+def test_the_logits_of_all_rows_of_a_draft_are_in_working_memory(demo):
+    """Three float32 copies: of the model, for the sampler, its noise."""
+    shape = replace(demo.shape, vocab=1_000_003)  # so many that writing takes more than reading
+    sizes = [
+        working_bytes(shape, chunk=1, rows=rows, slots=64, number=2, kv_number=2, device="cuda") for rows in (5, 16)
+    ]
+    assert sizes[1] - sizes[0] == pytest.approx(11 * 3 * 4 * shape.vocab, rel=0.01)
+
+
+def test_what_loading_takes_at_its_highest_must_be_free_too(demo):
+    wide = planned(demo, PROFILES["exact"].replace(load={"dtype": "fp32"}), 16).need
+    loads = replace(wide, loading=wide.running + wide.mapped + 7)  # 7 bytes more than what runs later, without files
+    assert loads.least == wide.running + 7
+
+
+def test_what_a_drafter_remembers_is_in_host_memory(demo):
+    drafts, plain = planned(demo, "ngram", 8000), planned(demo, "exact", 8000)
+    assert drafts.need.draft - plain.need.draft == PROFILES["ngram"].spec.tables(8000) > 0
+    card = plan(demo, PROFILES["ngram"], Room("cuda:0", 8 * GIB), 8000, Facts())
+    assert card.need.draft == 0
+
+
+def test_a_pass_reads_stored_numbers_in_the_size_they_are_stored_in(demo):
+    measured = CalibrationDocument.model_construct(model=None, gemm={"bfloat16": 1e12, "float32": 1e12}, bandwidth=1e9)
+    times = {}
+    for dtype in ("bf16", "fp32"):
+        found = planned(demo, PROFILES["exact"].replace(kv={"dtype": dtype}, exactness="approx"), 8000)
+        times[dtype] = 1 / speed(found, demo.shape, measured).tok_s
+    stored = 2 * demo.shape.kv_per_token * 8000  # bytes that fp32 adds
+    assert times["fp32"] - times["bf16"] == pytest.approx(stored / 1e9)
+
+
+def test_a_slot_in_8_bits_has_its_scales():
+    heads, dim, slots = 3, 64, 4 * LANES  # whole lanes, so that nothing is spare
+    x = torch.randn(slots, dim, dtype=torch.bfloat16)
+    keys, values = pack_keys(x, 8, slots), pack_values(x, 8, slots)
+    real = sum(t.nbytes for r in (keys, values) for t in (r.codes, r.scale, r.zero) if t is not None)
+    kv = PROFILES["exact"].replace(kv={"k_bits": 8, "v_bits": 8}, exactness="approx").kv
+    assert slots * (narrow(kv, heads, dim, 2) - POSITION) == heads * real
