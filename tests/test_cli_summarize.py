@@ -22,7 +22,7 @@ from kvcli.commands.setup import Setup
 from kvcli.demo.sample import write_sample
 from kvcli.schemas.documents import DOCUMENTS
 from tests.documents import made
-from tests.fakes import Machine
+from tests.fakes import Machine, Stream
 from tests.summarize.scribe import Scribe, first_sentences
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +103,7 @@ def test_the_summary_alone_on_stdout(office):
 def test_points_come_one_by_one(office):
     written = []
 
-    class Watched(type(office.world().stdout)):
+    class Watched(Stream):
         def write(self, text):
             written.append(text)
             return super().write(text)

@@ -308,7 +308,7 @@ def small(monkeypatch, mib):
 def test_a_chat_that_cannot_fit_is_refused_before_it_loads(machine, monkeypatch):
     small(monkeypatch, 300)
     monkeypatch.setattr(Setup, "load", None)
-    done = machine("chat", "-p", "hi", "--json")
+    done = machine("chat", "demo", "-p", "hi", "--json")
     found = json.loads(done.out)
     assert (done.exit, found["code"], found["exit"]) == (5, "does_not_fit", 5)
     assert found["detail"]["needed"] > found["detail"]["usable"]
