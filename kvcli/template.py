@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from kvcli.errors import BadModel
 from kvcli.outside import Limits, Outside, TooLong, TooSlow
@@ -31,10 +32,16 @@ class Chats:
     """Stands in for the `apply_chat_template` of a tokenizer, for text with the beginning of an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self._whose = ref(tokenizer)  # which holds this: in a circle, the process would wait for the garbage collector
         self._process: Outside | None = None
         self._room = ROOM
         self._lock = Lock()
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = self._whose()
+        assert tokenizer is not None
+        return tokenizer
 
     def __reduce__(self) -> tuple[type[Chats], tuple[PreTrainedTokenizerBase]]:
         """A copy of the tokenizer gets a process of its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ OURS = {"chat": CHAT, "no system": NO_SYSTEM, "drops system": DROPS_SYSTEM}
 
 
 @pytest.fixture(scope="module")
-def chats() -> Chats:
-    return Chats(copy.copy(byte_fallback()))
+def chats() -> Iterator[Chats]:
+    tokenizer = copy.copy(byte_fallback())
+    yield Chats(tokenizer)
+    del tokenizer  # which lives that long
 
 
 def theirs(tokenizer: Any, talk: list[dict[str, str]]) -> str:
@@ -249,6 +252,13 @@ def test_a_loaded_tokenizer_renders_in_a_process_that_is_shut_in(loaded):
     assert render_text(loaded, TALKS["turns"][:2]) == render_text(demo(), TALKS["turns"][:2])
     status = Path(f"/proc/{loaded.apply_chat_template._process._process.pid}/status").read_text()
     assert "NoNewPrivs:\t1" in status
+
+
+def test_its_process_goes_with_it():
+    tokenizer = load_tokenizer(find("demo", offline=True), False)
+    process = tokenizer.apply_chat_template._process._process
+    del tokenizer
+    assert process.returncode is not None
 
 
 def test_all_else_is_asked_of_transformers(loaded):
