@@ -45,7 +45,7 @@ def test_info_counts_by_kind(machine: Machine):
     assert done.out.splitlines()[1].split()[:4] == ["summaries", "2", "2", "KiB"]
     found = {k["kind"]: (k["entries"], k["bytes"]) for k in json.loads(machine("cache", "info", "--json").out)["kinds"]}
     assert found["summaries"] == (2, 2000)
-    assert found["calibration"] == (0, 0)
+    assert found["quality"] == (0, 0)
     assert found["kvpress"] == (1, 1000)
     assert "mine" not in found
 
