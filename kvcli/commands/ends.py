@@ -13,7 +13,7 @@ import typer
 
 from kvcli.commands.log import write_traceback
 from kvcli.commands.show import print_json
-from kvcli.errors import DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory
+from kvcli.errors import BadInput, DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory
 from kvcli.world import World
 
 # The root of what the option parser raises; Typer carries its own copy of Click, or uses the real one when older.
@@ -102,12 +102,15 @@ def broke(world: World, args: Sequence[str], error: Exception) -> int:
 
 
 def machine_gave_out(error: Exception) -> KvcliError | None:
-    """An error that is neither a bug nor the user's mistake: no memory, no room on the disk."""
+    """An error that is neither a bug nor a wrong command: no memory, no room on the disk, no permission."""
     first = str(error).strip().split("\n")[0]
     if is_out_of_memory(error):
         smaller = ["a smaller --ctx", "--quant int8", "close what else needs memory"]
         return DoesNotFit("out of memory", code="out_of_memory", lines=[first] if first else [], try_=smaller)
     if isinstance(error, OSError) and error.errno in FULL:
-        where = f" {error.filename}" if error.filename else ""
+        name = error.filename2 or error.filename  # of a file that is renamed, the name it was to have
+        where = f" {name}" if name else ""
         return KvcliError(f"cannot write{where}: {error.strerror}", code="cannot_write")
+    if isinstance(error, PermissionError) and error.filename:
+        return BadInput(f"{error.filename2 or error.filename} is closed to you: {error.strerror}", code="no_permission")
     return None

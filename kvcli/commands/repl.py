@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from kvcli.api import Event, Turn
 from kvcli.chats import newest
 from kvcli.commands import prompt, slash
+from kvcli.commands.ends import machine_gave_out
 from kvcli.commands.interrupt import Interrupt
 from kvcli.commands.keep import folder, keep
 from kvcli.conversation import Chat
@@ -136,8 +137,9 @@ class Repl:
         lines = ["the conversation is as it was before"]
         if self.world.options.verbose > 1:
             lines += "".join(traceback.format_exception(error)).rstrip().split("\n")
-        words = str(error).split("\n")[0]
-        print_error(self.screen.err, KvcliError(f"{type(error).__name__}: {words}", lines=lines))
+        words = f"{type(error).__name__}: {error}".split("\n")[0]
+        known = machine_gave_out(error) or KvcliError(words)
+        print_error(self.screen.err, KvcliError(known.message, code=known.code, lines=lines, try_=known.try_))
 
     # --- turns
 

@@ -1,0 +1,197 @@
+"""Disks that are full, broken or slow, runs that are killed, users who may write nowhere, clocks that go back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcli.kv.disk import Disk
+from kvcli.kv.shortage import Shortage
+from tests.bench import storm_faults
+
+ROOT = Path(__file__).parents[1]
+
+
+def storm(name: str, *args: str) -> dict[str, object]:
+    """The short form of a storm; its last line."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "bench" / name, *args], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout, done.stderr
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    assert found["bad"] == 0, done.stdout
+    return found
+
+
+@pytest.mark.parametrize("cases", [",".join(case for case in storm_faults.CASES if case != "disk tier"), "disk tier"])
+def test_every_call_that_writes_may_fail(cases: str, tmp_path: Path):
+    """The long form is the same command without --step."""
+    if storm_faults.built(tmp_path) is None:
+        pytest.skip("no C compiler, or no Linux: the calls of libc cannot be made to fail")
+    assert storm("storm_faults.py", "--cases", cases, "--step", "40")["tried"] >= 25
+
+
+def test_a_storm_that_sees_no_fault_is_none(tmp_path: Path):
+    """What the storm calls bad: the check itself is tried on a writer that leaves a half."""
+    usual = storm_faults.Ended(0, "", "", {"a.json": b"{}"})
+    case = storm_faults.Case(lambda folder: (0, "", ""), (1,), same=("a.json",))
+    before = {"b.txt": b"mine"}
+
+    def said(code: int = 0, err: str = "", **files: bytes) -> list[str]:
+        held = {name.replace("_", "."): data for name, data in files.items()}
+        return list(storm_faults.wrong(case, before, usual, storm_faults.Ended(code, "", err, held), is_rerun=False))
+
+    assert said(b_txt=b"mine", a_json=b"{}") == []
+    assert said(1, "error: full", b_txt=b"mine") == []
+    for bad in (said(b_txt=b"mine", a_json=b"{"), said(a_json=b"{}"), said(2, "error: x", b_txt=b"mine")):
+        assert bad
+    assert said(1, "", b_txt=b"mine")
+    assert said(1, "error: Traceback", b_txt=b"mine")
+
+
+# --- the tier on disk
+
+
+@pytest.mark.parametrize("call", ["pwrite", "mmap"])
+def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str):
+    """A file of one extent for each layer: a claim that came to nothing must not keep the room from the next one."""
+    import kvcli.kv.disk as disk
+
+    size = 1 << 16
+    tier = Disk(1, 1, 16, torch.float32, size, 100 * size, tmp_path)
+    k = torch.randn(1, 500, 16)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(*((os, "pwrite") if call == "pwrite" else (disk.mmap, "mmap")), fails)
+            with pytest.raises(Shortage, match="the disk is full"):
+                tier.append(0, k, k, torch.arange(500))
+    tier.append(0, k, k, torch.arange(500))
+    assert torch.equal(tier.slots(0).k, k)
+
+
+def test_what_is_killed_leaves_nothing_and_the_next_run_is_fine():
+    assert storm("storm_kills.py", "--kills", "8", "--commands", "0")["tried"] == 16
+
+
+# --- somebody who is not root
+
+NOBODY = 65534
+
+
+def as_nobody(work: Callable[[Path], list[list[object]]]) -> list[list[object]]:
+    """What `work` finds in a folder of its own, as a user who owns that folder and nothing else.
+
+    It runs twice: the interpreter's own files may be closed to that user, so all is imported by the first time.
+    """
+    folders = [Path(tempfile.mkdtemp(prefix="kvcli-user-")) for _ in range(2)]
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            work(folders[0])
+            if os.geteuid() == 0:
+                os.chown(folders[1], NOBODY, NOBODY)
+                os.setgroups([])
+                os.setresgid(NOBODY, NOBODY, NOBODY)
+                os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.write(writer, json.dumps(work(folders[1])).encode())
+        except BaseException as error:
+            os.write(writer, json.dumps([[repr(error)]]).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        found: list[list[object]] = json.loads(answer.read())
+    os.waitpid(child, 0)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("closed", ["to writing", "altogether"])
+def test_a_user_who_may_write_nowhere(closed: str):
+    """Answers come, with a word on what is not kept; what was to be written is refused by its path."""
+
+    def work(folder: Path) -> list[list[object]]:
+        storm_faults.furnish(folder)
+        home = folder / "home"
+        for path in [p for p in home.rglob("*") if p.is_dir()] + [home]:
+            path.chmod(0o500 if closed == "to writing" else 0o000)
+            if closed == "altogether" and path != home:
+                path.chmod(0o700)
+        os.chdir(folder)
+        cases = {
+            "chat": storm_faults._talk,
+            "chat -p": lambda f: storm_faults._patched(f, "chat", "-f", "b.txt", "-p", "How deep?"),
+            "summarize": storm_faults._summarize,
+            "profiles new": lambda f: storm_faults._patched(f, "profiles", "new", "fresh"),
+            "calibrate": storm_faults._calibrate,
+            "config": lambda f: storm_faults._patched(f, "config", "path"),
+        }
+        found = [[name, *run(folder)] for name, run in cases.items()]
+        for path in [home, *home.rglob("*")]:
+            path.chmod(0o700)
+        return found
+
+    found = {name: (code, out, err) for name, code, out, err in as_nobody(work)}
+    for name, (_, out, err) in found.items():
+        assert "Traceback" not in err + out, (name, err)
+        assert "internal" not in err, (name, err)
+    codes = {name: code for name, (code, _, _) in found.items()}
+    if closed == "altogether":
+        assert set(codes.values()) == {3}
+        assert all("[no_permission]" in str(err) for _, _, err in found.values())
+        return
+    assert codes == {"chat": 0, "chat -p": 0, "summarize": 0, "profiles new": 3, "calibrate": 1, "config": 0}
+    assert "972" in str(found["chat -p"][1])
+    assert "Permission denied" in str(found["profiles new"][2])
+    assert "a calibration cannot be kept" in str(found["calibrate"][2])
+    assert "cannot" in str(found["chat"][2])
+
+
+# --- a clock that goes back
+
+
+def test_a_clock_that_goes_back_shows_nothing_negative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As after a correction by the network, between two turns and within one."""
+    from kvcli.commands.setup import Setup
+    from kvcli.world import World
+    from tests.fakes import Loaded, Machine
+
+    machine = Machine(tmp_path, Loaded(answer="It is 972 metres."), {"TERM": "dumb"})
+    ticks = iter(range(10_000_000, 0, -7))
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: float(next(ticks)))
+    monkeypatch.setattr(Setup, "load", lambda self, profile, tell=None: machine.model)
+    made = World.__post_init__
+
+    def backwards(world: World) -> None:
+        made(world)
+        world.clock = lambda: float(next(ticks))
+
+    monkeypatch.setattr(World, "__post_init__", backwards)
+    typed = b"one\ntwo\n/stats last\n/save\nthree\n"
+    done = machine("chat", stdin=typed, tty=("stdin", "stdout", "stderr"))
+    assert done.exit == 0, done.err
+    assert not re.search(r"(?<![\w.])-\d", done.out + done.err), done.err
+    assert "internal" not in done.err
+    (chat,) = (tmp_path / "home" / "data" / "chats").glob("*.json")
+    asked = [m["text"] for m in json.loads(chat.read_text())["messages"] if m["role"] == "user"]
+    assert asked == ["one", "two", "three"]
