@@ -313,6 +313,7 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Facts of a report of 4,400 tokens found again by the demo model, and bytes of a token",
         ["store", "recall", "right", "same", "bytes", "cpu", "packed", "disk", "index"],
     ),
+    "kvcli.bench.reliability/1": ("What was tried", ["what", "tried", "bad", "command", "commit", "date"]),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],

@@ -76,6 +76,7 @@ class Machine:
     folder: Path
     model: Loaded = field(default_factory=lambda: Loaded(answer="It is 972 metres."))
     environ: dict[str, str] = field(default_factory=dict)
+    has_config: bool = False  # of its own
 
     def load(self, profile: Any, tell: object = None) -> Loaded:
         """Stands in for `Setup.load`."""
@@ -84,6 +85,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         """A user who named a model, so that nobody is asked for one."""
+        if self.has_config:
+            return
         config = self.folder / "home" / "config" / "config.toml"
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(f'default_model = "{weights_dir()}"\n')

@@ -31,6 +31,7 @@ RESULTS = {
     "live-row": "python tests/bench/live_row.py",
     "fit": "python tests/bench/fit.py",
     "start": "python tests/bench/start.py --reps 7",
+    "reliability": "python tests/bench/reliability.py",
     "fafo": "python tests/bench/fafo.py --reps 4",
     "scouts": "python tests/bench/scouts.py",
     "growth": "python tests/bench/growth.py",

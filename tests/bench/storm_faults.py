@@ -73,7 +73,7 @@ class Case:
 def _machine(folder: Path, kind: str) -> Any:
     from tests.fakes import Loaded, Machine
 
-    made = Machine(folder, environ={"TERM": "dumb"})
+    made = Machine(folder, environ={"TERM": "dumb"}, has_config=True)
     made.model = Loaded(answer="It is 972 metres.")
     return made
 
@@ -106,7 +106,7 @@ def _summarize(folder: Path, *more: str) -> tuple[int, str, str]:
     from kvcli.commands.setup import Setup
     from tests.test_cli_summarize import Clerk, Office, first_sentences
 
-    office = Office(folder)
+    office = Office(folder, has_config=True)
     office.clerk = Clerk(first_sentences, limit=1400)
 
     def load(self: Setup, profile: Any, tell: Any = None) -> Any:
@@ -118,7 +118,7 @@ def _summarize(folder: Path, *more: str) -> tuple[int, str, str]:
         mock.patch.object(Setup, "pass_times", return_value=[]),
         mock.patch("kvcli.commands.summarize_run._refuse_early", return_value=None),
     ):
-        done = office("a.txt", "-m", "demo", *more)
+        done = office("a.txt", *more)
     return done.exit, done.out, done.err
 
 
@@ -210,6 +210,8 @@ CASES = {
 
 def furnish(folder: Path) -> None:
     """What the user had before."""
+    from kvcli.demo import weights_dir
+
     pages = ["The river rose by 12 metres in March. Nobody was hurt.", "The old bridge failed at noon. It was rebuilt."]
     held = {
         "a.txt": "\f".join(f"{page} " + " ".join(f"word{i}" for i in range(400)) for page in pages),
@@ -217,7 +219,7 @@ def furnish(folder: Path) -> None:
         "out.md": "an older summary\n",
         "mine.md": "an older chat\n",
         "kept.log": "an older line\n",
-        "home/config/config.toml": '[profiles.mine]\nextends = "exact"\n',
+        "home/config/config.toml": f'default_model = "{weights_dir()}"\n[profiles.mine]\nextends = "exact"\n',
         "home/config/profiles/old.toml": 'extends = "exact"\n',
         "home/data/runs.jsonl": "{}\n",
         "home/state/kvcli.log": "an older traceback\n",

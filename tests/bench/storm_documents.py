@@ -1,0 +1,70 @@
+"""Damaged documents by the thousand: each is read, or refused with an error for the user.
+
+    python tests/bench/storm_documents.py [--count 4000] [--processes 100]
+
+Files of each kind with stretches replaced at random: most go to the reader itself, some to the whole with the process
+around it, as a user's do. Anything but a document or an error for the user is bad. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from kvcli.documents import document_of  # noqa: E402
+from kvcli.errors import KvcliError  # noqa: E402
+from tests.documents.test_fuzz import SEEDS, inside, mutated  # noqa: E402
+
+
+def damaged(kind: str, rng: random.Random) -> bytes:
+    """One of the files with up to eight stretches replaced, or cut short."""
+    data = rng.choice(SEEDS[kind])
+    splices = [
+        (rng.randrange(1 << 20), rng.randrange(64), rng.randbytes(rng.randrange(24))) for _ in range(rng.randint(1, 8))
+    ]
+    data = mutated(data, splices)
+    return data[: rng.randrange(len(data) + 1)] if rng.random() < 0.2 else data
+
+
+def whole(kind: str, data: bytes) -> None:
+    """As a user's file is read."""
+    try:
+        document_of(data, f"f.{kind}")
+    except KvcliError:
+        return
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=4000, help="for the readers of html, epub and docx")
+    parser.add_argument("--processes", type=int, default=100, help="of each kind, pdf too, with the process around it")
+    asked = parser.parse_args(arguments)
+    bare = [kind for kind in SEEDS if kind != "pdf"]  # its parser is C, which may end the process it runs in
+    plan = [(bare[i % len(bare)], inside) for i in range(asked.count)]
+    plan += [(kind, whole) for kind in SEEDS for _ in range(asked.processes)]
+    bad = []
+    for i, (kind, read) in enumerate(plan):
+        data = damaged(kind, random.Random(i))
+        try:
+            read(kind, data)
+        except Exception as error:
+            kept = Path(tempfile.gettempdir(), f"kvcli-storm-{i}.{kind}")
+            kept.write_bytes(data)
+            bad.append(f"{kept}: {type(error).__name__}: {error}")
+    print("\n".join(bad))
+    command = "python tests/bench/storm_documents.py"
+    print(json.dumps({"what": "damaged documents", "tried": len(plan), "bad": len(bad), "command": command}))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
