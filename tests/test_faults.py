@@ -195,3 +195,15 @@ def test_a_clock_that_goes_back_shows_nothing_negative(tmp_path: Path, monkeypat
     (chat,) = (tmp_path / "home" / "data" / "chats").glob("*.json")
     asked = [m["text"] for m in json.loads(chat.read_text())["messages"] if m["role"] == "user"]
     assert asked == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(("number", "said"), [(28, "cannot write"), (5, "cannot write"), (13, "is closed to you")])
+def test_a_disk_that_fails_is_no_bug_of_ours(number: int, said: str):
+    from kvcli.commands.ends import machine_gave_out
+
+    error = OSError(number, os.strerror(number), "/old", None, "/new")
+    known = machine_gave_out(error)
+    assert known is not None
+    assert said in known.message
+    assert "/new" in known.message
+    assert "/old" not in known.message

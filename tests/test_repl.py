@@ -135,10 +135,13 @@ def test_a_failed_turn_leaves_the_conversation_as_it_was(talk):
 def test_a_bug_does_not_end_the_chat(talk):
     def broken(*_, **__):
         yield Text("half", (1,))
-        raise RuntimeError("index 7 is out of range")
+        raise error
 
+    error: Exception = RuntimeError("index 7 is out of range")
     good, talk.model.stream = talk.model.stream, broken
     assert "RuntimeError: index 7 is out of range" in talk.type("one")
+    error = OSError(28, "No space left on device", "kept.json")
+    assert "error: cannot write kept.json: No space left on device" in talk.type("one")
     talk.model.stream = good
     talk.type("two")
     assert talk.asked == ["two"]

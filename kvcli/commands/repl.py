@@ -137,9 +137,10 @@ class Repl:
         lines = ["the conversation is as it was before"]
         if self.world.options.verbose > 1:
             lines += "".join(traceback.format_exception(error)).rstrip().split("\n")
-        words = f"{type(error).__name__}: {error}".split("\n")[0]
-        known = machine_gave_out(error) or KvcliError(words)
-        print_error(self.screen.err, KvcliError(known.message, code=known.code, lines=lines, try_=known.try_))
+        words = str(error).split("\n")[0]
+        known = machine_gave_out(error) or KvcliError(f"{type(error).__name__}: {words}")
+        known.lines += tuple(lines)
+        print_error(self.screen.err, known)
 
     # --- turns
 
