@@ -95,10 +95,11 @@ class Machine:
         streams = {name: Stream(is_tty=name in tty) for name in ("stdout", "stderr")}
         environ = {"KVCLI_HOME": str(self.folder / "home"), "HOME": str(self.folder), **self.environ}
         paths = Paths.of(environ)
-        kept = paths.cache / "calibration" / f"program-{program.build()}"  # measuring it takes seconds
-        with suppress(OSError):  # where a test made the cache unusable
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(str(program.BASE))
+        if not self.has_config:
+            kept = paths.cache / "calibration" / f"program-{program.build()}"  # measuring it takes seconds
+            with suppress(OSError):  # where a test made the cache unusable
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(str(program.BASE))
         return World(
             stdin=Stream(stdin, is_tty="stdin" in tty),
             stdout=stdout or streams["stdout"],

@@ -128,6 +128,8 @@ def as_nobody(work: Callable[[Path], list[list[object]]]) -> list[list[object]]:
 @pytest.mark.parametrize("closed", ["to writing", "altogether"])
 def test_a_user_who_may_write_nowhere(closed: str):
     """Answers come, with a word on what is not kept; what was to be written is refused by its path."""
+    if os.geteuid() == 0 and not all(p.stat().st_mode & 1 for p in Path(sys.prefix).resolve().parents):
+        pytest.skip("run by root, whose Python is closed to other users")
 
     def work(folder: Path) -> list[list[object]]:
         storm_faults.furnish(folder)

@@ -83,6 +83,7 @@ def test_libraries_draw_bars_and_nothing_else():
 def test_only_the_outlet_touches_the_streams():
     """Whoever writes to a world's stream writes through it; these files are processes of their own."""
     alone = {
+        "__main__.py",
         "outlet.py",
         "world.py",
         "cli.py",

@@ -88,7 +88,7 @@ def _patched(folder: Path, *args: str, **more: Any) -> tuple[int, str, str]:
         machine.model.cautions = ()
         return machine.model
 
-    with mock.patch.object(Setup, "load", load):
+    with mock.patch.object(Setup, "load", load), mock.patch("kvcli.fit.program.build", return_value="a build"):
         done = machine(*args, **more)
     return done.exit, done.out, done.err
 
@@ -116,6 +116,7 @@ def _summarize(folder: Path, *more: str) -> tuple[int, str, str]:
     with (
         mock.patch.object(Setup, "load", load),
         mock.patch.object(Setup, "pass_times", return_value=[]),
+        mock.patch("kvcli.fit.program.build", return_value="a build"),
         mock.patch("kvcli.commands.summarize_run._refuse_early", return_value=None),
     ):
         done = office("a.txt", *more)
@@ -220,6 +221,7 @@ def furnish(folder: Path) -> None:
         "mine.md": "an older chat\n",
         "kept.log": "an older line\n",
         "home/config/config.toml": f'default_model = "{weights_dir()}"\n[profiles.mine]\nextends = "exact"\n',
+        "home/cache/calibration/program-a build": f"{500 << 20}\n",
         "home/config/profiles/old.toml": 'extends = "exact"\n',
         "home/data/runs.jsonl": "{}\n",
         "home/state/kvcli.log": "an older traceback\n",
