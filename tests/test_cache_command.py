@@ -36,7 +36,8 @@ def machine(tmp_path: Path) -> Machine:
 
 def left(machine: Machine) -> set[str]:
     home = machine.folder / "home"
-    return {p.relative_to(home).as_posix() for p in home.rglob("*") if p.is_file()}
+    files = {p.relative_to(home).as_posix() for p in home.rglob("*") if p.is_file()}
+    return {name for name in files if not name.startswith("cache/calibration/")}  # the stand-in world keeps one there
 
 
 def test_info_counts_by_kind(machine: Machine):
