@@ -204,6 +204,7 @@ def test_positions_are_those_of_the_text_however_little_is_stored() -> None:
         assert step.rows.pos.tolist() == [len(s.ids) - 2]
         for i in range(s.lm.n_layers):
             assert int(s.kv.slots(i).pos.max()) == s.committed - 1
+    assert len(s.ids) == len(prompt()) + 20
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.5, 0.75, 0.9])
@@ -264,6 +265,8 @@ def test_punctuation_of_the_answer_stays_where_heads_keep_punctuation() -> None:
     s.feed([11, 50, 51, 20, *[52 + i % 5 for i in range(40)]])  # a later prompt of the same text
     list(s.stream(10))
     at = [i for i, token in enumerate(s.ids[: s.committed]) if int(kinds()[token]) in (PUNCT, NEWLINE)]
+    assert len(at) > 3
+    assert s.kv.slots(0).n_slots < s.committed, "nothing was forgotten"
     for pos in s.kv.slots(0).pos:
         assert set(pos.tolist()) >= set(at)
 

@@ -72,6 +72,7 @@ def test_what_lies_in_memory_is_the_key_before_rope() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "glm4", "smollm3", "cohere2"])
 def test_tables_are_found_in_rounded_models_too(name: str, dtype: torch.dtype) -> None:
+    assert len(rotaries(lm(name))) == lm(name).n_layers
     for found, want in zip(rotaries(lm(name, dtype)), rotaries(lm(name)), strict=True):
         assert (found is None) is (want is None)
         if found is not None and want is not None:

@@ -58,6 +58,7 @@ def test_only_accepted_rows_are_stored_and_positions_are_unique(data: st.DataObj
                 assert set(stored) <= set(range(s.committed))
                 if policy is None:
                     assert len(stored) == s.committed
+    assert len(s.ids) == 12 + 24
 
 
 def test_keys_of_accepted_rows_are_those_of_plain_decoding() -> None:
@@ -81,6 +82,7 @@ def test_the_past_changes_only_at_boundaries() -> None:
         held = s.kv.slots(0).n_slots
         if s.committed % 8:
             assert held == min(15, 12 - 1) + s.committed - 11 if s.committed < 16 else held >= 15 + s.committed % 8
+    assert len(s.ids) == 12 + 26
 
 
 def test_a_pass_refuses_to_commit_across_a_boundary() -> None:

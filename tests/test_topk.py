@@ -181,6 +181,7 @@ def test_compressing_each_chunk_bounds_memory_while_reading(name: str, share: di
     for read in s.read(families.prompt(401)):
         most = share.get("budget") or round(0.25 * read)
         assert {len(head) for head in heads(s)} == {most}
+    assert s.committed == 400
 
 
 @pytest.mark.parametrize("alloc", ["ada", "pyramid", "headmap", "global"])
@@ -189,6 +190,7 @@ def test_each_chunk_is_compressed_to_the_share_of_what_was_read(alloc: str, head
     s = session("snap", chunk=50, per_chunk=True, keep=0.3, alloc=alloc, **more)
     for read in s.read(families.prompt(401)):
         assert sum(len(head) for head in heads(s)) == L * K * round(0.3 * read)
+    assert s.committed == 400
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -35,6 +35,7 @@ def test_a_question_has_one_answer():
 
 def test_findings_name_the_page_they_stand_on():
     report = write_report(Random(5), 2_000, 0.4)
+    assert len(report.findings) > 2
     for finding in report.findings:
         before = report.text[: report.text.index(finding.sentence)]
         assert before.rpartition("\n[p. ")[2].partition("]")[0] == str(finding.page)

@@ -26,6 +26,7 @@ def test_positions_and_rows():
 def test_each_scout_sees_one_token_for_each_place_before_it():
     """Seen offsets with the pending token's: 0, 1, ... up to its own, once each."""
     scouts = filled(4, 5, list(range(50))).scouts()
+    assert len(scouts.offset) > 4
     for i, offset in enumerate(scouts.offset):
         seen = [scouts.offset[j] for j in torch.nonzero(scouts.sees[i]).flatten().tolist()]
         assert sorted(seen) == list(range(1, offset + 1))

@@ -126,7 +126,9 @@ def test_listening_hears_the_rows_asked_for_and_keeps_everything():
 
 
 def test_samples_know_where_their_values_stand(model):
-    for sample in samples(model, 2, 300, seed=3):
+    made = list(samples(model, 2, 300, seed=3))
+    assert [len(sample.asked) > 0 for sample in made] == [True, True]
+    for sample in made:
         for one in sample.asked:
             value = [one.ids[i] for i in one.value]
             assert sample.context[one.needle : one.needle + len(value)] == value

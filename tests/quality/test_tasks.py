@@ -56,6 +56,7 @@ def test_references_stand_in_the_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_expected_answer_scores_one_and_an_empty_one_nothing(name: str) -> None:
+    assert written(name).questions
     for question in written(name).questions:
         assert TASKS[name].score(question.prefix + question.expected, question) == 1
         assert TASKS[name].score(question.prefix, question) == 0
