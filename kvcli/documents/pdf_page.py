@@ -121,18 +121,19 @@ def _is_stacked(text_page: Any, text: str, start: int, end: int) -> bool:
 
 def _split(text_page: Any, text: str, start: int, end: int) -> Iterator[Turned]:
     """One run as a piece, or as several where it turns, or jumps over a gap or to another line."""
-    inked = [i for i in range(start, end) if not _is_blank(text[i])]
-    if not inked:
+    first = next((i for i in range(start, end) if not _is_blank(text[i])), None)
+    if first is None:
         return
-    angle = _angle(text_page, inked[0])
+    last = next(i for i in range(end - 1, -1, -1) if not _is_blank(text[i]))
+    angle = _angle(text_page, first)
     if angle == 0 and _is_stacked(text_page, text, start, end):
         angle = DOWN
-    elif angle == _angle(text_page, inked[-1]):
+    elif angle == _angle(text_page, last):
         boxes = _rects(text_page, start, end - start, angle)
         loose = sum(b[2] - b[0] for b in boxes) > WIDE * (end - start) * max((b[3] - b[1] for b in boxes), default=0.0)
         if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
             if boxes:
-                for piece in _piece(text[start:end], boxes, _letter(text_page, inked[0], angle)):
+                for piece in _piece(text[start:end], boxes, _letter(text_page, first, angle)):
                     yield angle, piece
             return
     yield from _letter_by_letter(text_page, text, range(start, end), angle == DOWN)

@@ -170,8 +170,9 @@ def read(side: str, path: Path, tree: Path) -> tuple[list[str], float] | str:
     """The pages by one side and the seconds it took, or why there are none."""
     code = "import json, sys\n" + SIDES["kvcli" if side == "before" else side] + "\nprint('\\n' + json.dumps(pages))"
     env = os.environ | {"PYTHONPATH": str(tree)}
+    run = [sys.executable, "-c", code, str(path.resolve())]  # started in the checkout, as Python looks there first
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code, str(path)], env=env, capture_output=True, check=False)
+    done = subprocess.run(run, cwd=tree, env=env, capture_output=True, check=False)
     if done.returncode:
         return done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
     return json.loads(done.stdout.rpartition(b"\n")[0].rpartition(b"\n")[2] or done.stdout), time.perf_counter() - began
