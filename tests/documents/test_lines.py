@@ -275,7 +275,7 @@ def test_columns_of_hebrew_are_read_from_the_right_one(across):
         places.sort(key=lambda place: place[1])
     else:  # lines that end anywhere: no prose that its filled lines would tell from a table
         places = [(side, i, line[: 20 + 5 * (i % 4)].strip()) for side, i, line in places]
-    pieces = [Piece(line, 220 * s, 12 * i, 220 * s + 200, 12 * i + 10, 10) for s, i, line in places]
+    pieces = [Piece(t, 220 * s + 200 - 5 * len(t), 12 * i, 220 * s + 200, 12 * i + 10, 10) for s, i, t in places]
     assert read(pieces) == [line for _, _, line in sorted(places, key=lambda place: (-place[0], place[1]))]
 
 
