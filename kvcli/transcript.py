@@ -128,7 +128,7 @@ def export_chat(chat: Chat, path: Path, *, overwrite: bool = False) -> Path:
 def as_json(chat: Chat) -> dict[str, Any]:
     """Everything needed to go on later, documents included."""
     return ChatDocument(
-        schema_=SCHEMA,
+        schema=SCHEMA,
         title=chat.title,
         model=chat.called or chat.model.info.id,
         saved=datetime.now().astimezone().isoformat(timespec="seconds"),
