@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 BEGINS, ENDS = ".kvcli-", ".part"  # of temporary names; without the file's own, which may be as long as a name can be
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems without them: nothing is swept there either
+FIXED = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)  # of a name that cannot be given anew
 
 
 def private_folder(folder: Path) -> Path:
@@ -41,7 +42,7 @@ def try_output(path: Path) -> None:
         path.stat()  # links that lead in a circle are told from one that leads nowhere
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    if not path.exists() or path.is_file():
+    if not path.exists():
         tempfile.TemporaryFile(dir=path.resolve().parent).close()
 
 
@@ -53,12 +54,24 @@ def write_private(path: Path, content: str | bytes, *, mode: int = 0o600, is_new
 
 
 def write_output(path: Path, content: str) -> None:
-    """Write where the user said: a link stays a link, a mode what it was; a device or a pipe is written to."""
-    if path.exists() and not path.is_file():
-        path.write_text(content, encoding="utf-8")
-        return
-    target = path.resolve()
-    write_private(target, content, mode=stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o600)
+    """Write where the user said: a link stays a link, a mode what it was; a device or a pipe is written to.
+
+    So is a file that cannot be replaced, being mounted by itself or in a folder that is closed to us; a kill may then
+    leave half of it.
+    """
+    target, is_there = path.resolve(), path.exists()
+    if not is_there or path.is_file():
+        try:
+            write_private(target, content, mode=stat.S_IMODE(target.stat().st_mode) if is_there else 0o600)
+            return
+        except OSError as error:
+            if not is_there or error.errno not in FIXED:
+                raise
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(content)
+        stream.flush()
+        if path.is_file():
+            os.fsync(stream.fileno())
 
 
 @contextmanager
@@ -103,7 +116,7 @@ def append(path: Path, text: str, most: int = 0) -> None:
             raise
         if 0 < most < size + len(data):
             lines = path.read_bytes().splitlines(keepends=True)
-            write_private(path, b"".join(lines[len(lines) // 2 :]))
+            write_private(Path(os.path.realpath(path)), b"".join(lines[len(lines) // 2 :]))
 
 
 @contextmanager

@@ -19,17 +19,18 @@ class Held:
     """`holds`: nobody else can hold or write it from the first reading or writing until `close`.
 
     Otherwise it is locked only while it is written. Either way, what is not as it was left is not written over. A
-    file that is replaced is another file to the system, so the lock goes from the old to the new one.
+    file that is replaced is another file to the system, so the lock goes from the old to the new one. A link is
+    followed: what it leads to is the file.
     """
 
     def __init__(self, path: Path, *, holds: bool = False) -> None:
-        self.path, self.holds = path, holds
+        self.path, self.holds = Path(os.path.realpath(path)), holds
         self._lock: int | None = None  # an open file
         self._seen = b""  # digest of what the file held when we read or wrote it
 
     def read(self) -> bytes:
         """All of it. Raises OSError, and BadInput for what is no file, too large, or held by another process."""
-        with self._opened(os.O_RDWR if self.holds else os.O_RDONLY) as handle:
+        with self._opened(locks=self.holds) as handle:
             data = _all(handle, self.path)
             if self.holds:
                 self._keep(os.dup(handle))  # the lock is the open file's, and so that of both numbers
@@ -39,7 +40,7 @@ class Held:
     def write(self, data: bytes) -> None:
         """Replace it. Raises OSError, and BadInput if another process holds it or has changed it."""
         try:
-            with self._opened(os.O_RDONLY, locks=True) as handle:
+            with self._opened(locks=True) as handle:
                 if _digest(_all(handle, self.path)) != self._seen:
                     raise changed(self.path)
                 self._replace(data, is_new=False)
@@ -54,11 +55,17 @@ class Held:
         self._keep(None)
 
     def _replace(self, data: bytes, *, is_new: bool) -> None:
-        with replacing(self.path, is_new=is_new) as stream:
-            stream.write(data)
-            mine = os.dup(stream.fileno()) if self.holds else None
-        self._keep(mine)
-        self._seen = _digest(data)
+        mine: int | None = None
+        try:
+            with replacing(self.path, is_new=is_new) as stream:
+                stream.write(data)
+                mine = os.dup(stream.fileno())
+        finally:  # what has the name is ours, also where its folder could not be synced, or after Ctrl-C
+            if mine is not None and is_at(mine, self.path):
+                self._seen = _digest(data)
+                self._keep(os.dup(mine) if self.holds else None)
+            if mine is not None:
+                os.close(mine)
 
     def _keep(self, handle: int | None) -> None:
         if self._lock is not None:
@@ -66,15 +73,16 @@ class Held:
         self._lock = handle
 
     @contextmanager
-    def _opened(self, how: int, *, locks: bool = False) -> Iterator[int]:
-        """The file that has the name now, locked if we hold it or are asked to."""
+    def _opened(self, *, locks: bool) -> Iterator[int]:
+        """The file that has the name now, locked if asked for."""
         if self._lock is not None and is_at(self._lock, self.path):
             yield self._lock
             return
+        how = os.O_RDWR if locks else os.O_RDONLY  # NFS locks only what is open to be written
         while True:
             handle = os.open(self.path, how | os.O_NONBLOCK)  # a pipe without a writer is not waited for
             try:
-                if self.holds or locks:
+                if locks:
                     _take(handle, self.path)
                 if is_at(handle, self.path):  # else it was replaced in between
                     yield handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -413,6 +414,50 @@ def test_a_held_file_stays_held_while_it_is_written_again_and_again(tmp_path: Pa
     file.close()
     assert len(os.listdir("/proc/self/fd")) == n_open - 1
     assert Held(tmp_path / "one", holds=True).read() == b"xxxx"
+
+
+@pytest.mark.parametrize("failure", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("holds", [True, False])
+def test_what_got_its_name_is_ours_though_its_folder_was_not_synced(tmp_path: Path, monkeypatch, failure, holds: bool):
+    file = Held(tmp_path / "one", holds=holds)
+    file.write(b"first")
+    n_open = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as broken:
+        broken.setattr("kvcli.files._sync_folder", lambda _: (_ for _ in ()).throw(failure))
+        with pytest.raises(type(failure)):
+            file.write(b"second")
+    file.write(b"third")
+    assert (tmp_path / "one").read_bytes() == b"third"
+    assert len(os.listdir("/proc/self/fd")) == n_open
+    file.close()
+    assert Held(tmp_path / "one", holds=True).read() == b"third"
+
+
+def test_a_chat_that_is_a_link_is_written_where_it_leads(tmp_path: Path):
+    (tmp_path / "real").write_bytes(b"first")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    file = Held(tmp_path / "link", holds=True)
+    file.read()
+    file.write(b"second")
+    file.close()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"second"
+
+
+def test_what_is_locked_is_open_to_be_written(tmp_path: Path, monkeypatch):
+    """NFS takes a lock of one's own on nothing else."""
+    seen = []
+
+    def lock(handle: int, **_: object) -> None:
+        seen.append(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE)
+
+    monkeypatch.setattr("kvcli.held.lock", lock)
+    for holds in (False, True):
+        file = Held(tmp_path / "one", holds=holds)
+        file.read() if holds else file.write(b"new")
+        file.write(b"newer")
+        file.close()
+    assert seen == [os.O_RDWR] * 2
 
 
 def test_a_short_storm_of_kills_and_pairs_damages_nothing():

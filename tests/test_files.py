@@ -209,6 +209,33 @@ def test_an_output_keeps_what_its_owner_made_of_it(tmp_path: Path):
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [("replace", errno.EBUSY), ("replace", errno.EPERM), ("mkstemp", errno.EACCES), ("mkstemp", errno.EROFS)],
+)
+def test_an_output_that_cannot_be_replaced_is_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+):
+    """A file that is mounted by itself, as `docker -v` does, or one in a folder that is closed to us."""
+    (tmp_path / "one").write_text("old and longer")
+    monkeypatch.setattr(os if call == "replace" else files.tempfile, call, lambda *_, **__: _failing(number)())
+    if call == "mkstemp":
+        monkeypatch.setattr(files.tempfile, "TemporaryFile", lambda *_, **__: _failing(number)())
+    files.try_output(tmp_path / "one")
+    files.write_output(tmp_path / "one", "new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("one", "new")]
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        files.write_output(tmp_path / "two", "new")
+
+
+def test_a_log_that_is_a_link_stays_one(tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for i in range(20):
+        files.append(tmp_path / "link", f"{i:40}\n", most=200)
+    assert (tmp_path / "link").is_symlink()
+    assert 0 < (tmp_path / "real").stat().st_size <= 200
+
+
 def test_lines_of_many_processes_are_all_there_while_the_older_half_goes(tmp_path: Path):
     log = tmp_path / "log"
     for most in (0, 4096):

@@ -287,7 +287,7 @@ def _load(repl: Repl, argument: str) -> None:
         repl.listing(rows) if rows else repl.say("no conversation is kept yet")
         return
     path = find_chat(folder(repl.world), argument.strip("\"'"), repl.world.cwd)
-    if repl.chat.file is not None and repl.chat.file.path == path:
+    if repl.chat.file is not None and repl.chat.file.path == path.resolve():
         repl.say("that is this conversation")
         return
     opened = reopen(path, holds=repl.keeps)
