@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import fstat
-from os.path import exists, expanduser, lexists  # unlike those of Path they say no to a name that cannot be
+from os.path import exists, expanduser, isdir, lexists  # unlike those of Path they say no to a name that cannot be
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -170,7 +170,7 @@ def _demo(demo_dir: Path | None) -> Path:
 
 def _cached(name: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
     """The snapshot folder of a hub id, and its commit, without the network."""
-    if not (_cache() / f"{_CACHED}{name.replace('/', '--')}").is_dir():  # before half a second of imports
+    if not isdir(_cache() / f"{_CACHED}{name.replace('/', '--')}"):  # before half a second of imports
         raise _not_cached(name, at, offline)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

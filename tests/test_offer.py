@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcli import source
 from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.fit import room
@@ -31,7 +32,9 @@ def new(tmp_path, monkeypatch):
         return machine.load(profile)
 
     monkeypatch.setattr(Setup, "load", load)
-    monkeypatch.setattr("kvcli.commands.models.cached_models", list)
+    monkeypatch.setattr(Setup, "look", lambda *_: None)  # the models that are offered are nowhere here
+    monkeypatch.setattr(Setup, "fetch", lambda *_: source.find("demo"))
+    monkeypatch.setattr("kvcli.commands.models.cached_ids", list)
     monkeypatch.setattr(room, "look", lambda: room.Room("cpu", 24 << 30))
     return machine
 
@@ -60,6 +63,14 @@ def test_standard_input_beside_a_question_is_a_document_too(new):
     done = new("chat", "-p", "Where?", stdin=b"The pump stands in the yard.\n")
     assert (done.exit, new.loaded) == (2, [])
     assert "no model is named for standard input" in done.err
+
+
+def test_a_chat_with_the_unnamed_demo_goes_on_without_a_document_it_cannot_know(new):
+    assert new("chat", "-p", "Hello").exit == 0
+    done = new("chat", "-c", "-f", "a.md", "-p", "Where?")
+    assert (done.exit, done.out) == (2, "")
+    assert "[no_model]" in done.err
+    assert new("chat", "-c", "-m", "demo", "-f", "a.md", "-p", "Where?").exit == 0
 
 
 def test_the_refusal_is_an_error_object_with_the_models(new):

@@ -32,6 +32,7 @@ STEERING = {
     "c1": "\x9b5;35m",
     "bidi": "\u202egnp.",
     "isolate": "\u2066",
+    "mark": "\u200f\u061c\ufeff",
     "backspace": "\b\b\b",
     "overprint": "\rall is well",
     "delete": "\x7f",
@@ -39,7 +40,8 @@ STEERING = {
     "tag": "\U000e0041",
 }
 EVIL = "evil" + "".join(STEERING.values())
-NEVER = {chr(c) for c in [*range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xE0000, 0xE0080)]}
+NEVER = {chr(c) for c in [*range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x2070), *range(0xE0000, 0xE0080)]}
+NEVER |= {*"\u061c\u200e\u200f\ufeff"}
 
 
 # --- the outlet

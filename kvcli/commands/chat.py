@@ -71,7 +71,8 @@ def chat(
     if stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
     with kept(world, continue_, resume, no_save) as opened:
-        setup = Setup(world, model or (opened.saved.model if opened else None), o.profile_flags(context.params), exact)
+        named = model or (opened.saved.model if opened else None)
+        setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
         keeps = not no_save and setup.keeps_chats
         find_model(setup, file or [])
         profile = setup.profile()

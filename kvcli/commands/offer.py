@@ -48,7 +48,7 @@ def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> N
     if not (may_ask and setup.world.may_ask and setup.world.is_tty("stderr") and not setup.world.options.json):
         raise _refusal(foreign, room, offers)
     chosen = _ask(foreign, room, offers, setup.world)
-    setup.model, setup.found = chosen.model, None
+    setup.model, setup.is_typed, setup.found = chosen.model, True, None
     if chosen.quant != "none":
         setup.flags = {**setup.flags, "load.quant": (chosen.quant, "--quant")}
 

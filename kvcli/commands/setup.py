@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from os.path import expanduser
+from os.path import exists, expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,9 +79,10 @@ class Setup:
     """A model by name and the settings it runs with. Nothing is loaded before `load`."""
 
     world: World
-    model: str | None = None  # as typed; None = the default model
+    model: str | None = None  # as typed, or as a saved chat has it; None = the default model
     flags: Flags = field(default_factory=dict)
     exact: bool = False
+    is_typed: bool = True  # of `model`: who opens a saved chat again names no model
     most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
     found: source.Source | None = None  # its files, once they were looked for
     fitted: int = 0  # the window that `context.limit = "auto"` stands for where memory allows less; 0 = the model's
@@ -95,7 +96,7 @@ class Setup:
     def lasting_name(self) -> str:
         """What names the model wherever kvcli is started."""
         name = self.name
-        is_folder = name != "demo" and self.entry.path == name and Path(expanduser(name)).exists()
+        is_folder = name != "demo" and self.entry.path == name and exists(expanduser(name))
         return str(Path(expanduser(name)).absolute()) if is_folder else name
 
     @property
@@ -105,7 +106,7 @@ class Setup:
     @property
     def is_named(self) -> bool:
         """Did anybody say which model: typed, or as `default_model` of a config file?"""
-        return self.model is not None or "default_model" in load_config(sources(self.world)).top
+        return self.is_typed if self.model is not None else "default_model" in load_config(sources(self.world)).top
 
     @property
     def name(self) -> str:
