@@ -9,20 +9,9 @@ from pathlib import Path
 
 from kvcli.errors import BadInput
 from kvcli.schemas.chat import ChatDocument
-from kvcli.transcript import open_chat
+from kvcli.transcript import newest, open_chat
 
 SHOWN = 10  # of a list
-
-
-def newest(folder: Path) -> list[Path]:
-    """All files, that which was written last first."""
-    dated = []
-    for path in folder.glob("*.json"):
-        try:
-            dated.append((path.stat().st_mtime_ns, path))
-        except OSError:  # removed meanwhile
-            continue
-    return [path for _, path in sorted(dated, reverse=True)]
 
 
 def recent(folder: Path) -> Iterator[tuple[Path, ChatDocument | None]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from os.path import expanduser
+from os.path import expanduser, realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 Role = Literal["user", "assistant"]
 SCHEMA: Final = "kvcli.chat/1"
+COARSEST = 2.0  # seconds between two dates that every file system tells apart
 FINISH_MARKS = {
     "stop": "",
     "interrupted": " *[stopped]*",
@@ -84,7 +87,28 @@ def save_chat(chat: Chat, title: str | None = None) -> Path:
     except OSError as error:
         raise BadInput(f"cannot write {file.path}: {error.strerror or error}", code="file_unwritable") from None
     chat.file, chat.kept = file, made | {"saved": ""}
+    _come_first(file.path, Path(realpath(folder)))
     return file.path
+
+
+def _come_first(path: Path, folder: Path) -> None:
+    """Date a chat of the folder after all others, whatever the clock says: the latest is the one that was kept last."""
+    others = [other for other in newest(folder) if other != path] if path.parent == folder else []
+    with suppress(OSError):  # removed meanwhile
+        latest = max((other.stat().st_mtime for other in others[:1]), default=0.0)
+        if path.stat().st_mtime <= latest:
+            os.utime(path, (latest + COARSEST, latest + COARSEST))
+
+
+def newest(folder: Path) -> list[Path]:
+    """All chats of a folder, that which was kept last first."""
+    dated = []
+    for path in folder.glob("*.json"):
+        try:
+            dated.append((path.stat().st_mtime_ns, path))
+        except OSError:  # removed meanwhile
+            continue
+    return [path for _, path in sorted(dated, reverse=True)]
 
 
 def open_chat(path: Path, *, holds: bool = False) -> Opened:

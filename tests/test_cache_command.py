@@ -71,9 +71,24 @@ def test_prune_takes_kinds_and_an_age(machine: Machine):
     before = left(machine)
     assert "removed" in machine("cache", "prune", "summaries", "--older-than", "0").out
     assert left(machine) == before - {"cache/summaries/old.json", "cache/summaries/new.json"}
-    done = machine("cache", "prune", "chats")
+    done = machine("cache", "prune", "benchmarks")
     assert done.exit == 2
-    assert "there is no kind 'chats'" in done.err
+    assert "there is no kind 'benchmarks'" in done.err
+
+
+def test_chats_go_only_if_named(machine: Machine):
+    before = left(machine)
+    new = machine.folder / "home" / "data" / "chats" / "new.json"
+    new.write_text("x")
+    os.utime(new, (time.time() + 5,) * 2)  # by a clock that went back since
+    machine("cache", "prune", "--older-than", "0")
+    assert left(machine) >= {"data/chats/chat.json", "data/chats/new.json", "data/runs.jsonl"}
+    found = json.loads(machine("cache", "prune", "chats", "--json").out)["kinds"]
+    assert [(k["kind"], k["entries"], k["freed_entries"]) for k in found] == [("chats", 2, 1)]
+    assert "data/chats/chat.json" in before - left(machine)
+    assert new.exists()
+    machine("cache", "prune", "chats", "--older-than", "0")
+    assert not new.exists()
 
 
 def test_an_empty_home_has_an_empty_cache(tmp_path: Path):

@@ -6,6 +6,8 @@ import fcntl
 import io
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +23,7 @@ from kvcli.held import Held
 from kvcli.policies.headmap import read_headmap
 from kvcli.render.screen import Screen
 from kvcli.schemas.chat import ChatDocument
-from kvcli.transcript import open_chat
+from kvcli.transcript import newest, open_chat
 from kvcli.world import Paths, World
 from tests.bench.storm_chats import storm
 from tests.fake_model import FakeModel, FakeProfile, fake_info
@@ -141,6 +143,47 @@ def test_the_model_that_a_chat_was_held_with_is_used_unless_another_is_typed(mac
         machine("chat", *args, "-p", "And now?")
     assert asked[:2] == ["owner/name", "other/name"]
     assert asked[2] not in asked[:2]
+
+
+def test_a_file_from_elsewhere_names_no_model_that_is_not_here(machine: Machine, monkeypatch):
+    asked: list[str | None] = []
+    monkeypatch.setattr("kvcli.commands.loading.load_model", _stop_at(asked))
+    for name, called in {"theirs": "owner/name", "folder": str(machine.folder), "known": "demo"}.items():
+        chat = Chat(FakeModel(answer=ANSWER), folder=machine.folder, called=called)
+        chat.send("How deep?")
+        chat.save().rename(machine.folder / f"{name}.json")
+    for name in ("theirs", "folder"):
+        done = machine("chat", "-r", f"{name}.json", "-p", "And now?")
+        assert (done.exit, asked) == (3, [])
+        assert "[foreign_model]" in done.err
+        assert "-m " in done.err
+    machine("chat", "-r", "theirs.json", "-m", "owner/name", "-p", "And now?")
+    machine("chat", "-r", "known.json", "-p", "And now?")
+    assert asked == ["owner/name", "demo"]
+
+
+def test_one_question_says_which_chat_it_goes_on_with_and_with_v_where_it_is_kept(machine: Machine):
+    first = machine("chat", "-p", "How deep?")
+    assert "goes on" not in first.err
+    assert "kept in" not in first.err
+    done = machine("-v", "chat", "-c", "-p", "And now?")
+    said = " ".join(done.err.split())
+    assert re.search("goes on with How deep. . 1 question", said)
+    assert "kept in" in said
+    assert done.out == f"{ANSWER}\n"
+
+
+def test_ctrl_c_while_one_question_is_kept_costs_nothing(machine: Machine, monkeypatch):
+    write = Held.write
+
+    def interrupted(file: Held, data: bytes) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write(file, data)
+
+    monkeypatch.setattr(Held, "write", interrupted)
+    done = machine("chat", "-p", "How deep?")
+    assert (done.exit, done.out) == (0, f"{ANSWER}\n")
+    assert [texts(one)[0] for one in kept(machine)] == ["How deep?"]
 
 
 def _stop_at(asked: list[str | None]):
@@ -321,6 +364,55 @@ def test_a_chat_that_somebody_removed_is_written_again(talk):
     talk.files[0].unlink()
     talk.type("two")
     assert talk.saved() == ["one", "two"]
+
+
+def test_the_latest_chat_is_the_one_that_was_kept_last_whatever_the_clock_says(talk):
+    talk.type("one")
+    later = talk.files[0].stat().st_mtime + 3600
+    os.utime(talk.files[0], (later, later))  # kept before the clock was put back
+    talk.type("/clear", "two")
+    assert texts(open_chat(newest(talk.folder)[0]).saved)[0] == "two"
+    assert 0 < talk.files[-1].stat().st_mtime - later < 5
+    talk.type("/load 2", "three")
+    assert talk.saved() == ["one", "three"]
+    assert newest(talk.folder)[0] == talk.chat.file.path
+
+
+def test_ctrl_c_while_a_turn_is_kept_costs_neither_the_turn_nor_the_chat(talk, monkeypatch):
+    write = Held.write
+
+    def interrupted(file: Held, data: bytes) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write(file, data)
+
+    monkeypatch.setattr(Held, "write", interrupted)
+    talk.type("one", "two")
+    assert talk.saved() == ["one", "two"]
+
+
+def test_a_disk_that_hangs_is_given_up_by_a_second_ctrl_c(talk, monkeypatch):
+    monkeypatch.setattr(Held, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert "this chat is not kept: stopped" in talk.type("one", "two")
+    monkeypatch.undo()
+    talk.type("three")
+    assert talk.saved() == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("line", ["What is \udcff?", "/system Be \udcff.", "/save \udcff", "//\udcff"])
+def test_what_is_typed_and_no_utf_8_is_refused_by_name(talk, line: str):
+    talk.type("one")
+    assert "what was typed is not valid UTF-8" in talk.type(line)
+    talk.type("two")
+    assert talk.saved() == ["one", "two"]
+
+
+def test_an_edited_question_that_is_no_utf_8_is_refused_by_name(talk, tmp_path):
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nprintf 'bytes \\377' > $1\n")
+    editor.chmod(0o700)
+    talk.world.environ["EDITOR"] = str(editor)
+    assert "[bad_encoding]" in talk.type("one", "/edit")
+    assert talk.saved() == ["one"]
 
 
 def test_a_full_disk_costs_no_turn(talk, monkeypatch):

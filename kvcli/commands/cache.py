@@ -29,9 +29,12 @@ KINDS = {
     "gguf": "weights in the form that bench --baseline llama.cpp reads",
     "kvpress": "the environment of bench --baseline kvpress",
 }  # name of the folder -> what is in it
+BY_NAME = {"chats": "conversations, with the text of their documents"}  # of the data folder: nothing makes them again
 DAY = 86_400.0  # seconds
 
-Kinds = Annotated[list[str] | None, typer.Argument(metavar="KIND", help="summaries, gguf, ...; none means all.")]
+Kinds = Annotated[
+    list[str] | None, typer.Argument(metavar="KIND", help="summaries, gguf, ...; none means all but chats.")
+]
 Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was not used for so long; default 30.")]
 Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.")]
 
@@ -55,13 +58,19 @@ def info(context: typer.Context) -> int:
 
 @app.command()
 def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> int:
-    """Remove what was not used for 30 days. All of it can be made again; chats and benchmarks are not touched."""
+    """Remove what was not used for 30 days. All of it can be made again, but for chats: they go only if named."""
     world: World = context.obj
-    if unknown := [kind for kind in kinds or [] if kind not in KINDS]:
-        try_ = [f"kvcli cache prune {kind}" for kind in KINDS]
+    if unknown := [kind for kind in kinds or [] if kind not in KINDS | BY_NAME]:
+        try_ = [f"kvcli cache prune {kind}" for kind in KINDS | BY_NAME]
         raise UsageError(f"there is no kind {unknown[0]!r} in the cache", try_=try_)
     kept = _kept(world.paths.cache)
-    old = [one for one in kept if one.kind in (kinds or KINDS) and time.time() - one.used >= older_than * DAY]
+    if "chats" in (kinds or ()):
+        from kvcli.commands.keep import folder
+        from kvcli.transcript import newest
+
+        kept += [_look(path, "chats") for path in newest(folder(world))]
+    ages = {one: max(0.0, time.time() - one.used) for one in kept if one.kind in (kinds or KINDS)}
+    old = [one for one, age in ages.items() if age >= older_than * DAY]
     for one in () if dry_run else old:
         _remove(one.path)
     return _show(world, kinds or list(KINDS), kept, old, "would go" if dry_run else "removed")
@@ -104,7 +113,7 @@ def _show(world: World, kinds: Sequence[str], kept: list[Kept], gone: Sequence[K
         own, freed = [one for one in kept if one.kind == kind], [one for one in gone if one.kind == kind]
         return CacheKind(
             kind=kind,
-            about=KINDS[kind],
+            about=(KINDS | BY_NAME)[kind],
             entries=len(own),
             bytes=sum(one.nbytes for one in own),
             freed_entries=len(freed),

@@ -71,7 +71,11 @@ def chat(
     if stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
     with kept(world, continue_, resume, no_save) as opened:
-        named = model or (opened.saved.model if opened else None)
+        named = model
+        if named is None and opened is not None:
+            from kvcli.commands.keep import model_of
+
+            named = model_of(world, opened)
         setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
         keeps = not no_save and setup.keeps_chats
         find_model(setup, file or [])
@@ -115,7 +119,8 @@ def answer(
     keeps: bool = False,
 ) -> int:
     """Load the model and ask it, or let the user talk to it."""
-    from kvcli.commands.keep import folder, keep
+    from kvcli.commands.ask import tell
+    from kvcli.commands.keep import about, folder, keep
     from kvcli.commands.loading import load_model
     from kvcli.render.errors import print_note
     from kvcli.render.screen import Screen
@@ -133,10 +138,15 @@ def answer(
                 print_note(screen.err, note)
         if question.text is None:
             return converse(setup, run, model, talk, screen, keeps)
+        if opened is not None:
+            tell(world, f"goes on with {about(talk)}")
         try:
             return ask_once(world, run, talk, question.text, screen, stream)
         finally:
-            if keeps and (note := keep(talk)) and not screen.quiet:
+            note = keep(talk) if keeps else ""
+            if not note and talk.file is not None and world.options.verbose:
+                note = f"kept in {talk.file.path}"
+            if note and not screen.quiet:
                 print_note(screen.err, note)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from contextlib import suppress
+from os.path import samefile
 from typing import TYPE_CHECKING
 
 from kvcli.chats import recent
-from kvcli.errors import BadInput
+from kvcli.commands.interrupt import Interrupt
+from kvcli.errors import BadInput, BadModel
 from kvcli.render.figures import count
 from kvcli.transcript import open_chat
 
@@ -32,12 +36,44 @@ def reopen(path: Path, *, holds: bool) -> Opened:
         raise
 
 
+def model_of(world: World, opened: Opened) -> str:
+    """The model that a chat was held with. A file from elsewhere may name only what is known and whole here."""
+    name, path = opened.saved.model, opened.file.path
+    with suppress(FileNotFoundError):
+        if samefile(folder(world) / path.name, path):
+            return name
+    from kvcli.commands.models import known
+    from kvcli.commands.setup import find, sources
+    from kvcli.config import load_config
+
+    if name == load_config(sources(world)).default_model:
+        return name
+    try:
+        if name in dict(known(world)):
+            find(world, name, allow_pickle=False)
+            return name
+    except BadModel:
+        pass
+    raise BadInput(
+        f"{path.name} asks for the model {name}, and is none of your own chats",
+        code="foreign_model",
+        lines=["a file from elsewhere may name only a model that is known and complete here"],
+        try_=[f"-m {shlex.quote(name)}, if you agree", "-m MODEL, for another"],
+    )
+
+
 def keep(chat: Chat) -> str:
-    """Keep the conversation as it is now; why that did not work, if it did not. A lost file costs no turn."""
+    """Keep the conversation as it is now; why that did not work, if it did not. A lost file costs no turn.
+
+    Nor does Ctrl-C: the first is not heard, and one a second later, on a disk that hangs, gives up.
+    """
     if not chat.messages and chat.file is None:
         return ""
     try:
-        chat.save()
+        with Interrupt():
+            chat.save()
+    except KeyboardInterrupt:
+        return "this chat is not kept: stopped"
     except BadInput as error:
         if error.code != "chat_changed":
             return f"this chat is not kept: {error.message}"

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvcli.api import Event, Turn
-from kvcli.chats import newest
 from kvcli.commands import prompt, slash
+from kvcli.commands.ask import well_formed
 from kvcli.commands.ends import machine_gave_out
 from kvcli.commands.interrupt import Interrupt
 from kvcli.commands.keep import folder, keep
 from kvcli.conversation import Chat
+from kvcli.documents.decode import decode
 from kvcli.errors import BadInput, ExitStatus, KvcliError
 from kvcli.render.errors import print_error, print_note, print_warning
 from kvcli.render.keys import echo
@@ -25,6 +26,7 @@ from kvcli.render.screen import Screen
 from kvcli.render.stream import show_turn
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import fold
+from kvcli.transcript import newest
 from kvcli.world import World
 
 LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that leave
@@ -120,6 +122,7 @@ class Repl:
     def handle(self, line: str) -> None:
         """Ask a question or run a slash command. Nothing that goes wrong here ends the chat."""
         try:
+            well_formed(line, "what was typed")
             if line.startswith("//"):
                 self.ask(line[1:])
             elif line.startswith("/"):
@@ -261,7 +264,7 @@ class Repl:
                 ) from None
             if done.returncode:
                 raise BadInput(f"{command[0]} ended with status {done.returncode}", code="editor_failed")
-            return file.read_text(encoding="utf-8")
+            return decode(file.read_bytes(), "the edited question")
 
     def _words(self) -> dict[str, prompt.Words]:
         profiles = self.profiles
