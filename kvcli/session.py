@@ -21,7 +21,7 @@ from kvcli.policies.base import Phase, Policy
 from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
 from kvcli.stats import Step
-from kvcli.verify import Accept, exact
+from kvcli.verify import exact
 
 if TYPE_CHECKING:
     from kvcli.model import LM
@@ -43,7 +43,6 @@ class Session:
         *,
         view: Lens | None = None,
         policy: Policy | None = None,
-        accept: Accept = exact,
         chunk: int = 2048,
         every: int | None = None,
         kinds: Tensor | None = None,
@@ -53,7 +52,7 @@ class Session:
         `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.kinds).
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
-        self.view, self.policy, self.accept = view, policy, accept
+        self.view, self.policy = view, policy
         self.chunk, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
@@ -74,7 +73,7 @@ class Session:
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft, self.lm.device)
         p = Pass(rows, self.kv, self.view, self.heard.of_tree(rows.tree))
         logits = run(self.lm, p, rows.want)
-        path, new = _cut(*self.accept(rows, logits, self.sampler, self.seen), stop)
+        path, new = _cut(*exact(rows, logits, self.sampler, self.seen), stop)
         self._commit(p, path)
         self.ids += new
         self.seen.add(new)

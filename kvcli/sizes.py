@@ -47,7 +47,7 @@ class Sizes:
 
 def sizes_of(config: Mapping[str, Any], name: str) -> Sizes:
     """From the text part of config.json. Raises BadModel for a number that is none."""
-    return Sizes(**{key: next((n for _, n in _stated(config, key, name)), None) for key in NAMES})
+    return Sizes(**{key: _stated(config, key, name) for key in NAMES})
 
 
 def count(value: object, key: str, name: str, least: int = 1, most: int = _MOST) -> int:
@@ -88,15 +88,15 @@ def hold(config: Mapping[str, Any], text: Mapping[str, Any], files: Sequence[Wei
         )
 
 
-def _stated(config: Mapping[str, Any], key: str, name: str) -> Iterator[tuple[str, int]]:
-    """Every name of this number that the config uses, with its value; the first is what counts."""
+def _stated(config: Mapping[str, Any], key: str, name: str) -> int | None:
+    """The number under the first of its names that the config uses."""
     for alias in NAMES[key]:
         value = config.get(alias)
         if value is None or (isinstance(value, list) and key not in _NEEDED):
             continue
-        number = count(value, alias, name, int(key in _NEEDED), _LAYERS if key == "layers" else _MOST)
-        if number:
-            yield alias, number
+        if number := count(value, alias, name, int(key in _NEEDED), _LAYERS if key == "layers" else _MOST):
+            return number
+    return None
 
 
 def _layers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:

@@ -14,12 +14,11 @@ from torch import Tensor
 from kvcli.rows import Rows
 from kvcli.sample import Sampler, Seen
 
-# rows, logits [tree, V], sampler, tokens so far -> accepted rows (row 0 first), new ids; both of one length
-Accept = Callable[[Rows, Tensor, Sampler, Seen], tuple[list[int], list[int]]]
-
 
 def exact(rows: Rows, logits: Tensor, sampler: Sampler, seen: Seen) -> tuple[list[int], list[int]]:
-    """Accept the longest path of guesses that equals what the sampler draws; the last draw is the bonus token."""
+    """logits [tree, V] -> the rows of the longest path of guesses that equals what the sampler draws, row 0 first, and
+    as many new ids; the last draw is the bonus token.
+    """
     ids: list[int] = rows.ids[: rows.tree].tolist()
     below = rows.children()
     if sampler.needs_text:

@@ -52,10 +52,6 @@ class Point:
     def n_words(self) -> int:
         return len(self.text.split())
 
-    @property
-    def n_unconfirmed(self) -> int:
-        return sum(not cite.confirmed for cite in self.cites)
-
 
 @dataclass(frozen=True, slots=True)
 class Answered:
