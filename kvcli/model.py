@@ -284,16 +284,15 @@ def _register() -> None:
 
 
 def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
-    probe = seam.Probe()
+    probe, kind = seam.Probe(), f"{name} ({model.config.model_type})"
 
     def attention(module: nn.Module, *args: Any, **asked: Any) -> Any:
         passed = asked.pop("kvcli_pass", None)
         if passed is not probe:
-            kind = f"{name} ({model.config.model_type})"
             raise seam.refusal(kind, "a row does not get through it", ["its layers do not hand on what they are told"])
         return probe.attention(module, *args, **asked)
 
-    AttentionInterface.register(_PROBE, attention)
+    AttentionInterface.register(_PROBE, attention)  # which must not keep the model, either
     AttentionMaskInterface.register(_PROBE, probe.mask)
     try:
         with _attention(model, _PROBE):

@@ -57,7 +57,7 @@ def main(facts):
     Setup.load = load
     Setup.pass_times = lambda self, model: []
     summarize_run._refuse_early = lambda job: None
-    return run(["summarize", *facts["args"]], World.real())
+    return run(["summarize", "-m", "demo", *facts["args"]], World.real())
 
 
 if __name__ == "__main__":

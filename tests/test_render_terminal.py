@@ -33,7 +33,7 @@ def test_a_long_answer_leaves_each_word_once(columns):
     assert max(map(len, term.lines)) <= columns
     assert "tok  " not in term.text
     assert "█" not in term.text
-    assert "  651 tokens in" in term.text
+    assert "  651 tokens" in term.text
 
 
 def test_a_widened_window_tears_nothing():
@@ -80,7 +80,7 @@ def resized_in_tmux(socket):
         for columns, word in ((50, "w030"), (37, "w050"), (64, "w070"), (100, "w090"), (30, "w110"), (120, "w130")):
             until(lambda: tell("capture-pane", "-p", "-S", "-"), word)
             tell("resize-window", "-x", str(columns), "-y", "24")
-        return until(lambda: tell("capture-pane", "-p", "-S", "-"), "context 842")
+        return until(lambda: tell("capture-pane", "-p", "-S", "-"), "peak 431M")
     finally:
         tell("kill-server")
 
@@ -120,7 +120,7 @@ def test_no_escape_codes_where_they_are_not_wanted(env):
     assert term.finish() == 0
     assert "\x1b" not in term.raw
     assert "w149 end." in term.raw
-    assert "651 tokens in" in term.raw
+    assert "651 tokens" in term.raw
 
 
 def test_a_terminal_that_is_not_utf8():
@@ -129,7 +129,7 @@ def test_a_terminal_that_is_not_utf8():
     term.wait("accept")
     assert term.finish() == 0
     assert "price 5 ? · naïve" in term.text
-    assert "tokens in" in term.text
+    assert " tokens " in term.text
     assert not set("▁▂▃▄▅▆▇█–━×") & set(term.raw)
 
 
@@ -141,7 +141,7 @@ def test_an_answer_that_comes_back_through_a_pipe_is_not_drawn_over():
     shown = " ".join(term.lines)
     assert all(word in shown for word in WORDS)
     assert "tok  " not in term.raw
-    assert "tokens in" in term.text
+    assert " tokens " in term.text
 
 
 def run(facts, **env):
@@ -153,7 +153,7 @@ def test_through_pipes_stdout_is_the_answer_alone():
     done = run('{"answer": "one\\u001b[2J two"}')
     assert done.stdout == b"one\x1b[2J two\n"
     assert b"\x1b" not in done.stderr
-    assert done.stderr.decode().startswith("  3 tokens in")
+    assert done.stderr.decode().startswith("  3 tokens")
 
 
 @pytest.mark.parametrize("silent", ['"quiet": true', '"stats": "off"'])

@@ -380,7 +380,7 @@ def test_one_bad_model_does_not_break_the_list(machine: Machine, folder: Path, t
     names |= {"pipe": "pipe", "long": "x/" * 3000, "looped": "looped"}
     (tmp_path / "looped").symlink_to("looped")
     text = "".join(f'[models.{name}]\npath = "{tmp_path / path}"\n' for name, path in names.items())
-    (tmp_path / "home" / "config").mkdir(parents=True)
+    (tmp_path / "home" / "config").mkdir(parents=True, exist_ok=True)
     (tmp_path / "home" / "config" / "config.toml").write_text(text)
     listed = {m["name"]: m for m in json.loads(machine("models", "list", "--json").out)["models"]}
     assert [name for name in names if not listed[name]["supported"]] == [name for name in names if name != "good"]

@@ -310,7 +310,7 @@ def test_a_table_too_wide_goes_on_below_with_its_names() -> None:
     assert render.stacked(wide, 26) == [
         "task         first  second", "a long name      1       2", "", "task         third", "a long name      3"
     ]  # fmt: skip
-    assert render.stacked(wide, 15)[:2] == ["task      first", "a long …      1"]
+    assert render.stacked(wide, 15)[:3] == ["task      first", "a long        1", "name"]
 
 
 def test_agreement_is_whole_with_itself_and_less_for_a_window(model: Model, lean: Profile) -> None:
