@@ -21,7 +21,7 @@ from kvcli.documents.decode import decode
 from kvcli.errors import BadInput, ExitStatus, KvcliError
 from kvcli.render.errors import print_error, print_note, print_warning
 from kvcli.render.keys import echo
-from kvcli.render.live import Look
+from kvcli.render.live import Look, Memory
 from kvcli.render.screen import Screen
 from kvcli.render.stream import show_turn
 from kvcli.render.terminal import cells
@@ -59,18 +59,19 @@ class Repl:
         profile: str = "",
         sets: Sequence[str] = (),
         after_turn: Callable[[Turn | None], None] | None = None,
+        memory: Callable[[], Memory | None] | None = None,
         before_file: Callable[[str], None] | None = None,
         history: Path | None = None,
         keeps: bool = False,
     ) -> None:
         """`before_file` may refuse a document; `after_turn` is handed the last turn. With `keeps` the chat is on the
-        disk whenever a line can be typed.
+        disk whenever a line can be typed. `memory` is shown in the live row (default: the process's RSS).
         """
         self.keeps = keeps
         self.chat, self.screen, self.world = chat, screen, world
         self.profiles, self.profile_name = profiles, profile
         self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
-        self.after_turn, self.before_file = after_turn, before_file
+        self.memory, self.after_turn, self.before_file = memory, after_turn, before_file
         self.reader = prompt.reader(world, self._words(), history)
         self.last: Turn | None = None
         self.is_over = False
@@ -155,7 +156,7 @@ class Repl:
         """Show the events that `start(cancel=...)` yields, stopping at Ctrl-C."""
         done: Turn | None = None
         with Interrupt(self.world.clock) as cancel:
-            look = Look(self.profile_name, stopping=cancel)
+            look = Look(self.profile_name, self.memory, cancel)
             try:
                 done = self.last = show_turn(start(cancel=cancel), self.screen, look)
             except KeyboardInterrupt:
