@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from kvcli import source, weights
+from kvcli import family, source, weights
 from kvcli.bench import llama_cpp
 from kvcli.bench.gguf_export import export
 from kvcli.bench.llama_cpp import BATCH, LlamaCpp, require
@@ -115,7 +115,7 @@ def test_the_demo_model(tmp_path: Path, dtype: str):
     report = (Path(__file__).parents[2] / "kvcli" / "demo" / "report.md").read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(found.path)(report)["input_ids"][:301]
     model, _ = weights.read_weights(
-        found, weights.read_config(found, False), "fp32", torch.device("cpu"), trust_remote_code=False
+        found, family.read_config(found, False), "fp32", torch.device("cpu"), trust_remote_code=False
     )
     side = LlamaCpp(found, dtype, 1, tmp_path)
     written, exact = side.run(ids, NEW).ids, greedy(model.eval(), ids, NEW)
