@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvcli.errors import BadModel
@@ -28,26 +27,12 @@ _LAYERS = 1 << 16  # no model has as many
 _MOST = 1 << 48  # nor a number as large
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a config states; None = nothing, or one number a layer where families have that."""
+def sizes_of(config: Mapping[str, Any], name: str) -> dict[str, int]:
+    """From the text part of config.json; 0 = nothing, or one number a layer where families have that.
 
-    layers: int | None
-    hidden: int | None
-    heads: int | None
-    vocab: int | None
-    limit: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    inner: int | None
-    experts: int | None
-    active: int | None
-    expert_inner: int | None
-
-
-def sizes_of(config: Mapping[str, Any], name: str) -> Sizes:
-    """From the text part of config.json. Raises BadModel for a number that is none."""
-    return Sizes(**{key: _stated(config, key, name) for key in NAMES})
+    Raises BadModel for a number that is none.
+    """
+    return {key: _stated(config, key, name) for key in NAMES}
 
 
 def count(value: object, key: str, name: str, least: int = 1, most: int = _MOST) -> int:
@@ -74,21 +59,21 @@ def hold(config: Mapping[str, Any], text: Mapping[str, Any], files: Sequence[Wei
         if layers > (n_tensors or _LAYERS):
             _refuse(name, f"{key} = {layers:,}", f"the files of its weights hold {n_tensors:,} tensors in all")
     sizes = sizes_of(text, name)
-    hidden, heads = sizes.hidden or 0, sizes.heads or 0
+    hidden, heads = sizes["hidden"], sizes["heads"]
     for what, numbers in (
-        ("vocab_size * hidden_size", (sizes.vocab or 0) * hidden),
-        ("num_attention_heads * head_dim * hidden_size", heads * (sizes.head_dim or 0) * hidden),
+        ("vocab_size * hidden_size", sizes["vocab"] * hidden),
+        ("num_attention_heads * head_dim * hidden_size", heads * sizes["head_dim"] * hidden),
         ("hidden_size squared", hidden * hidden),
     ):
         if numbers > n_bits:
             _refuse(name, f"{what} = {numbers:,}", f"the files of its weights have {n_bits:,} bits in all")
-    if hidden and heads and not sizes.head_dim and hidden < heads:
+    if hidden and heads and not sizes["head_dim"] and hidden < heads:
         _refuse(
             name, f"num_attention_heads = {heads:,}", f"hidden_size is {hidden:,}, and each head takes a part of it"
         )
 
 
-def _stated(config: Mapping[str, Any], key: str, name: str) -> int | None:
+def _stated(config: Mapping[str, Any], key: str, name: str) -> int:
     """The number under the first of its names that the config uses."""
     for alias in NAMES[key]:
         value = config.get(alias)
@@ -96,7 +81,7 @@ def _stated(config: Mapping[str, Any], key: str, name: str) -> int | None:
             continue
         if number := count(value, alias, name, int(key in _NEEDED), _LAYERS if key == "layers" else _MOST):
             return number
-    return None
+    return 0
 
 
 def _layers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.commands.ask import read_file
 from kvcli.commands.models import kind_of, look_at
-from kvcli.commands.setup import find, refuse_beyond
+from kvcli.commands.setup import refuse_beyond
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus, KvcliError
 from kvcli.render.figures import count, long_size
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
     from kvcli.fit.plan import Plan
     from kvcli.profile import Profile
-    from kvcli.source import Source
-
-BYTES = {"bf16": 2, "fp16": 2, "f16": 2, "fp32": 4, "f32": 4, "fp64": 8, "f64": 8}
 
 
 def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
@@ -50,17 +47,17 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
     world = setup.world
     documents = [read_file(world, name) for name in files]
     entry = look_at(world, setup.name, kind_of(world, setup.name), profile.load.allow_pickle, strict=True)
-    found = find(world, setup.name, profile.load.allow_pickle)
     refuse_beyond(profile, entry.context or 0, setup.name)
     context = (entry.context or 0) if profile.context.limit == "auto" else int(profile.context.limit)
-    needs = _needs(setup, profile, found, context)
+    needs = _needs(setup, profile, context)
+    kv = needs.need.kv + needs.need.host + needs.need.disk if needs else 0
     return PlanDocument(
         model=entry,
         profile=profile.name,
         profile_hash=profile.hash,
         exactness=profile.exactness,
         context=context or None,
-        kv_bytes=_kv_bytes(found, context, _kv_dtype(profile, entry.dtype)) if needs else None,
+        kv_bytes=kv or None,
         estimate_bytes=needs.total if needs else None,
         available_bytes=needs.room.available if needs else None,
         fits=needs.fits if needs else None,
@@ -72,7 +69,7 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
     )
 
 
-def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan | None:
+def _needs(setup: Setup, profile: Profile, context: int) -> Plan | None:
     """The estimate of `kvcli fit` for a full window; None for a model whose config does not say how large it is."""
     from kvcli.fit import program
     from kvcli.fit.before import Outlook
@@ -80,24 +77,10 @@ def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan 
 
     try:
         paths = setup.world.paths
-        outlook = Outlook(subject_of(found), setup.name, paths.data, base=program.elsewhere(paths.cache))
+        outlook = Outlook(subject_of(setup.fetch(profile)), setup.name, paths.data, base=program.elsewhere(paths.cache))
         return outlook.plan(profile, context or None)
     except KvcliError:
         return None
-
-
-def _kv_bytes(found: Source, context: int, dtype: str) -> int | None:
-    """Keys and values of a full window."""
-    from kvcli.fit.shape import of_source
-
-    return context * of_source(found).kv_per_token * BYTES.get(dtype, 2) or None
-
-
-def _kv_dtype(profile: Profile, weights: str | None) -> str:
-    for wanted in (profile.kv.dtype, profile.load.dtype):
-        if wanted != "auto":
-            return wanted
-    return weights or "bf16"
 
 
 def _shown(value: object) -> str:

@@ -88,11 +88,6 @@ def kv_bytes(shape: Shape, slots: int, number: float, *, windows: bool = False) 
     return int(2 * shape.kv_heads * shape.head_dim * number * stored)
 
 
-def tokens_in(room: float, per_token: float) -> int:
-    """Whole tokens that fit in so many bytes; 0 where there is no room."""
-    return max(0, int(room // per_token)) if per_token else 0
-
-
 def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     """What a text of `context` tokens needs."""
     chunk = min(run.chunk, context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +62,19 @@ class Shape:
 def of_source(source: Source) -> Shape:
     """Of a model by its files: the one place that knows its sizes and its context before it is loaded."""
     config: Mapping[str, Any] = source.text_config
-    return shape_of(config if is_complete(config) else _with_defaults(source), source.id)
+    if not is_complete(config):  # its family's defaults say the rest, which only transformers knows, if it knows it
+        from kvcli.family import with_defaults
+
+        with suppress(BadModel):
+            config = with_defaults(source)
+    return shape_of(config, source.id)
 
 
 def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
     """From the text part of config.json; raises BadModel naming what it does not say."""
     found = sizes_of(config, name)
-    hidden, heads, layers = found.hidden, found.heads, found.layers
-    missing = [NAMES[key][0] for key in ("layers", "hidden", "heads", "vocab") if not getattr(found, key)]
-    if missing or not (hidden and heads and layers):
+    missing = [NAMES[key][0] for key in ("layers", "hidden", "heads", "vocab") if not found[key]]
+    if missing:
         raise BadModel(
             f"config.json of {name} does not say how large the model is",
             code="model_sizes",
@@ -77,22 +82,22 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
             detail={"missing": missing},
             try_=["download config.json again"],
         )
-    experts = found.experts or 0
+    hidden, heads, layers = found["hidden"], found["heads"], found["layers"]
     return Shape(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=1 if _is_multi_query(config) else found.kv_heads or heads,
-        head_dim=found.head_dim or hidden // heads,
-        inner=(found.expert_inner if experts else None) or found.inner or 4 * hidden,
-        vocab=found.vocab or 0,
-        limit=_limit(config, found.limit, name),
+        kv_heads=1 if _is_multi_query(config) else found["kv_heads"] or heads,
+        head_dim=found["head_dim"] or hidden // heads,
+        inner=(found["experts"] and found["expert_inner"]) or found["inner"] or 4 * hidden,
+        vocab=found["vocab"],
+        limit=_limit(config, found["limit"] or _ENDLESS, name),
         windows=_windows(config, layers, name),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        experts=experts,
-        active=found.active or 0,
+        experts=found["experts"],
+        active=found["active"],
         is_capped=bool(config.get("attn_logit_softcapping")),
-        is_endless=not found.limit,
+        is_endless=not found["limit"],
     )
 
 
@@ -102,30 +107,20 @@ def is_complete(config: Mapping[str, Any]) -> bool:
     return sizes and (not config.get("sliding_window") or isinstance(config.get("layer_types"), list))
 
 
-def _with_defaults(source: Source) -> Mapping[str, Any]:
-    """The config with its family's defaults, which only transformers knows; as it is where it knows no such family."""
-    from kvcli.family import with_defaults
-
-    try:
-        return with_defaults(source)
-    except BadModel:
-        return source.text_config
-
-
 def _is_multi_query(config: Mapping[str, Any]) -> bool:
     """One head of keys and values for all, in words of its own (gpt_bigcode, the first Falcons)."""
     return bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
 
 
-def _limit(config: Mapping[str, Any], stated: int | None, name: str) -> int:
+def _limit(config: Mapping[str, Any], stated: int, name: str) -> int:
     """What the loaded model will say (`model.py`): with dynamic rope, the length before keys change."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
     for one in (r for r in ropes if isinstance(r, dict)):
         if "dynamic" in str(one.get("rope_type") or one.get("type")):
             original = one.get("original_max_position_embeddings")
-            return count(original, "original_max_position_embeddings", name) if original else stated or _ENDLESS
-    return stated or _ENDLESS
+            return count(original, "original_max_position_embeddings", name) if original else stated
+    return stated
 
 
 def _windows(config: Mapping[str, Any], layers: int, name: str) -> tuple[int | None, ...]:

@@ -83,7 +83,7 @@ class PlanDocument(Json):
     profile_hash: str
     exactness: str
     context: Count | None = Field(description="the window, tokens")
-    kv_bytes: Bytes | None = Field(description="keys and values of a full window, stored as in the model's dtype")
+    kv_bytes: Bytes | None = Field(description="keys and values of a full window, wherever they lie")
     estimate_bytes: Bytes | None = Field(description="peak memory with a full window")
     available_bytes: Bytes | None = Field(description="memory of the device")
     fits: bool | None

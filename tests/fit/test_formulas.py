@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcli.errors import BadModel
-from kvcli.fit.memory import GIB, kv_bytes, tokens_in
+from kvcli.fit.memory import GIB, kv_bytes
 from kvcli.fit.shape import Shape, shape_of
 from kvcli.fit.speed import at, reading_flop
 from kvcli.fit.weights import of_shape, weigh
@@ -85,12 +85,6 @@ def test_a_token_of_qwen3_8b_takes_144_kib_and_32k_of_them_4_and_a_half_gib():
     assert kv_bytes(shape, 32_768, 2) == 4.5 * GIB
     mixed = ((4 + 2) / 2 + 2 * 16 / 64) / 8  # bytes of a number: keys in 4 bits, values in 2, a scale and a zero per 64
     assert kv_bytes(shape, 32_768, mixed) / GIB == pytest.approx(0.98, abs=0.005)
-
-
-def test_the_largest_context_is_what_is_left_over_a_tokens_bytes():
-    found = tokens_in((11.6 - 1.0 - 5.7 - 1.3) * GIB, 144 * KIB)
-    assert found == 26_214
-    assert tokens_in(-1, 144 * KIB) == 0
 
 
 def test_at_most_a_gibibyte_is_kept_free_and_a_tenth_where_there_is_little():
