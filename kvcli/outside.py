@@ -26,6 +26,7 @@ BOOT = (
     "from importlib import import_module; sys.exit(import_module(module).main(*told))"
 )
 CHUNK = 1 << 16
+START = 30.0  # seconds for a process to start and shut itself in
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def means() -> list[str]:
     """How this system shuts such a process in; nothing where none can be started."""
     process = Outside("kvcli.sandbox", Limits())
     try:
-        return [str(word) for line in process.ask(b"", 30) for word in json.loads(line)]
+        return [str(word) for line in process.ask(b"", START) for word in json.loads(line)]
     except (TooSlow, TooLong, ValueError):
         return []
     finally:

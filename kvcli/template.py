@@ -13,7 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from kvcli.errors import BadModel
+from kvcli.errors import BadModel, UsageError
 from kvcli.outside import Limits, Outside, TooLong, TooSlow
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ROOM = 8 << 20  # bytes of a conversation for which the first process is sized
 BASE, FOLD = 256 << 20, 24  # bytes of address space: whatever the conversation, and for each byte of it
 OUTPUT = 64 << 20  # bytes of an answer, the conversation aside
+LONGER = 8  # bytes of an answer for each byte of the conversation, on top
+LIFE = 3600  # s of processor time for all that one process renders
 START, SECONDS, PACE = 60.0, 5.0, 1 << 21  # s to get ready, s to render, bytes of conversation for one s more
 READY = b"null"
 REPAIR = "get the model again, or repair its chat_template.jinja or tokenizer_config.json"
@@ -47,12 +49,15 @@ class Chats:
         """A copy of the tokenizer gets a process of its own."""
         return Chats, (self._tokenizer,)
 
-    def __call__(self, conversation: Sequence[Mapping[str, str]], *others: Any, **options: Any) -> Any:
+    def __call__(self, conversation: Sequence[Mapping[str, str]], *others: Any, **options: Any) -> str:
         """The chat as text. Raises jinja2.TemplateError if the template refuses it, BadModel if it is no good."""
-        own = self._tokenizer
-        if others or options != ASKED:
-            return type(own).apply_chat_template(own, conversation, *others, **options)
-        variables = {**own.special_tokens_map, "messages": conversation, "tools": None, "documents": None}
+        if others or options != ASKED:  # transformers would run the template here, where it can do harm
+            raise UsageError(
+                "the chat template of a model that kvcli loaded makes the text of a prompt, and nothing else",
+                lines=["it runs in a process of its own, which takes no other options"],
+                try_=["tokenize=False, add_generation_prompt=True", "transformers.AutoTokenizer, for what you trust"],
+            )
+        variables = {**self._tokenizer.special_tokens_map, "messages": conversation, "tools": None, "documents": None}
         asked = {
             "template": self._source(),
             "variables": variables | {"add_generation_prompt": True},
@@ -67,7 +72,7 @@ class Chats:
         self._process = self._started()
 
     def _started(self) -> Outside:
-        limits = Limits(memory=BASE + FOLD * self._room, cpu=3600, wall=0.0, output=OUTPUT + 8 * self._room)
+        limits = Limits(memory=BASE + FOLD * self._room, cpu=LIFE, wall=0.0, output=OUTPUT + LONGER * self._room)
         return Outside("kvcli.template_worker", limits)
 
     def _source(self) -> str:

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kvcli import template
-from kvcli.errors import BadInput, BadModel, ExitStatus
+from kvcli.errors import BadInput, BadModel, ExitStatus, UsageError
 from kvcli.source import find
 from kvcli.template import Chats
 from kvcli.text import render_text
@@ -261,11 +261,10 @@ def test_its_process_goes_with_it():
     assert process.returncode is not None
 
 
-def test_all_else_is_asked_of_transformers(loaded):
-    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
-    assert loaded.apply_chat_template(TALKS["question"], **options) == demo().apply_chat_template(
-        TALKS["question"], **options
-    )
+@pytest.mark.parametrize("options", [{}, {"tokenize": True}, {"tokenize": False}, template.ASKED | {"tools": []}])
+def test_no_option_brings_a_template_into_this_process(loaded, options):
+    with pytest.raises(UsageError, match="nothing else"):
+        loaded.apply_chat_template(TALKS["question"], **options)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
