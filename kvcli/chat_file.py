@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvcli.errors import BadInput
-from kvcli.files import is_at, lock, replacing
+from kvcli.files import is_at, lock, opened, replacing
 
 MOST = 512 << 20  # bytes that are read of a file; several times the largest document
 
 
-class Held:
+class ChatFile:
     """`holds`: nobody else can hold or write it from the first reading or writing until `close`.
 
     Otherwise it is locked only while it is written. Either way, what is not as it was left is not written over. A
@@ -79,27 +79,19 @@ class Held:
             yield self._lock
             return
         how = os.O_RDWR if locks else os.O_RDONLY  # NFS locks only what is open to be written
-        while True:
-            handle = os.open(self.path, how | os.O_NONBLOCK)  # a pipe without a writer is not waited for
-            try:
-                if locks:
-                    _take(handle, self.path)
-                if is_at(handle, self.path):  # else it was replaced in between
-                    yield handle
-                    return
-            finally:
-                os.close(handle)
+        # a pipe without a writer is not waited for
+        with opened(self.path, how | os.O_NONBLOCK, self._take if locks else lambda _: None) as handle:
+            yield handle
+
+    def _take(self, handle: int) -> None:
+        try:
+            lock(handle, wait=False)
+        except BlockingIOError:
+            raise BadInput(f"{self.path} is open in another kvcli", code="chat_in_use") from None
 
 
 def changed(path: Path) -> BadInput:
     return BadInput(f"{path} was changed by another program and is left as it is", code="chat_changed")
-
-
-def _take(handle: int, path: Path) -> None:
-    try:
-        lock(handle, wait=False)
-    except BlockingIOError:
-        raise BadInput(f"{path} is open in another kvcli", code="chat_in_use") from None
 
 
 def _all(handle: int, path: Path) -> bytes:

@@ -24,7 +24,7 @@ from kvcli.transcript import Message, Opened, export_chat, open_chat, save_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.held import Held
+    from kvcli.chat_file import ChatFile
     from kvcli.profile import Profile
 
 
@@ -78,7 +78,7 @@ class Chat:
         self.folder = folder
         self.holds = holds
         self.called = called
-        self.file: Held | None = None  # that it was saved to or loaded from
+        self.file: ChatFile | None = None  # that it was saved to or loaded from
         self.kept: dict[str, Any] = {}  # what stands there
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached, not asked about yet

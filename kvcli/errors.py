@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -77,6 +78,24 @@ class EngineUnreachable(KvcliError):
 
 class BadConfig(KvcliError):
     code, exit = "bad_config", ExitStatus.BAD_CONFIG
+
+
+@contextmanager
+def reading(what: object, *, try_: Sequence[str] = ()) -> Iterator[None]:
+    """Around what reads a file that the user named: what the system refuses is an error of that file."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"cannot read {what}: {error.strerror or error}", code="file_unreadable", try_=try_) from None
+
+
+@contextmanager
+def writing(what: object, *, try_: Sequence[str] = ()) -> Iterator[None]:
+    """Around what writes one."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"cannot write {what}: {error.strerror or error}", code="file_unwritable", try_=try_) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -11,8 +11,8 @@ import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -119,14 +119,19 @@ def append(path: Path, text: str, most: int = 0) -> None:
             write_private(Path(os.path.realpath(path)), b"".join(lines[len(lines) // 2 :]))
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[int]:
+def locked(path: Path) -> AbstractContextManager[int]:
     """The file, made if need be, open to read and append; others that lock it wait until the block ends."""
+    return opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, lock)
+
+
+@contextmanager
+def opened(path: Path, how: int, take: Callable[[int], None]) -> Iterator[int]:
+    """The file that has this name once it is taken: `take` may lock it, and so wait while it is replaced."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        handle = os.open(path, how, 0o600)
         try:
-            lock(handle)
-            if is_at(handle, path):  # else it was replaced while this waited
+            take(handle)
+            if is_at(handle, path):
                 yield handle
                 return
         finally:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import ValidationError
 
 from kvcli.api import Finish
+from kvcli.chat_file import ChatFile
 from kvcli.documents import Document, with_documents
-from kvcli.errors import BadInput, UsageError
+from kvcli.errors import BadInput, UsageError, reading, writing
 from kvcli.files import private_folder, write_private
-from kvcli.held import Held
 from kvcli.schemas.chat import ChatDocument, SavedDocument, SavedMessage
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Message:
 class Opened:
     """A conversation as its file has it, and the file."""
 
-    file: Held
+    file: ChatFile
     saved: ChatDocument
 
     @property
@@ -77,15 +77,15 @@ def save_chat(chat: Chat, title: str | None = None) -> Path:
     """Write `chat` to its file, a new one in its folder the first time. Nothing is written where nothing is new."""
     chat.title = title or chat.title or first_words(chat)
     folder = chat.folder or chats_folder()
-    file = chat.file or Held(folder / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json", holds=chat.holds)
+    file = chat.file or ChatFile(
+        folder / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json", holds=chat.holds
+    )
     made = as_json(chat)
     if chat.file is not None and made | {"saved": ""} == chat.kept:
         return file.path
-    try:
+    with writing(file.path):
         private_folder(file.path.parent)
         file.write((json.dumps(made, ensure_ascii=False, indent=1) + "\n").encode())
-    except OSError as error:
-        raise BadInput(f"cannot write {file.path}: {error.strerror or error}", code="file_unwritable") from None
     chat.file, chat.kept = file, made | {"saved": ""}
     _come_first(file.path, Path(realpath(folder)))
     return file.path
@@ -113,19 +113,17 @@ def newest(folder: Path) -> list[Path]:
 
 def open_chat(path: Path, *, holds: bool = False) -> Opened:
     """The conversation that a file keeps; with `holds` nobody else can open it so until its file is closed."""
-    file = Held(path, holds=holds)
-    try:
-        saved = ChatDocument.model_validate_json(file.read())
-    except FileNotFoundError:
-        raise BadInput(f"no such conversation: {path}", code="file_missing") from None
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}", code="file_unreadable") from None
-    except ValidationError as error:
-        file.close()
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-        raise BadInput(f"{path} is not a saved conversation", code="not_a_chat", lines=[why]) from None
-    return Opened(file, saved)
+    file = ChatFile(path, holds=holds)
+    with reading(path):
+        try:
+            return Opened(file, ChatDocument.model_validate_json(file.read()))
+        except FileNotFoundError:
+            raise BadInput(f"no such conversation: {path}", code="file_missing") from None
+        except ValidationError as error:
+            file.close()
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+            raise BadInput(f"{path} is not a saved conversation", code="not_a_chat", lines=[why]) from None
 
 
 def export_chat(chat: Chat, path: Path, *, overwrite: bool = False) -> Path:
@@ -142,10 +140,8 @@ def export_chat(chat: Chat, path: Path, *, overwrite: bool = False) -> Path:
         raise BadInput(f"no such folder: {path.parent}", code="file_missing")
     if path.exists() and not overwrite:
         raise BadInput(f"{path} exists already", code="file_exists", try_=["another name, or remove it first"])
-    try:
+    with writing(path):
         write_private(path, write(chat))
-    except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror or error}", code="file_unwritable") from None
     return path
 
 

@@ -48,6 +48,10 @@ class Paths:
     state: Path
     cache: Path
 
+    @property
+    def chats(self) -> Path:
+        return self.data / "chats"
+
     def sweep(self) -> None:
         """Remove what killed runs left half written, in these folders and those in them."""
         for folder in (self.config, self.data, self.state, self.cache):

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from kvcli.chat_file import ChatFile
 from kvcli.commands.repl import Repl
 from kvcli.commands.setup import Setup
 from kvcli.conversation import Chat
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, BadInput
-from kvcli.held import Held
 from kvcli.policies.headmap import read_headmap
 from kvcli.render.screen import Screen
 from kvcli.schemas.chat import ChatDocument
@@ -174,13 +174,13 @@ def test_one_question_says_which_chat_it_goes_on_with_and_with_v_where_it_is_kep
 
 
 def test_ctrl_c_while_one_question_is_kept_costs_nothing(machine: Machine, monkeypatch):
-    write = Held.write
+    write = ChatFile.write
 
-    def interrupted(file: Held, data: bytes) -> None:
+    def interrupted(file: ChatFile, data: bytes) -> None:
         signal.raise_signal(signal.SIGINT)
         write(file, data)
 
-    monkeypatch.setattr(Held, "write", interrupted)
+    monkeypatch.setattr(ChatFile, "write", interrupted)
     done = machine("chat", "-p", "How deep?")
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
     assert [texts(one)[0] for one in kept(machine)] == ["How deep?"]
@@ -379,19 +379,19 @@ def test_the_latest_chat_is_the_one_that_was_kept_last_whatever_the_clock_says(t
 
 
 def test_ctrl_c_while_a_turn_is_kept_costs_neither_the_turn_nor_the_chat(talk, monkeypatch):
-    write = Held.write
+    write = ChatFile.write
 
-    def interrupted(file: Held, data: bytes) -> None:
+    def interrupted(file: ChatFile, data: bytes) -> None:
         signal.raise_signal(signal.SIGINT)
         write(file, data)
 
-    monkeypatch.setattr(Held, "write", interrupted)
+    monkeypatch.setattr(ChatFile, "write", interrupted)
     talk.type("one", "two")
     assert talk.saved() == ["one", "two"]
 
 
 def test_a_disk_that_hangs_is_given_up_by_a_second_ctrl_c(talk, monkeypatch):
-    monkeypatch.setattr(Held, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(ChatFile, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert "this chat is not kept: stopped" in talk.type("one", "two")
     monkeypatch.undo()
     talk.type("three")
@@ -496,22 +496,22 @@ def test_of_two_processes_that_save_one_chat_none_loses_a_turn_unsaid(file: Path
 
 
 def test_a_held_file_stays_held_while_it_is_written_again_and_again(tmp_path: Path):
-    file = Held(tmp_path / "one", holds=True)
+    file = ChatFile(tmp_path / "one", holds=True)
     for n in range(5):
         file.write(b"x" * n)
         with pytest.raises(BadInput, match="is open in another"):
-            Held(tmp_path / "one", holds=True).read()
-        assert Held(tmp_path / "one").read() == b"x" * n  # to look at it is free
+            ChatFile(tmp_path / "one", holds=True).read()
+        assert ChatFile(tmp_path / "one").read() == b"x" * n  # to look at it is free
     n_open = len(os.listdir("/proc/self/fd"))
     file.close()
     assert len(os.listdir("/proc/self/fd")) == n_open - 1
-    assert Held(tmp_path / "one", holds=True).read() == b"xxxx"
+    assert ChatFile(tmp_path / "one", holds=True).read() == b"xxxx"
 
 
 @pytest.mark.parametrize("failure", [OSError(5, "Input/output error"), KeyboardInterrupt()])
 @pytest.mark.parametrize("holds", [True, False])
 def test_what_got_its_name_is_ours_though_its_folder_was_not_synced(tmp_path: Path, monkeypatch, failure, holds: bool):
-    file = Held(tmp_path / "one", holds=holds)
+    file = ChatFile(tmp_path / "one", holds=holds)
     file.write(b"first")
     n_open = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as broken:
@@ -522,13 +522,13 @@ def test_what_got_its_name_is_ours_though_its_folder_was_not_synced(tmp_path: Pa
     assert (tmp_path / "one").read_bytes() == b"third"
     assert len(os.listdir("/proc/self/fd")) == n_open
     file.close()
-    assert Held(tmp_path / "one", holds=True).read() == b"third"
+    assert ChatFile(tmp_path / "one", holds=True).read() == b"third"
 
 
 def test_a_chat_that_is_a_link_is_written_where_it_leads(tmp_path: Path):
     (tmp_path / "real").write_bytes(b"first")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    file = Held(tmp_path / "link", holds=True)
+    file = ChatFile(tmp_path / "link", holds=True)
     file.read()
     file.write(b"second")
     file.close()
@@ -543,9 +543,9 @@ def test_what_is_locked_is_open_to_be_written(tmp_path: Path, monkeypatch):
     def lock(handle: int, **_: object) -> None:
         seen.append(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE)
 
-    monkeypatch.setattr("kvcli.held.lock", lock)
+    monkeypatch.setattr("kvcli.chat_file.lock", lock)
     for holds in (False, True):
-        file = Held(tmp_path / "one", holds=holds)
+        file = ChatFile(tmp_path / "one", holds=holds)
         file.read() if holds else file.write(b"new")
         file.write(b"newer")
         file.close()
@@ -624,7 +624,7 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path: Path, monkeypatch: py
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "huge.json").write_bytes(damaged())
-    monkeypatch.setattr("kvcli.held.MOST", 10)
+    monkeypatch.setattr("kvcli.chat_file.MOST", 10)
     for holds in (False, True):
         for name, code in (("pipe", "not_a_chat"), ("huge", "not_a_chat"), ("folder", None)):
             with pytest.raises(BadInput) as caught:

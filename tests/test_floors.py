@@ -19,7 +19,7 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "config demo documents family files foreign headers held layers outlet outside problems profile "
+        "chat_file config demo documents family files foreign headers layers outlet outside problems profile "
         "profile_file refusals resolve sandbox schema settings sizes small_file source template template_worker text "
         "tokenizer toml_places values",
         "api heard kinds kv loops machine memory rows sample stats token_kinds verify",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, reading
 from kvcli.files import private_folder, write_private
 from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, HistoryEntry
 
@@ -30,14 +30,10 @@ def save(folder: Path, document: BenchDocument) -> Path:
 
 def read(path: Path) -> BenchDocument:
     """One result file; says what is wrong with one that is none."""
+    make = "kvcli bench --format json -o FILE.json"
     try:
-        return BenchDocument.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise BadInput(
-            f"cannot read {path}: {error.strerror or error}",
-            code="file_unreadable",
-            try_=["kvcli bench --format json -o FILE.json"],
-        ) from None
+        with reading(path, try_=[make]):
+            return BenchDocument.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -45,7 +41,7 @@ def read(path: Path) -> BenchDocument:
             f"{path.name} is no result of kvcli bench",
             code="bad_result",
             lines=[f"{where}: {first['msg']}"],
-            try_=["kvcli bench --format json -o FILE.json"],
+            try_=[make],
         ) from None
 
 

@@ -144,7 +144,7 @@ def locate(setup: Setup, asked: Asked, bar: Bar, offline: bool) -> Source:
         offline=offline or setup.world.options.offline,
         revision=entry.revision or None,
         allow_pickle=asked.sides[0][2].load.allow_pickle,
-        tell=bar.note,
+        tell=bar.screen.note,
     )
 
 
@@ -157,7 +157,7 @@ def prepare(setup: Setup, asked: Asked, found: Source, quality: Quality | None, 
     world = setup.world
     recipes = asked.recipes(str(found.path), world.paths.cache)
     ask = Ask(asked.args, recipes, asked.files, asked.earlier, asked.earlier_name, quality, asked.notes)
-    models = Models(lambda profile: setup.load(profile, bar.note))
+    models = Models(lambda profile: setup.load(profile, bar.screen.note))
     return Bench(ask, models, world.environ, lambda step: bar.show(step.done, step.total, step.words))
 
 

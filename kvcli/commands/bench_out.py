@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING
 
 from kvcli.commands.bench_options import Format
+from kvcli.commands.output import output_file
 from kvcli.commands.show import print_json, print_table
-from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError
-from kvcli.files import try_folder, try_output, write_output
+from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, writing
+from kvcli.files import try_folder, write_output
 from kvcli.outlet import escaped, neutralise
+from kvcli.render.figures import plural
 from kvcli.render.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Outlet:
             from kvcli.bench.fail_if import words
 
             raise Regression(
-                f"{len(failed)} condition{'s' if len(failed) > 1 else ''} of --fail-if came true",
+                f"{plural(len(failed), 'condition')} of --fail-if came true",
                 lines=[words(check) for check in failed],
                 detail={"checks": [check.document() for check in failed]},
             )
@@ -63,16 +64,11 @@ class Outlet:
 
     def _keep(self, document: BenchDocument) -> Iterator[BadInput]:
         """Write and save; what cannot be kept, as errors."""
-        try:
-            if self.file is not None:
-                self._write(self.file, rendered(document, self.written, FILE_WIDTH, self.world))
-        except BadInput as error:
-            yield error
-        if self.save:
+        for keep in (self._write, self._save):
             try:
-                self._save(document)
-            except OSError as error:
-                yield unwritable(folder(self.world), error)
+                keep(document)
+            except BadInput as error:
+                yield error
         tables = {self.shown, self.written if self.file is not None else self.shown}
         if document.quality is not None and (lacking := tables & {"csv", "jsonl"}):
             self._tell(f"{' and '.join(sorted(lacking))} has no place for the quality suite; json, md and html have")
@@ -87,17 +83,19 @@ class Outlet:
         else:
             out.write(rendered(document, self.shown, out.width, self.world))
 
-    def _write(self, file: Path, text: str) -> None:
-        try:
-            write_output(file, text)
-        except OSError as error:
-            raise unwritable(file, error) from None
-        self._tell(f"wrote {file}")
+    def _write(self, document: BenchDocument) -> None:
+        if self.file is not None:
+            with writing(self.file):
+                write_output(self.file, rendered(document, self.written, FILE_WIDTH, self.world))
+            self._tell(f"wrote {self.file}")
 
     def _save(self, document: BenchDocument) -> None:
         from kvcli.bench.history import save
 
-        self._tell(f"saved {save(folder(self.world), document)}")
+        if self.save:
+            with writing(folder(self.world)):
+                path = save(folder(self.world), document)
+            self._tell(f"saved {path}")
 
     def _tell(self, text: str) -> None:
         if not self.world.options.quiet:
@@ -110,30 +108,12 @@ def outlet(world: World, format: Format | None, output: str | None, save: bool) 
         raise UsageError(f"--json and --format {format} exclude each other", try_=["one of the two"])
     shown: Format = "json" if world.options.json else "table" if output else format or "table"
     if save:
-        try:
+        with writing(folder(world)):
             try_folder(folder(world))
-        except OSError as error:
-            raise unwritable(folder(world), error) from None
     if output is None:
         return Outlet(world, shown, save=save)
-    file = world.cwd / expanduser(output)
-    ending = ENDINGS.get(file.suffix.lower())
-    if format is None and ending is None:
-        raise UsageError(
-            f"-o {output}: its ending names no format", try_=[f"--format {name}" for name in get_args(Format)]
-        )
-    if file.is_dir() or not file.parent.is_dir():
-        what = "is a folder" if file.is_dir() else "is in a folder that does not exist"
-        raise BadInput(f"cannot write {output}: it {what}", code="file_unwritable", try_=["-o FILE in a folder"])
-    try:
-        try_output(file)
-    except OSError as error:
-        raise unwritable(file, error) from None
-    return Outlet(world, shown, file, cast(Format, format or ending), save)
-
-
-def unwritable(file: Path, error: OSError) -> BadInput:
-    return BadInput(f"cannot write {file}: {error.strerror or error}", code="file_unwritable")
+    file, written = output_file(world, output, ENDINGS, format)
+    return Outlet(world, shown, file, written, save)
 
 
 def folder(world: World) -> Path:
@@ -176,12 +156,9 @@ def print_history(world: World, model: str, ctx: str | None, workload: str | Non
     from kvcli.bench.grid import contexts
     from kvcli.bench.history import history
     from kvcli.render.bench_text import trend
-    from kvcli.render.errors import print_note
+    from kvcli.render.screen import Screen
 
-    def note(text: str) -> None:
-        if not world.options.quiet:
-            print_note(Terminal.of(world, "stderr"), text)
-
+    note = Screen.of(world).note
     workloads = [part.strip() for part in (workload or "").split(",") if part.strip()]
     document = history(folder(world), model, contexts(ctx) if ctx else [], workloads, note)
     if world.options.json:
@@ -218,7 +195,7 @@ def print_dry_run(world: World, asked: Asked) -> int:
         return ExitStatus.OK
     sides = [[s.name, "profile" if s.kind == "profile" else "baseline", s.profile_hash or "–"] for s in document.sides]
     print_table(world, [["side", "kind", "profile hash"], *sides])
-    prompts = f"{cases} prompt{'s' if cases != 1 else ''}"
+    prompts = plural(cases, "prompt")
     lines = [
         "",
         f"model      {args.model}",

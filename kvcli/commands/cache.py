@@ -65,10 +65,9 @@ def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dr
         raise UsageError(f"there is no kind {unknown[0]!r} in the cache", try_=try_)
     kept = _kept(world.paths.cache)
     if "chats" in (kinds or ()):
-        from kvcli.commands.keep import folder
         from kvcli.transcript import newest
 
-        kept += [_look(path, "chats") for path in newest(folder(world))]
+        kept += [_look(path, "chats") for path in newest(world.paths.chats)]
     ages = {one: max(0.0, time.time() - one.used) for one in kept if one.kind in (kinds or KINDS)}
     old = [one for one, age in ages.items() if age >= older_than * DAY]
     for one in () if dry_run else old:

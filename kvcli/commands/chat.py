@@ -101,9 +101,9 @@ def kept(world: World, latest: bool, name: str | None, no_save: bool) -> Iterato
         yield None
         return
     from kvcli.chats import find
-    from kvcli.commands.keep import folder, reopen
+    from kvcli.commands.keep import reopen
 
-    opened = reopen(find(folder(world), name, world.cwd), holds=not no_save)
+    opened = reopen(find(world.paths.chats, name, world.cwd), holds=not no_save)
     with closing(opened.file):
         yield opened
 
@@ -120,9 +120,8 @@ def answer(
 ) -> int:
     """Load the model and ask it, or let the user talk to it."""
     from kvcli.commands.ask import tell
-    from kvcli.commands.keep import about, folder, keep
+    from kvcli.commands.keep import about, keep
     from kvcli.commands.loading import load_model
-    from kvcli.render.errors import print_note
     from kvcli.render.screen import Screen
 
     world = setup.world
@@ -130,12 +129,11 @@ def answer(
     run, model = load_model(setup, profile, wanted, screen)
     from kvcli.conversation import Chat
 
-    talk = Chat(model, folder=folder(world), holds=True, called=setup.lasting_name)
+    talk = Chat(model, folder=world.paths.chats, holds=True, called=setup.lasting_name)
     with model, closing(talk):
         begin(world, talk, question, opened, keeps)
-        if not screen.quiet and not world.options.json:
-            for note in (*run.notes, *model.cautions, *model.info.notes):
-                print_note(screen.err, note)
+        for note in (*run.notes, *model.cautions, *model.info.notes):
+            tell(world, note)
         if question.text is None:
             return converse(setup, run, model, talk, screen, keeps)
         if opened is not None:
@@ -146,8 +144,7 @@ def answer(
             note = keep(talk) if keeps else ""
             if not note and talk.file is not None and world.options.verbose:
                 note = f"kept in {talk.file.path}"
-            if note and not screen.quiet:
-                print_note(screen.err, note)
+            screen.note(note)
 
 
 def begin(world: World, talk: Chat, question: Question, opened: Opened | None, keeps: bool) -> None:
@@ -170,8 +167,8 @@ def begin(world: World, talk: Chat, question: Question, opened: Opened | None, k
 
 def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen, stream: bool) -> int:
     """One question. Ctrl-C ends the answer after the pass it is in; what was said stays."""
+    from kvcli.commands.ask import tell
     from kvcli.commands.interrupt import Interrupt
-    from kvcli.render.errors import print_note
 
     profile = run.profile
     with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel)) as events:
@@ -193,21 +190,15 @@ def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen,
 
             turn = show_turn(with_notes(events, talk, screen), screen, Look(profile.name, stopping=cancel))
     for note in filter(None, (turn.stats.approx, run.record(profile, turn))):
-        if not screen.quiet and not world.options.json:
-            print_note(screen.err, note)
+        tell(world, note)
     return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, ExitStatus.OK)
 
 
 def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[Event]:
     """The same events; what had to be done to the prompt is said before the first."""
-    from kvcli.render.errors import print_note
-
-    told = screen.quiet
-    for event in events:
-        if not told:
-            for note in talk.notes:
-                print_note(screen.err, note)
-            told = True
+    for i, event in enumerate(events):
+        for note in () if i else talk.notes:
+            screen.note(note)
         yield event
 
 
@@ -218,15 +209,14 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
     from kvcli.commands.offer import find_model
     from kvcli.commands.repl import run_repl
     from kvcli.machine import threads
-    from kvcli.render.errors import print_note
     from kvcli.render.figures import count
     from kvcli.render.summary import Opening, header
 
     world, profile = setup.world, run.profile
 
     def after_turn(turn: Turn | None) -> None:
-        if turn is not None and (note := run.record(talk.model.profile, turn)) and not screen.quiet:
-            print_note(screen.err, note)
+        if turn is not None:
+            screen.note(run.record(talk.model.profile, turn))
 
     if not screen.quiet:
         opening = Opening(

@@ -61,7 +61,7 @@ def places(world: World) -> dict[str, Path]:
         found["project"] = project
     if world.options.config:
         found["--config"] = world.options.config
-    found["chats"] = world.paths.data / "chats"
+    found["chats"] = world.paths.chats
     found["runs"] = world.paths.data / RUNS
     found["benchmarks"] = world.paths.data / "bench"
     found["cache"] = world.paths.cache

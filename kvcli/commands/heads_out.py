@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.commands.show import print_cells, print_json
-from kvcli.errors import BadInput, UsageError
+from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.heads.files import DUO_CONFIG, PROFILE, TSV
 from kvcli.render.terminal import Terminal
@@ -79,15 +79,11 @@ class Outlet:
     def _write(self, held: Sequence[tuple[str, str | bytes]]) -> None:
         """Each file in one step, open to its owner only; what was there before is named."""
         new, old = list[str](), list[str]()
-        try:
+        with writing(f"to {self.folder}", try_=["--out DIR"]):
             private_folder(self.folder)
             for name, text in held:
                 (old if (self.folder / name).exists() else new).append(name)
                 write_private(self.folder / name, text)
-        except OSError as error:
-            raise BadInput(
-                f"cannot write to {self.folder}: {error.strerror or error}", code="file_unwritable", try_=["--out DIR"]
-            ) from None
         if not self.world.options.quiet:
             said = [f"wrote {', '.join(new)}" if new else "", f"replaced {', '.join(old)}" if old else ""]
             self.world.stderr.write(f"{'; '.join(filter(None, said))} in {_short(self.folder, self.world.cwd)}/\n")

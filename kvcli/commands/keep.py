@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvcli.chats import recent
 from kvcli.commands.interrupt import Interrupt
 from kvcli.errors import BadInput, BadModel
-from kvcli.render.figures import count
+from kvcli.render.figures import plural
 from kvcli.transcript import open_chat
 
 if TYPE_CHECKING:
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from kvcli.schemas.chat import ChatDocument
     from kvcli.transcript import Opened
     from kvcli.world import World
-
-
-def folder(world: World) -> Path:
-    return world.paths.data / "chats"
 
 
 def reopen(path: Path, *, holds: bool) -> Opened:
@@ -40,13 +36,12 @@ def model_of(world: World, opened: Opened) -> str:
     """The model that a chat was held with. A file from elsewhere may name only what is known and whole here."""
     name, path = opened.saved.model, opened.file.path
     with suppress(FileNotFoundError):
-        if samefile(folder(world) / path.name, path):
+        if samefile(world.paths.chats / path.name, path):
             return name
     from kvcli.commands.models import known
-    from kvcli.commands.setup import find, sources
-    from kvcli.config import load_config
+    from kvcli.commands.setup import config_of, find
 
-    if name == load_config(sources(world)).default_model:
+    if name == config_of(world).default_model:
         return name
     try:
         if name in dict(known(world)):
@@ -85,17 +80,13 @@ def keep(chat: Chat) -> str:
 def about(saved: ChatDocument | Chat) -> str:
     """One line: its title and how much there is."""
     files = [*(d for m in saved.messages for d in m.documents), *saved.pending]
-    facts = [" ".join((saved.title or "").split()) or "untitled", _counted(len(saved.messages) // 2, "question")]
-    return " · ".join([*facts, _counted(len(files), "document")] if files else facts)
+    facts = [" ".join((saved.title or "").split()) or "untitled", plural(len(saved.messages) // 2, "question")]
+    return " · ".join([*facts, plural(len(files), "document")] if files else facts)
 
 
 def choices(world: World) -> list[tuple[str, str]]:
     """Names and contents of the latest conversations, numbered as /load takes them."""
     return [
         (f"{i}  {path.stem}", about(saved) if saved else "damaged")
-        for i, (path, saved) in enumerate(recent(folder(world)), 1)
+        for i, (path, saved) in enumerate(recent(world.paths.chats), 1)
     ]
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{count(n)} {noun}{'' if n == 1 else 's'}"

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -> tuple[Prepared, Model]:
     """The model, and the run as it was found to fit; its profile may have a narrower window. Raises DoesNotFit."""
     from kvcli.commands.outlook import prepare
-    from kvcli.render.errors import print_note
     from kvcli.render.stream import busy_word
 
     with busy_word(screen, f"loading {setup.name}") as busy:
@@ -23,8 +22,7 @@ def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -
         def tell(text: str) -> None:  # of a download, which draws bars of its own
             if busy is not None:
                 busy.stop()
-            if not screen.quiet:
-                print_note(screen.err, text)
+            screen.note(text)
 
         run = prepare(setup, profile, wanted, tell)
         model = setup.load(run.profile, tell)

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kvcli import __version__
-from kvcli.errors import BadInput
+from kvcli.errors import writing
 from kvcli.files import append, private_folder
 from kvcli.world import World
 
@@ -34,12 +34,8 @@ def start_log(world: World) -> None:
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         logger.addHandler(handler)
     if options.log_file and not kept:
-        try:
+        with writing(f"the log {options.log_file}"):
             to_file = LogFile(options.log_file, world)
-        except OSError as error:
-            raise BadInput(
-                f"cannot write the log {options.log_file}: {error.strerror or error}", code="file_unwritable"
-            ) from None
         to_file.setFormatter(logging.Formatter(FORM))
         logger.addHandler(to_file)
         logger.info("kvcli %s", __version__)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands.flags import ModelName, option
-from kvcli.commands.setup import find, sources
+from kvcli.commands.setup import config_of, find
 from kvcli.commands.show import print_json, print_table
-from kvcli.config import load_config
 from kvcli.errors import BadModel, ExitStatus, KvcliError
 from kvcli.source import Source, cached_ids
 
@@ -45,7 +44,7 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
     from kvcli.schemas.listings import ModelsDocument
 
     world: World = context.obj
-    model = model or load_config(sources(world)).default_model
+    model = model or config_of(world).default_model
     entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True)
     if world.options.json:
         print_json(world, ModelsDocument(models=[entry]))
@@ -77,7 +76,7 @@ def path(context: typer.Context, model: ModelName = None) -> int:
 
 def known(world: World) -> list[tuple[str, str]]:
     """Names and where they come from: the bundled model, the config files, the cache."""
-    config = load_config(sources(world))
+    config = config_of(world)
     names = {"demo": "demo", **dict.fromkeys(config.models, "config")}
     for name in cached_ids():
         names.setdefault(name, "cache")
@@ -85,7 +84,7 @@ def known(world: World) -> list[tuple[str, str]]:
 
 
 def kind_of(world: World, name: str) -> str:
-    if name == "demo" or name in load_config(sources(world)).models:
+    if name == "demo" or name in config_of(world).models:
         return "demo" if name == "demo" else "config"
     return "folder" if Path(expanduser(name)).exists() else "cache"
 
@@ -94,7 +93,7 @@ def look_at(world: World, name: str, kind: str, allow_pickle: bool, strict: bool
     """What its config and the headers of its files say. With `strict`, a model that is not there is an error."""
     from kvcli.schemas.listings import ModelEntry
 
-    profile = load_config(sources(world)).model(name).profile or None
+    profile = config_of(world).model(name).profile or None
     facts: dict[str, object] = dict.fromkeys(["path", "bytes", "family", "dtype", "context", "supported", "reason"])
     try:
         found = find(world, name, allow_pickle)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvcli.commands.ask import STDIN, tell
 from kvcli.documents import BUNDLED, split_pages
 from kvcli.errors import KvcliError, UsageError
-from kvcli.outlet import neutralise
 
 if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
@@ -82,16 +81,15 @@ def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
 def _here(setup: Setup, usable: int) -> list[Offer]:
     """Names of the config files and the cache whose model is whole and fits, the largest first."""
     from kvcli.commands.models import known
-    from kvcli.commands.setup import find, sources
-    from kvcli.config import load_config
+    from kvcli.commands.setup import find
     from kvcli.fit import catalog
     from kvcli.fit.shape import shape_of
     from kvcli.render.figures import long_size
 
-    config, found = load_config(sources(setup.world)), list[tuple[int, Offer]]()
+    found = list[tuple[int, Offer]]()
     for name, _ in known(setup.world):
         try:
-            if config.model(name).path == "demo":
+            if setup.config.model(name).path == "demo":
                 continue
             source = find(setup.world, name, allow_pickle=False)
             needs = catalog.needs(source.nbytes, shape_of(source.text_config, name))
@@ -103,8 +101,7 @@ def _here(setup: Setup, usable: int) -> list[Offer]:
 
 
 def _called(names: Sequence[str]) -> str:
-    first = neutralise(STDIN if names[0] == "-" else names[0], one_line=True)
-    return first + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    return (STDIN if names[0] == "-" else names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _toy(names: Sequence[str]) -> str:
@@ -112,10 +109,11 @@ def _toy(names: Sequence[str]) -> str:
 
 
 def _fitting(room: Room, offers: Sequence[Offer]) -> str:
-    from kvcli.render.figures import long_size
+    from kvcli.fit.catalog import TOKENS
+    from kvcli.render.figures import count, long_size
 
     here = f"{long_size(room.available)} are available on {room.device}"
-    return f"{here}; what fits, its download, and what it takes with 8,192 tokens:" if offers else here
+    return f"{here}; what fits, its download, and what it takes with {count(TOKENS)} tokens:" if offers else here
 
 
 def _refusal(names: Sequence[str], room: Room, offers: Sequence[Offer]) -> UsageError:

@@ -208,7 +208,7 @@ def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> int:
 
     with progress(Screen.of(setup.world)) as bar, Interrupt() as cancel:
         bar.show(0, 0, f"loading {setup.name}")
-        with setup.load(_reading(profile), bar.note) as model:
+        with setup.load(_reading(profile), bar.screen.note) as model:
             found = probe(model, ask, _tell(bar, cancel))
             made, tokens = document(model, ask, found), strip(model, found.reading)
     outlet.finish(made, tokens)

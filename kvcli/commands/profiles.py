@@ -13,7 +13,7 @@ import typer
 from kvcli.commands.setup import sources
 from kvcli.commands.show import print_json, print_table
 from kvcli.config import NAME, Config, load_config, no_such_profile, read_config
-from kvcli.errors import BadInput, UsageError
+from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.layers import PROJECT_FILE, Sources
 from kvcli.problems import Problem, bad_config
@@ -175,13 +175,12 @@ def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], 
 
 def write_new(path: Path, text: str, shown: str) -> None:
     """Write a file that must not be there yet."""
-    try:
-        private_folder(path.parent)
-        write_private(path, text, is_new=True)
-    except FileExistsError:
-        raise BadInput(f"{shown} exists and is left as it is", try_=["-o FILE, for another place"]) from None
-    except OSError as error:
-        raise BadInput(f"{shown} cannot be written: {error.strerror or error}") from error
+    with writing(shown, try_=["-o FILE, for another place"]):
+        try:
+            private_folder(path.parent)
+            write_private(path, text, is_new=True)
+        except FileExistsError:
+            raise BadInput(f"{shown} exists and is left as it is", try_=["-o FILE, for another place"]) from None
 
 
 def _all_problems(

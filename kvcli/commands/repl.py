@@ -15,11 +15,11 @@ from kvcli.commands import prompt, slash
 from kvcli.commands.ask import well_formed
 from kvcli.commands.ends import machine_gave_out
 from kvcli.commands.interrupt import Interrupt
-from kvcli.commands.keep import folder, keep
+from kvcli.commands.keep import keep
 from kvcli.conversation import Chat
 from kvcli.documents.decode import decode
 from kvcli.errors import BadInput, ExitStatus, KvcliError
-from kvcli.render.errors import print_error, print_note, print_warning
+from kvcli.render.errors import print_error, print_warning
 from kvcli.render.keys import echo
 from kvcli.render.live import Look, Memory
 from kvcli.render.screen import Screen
@@ -163,7 +163,7 @@ class Repl:
                 self.say("stopped at once; the conversation is read again with the next question")
         for note in [*self.chat.notes, *([done.stats.approx] if done and done.stats.approx else [])]:
             if note not in self._told:
-                print_note(self.screen.err, note)
+                self.screen.note(note)
                 self._told.add(note)
         if self.after_turn is not None:
             self.after_turn(done)  # None: it was not finished, and the one before is noted already
@@ -208,8 +208,8 @@ class Repl:
         self.profile_name, self.said = name, list(said)
         again = "; the conversation is read again with it" if self.chat.messages and not is_kept else ""
         self.say(f"{self.settings} from the next question on{again}")
-        for note in () if self.screen.quiet else changed.cautions:
-            print_note(self.screen.err, note)
+        for note in changed.cautions:
+            self.screen.note(note)
 
     # --- showing
 
@@ -270,7 +270,7 @@ class Repl:
             "profile": lambda: profiles.names() if profiles else (),
             "key": lambda: profiles.keys() if profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
-            "chat": lambda: [path.stem for path in newest(folder(self.world))],
+            "chat": lambda: [path.stem for path in newest(self.world.paths.chats)],
             "command": lambda: tuple(slash.COMMANDS),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli import source
-from kvcli.config import load_config
+from kvcli.config import Config, load_config
 from kvcli.errors import BadConfig, BadModel
 from kvcli.layers import Sources
 from kvcli.profile import Profile, load_profile
@@ -56,11 +56,16 @@ def sources(world: World) -> Sources:
     )
 
 
+def config_of(world: World) -> Config:
+    """What its config files say. Raises BadConfig."""
+    return load_config(sources(world))
+
+
 def find(
     world: World, name: str | None, allow_pickle: bool, tell: Callable[[str], None] | None = None
 ) -> source.Source:
     """The checked files of a model by any of its names, downloaded only with a `tell` to say so to. Raises BadModel."""
-    config = load_config(sources(world))
+    config = config_of(world)
     entry, offline = config.model(name), world.options.offline
     try:
         return source.find(
@@ -86,11 +91,18 @@ class Setup:
     most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
     found: source.Source | None = None  # its files, once they were looked for
     fitted: int = 0  # the window that `context.limit = "auto"` stands for where memory allows less; 0 = the model's
+    _config: Config | None = None
+
+    @property
+    def config(self) -> Config:
+        """The config files as they were when the command began."""
+        self._config = self._config or config_of(self.world)
+        return self._config
 
     @property
     def entry(self) -> Entry:
         """What the name stands for in the config files."""
-        return load_config(sources(self.world)).model(self.model)
+        return self.config.model(self.model)
 
     @property
     def lasting_name(self) -> str:
@@ -101,16 +113,16 @@ class Setup:
 
     @property
     def keeps_chats(self) -> bool:
-        return load_config(sources(self.world)).keep_chats
+        return self.config.keep_chats
 
     @property
     def is_named(self) -> bool:
         """Did anybody say which model: typed, or as `default_model` of a config file?"""
-        return self.is_typed if self.model is not None else "default_model" in load_config(sources(self.world)).top
+        return self.is_typed if self.model is not None else "default_model" in self.config.top
 
     @property
     def name(self) -> str:
-        return self.model or load_config(sources(self.world)).default_model
+        return self.model or self.config.default_model
 
     def profile(self) -> Profile:
         """The profile that the command line asks for."""
@@ -132,7 +144,7 @@ class Setup:
     # what the chat asks for when settings change on the way
 
     def names(self) -> list[str]:
-        return load_config(sources(self.world)).names()
+        return config_of(self.world).names()
 
     def keys(self) -> list[str]:
         return list(self.profile().values)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.chats import find as find_chat
 from kvcli.commands.ask import notes_of, read_file
-from kvcli.commands.keep import about, choices, folder, reopen
+from kvcli.commands.keep import about, choices, reopen
 from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render import figures as f
 from kvcli.render import tables
@@ -116,7 +116,7 @@ def _clear(repl: Repl, _: str) -> None:
     again = "; it is kept, and /load opens it again" if repl.chat.file is not None else ""
     repl.chat.clear()
     repl.last = None
-    repl.say(f"forgot {_counted(n, 'question')}{again}")
+    repl.say(f"forgot {f.plural(n, 'question')}{again}")
 
 
 @slash("retry", "", "ask the last question again")
@@ -133,7 +133,7 @@ def _undo(repl: Repl, argument: str) -> None:
         return
     gone = [d.name for d in documents if not any(d is kept for kept in repl.chat.documents)]
     along = f"; with it went {', '.join(gone)}" if gone else ""
-    repl.say(f"forgot {_counted(n, 'question')}, {len(repl.chat.messages) // 2} left{along}")
+    repl.say(f"forgot {f.plural(n, 'question')}, {len(repl.chat.messages) // 2} left{along}")
 
 
 @slash("edit", "", "change the last question in $EDITOR, and ask it")
@@ -167,7 +167,7 @@ def _file(repl: Repl, argument: str) -> None:
     for note in notes_of(document):
         repl.warn(note)
     tokens = document.tokens(repl.chat.model.tokenizer)
-    repl.say(f"attached {name} · {_counted(document.lines, 'line')} · {_counted(tokens, 'token')}")
+    repl.say(f"attached {name} · {f.plural(document.lines, 'line')} · {f.plural(tokens, 'token')}")
     limit = repl.limit
     if limit and tokens > limit:
         repl.warn(f"{name} alone is longer than the window of {f.count(limit)} tokens")
@@ -181,9 +181,9 @@ def _files(repl: Repl, _: str) -> None:
         return
     rows = []
     for i, document in enumerate(documents, 1):
-        tokens = _counted(document.tokens(repl.chat.model.tokenizer), "token")
+        tokens = f.plural(document.tokens(repl.chat.model.tokenizer), "token")
         when = "with the next question" if i > len(documents) - pending else ""
-        rows.append([f"{i}  {document.name}", _counted(document.lines, "line"), tokens, when])
+        rows.append([f"{i}  {document.name}", f.plural(document.lines, "line"), tokens, when])
     repl.lines(tables.columns(rows))
 
 
@@ -286,7 +286,7 @@ def _load(repl: Repl, argument: str) -> None:
         rows = choices(repl.world)
         repl.listing(rows) if rows else repl.say("no conversation is kept yet")
         return
-    path = find_chat(folder(repl.world), argument.strip("\"'"), repl.world.cwd)
+    path = find_chat(repl.world.paths.chats, argument.strip("\"'"), repl.world.cwd)
     if repl.chat.file is not None and repl.chat.file.path == path.resolve():
         repl.say("that is this conversation")
         return
@@ -311,7 +311,3 @@ def _number(text: str, example: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise BadInput(f"a number from 1 is needed, not {text[:20] or 'nothing'}", code="not_a_number", try_=[example])
     return int(text)
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{f.count(n)} {noun}{'' if n == 1 else 's'}"

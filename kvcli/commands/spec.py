@@ -137,7 +137,7 @@ def _model(setup: Setup) -> Any:
     def opened() -> Any:
         with progress(Screen.of(setup.world)) as bar:
             bar.show(0, 0, f"loading {setup.name}")
-            with setup.load(_greedy(setup), bar.note) as loaded:
+            with setup.load(_greedy(setup), bar.screen.note) as loaded:
                 yield loaded, bar
 
     return opened()

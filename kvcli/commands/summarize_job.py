@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
-from kvcli.render.errors import print_error, print_note
+from kvcli.render.errors import print_error
 
 if TYPE_CHECKING:
     from kvcli.commands.outlook import Wanted
@@ -61,7 +61,7 @@ class Job:
 
     def tell(self, text: str) -> None:
         if self.tells:
-            print_note(self.screen.err, text)
+            self.screen.note(text)
 
     @contextmanager
     def attempt(self, given: Sequence[Given]) -> Iterator[None]:

@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
+from kvcli.commands.output import output_file
 from kvcli.commands.show import print_json
 from kvcli.commands.summarize_options import Form
 from kvcli.documents import split_pages
-from kvcli.errors import BadInput, UsageError
-from kvcli.files import try_output, write_output
+from kvcli.errors import BadInput, UsageError, writing
+from kvcli.files import write_output
 from kvcli.outlet import escaped, neutralise
 from kvcli.render.terminal import Terminal
 from kvcli.schemas.base import SURROGATE
@@ -107,10 +108,8 @@ class Outlet:
             self._say(html(self.held))
         if self.file is None or not self.has_any:
             return
-        try:
+        with writing(self.file, try_=["-o FILE elsewhere"]):
             write_output(self.file, SURROGATE.sub("\N{REPLACEMENT CHARACTER}", "".join(self.texts)))
-        except OSError as error:
-            raise _unwritable(str(self.file), error.strerror or str(error)) from None
         if not self.world.options.quiet:
             Terminal.of(self.world, "stderr").line((f"wrote {self.file}", ""))
 
@@ -137,18 +136,8 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
     ending = ENDINGS.get(file.suffix.lower())
     if world.options.json and file.suffix and ending not in (None, "json"):
         raise UsageError(f"--json and -o {output} exclude each other", try_=["-o FILE.json", "leave --json out"])
-    if form is None and ending is None:
-        raise UsageError(
-            f"-o {output}: its ending names no format", try_=[f"--format {name}" for name in get_args(Form)]
-        )
-    try:
-        if file.is_dir() or not file.parent.is_dir():
-            what = "it is a folder" if file.is_dir() else "its folder does not exist"
-            raise BadInput(f"cannot write {output}: {what}", code="file_unwritable", try_=["-o FILE in a folder"])
-        try_output(file)
-    except OSError as error:
-        raise _unwritable(output, error.strerror or str(error)) from None
-    return Outlet(world, form or ending or "md", file)
+    file, form = output_file(world, output, ENDINGS, form)
+    return Outlet(world, form, file)
 
 
 def _same(file: Path, world: World, name: str) -> bool:
@@ -156,7 +145,3 @@ def _same(file: Path, world: World, name: str) -> bool:
         return file.samefile(world.cwd / os.path.expanduser(name))
     except (OSError, BadInput):  # not there
         return False
-
-
-def _unwritable(file: str, why: str) -> BadInput:
-    return BadInput(f"cannot write {file}: {why}", code="file_unwritable", try_=["-o FILE elsewhere"])

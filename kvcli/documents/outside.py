@@ -28,7 +28,7 @@ def parse_outside(file: IO[bytes], job: Job, limits: Limits | None = None) -> Pa
         for line in reader.ask(json.dumps(asdict(job)).encode(), limits.wall):
             answer.take(line)
     except TooSlow:
-        raise too_slow(job, f"more than {limits.wall:g} seconds") from None
+        raise too_heavy(job, "long", f"{limits.wall:g} seconds") from None
     except TooLong:
         raise crashed(job.name, f"its parser wrote more than {limits.output / 2**20:,.0f} MiB") from None
     finally:  # an end of its output is the end of the process, or of its usefulness
@@ -108,7 +108,7 @@ def _error(value: dict[str, Any]) -> BadInput:
 def _ended(status: int, job: Job, limits: Limits) -> BadInput:
     """Why there is no answer."""
     if status == -signal.SIGXCPU:
-        return too_slow(job, f"more than {limits.cpu} seconds of processor time")
+        return too_heavy(job, "long", f"{limits.cpu} seconds of processor time")
     if status < 0:
         name = signal.strsignal(-status) or f"signal {-status}"
         most = f"{limits.memory / 2**20:,.0f} MiB"
@@ -116,20 +116,11 @@ def _ended(status: int, job: Job, limits: Limits) -> BadInput:
     return crashed(job.name, f"its parser ended with status {status}")
 
 
-def too_slow(job: Job, why: str) -> BadInput:
+def too_heavy(job: Job, what: str, most: str) -> BadInput:
     return BadInput(
-        f"{job.name} takes too long to read",
+        f"{job.name} takes too {what} to read",
         code="document_too_heavy",
-        lines=[f"{why}; it may be damaged, or made to keep a reader busy"],
-        try_=[part_of(job.kind == "pdf")],
-    )
-
-
-def too_heavy(job: Job, memory: int) -> BadInput:
-    return BadInput(
-        f"{job.name} takes too much memory to read",
-        code="document_too_heavy",
-        lines=[f"more than {memory / 2**20:,.0f} MiB; it may be damaged, or made to fill memory"],
+        lines=[f"more than {most}; it may be damaged, or made to keep a reader busy"],
         try_=[part_of(job.kind == "pdf")],
     )
 

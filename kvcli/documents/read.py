@@ -18,7 +18,7 @@ from kvcli.documents.pages import Span, parse_pages, split_pages
 from kvcli.documents.parsed import Job, Parsed, no_text
 from kvcli.documents.plain import parse_plain, prompt_text
 from kvcli.documents.sniff import HEAD, check_type, disagreement, sniff
-from kvcli.errors import BadInput, UsageError
+from kvcli.errors import BadInput, UsageError, reading
 from kvcli.outside import Limits
 
 MAX_BYTES = 64 * 2**20  # of a text; a page of HTML or an archive may be no larger either
@@ -51,21 +51,17 @@ def read_document(
     job = Job(shown, kind or "", spans, password, typed=kind is not None)
     called = file if file in BUNDLED else Path(file).name
     found = _bundled(file) if file in BUNDLED else Path(os.path.expanduser(file))
-    try:
+    with reading(shown):
         if found.is_dir():
             raise BadInput(f"{shown} is a folder, not a file", code="is_a_folder", try_=[f"a file in it: {shown}/FILE"])
-        stream = found.open("rb")
-    except FileNotFoundError:
-        if "://" in shown:
-            raise _address(shown) from None
-        raise BadInput(f"no such file: {shown}", code="file_missing", try_=_similar(found)) from None
-    except OSError as error:
-        raise unreadable(shown, error) from None
-    try:
+        try:
+            stream = found.open("rb")
+        except FileNotFoundError:
+            if "://" in shown:
+                raise _address(shown) from None
+            raise BadInput(f"no such file: {shown}", code="file_missing", try_=_similar(found)) from None
         with stream:
             return replace(_read(stream, job, limit, limits), name=called)
-    except OSError as error:
-        raise unreadable(shown, error) from None
 
 
 def document_of(
@@ -82,12 +78,9 @@ def document_of(
     job = Job(name, kind or sniff(data[:HEAD], name), spans, password, typed=kind is not None)
     if job.kind in ("text", "markdown"):
         return _text(data, job)
-    try:
-        with tempfile.TemporaryFile() as copy:
-            copy.write(data)
-            return _outside(copy, job, hashlib.sha256(data).hexdigest(), limits)
-    except OSError as error:
-        raise unreadable(name, error) from None
+    with reading(name), tempfile.TemporaryFile() as copy:
+        copy.write(data)
+        return _outside(copy, job, hashlib.sha256(data).hexdigest(), limits)
 
 
 def most_bytes(head: bytes, name: str, kind: str = "") -> int:
@@ -191,10 +184,6 @@ def too_large(name: str, size: int, limit: int) -> BadInput:
 def _address(shown: str) -> BadInput:
     fetch = f"curl -L -o page{'.pdf' if 'pdf' in shown else '.html'} {quote(shown)}"
     return BadInput(f"{shown} is an address, and kvcli reads files", code="not_a_file", try_=[fetch])
-
-
-def unreadable(name: str, error: OSError) -> BadInput:
-    return BadInput(f"cannot read {name}: {error.strerror or error}", code="file_unreadable")
 
 
 def changed(name: str) -> BadInput:

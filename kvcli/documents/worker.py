@@ -37,7 +37,7 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
             {k: getattr(parsed, k) for k in ("kind", "unit", "title", "n_pages", "without_text", "blank", "notes")},
         )
     except MemoryError:
-        tell_error(too_heavy(job, limits["memory"]))
+        tell_error(too_heavy(job, "much memory", f"{limits['memory'] / 2**20:,.0f} MiB"))
     except RecursionError:
         tell_error(damaged(job.name, WORDS.get(job.kind, "an archive (EPUB, DOCX)"), "it is nested too deeply"))
     except KvcliError as error:

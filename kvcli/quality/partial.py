@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, reading, writing
 from kvcli.files import append
 
 SCHEMA = "kvcli.quality-sample/1"
@@ -72,26 +72,19 @@ class Partial:
         self._known[outcome.key] = outcome
         if self._path is not None:
             line = json.dumps({"schema": SCHEMA, **asdict(outcome)}, ensure_ascii=False) + "\n"
-            _append(self._path, line)
+            with writing(self._path):
+                append(self._path, line)
 
     def _read(self, path: Path) -> None:
-        try:
+        with reading(path):
             data = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise _unusable(path, "read", error) from error
         for n, line in enumerate(data.decode(errors="replace").split("\n"), 1):
             if not line.startswith(HEAD) and not HEAD.startswith(line):
                 raise _foreign(path, n)
             if (outcome := _parsed(line)) is not None:  # else another version's, which is run again
                 self._known[outcome.key] = outcome
-        _append(path, "")
-
-
-def _append(path: Path, line: str) -> None:
-    try:
-        append(path, line)
-    except OSError as error:
-        raise _unusable(path, "write", error) from error
+        with writing(path):
+            append(path, "")
 
 
 def _parsed(line: str) -> Outcome | None:
@@ -112,8 +105,3 @@ def _foreign(path: Path, line: int) -> BadInput:
         lines=[f"line {line} is not one of {SCHEMA}"],
         try_=["another file, or remove this one"],
     )
-
-
-def _unusable(path: Path, what: str, error: OSError) -> BadInput:
-    code = {"read": "file_unreadable", "write": "file_unwritable"}[what]
-    return BadInput(f"cannot {what} {path}: {error.strerror or error}", code=code)

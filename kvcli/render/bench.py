@@ -47,15 +47,14 @@ def heading(document: BenchDocument) -> str:
         DTYPES.get(model.dtype, model.dtype) + ("" if model.quant == "none" else f" {model.quant}"),
         where,
         f"torch {env.versions.get('torch')}",
-        f"{args.reps} rep{'s' if args.reps != 1 else ''} {order}",
+        f"{f.plural(args.reps, 'rep')} {order}",
         *([] if document.complete else ["incomplete"]),
     ]
     return " · ".join(parts)
 
 
 def threads(document: BenchDocument) -> str:
-    n = document.env.threads
-    return f"{n} thread{'s' if n != 1 else ''}"
+    return f.plural(document.env.threads, "thread")
 
 
 def where(document: BenchDocument) -> str:

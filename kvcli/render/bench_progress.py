@@ -29,13 +29,6 @@ class Bar:
         spans = row(done, total, words, width)
         self.region.draw([], [self.screen.err.paint(spans)] if spans else [])
 
-    def note(self, text: str) -> None:
-        """A line of words above the bar."""
-        from kvcli.render.errors import print_note
-
-        if not self.screen.quiet:
-            print_note(self.screen.err, text)
-
 
 def row(done: int, total: int, words: str, width: int) -> list[Span]:
     """The bar at this width, with as many of the words as fit."""

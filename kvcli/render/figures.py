@@ -13,6 +13,11 @@ def count(n: int) -> str:
     return f"{n:,}"
 
 
+def plural(n: int, noun: str) -> str:
+    """`1 line`, `1,024 lines`."""
+    return f"{count(n)} {noun}{'' if n == 1 else 's'}"
+
+
 def _scaled(n: float) -> tuple[str, str]:
     """The value in the largest unit that keeps it over 1, and the unit's letter; nothing under a KiB is told apart."""
     value, unit = n / KIB, UNITS[0]

@@ -184,7 +184,7 @@ def calibration_lines(found: CalibrationDocument, width: int) -> list[str]:
     links = [f"{name.replace('_', ' ')} {f.long_size(rate)}/s" for name, rate in found.links.items()]
     facts = [
         found.cpu or found.device,
-        f"{found.threads} thread{'s' if found.threads != 1 else ''}",
+        f.plural(found.threads, "thread"),
         f"memory {f.long_size(found.bandwidth)}/s",
         *gemm,
         f"a call {found.launch * 1e6:.1f} µs",

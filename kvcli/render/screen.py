@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
+from kvcli.render.errors import print_note
 from kvcli.render.terminal import Terminal
 from kvcli.world import World
 
@@ -38,6 +39,11 @@ class Screen:
         piped = is_pipe(world.stdout)
         options = world.options
         return cls(out, err, stats, options.quiet, world.clock, keys, piped, shared, options.verbose > 0)
+
+    def note(self, text: str) -> None:
+        """Something the user should know, unless nothing beside the answer is wanted."""
+        if text and not self.quiet:
+            print_note(self.err, text)
 
 
 def same_device(a: TextIO, b: TextIO) -> bool:

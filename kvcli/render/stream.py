@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 from kvcli.api import End, Event, Live, Read, Text, Turn
 from kvcli.outlet import Styled
-from kvcli.render.errors import print_note
 from kvcli.render.keys import echo, suspendable
 from kvcli.render.live import HERTZ, Look, busy, live_row, process_memory, reading_bar
 from kvcli.render.region import Region
@@ -41,8 +40,8 @@ def show_turn(events: Iterable[Event], screen: Screen, look: Look | None = None)
                 close()
     if view.turn is None:
         raise AssertionError("a stream ends with End")
-    for words in [*view.turn.stats.shortages, *loop_notes(view.turn)] if not screen.quiet else ():
-        print_note(screen.err, words)
+    for words in [*view.turn.stats.shortages, *loop_notes(view.turn)]:
+        screen.note(words)
     show_summary(view.turn, screen)
     return view.turn
 

@@ -26,10 +26,6 @@ def hung(words: Sequence[str], width: int) -> list[str]:
     return [("  " if i else "") + line for i, line in enumerate(joined(words, width - 2))]
 
 
-def plural(n: int, word: str) -> str:
-    return f"{f.count(n)} {word}{'s' * (n != 1)}"
-
-
 def scanned(name: str, empty: Sequence[int], kind: str) -> str:
     """The sentence about pages without text, without what follows from it. Only pages of a PDF are pictures."""
     return f"{name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}" + ", perhaps scanned" * (kind == "pdf")
@@ -40,14 +36,16 @@ def about_file(name: str, document: Document, tokens: int | None = None) -> list
     empty = document.without_text
     n, whole = len(document.sections) + len(empty) + document.blank, document.n_pages
     if document.unit == "line":
-        size = plural(document.lines, "line")
+        size = f.plural(document.lines, "line")
+    elif whole and n < whole:
+        size = f"{f.count(n)} of {f.plural(whole, 'page')}"
     else:
-        size = f"{f.count(n)} of {plural(whole, 'page')}" if whole and n < whole else plural(n, UNITS[document.unit])
+        size = f.plural(n, UNITS[document.unit])
     return [
         name,
         size,
-        plural(tokens, "token") if tokens is not None else "",
-        f"{plural(len(empty), 'page')} without text ({listed(empty)})" if empty else "",
+        f.plural(tokens, "token") if tokens is not None else "",
+        f"{f.plural(len(empty), 'page')} without text ({listed(empty)})" if empty else "",
     ]
 
 
@@ -57,9 +55,9 @@ def plan_lines(plan: Plan, width: int) -> list[str]:
     if plan.mode == "whole":
         what = f"whole, {f.count(plan.longest)} tokens with the question"
     else:
-        then = f", then {'at most ' * (plan.merges > 1)}{plural(plan.merges, 'merge')}" if plan.merges else ""
+        then = f", then {'at most ' * (plan.merges > 1)}{f.plural(plan.merges, 'merge')}" if plan.merges else ""
         then = then or (", joined in order" if n > 1 else "")
-        what = f"map, {plural(n, 'part')} of ≤ {f.count(plan.longest)} tokens with the question{then}"
+        what = f"map, {f.plural(n, 'part')} of ≤ {f.count(plan.longest)} tokens with the question{then}"
     cost = joined([about(plan.seconds, at_most=plan.drafts), _room(plan.estimate, plan.available)], width - 2)
     return [*hung([f"plan: {what}", plan.why], width), *(f"  {line}" for line in cost)]
 
@@ -93,11 +91,11 @@ def stretch(part: Part) -> str:
 def part_done(event: PartEnded) -> list[str]:
     """The line that stays when a part is done."""
     head = f"part {event.part.number} of {event.of}"
-    return [head, stretch(event.part), plural(len(event.points), "point"), *_work(event.answered, event.seconds)]
+    return [head, stretch(event.part), f.plural(len(event.points), "point"), *_work(event.answered, event.seconds)]
 
 
 def merge_done(event: MergeEnded) -> list[str]:
-    return [f"merge {event.number}", plural(len(event.points), "point"), *_work(event.answered, event.seconds)]
+    return [f"merge {event.number}", f.plural(len(event.points), "point"), *_work(event.answered, event.seconds)]
 
 
 def _work(answered: Answered, seconds: float) -> list[str]:
@@ -129,10 +127,10 @@ def notes(summary: Summary, documents: Mapping[str, Document], *, cited: bool) -
     if cited and not n:
         yield "the model named no pages, so nothing could be checked"
     if summary.unconfirmed:
-        yield f'{summary.unconfirmed} of {plural(n, "citation")} could not be confirmed, marked "?"'
+        yield f'{summary.unconfirmed} of {f.plural(n, "citation")} could not be confirmed, marked "?"'
     if summary.corrected:
         yield (
-            f"{summary.corrected} of {plural(n, 'citation')} named another place and "
+            f"{summary.corrected} of {f.plural(n, 'citation')} named another place and "
             f"{'was' if summary.corrected == 1 else 'were'} moved to the one that has the words"
         )
     if any(answered.is_cached for answered in summary.turns):
@@ -154,7 +152,7 @@ def totals(summary: Summary) -> list[str]:
     peak = max((s.peak for s in fresh), default=0)
     estimate = max((s.estimate for s in fresh), default=0)
     return [
-        f"{plural(summary.n_parts, 'part')}, {plural(len(fresh), 'question')}",
+        f"{f.plural(summary.n_parts, 'part')}, {f.plural(len(fresh), 'question')}",
         f"read {f.count(read)} tokens in {f.seconds(reading)}"
         + (f", {f.rate(read / reading)}" if reading and read >= FEW else ""),
         f"wrote {f.count(new)} in {f.seconds(writing)}"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvcli.api import Event as TurnEvent
 from kvcli.api import Text
 from kvcli.render import figures as f
-from kvcli.render.errors import print_note
 from kvcli.render.live import NARROWEST, Look
 from kvcli.render.stream import TurnView
 from kvcli.render.summarize import hung, merge_done, part_done, stretch
@@ -56,7 +55,7 @@ class SummaryView(TurnView):
             case Unkept(why):
                 self.told.add(why)
                 if self.tells:
-                    print_note(self.screen.err, why)
+                    self.screen.note(why)
             case Stopped():
                 self.stopped, self.step = event, None
             case Done(summary):
@@ -74,7 +73,7 @@ class SummaryView(TurnView):
             for line in hung(words, self.screen.err.width):
                 self.screen.err.line((line, "dim"))
         for short in event.answered.turn.stats.shortages if self.tells and not event.answered.is_cached else ():
-            print_note(self.screen.err, short)
+            self.screen.note(short)
 
     def _write(self) -> None:
         """Say what is new: a text of points only grows at its end."""

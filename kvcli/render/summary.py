@@ -24,23 +24,21 @@ class Opening:
     context: int = 0  # window in use, tokens
     estimate: int = 0  # bytes the run is expected to need
     threads: int = 0  # on a CPU
-    hint: str = "/help"
 
 
 def header(info: ModelInfo, opening: Opening, width: int) -> list[str]:
     """Two lines: what runs, and how much fits."""
     model = f"{info.id} (bundled, toy answers)" if info.id == "demo" else info.id
     promise = f", {opening.exactness}" if opening.exactness else ""
-    place = info.device + (
-        f", {opening.threads} thread{'s' * (opening.threads > 1)}" if opening.threads and info.device == "cpu" else ""
-    )
+    has_threads = opening.threads and info.device == "cpu"
+    place = info.device + (f", {f.plural(opening.threads, 'thread')}" if has_threads else "")
     quant = "" if info.quant in ("", "none") else info.quant
     limit = f" (model limit {f.count(info.limit)})" if info.limit else ""
     first = [f"kvcli {opening.version}", model, f"{opening.profile}{promise}", quant, place]
     second = [
         f"context {f.count(opening.context or info.limit)}{limit}",
         f"est. {f.long_size(opening.estimate)}" if opening.estimate else "",
-        opening.hint,
+        "/help",
     ]
     return [*joined(first, width), *joined(second, width)]
 
