@@ -235,7 +235,9 @@ def codes(_: str) -> str:
     for kind, call in _raised():
         given = [word.value for word in call.keywords if word.arg == "code"]
         code = _words(given[0]) if given else kind.code
-        found.setdefault((code, kind.exit.value), set()).update(filter(None, [_words(arg) for arg in call.args[:1]]))
+        if code:  # else it is another process's, which is looked at where that makes it
+            words = filter(None, [_words(arg) for arg in call.args[:1]])
+            found.setdefault((code, kind.exit.value), set()).update(words)
     rows = [f"| `{code}` | {status} | {'<br>'.join(sorted(says))} |" for (code, status), says in sorted(found.items())]
     return "\n".join(["| code | exit | says |", "|---|---|---|", *rows])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -86,3 +86,11 @@ class ModelInfo:
 Cancel = Callable[[], bool]  # asked between passes; True ends the turn and keeps the text
 Prompt = str | Sequence[int]
 Events = Iterator[Event]
+
+
+def turn_of(events: Iterable[Event]) -> Turn:
+    """The answer that a stream comes to, all at once."""
+    for event in events:
+        if isinstance(event, End):
+            return event.turn
+    raise AssertionError("a stream ends with End")

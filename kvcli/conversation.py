@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvcli.api import Cancel, End, Event, Events, Finish, ModelInfo, Prompt, Text, Turn
+from kvcli.api import Cancel, End, Event, Events, Finish, ModelInfo, Prompt, Text, Turn, turn_of
 from kvcli.documents import Document
 from kvcli.errors import BadInput, DoesNotFit
 from kvcli.text import Messages, decode, encode, render_text, resume_ids, special_ids
@@ -90,10 +90,7 @@ class Chat:
 
     def send(self, text: str, **options: Any) -> Turn:
         """Ask and wait. Options are those of `stream`."""
-        for event in self.stream(text, **options):
-            if isinstance(event, End):
-                return event.turn
-        raise AssertionError("a stream ends with End")
+        return turn_of(self.stream(text, **options))
 
     def stream(
         self,

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
-from kvcli.api import Cancel, End, Events, ModelInfo, Prompt, Turn
+from kvcli.api import Cancel, Events, ModelInfo, Prompt, Turn, turn_of
 from kvcli.clashes import cautions
 from kvcli.errors import BadConfig, BadInput, BadModel
 from kvcli.schema import ORDER
@@ -192,10 +192,7 @@ class Model:
         self, prompt: Prompt, max_new_tokens: int | None = None, ignore_eos: bool = False, stop: Sequence[str] = ()
     ) -> Turn:
         """One answer, all at once."""
-        for event in self.stream(prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, stop=stop):
-            if isinstance(event, End):
-                return event.turn
-        raise AssertionError("a stream ends with End")
+        return turn_of(self.stream(prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, stop=stop))
 
     def stream(
         self,

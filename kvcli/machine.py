@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -71,6 +72,14 @@ def cpu_flags() -> list[str]:
             have |= set(value.split())
             break
     return [flag for flag in (*FLAGS, *ARM_FLAGS) if flag in have]
+
+
+def installed(package: str) -> str | None:
+    """Its version, without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def cores() -> int | None:

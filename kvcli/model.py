@@ -22,6 +22,7 @@ from kvcli.family import read_config
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed.module import Swap, quantize_
 from kvcli.memory import give_back
+from kvcli.refusals import refuse_quant
 from kvcli.schema import Sample
 from kvcli.sizes import count
 from kvcli.source import Source
@@ -122,12 +123,12 @@ class LM:
         """
         began = time.perf_counter()
         where = weights.find_device(device)
-        weights.check_quant(source, quant, where)
+        refuse_quant(source.id, quant, where.type, is_quantized="quantization_config" in source.config)
         if source.is_pickle and not allow_pickle:
             raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
         if threads > 0:
             torch.set_num_threads(threads)
-        with _quiet():
+        with quiet():
             config = read_config(source, trust_remote_code)
             model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code)
             names = {"id": source.id, "path": str(source.path), "revision": source.revision}
@@ -225,12 +226,12 @@ def _settle_rope(model: nn.Module, text: Any, name: str) -> tuple[str, ...]:
     if not longs or text.max_position_embeddings <= min(reach):
         return ()
     for part in model.modules():
-        for name in [n for n, _ in part.named_buffers(recurse=False) if n.endswith("original_inv_freq")]:
-            prefix = name.removesuffix("original_inv_freq")
+        for table in [n for n, _ in part.named_buffers(recurse=False) if n.endswith("original_inv_freq")]:
+            prefix = table.removesuffix("original_inv_freq")
             kind = {"layer_type": prefix.removesuffix("_")} if prefix else {}
-            x = torch.zeros(1, dtype=torch.float32, device=getattr(part, name).device)
+            x = torch.zeros(1, dtype=torch.float32, device=getattr(part, table).device)
             part(x, torch.tensor([[max(reach)]], device=x.device), **kind)  # one position further: the long table
-            setattr(part, name, getattr(part, f"{prefix}inv_freq").clone())
+            setattr(part, table, getattr(part, f"{prefix}inv_freq").clone())
     return (f"rope: its table for texts beyond {min(reach):,} tokens is used for shorter ones too",)
 
 
@@ -305,7 +306,7 @@ def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
 def _attention(model: Any, name: str) -> Iterator[None]:
     """Another attention function for the length of a block."""
     before = model.config._attn_implementation
-    with _quiet():
+    with quiet():
         model.set_attn_implementation(name)
         try:
             yield
@@ -314,7 +315,7 @@ def _attention(model: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No bars and no warnings of transformers: what matters of them comes back as a note or an error."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

@@ -1,11 +1,11 @@
-"""Which model designs cannot run over rows and slots, and why, read from config.json alone."""
+"""What is refused before a model loads, and why: designs that rows and slots cannot serve, packings there are not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvcli.errors import BadModel
+from kvcli.errors import BadModel, UsageError
 
 Config = dict[str, Any]
 
@@ -45,6 +45,29 @@ def refuse(config: Config, name: str) -> None:
                 detail={"family": family},
                 try_=["docs/models.md lists what runs", "vLLM or llama.cpp may serve this model"],
             )
+
+
+def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> None:
+    """Weights that cannot be packed so, on such a device."""
+    if quant == "none":
+        return
+    if is_quantized:
+        raise UsageError(
+            f"{name} is quantized already, so load.quant = {quant} cannot be applied",
+            code="bad_quant",
+            try_=["--set load.quant=none", "the original, unquantized model"],
+        )
+    if quant == "nf4" and kind == "cpu":
+        raise UsageError(
+            "load.quant = nf4 is for CUDA: on a CPU it is slower than no quantization at all",
+            code="bad_quant",
+            lines=["its CPU path unpacks every weight for every token"],
+            try_=["--set load.quant=int4"],
+        )
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(
+            f"load.quant = {quant} does not run on {kind}", code="bad_quant", try_=["--set load.quant=none"]
+        )
 
 
 def _encoder_decoder(config: Config, text: Config, family: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -58,6 +59,13 @@ STEPS = Form(  # settings that can change under a text that is being written
 def size_of(text: str) -> int:
     """A size such as 6GiB in bytes."""
     return int(float(text[:-3]) * 1024 ** ("KMGT".index(text[-3]) + 1))
+
+
+def tokens_of(text: str) -> int:
+    """A number of tokens such as 4096, 4k or 1.5k; 0 for what is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().replace("_", ""), re.IGNORECASE)
+    n = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0.0
+    return int(n) if n == int(n) else 0
 
 
 @dataclass(frozen=True)

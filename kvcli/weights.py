@@ -103,24 +103,6 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def check_quant(source: Source, quant: str, device: torch.device) -> None:
-    if quant == "none":
-        return
-    if quant == "nf4" and device.type == "cpu":
-        raise UsageError(
-            "load.quant = nf4 is for CUDA: on a CPU it is slower than no quantization at all",
-            lines=["its CPU path unpacks every weight for every token"],
-            try_=["--set load.quant=int4"],
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"load.quant = {quant} does not run on {device.type}", try_=["--set load.quant=none"])
-    if "quantization_config" in source.config:
-        raise UsageError(
-            f"{source.id} is quantized already, so load.quant = {quant} cannot be applied",
-            try_=["--set load.quant=none", "the original, unquantized model"],
-        )
-
-
 @torch.no_grad()
 def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device) -> Swap:
     """Replace every plain `nn.Linear` below `root` and move it to `device`, one at a time.

@@ -128,6 +128,12 @@ def test_dry_run_loads_nothing(machine, monkeypatch):
     assert "demo:report" in done.out
 
 
+def test_dry_run_counts_keys_and_values_as_the_profile_holds_them(machine):
+    plans = [json.loads(machine("-P", name, "--json", "chat", "--dry-run").out) for name in ("exact", "lean")]
+    exact, lean = (plan["kv_bytes"] for plan in plans)
+    assert 0 < lean < exact / 2
+
+
 @pytest.mark.parametrize(("mode", "shown"), [("off", False), ("turn", True), ("live", True)])
 def test_stats_modes(machine, mode, shown):
     assert ("tokens in" in machine("chat", "-p", "Hi", "--stats", mode).err) == shown

@@ -6,12 +6,12 @@ import os
 import platform
 import subprocess
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
 from kvcli import __version__, machine
+from kvcli.machine import installed
 from kvcli.schemas.bench import BenchEnv
 
 PACKAGES = ("torch", "transformers", "tokenizers")
@@ -30,7 +30,7 @@ def environment(device: str, before: list[float] | None) -> BenchEnv:
         cores=cores,
         threads=machine.threads(),
         memory_total=psutil.virtual_memory().total,
-        versions={"kvcli": __version__, "python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
+        versions={"kvcli": __version__, "python": platform.python_version(), **{p: installed(p) for p in PACKAGES}},
         commit=commit(Path(__file__).resolve().parents[2]),
         load_before=before,
         load_after=after,
@@ -69,10 +69,3 @@ def _git(folder: Path, *args: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

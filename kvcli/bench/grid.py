@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from itertools import product
 
 from kvcli.errors import UsageError
+from kvcli.schema import tokens_of
 
 MOST = 64  # lengths in one range
 
@@ -39,11 +40,9 @@ def _range(flag: str, part: str, first: str, last: str, kind: str | None, by: st
 
 
 def _tokens(flag: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().replace("_", ""), re.IGNORECASE)
-    n = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0.0
-    if n < 1 or n != int(n):
-        raise UsageError(f"{flag} takes tokens, not {text.strip()!r}", try_=[f"{flag} 2k", f"{flag} 512-4k*2"])
-    return int(n)
+    if n := tokens_of(text):
+        return n
+    raise UsageError(f"{flag} takes tokens, not {text.strip()!r}", try_=[f"{flag} 2k", f"{flag} 512-4k*2"])
 
 
 @dataclass(frozen=True, slots=True)

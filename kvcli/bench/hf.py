@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig
-from transformers.utils import logging
 
 from kvcli import source, weights
 from kvcli.bench.side import Sample
 from kvcli.family import read_config
+from kvcli.model import quiet
 from kvcli.stats import Stats
 
 if TYPE_CHECKING:
@@ -151,17 +151,10 @@ def load_hf(path: str, profile: Profile) -> Any:
     """The files of `path` as transformers has them, in the numbers and on the device that the profile asks for."""
     wants = profile.load
     found = source.find(path, offline=True, allow_pickle=wants.allow_pickle)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = read_config(found, wants.trust_remote_code)
-            where = weights.find_device(wants.device)
-            model, _ = weights.read_weights(found, config, wants.dtype, where, wants.trust_remote_code)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+    with quiet():
+        config = read_config(found, wants.trust_remote_code)
+        where = weights.find_device(wants.device)
+        model, _ = weights.read_weights(found, config, wants.dtype, where, wants.trust_remote_code)
     model.set_attn_implementation("sdpa")
     return model.to(where).eval().requires_grad_(False)
 

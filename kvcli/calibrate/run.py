@@ -14,6 +14,7 @@ from kvcli.schemas.fit import CalibrationDocument, ModelTimes
 if TYPE_CHECKING:
     import torch
 
+    from kvcli.fit.plan import Plan, Subject
     from kvcli.local import Model
     from kvcli.profile import Profile
     from kvcli.world import World
@@ -65,6 +66,14 @@ def run_calibration(
 def model_fingerprint(dtype: str, quant: str, layers: int, hidden: int, vocab: int, name: str) -> str:
     """Of what pass times depend on beside the machine."""
     return digest(name, dtype, quant, layers, hidden, vocab)
+
+
+def fingerprint_in(plan: Plan, subject: Subject, name: str) -> str:
+    """The fingerprint of a model as it would be loaded."""
+    from kvcli.fit.plan import torch_dtype
+
+    shape, dtype = subject.shape, torch_dtype(subject, plan.profile)
+    return model_fingerprint(dtype, plan.profile.load.quant, shape.layers, shape.hidden, shape.vocab, name)
 
 
 def fingerprint_of(model: Model) -> str:

@@ -8,7 +8,7 @@ import typer
 
 from kvcli.commands import bench_options as o
 from kvcli.commands import flags as f
-from kvcli.errors import ExitStatus, UsageError
+from kvcli.errors import ExitStatus
 
 if TYPE_CHECKING:
     from kvcli.bench.run import Bench, Quality
@@ -64,12 +64,12 @@ def bench(
     world: World = context.obj
     setup = Setup(world, model, f.load_flags(context.params))
     if calibrate:
-        refuse_others(context, "--calibrate", {"model", "device", "dtype", "quant", "allow_pickle"})
+        f.refuse_others(context, "--calibrate", {"calibrate", "model", "device", "dtype", "quant", "allow_pickle"})
         from kvcli.commands.bench_calibrate import print_calibration
 
         return print_calibration(setup)
     if history:
-        refuse_others(context, "--history", {"model", "ctx", "workload"})
+        f.refuse_others(context, "--history", {"history", "model", "ctx", "workload"})
         from kvcli.commands.bench_out import print_history
 
         return print_history(world, setup.name, ctx, workload)
@@ -95,22 +95,6 @@ def bench(
     return run(setup, typed, out, dry_run)
 
 
-def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
-    """--history and --calibrate measure no profiles: what would shape that must not be dropped in silence."""
-    typed = []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if source is not None and source.name == "COMMANDLINE":
-            is_ours = parameter.name in bench.__annotations__  # else one of every command, such as --json
-            is_fine = not is_ours or parameter.name in {*allowed, mode.removeprefix("--")}
-            typed += [] if is_fine else [parameter.opts[0]]
-    if typed:
-        raise UsageError(
-            f"{mode} goes without {', '.join(typed)}",
-            try_=[f"kvcli bench {mode}", "the rest in a command of its own"],
-        )
-
-
 def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
     """Check everything that can be checked, then measure."""
     from kvcli.bench.run import check_room
@@ -123,7 +107,7 @@ def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
     asked = understand(setup, typed)
     with progress(Screen.of(setup.world)) as bar:
         quality = suite(setup.world, typed, asked, bar)
-        found = locate(setup, asked, bar, offline=dry_run)
+        found = setup.fetch(asked.sides[0][2], None if dry_run else bar.screen.note)
         check_room(asked.args.ctx, asked.args.new, of_source(found).limit, setup.name)
         if dry_run:
             from kvcli.commands.bench_out import print_dry_run
@@ -132,20 +116,6 @@ def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
         bench = prepare(setup, asked, found, quality, bar)
         status = measure(bench)
     return out.finish(bench, status)
-
-
-def locate(setup: Setup, asked: Asked, bar: Bar, offline: bool) -> Source:
-    """The model's files, downloaded where that is allowed."""
-    from kvcli import source
-
-    entry = setup.entry
-    return source.find(
-        entry.path,
-        offline=offline or setup.world.options.offline,
-        revision=entry.revision or None,
-        allow_pickle=asked.sides[0][2].load.allow_pickle,
-        tell=bar.screen.note,
-    )
 
 
 def prepare(setup: Setup, asked: Asked, found: Source, quality: Quality | None, bar: Bar) -> Bench:

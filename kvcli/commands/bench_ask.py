@@ -16,7 +16,7 @@ from kvcli.bench.makers import BASELINES, baseline_of
 from kvcli.bench.recipe import Recipe
 from kvcli.bench.workloads import NAMES
 from kvcli.commands.ask import read_file
-from kvcli.commands.flags import tokens
+from kvcli.commands.flags import listed, tokens
 from kvcli.errors import UsageError
 from kvcli.schemas.bench import BenchArgs
 
@@ -101,7 +101,7 @@ def _args(setup: Setup, typed: Typed, names: list[str]) -> BenchArgs:
         seed=typed.seed,
         set=list(setup.world.options.set),
         fail_if=list(typed.fail_if),
-        named=None if typed.profiles is None else _listed(typed.profiles),
+        named=None if typed.profiles is None else listed(typed.profiles),
         current=setup.world.options.profile,
         device=None if device is None else str(device),
         dtype=None if dtype is None else str(dtype),
@@ -113,13 +113,9 @@ def _args(setup: Setup, typed: Typed, names: list[str]) -> BenchArgs:
     )
 
 
-def _listed(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def read_workloads(setup: Setup, text: str | None) -> tuple[list[str], dict[str, Document]]:
     """Their names, and the documents of those that are files."""
-    names = list(dict.fromkeys(filter(None, (part.strip() for part in (text or "summary").split(",")))))
+    names = list(dict.fromkeys(listed(text or "summary")))
     files = {}
     for name in names:
         if name in NAMES:
@@ -141,12 +137,12 @@ def read_workloads(setup: Setup, text: str | None) -> tuple[list[str], dict[str,
 def _profiles(setup: Setup, typed: Typed, asked: Asked) -> list[tuple[str, str, Profile]]:
     """The profiles, each with its varied forms."""
     current = setup.profile()
-    listed = _listed(typed.profiles or "")
-    if typed.profiles is not None and not listed:
+    names = listed(typed.profiles or "")
+    if typed.profiles is not None and not names:
         raise UsageError("--profiles names none", try_=["--profiles exact,ngram"])
     loading = [item for item in setup.world.options.set if item.strip().startswith("load.")]
-    fixed = [] if listed else [setup.resolve("exact", loading)]  # the yardstick: the same weights, nothing else set
-    found = [setup.resolve(name, setup.world.options.set) for name in listed] or [current]
+    fixed = [] if names else [setup.resolve("exact", loading)]  # the yardstick: the same weights, nothing else set
+    found = [setup.resolve(name, setup.world.options.set) for name in names] or [current]
     varies = [Vary.of(text) for text in typed.vary]
     check_keys(varies, {profile.name: list(profile.values) for profile in [*fixed, *found]})
     sides = [(profile.name, profile) for profile in fixed if varies or profile.hash != current.hash]

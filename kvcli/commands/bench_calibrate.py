@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvcli.commands.show import print_json, print_table
+from kvcli.commands.show import print_json, print_lines, print_table
 from kvcli.errors import ExitStatus
 
 if TYPE_CHECKING:
@@ -26,11 +26,8 @@ def print_calibration(setup: Setup) -> int:
         print_json(world, document)
     elif not world.options.plain:
         from kvcli.render.fit import calibration_lines
-        from kvcli.render.terminal import Terminal
 
-        out = Terminal.of(world, "stdout")
-        for line in calibration_lines(document, out.width):
-            out.line((line, ""))
+        print_lines(world, calibration_lines(document, world.width()))
     else:
         said = document.document()
         passes = (said.get("model") or {}).pop("passes", [])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.commands.bench_options import Format
+from kvcli.commands.flags import listed
 from kvcli.commands.output import output_file
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, writing
@@ -159,7 +160,7 @@ def print_history(world: World, model: str, ctx: str | None, workload: str | Non
     from kvcli.render.screen import Screen
 
     note = Screen.of(world).note
-    workloads = [part.strip() for part in (workload or "").split(",") if part.strip()]
+    workloads = listed(workload or "")
     document = history(folder(world), model, contexts(ctx) if ctx else [], workloads, note)
     if world.options.json:
         print_json(world, document)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvcli.commands.flags import listed
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ Suite = Callable[["Model", "list[Profile]"], "QualityDocument | None"]
 
 def suite(world: World, typed: Typed, asked: Asked, bar: Bar) -> Suite | None:
     """What runs once the speeds are measured; None for --quality off and agree. Unknown tasks are refused here."""
-    tasks = [name.strip() for name in typed.quality.split(",") if name.strip()]
+    tasks = listed(typed.quality)
     if tasks in (["off"], ["agree"]):
         for flag, value in (
             ("--query-visible", typed.query_visible),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from kvcli import __version__
 from kvcli.commands.config import places
 from kvcli.commands.show import print_json
 from kvcli.errors import ExitStatus
+from kvcli.machine import installed
 
 if TYPE_CHECKING:
     from kvcli.schemas.listings import DoctorDocument
@@ -93,14 +93,6 @@ def hardware(world: World) -> dict[str, Any]:
         problem = redacted(f"torch does not work here: {type(error).__name__}: {error}", world)
         nothing: dict[str, Any] = {"cpu": None, "cpu_flags": [], "cores": None, "threads": None, "devices": []}
         return nothing | {"kernels": [], "quant": {}, "problems": [problem]}
-
-
-def installed(package: str) -> str | None:
-    """Its version, without importing it."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def redacted(text: str, world: World) -> str:

@@ -135,7 +135,7 @@ def _chosen(setup: Setup, all_: bool, names: str | None, notes: list[str]) -> It
         profile = setup.profile()
         yield profile.name, profile
         return
-    wanted = setup.names() if all_ else list(dict.fromkeys(n.strip() for n in (names or "").split(",") if n.strip()))
+    wanted = setup.names() if all_ else list(dict.fromkeys(o.listed(names or "")))
     if not wanted:
         raise UsageError(f"--profiles takes names, not {names!r}", try_=["--profiles exact,ngram", "--all"])
     for name in wanted:
@@ -154,19 +154,15 @@ def others_of(setup: Setup) -> Mapping[str, Profile]:
 
 def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapping[str, CalibrationDocument]:
     """What was measured here, for each profile; nothing for a machine that was described."""
-    from kvcli.calibrate.run import model_fingerprint
+    from kvcli.calibrate.run import fingerprint_in
     from kvcli.calibrate.store import load_calibration, machine_fingerprint
-    from kvcli.fit.plan import torch_dtype
 
     found: dict[str, CalibrationDocument] = {}
-    shape = outlook.subject.shape
     for plan in plans:
         if plan.room.is_described:
             continue
         machine = machine_fingerprint(plan.room.device, plan.profile.load.threads)
-        dtype = torch_dtype(outlook.subject, plan.profile)
-        key = model_fingerprint(dtype, plan.profile.load.quant, shape.layers, shape.hidden, shape.vocab, setup.name)
-        for model in (key, ""):
+        for model in (fingerprint_in(plan, outlook.subject, setup.name), ""):
             known = load_calibration(setup.world.paths.cache, machine, model, outlook.notes.append)
             if known is not None and plan.profile.name not in found:
                 found[plan.profile.name] = known

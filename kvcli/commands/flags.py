@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -11,6 +10,7 @@ import typer
 
 from kvcli.build import REGISTRIES
 from kvcli.errors import UsageError
+from kvcli.schema import tokens_of
 
 
 def option(
@@ -113,6 +113,11 @@ def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     return profile_flags({name: params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")})
 
 
+def listed(text: str) -> list[str]:
+    """The names between commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def window(text: str) -> int | str:
     """`auto`, `max` or a number of tokens. Both words are the model's limit; auto gives way where that does not fit."""
     return "auto" if text in ("auto", "max") else tokens(text, "--ctx", 'tokens, "auto" or "max"')
@@ -120,8 +125,17 @@ def window(text: str) -> int | str:
 
 def tokens(text: str, flag: str, kind: str = "tokens") -> int:
     """`4096`, `4k` (4,096), `1.5k`, `1m`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().replace("_", ""), re.IGNORECASE)
-    n = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0.0
-    if n < 1 or n != int(n):
-        raise UsageError(f"{flag} takes {kind}, not {text!r}", try_=[f"{flag} 4096", f"{flag} 4k"])
-    return int(n)
+    if n := tokens_of(text):
+        return n
+    raise UsageError(f"{flag} takes {kind}, not {text!r}", try_=[f"{flag} 4096", f"{flag} 4k"])
+
+
+def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
+    """No option is dropped in silence: those of this command that say nothing in a mode are refused."""
+    ours, typed = set(context.params), []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "COMMANDLINE" and parameter.name in ours - allowed:
+            typed.append(parameter.opts[0])
+    if typed:
+        raise UsageError(f"{mode} goes without {', '.join(typed)}", try_=[f"leave {' and '.join(typed)} out"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.commands.flags import listed
 from kvcli.commands.show import print_cells, print_json
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
@@ -132,7 +133,7 @@ def outlet(
 
 
 def _forms(text: str) -> tuple[str, ...]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = listed(text)
     if names == ["none"]:
         return ()
     unknown = [name for name in names if name not in FORMS]

@@ -70,11 +70,10 @@ def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
     typed = setup.flags.get("load.quant")
     quants = (str(typed[0]),) if typed and typed[0] in catalog.PACKED else ("none", "int8")
     offers = here[:FEW]
-    for choice in catalog.choices(usable, quants):
-        known, quant = choice.known, "none" if typed else choice.quant
+    for known, quant in catalog.choices(usable, quants):
         if known.id not in [offer.model for offer in here]:
-            size = f"{long_size(2 * known.parameters)}, takes {long_size(choice.needs)}"
-            offers.append(Offer(known.id, quant, f"{size}, {known.licence}"))
+            size = f"{long_size(2 * known.parameters)}, takes {long_size(known.needs(quant))}"
+            offers.append(Offer(known.id, "none" if typed else quant, f"{size}, {known.licence}"))
     return found, offers
 
 

@@ -71,9 +71,9 @@ def take_common(command: Any, *, rare: bool = False) -> Any:
 def take_model(command: Any) -> None:
     """Where MODEL is an argument, -m MODEL says the same."""
     for model in [param for param in command.params if param.opts == ["model"]]:
-        (option,) = _params_of(_named)
-        option.expose_value, option.callback, model.callback = False, _note_model, _one_model
-        command.params.append(option)
+        (named,) = _params_of(_named)
+        named.expose_value, named.callback, model.callback = False, _note_model, _one_model
+        command.params.append(named)
 
 
 def show_rare(command: Any) -> None:

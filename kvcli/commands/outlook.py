@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
     from kvcli.fit.before import Outlook
     from kvcli.profile import Profile
+    from kvcli.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,16 @@ class Prepared:
         note = self.outlook.record(profile, turn.stats)
         was, self._is_noted = self._is_noted, self._is_noted or bool(note)
         return "" if was else note
+
+
+def outlook_of(setup: Setup, found: Source) -> Outlook:
+    """On this model, for a command that loads nothing."""
+    from kvcli.fit import program
+    from kvcli.fit.before import Outlook
+    from kvcli.fit.plan import subject_of
+
+    paths = setup.world.paths
+    return Outlook(subject_of(found), setup.name, paths.data, base=program.elsewhere(paths.cache))
 
 
 def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str], None]) -> Prepared:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.commands.ask import read_file
 from kvcli.commands.models import kind_of, look_at
+from kvcli.commands.outlook import outlook_of
 from kvcli.commands.setup import refuse_beyond
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus, KvcliError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
     from kvcli.fit.plan import Plan
     from kvcli.profile import Profile
+    from kvcli.source import Source
 
 
 def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
@@ -47,9 +49,10 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
     world = setup.world
     documents = [read_file(world, name) for name in files]
     entry = look_at(world, setup.name, kind_of(world, setup.name), profile.load.allow_pickle, strict=True)
+    found = setup.fetch(profile)
     refuse_beyond(profile, entry.context or 0, setup.name)
     context = (entry.context or 0) if profile.context.limit == "auto" else int(profile.context.limit)
-    needs = _needs(setup, profile, context)
+    needs = _needs(setup, profile, found, context)
     kv = needs.need.kv + needs.need.host + needs.need.disk if needs else 0
     return PlanDocument(
         model=entry,
@@ -69,16 +72,10 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
     )
 
 
-def _needs(setup: Setup, profile: Profile, context: int) -> Plan | None:
+def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan | None:
     """The estimate of `kvcli fit` for a full window; None for a model whose config does not say how large it is."""
-    from kvcli.fit import program
-    from kvcli.fit.before import Outlook
-    from kvcli.fit.plan import subject_of
-
     try:
-        paths = setup.world.paths
-        outlook = Outlook(subject_of(setup.fetch(profile)), setup.name, paths.data, base=program.elsewhere(paths.cache))
-        return outlook.plan(profile, context or None)
+        return outlook_of(setup, found).plan(profile, context or None)
     except KvcliError:
         return None
 

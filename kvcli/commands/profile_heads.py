@@ -90,6 +90,7 @@ def profile_heads(
     which continue repeats (repeat). Draws a grid, writes a report and a map
     that profiles use as policy.headmap.
     """
+    from kvcli.commands.heads_out import outlet
     from kvcli.commands.setup import Setup
 
     world: World = context.obj
@@ -100,8 +101,7 @@ def profile_heads(
     profile = setup.profile()
     chosen: dict[str, object] = {"criterion": criterion, "recovery": recovery, "keep": keep}
     ask = _ask(setup, profile, chosen, probe, context_, layers, prompt or [], texts, seed, stability)
-    outlet = _outlet(setup, ask, show, top, compare, out, emit)
-    return _run(setup, profile, ask, outlet)
+    return _run(setup, profile, ask, outlet(world, setup.name, ask, show, top, compare, out, emit))
 
 
 def _ask(
@@ -144,7 +144,7 @@ def _ask(
 def _probes(text: str) -> tuple[Probe, ...]:
     from kvcli.heads.ask import PROBES
 
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = o.listed(text)
     if names == ["all"]:
         return PROBES
     unknown = [name for name in names if name not in PROBES]
@@ -188,15 +188,6 @@ def _layers(text: str | None) -> tuple[int, ...]:
             raise UsageError(f"--layers takes numbers and ranges, not {part.strip()!r}", try_=["--layers 0-11"])
         found |= set(range(first, last + 1))
     return tuple(sorted(found))
-
-
-def _outlet(
-    setup: Setup, ask: Ask, show: str | None, top: int, compare: str | None, out: str | None, emit: str
-) -> Outlet:
-    """Where results go, refused now if they cannot."""
-    from kvcli.commands.heads_out import outlet
-
-    return outlet(setup.world, setup.name, ask, show, top, compare, out, emit)
 
 
 def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> int:

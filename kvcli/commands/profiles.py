@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvcli.commands.setup import sources
-from kvcli.commands.show import print_json, print_table
+from kvcli.commands.show import print_json, print_lines, print_table
 from kvcli.config import NAME, Config, load_config, no_such_profile, read_config
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
@@ -19,7 +19,6 @@ from kvcli.layers import PROJECT_FILE, Sources
 from kvcli.problems import Problem, bad_config
 from kvcli.profile import Outcome, Profile, Rules, load_profile, resolve_profile
 from kvcli.profile_file import new_profile
-from kvcli.render.terminal import Terminal
 from kvcli.settings import InFile
 from kvcli.toml_places import toml_value
 from kvcli.world import World
@@ -57,7 +56,7 @@ def show(
     elif origin or world.options.plain:
         print_table(world, show_rows(profile, origin))
     else:
-        _lines(world, show_toml(profile))
+        print_lines(world, show_toml(profile))
 
 
 @app.command()
@@ -73,7 +72,7 @@ def check(
     if world.options.json:
         _json(world, profiles=names, problems=[])
     else:
-        _lines(world, [f"no problems in {', '.join(names) or what}"])
+        print_lines(world, [f"no problems in {', '.join(names) or what}"])
 
 
 @app.command()
@@ -93,7 +92,7 @@ def diff(
     elif keys:
         print_table(world, [["key", one.name, two.name], *([key, _value(one, key), _value(two, key)] for key in keys)])
     else:
-        _lines(world, [f"{one.name} and {two.name} have the same settings"])
+        print_lines(world, [f"{one.name} and {two.name} have the same settings"])
 
 
 @app.command()
@@ -125,7 +124,7 @@ def new(
     if world.options.json:
         _json(world, profiles=[name], file=str(path))
     else:
-        _lines(world, [where.shown(path)])
+        print_lines(world, [where.shown(path)])
 
 
 def list_rows(found: Iterable[Outcome], config: Config) -> list[list[str]]:
@@ -240,9 +239,3 @@ def _assignment(key: str, value: object) -> str:
 
 def _json(world: World, **fields: object) -> None:
     print_json(world, {"schema": SCHEMA, **fields})
-
-
-def _lines(world: World, lines: Iterable[str]) -> None:
-    out = Terminal.of(world, "stdout")
-    for line in lines:
-        out.line((line, ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.outlet import escaped, neutralise
@@ -36,6 +36,13 @@ def print_table(world: World, rows: Sequence[Sequence[str]], drop: Sequence[str]
     rows = fitting(clean, width, drop, wraps=True)
     # a word that is too long, a path mostly, is the terminal's to break: so it can be copied
     for line in columns(rows, width if least(rows) <= width else 0, left=range(len(rows[0]))):
+        out.line((line, ""))
+
+
+def print_lines(world: World, lines: Iterable[str]) -> None:
+    """Lines as they are."""
+    out = Terminal.of(world, "stdout")
+    for line in lines:
         out.line((line, ""))
 
 

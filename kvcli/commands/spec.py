@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,11 +12,12 @@ from kvcli.commands import flags as o
 from kvcli.errors import ContextOverflow, ExitStatus, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvcli.commands.setup import Setup
     from kvcli.local import Model
-    from kvcli.world import World
+    from kvcli.profile import Profile
+    from kvcli.render.bench_progress import Bar
 
 app = typer.Typer(help="Drafting: what it brings here, and settings that bring more.", add_completion=False)
 
@@ -52,12 +54,11 @@ def doctor(
     Plain decoding and the profile take turns on one text. Shows what passes
     of many rows cost, which guesses come true, and what scouts bring.
     """
-    from kvcli.commands.show import print_json
+    from kvcli.commands.show import print_json, print_lines
     from kvcli.commands.spec_figures import examine
     from kvcli.render.spec import doctor_lines
-    from kvcli.render.terminal import Terminal
 
-    setup = _setup(context, "doctor")
+    setup = _setup(context)
     world = setup.world
     with _model(setup) as (loaded, bar):
         if loaded.profile.spec.method == "off":
@@ -69,9 +70,7 @@ def doctor(
     if world.options.json:
         print_json(world, found)
     else:
-        out = Terminal.of(world, "stdout")
-        for line in doctor_lines(found, out.width):
-            out.line((line, ""))
+        print_lines(world, doctor_lines(found, world.width()))
     return ExitStatus.OK
 
 
@@ -95,13 +94,12 @@ def tune(
     Each text is read once, then all settings continue it in turns.
     """
     from kvcli.bench.drafting import tune as measure
-    from kvcli.commands.show import print_json
+    from kvcli.commands.show import print_json, print_lines
     from kvcli.commands.spec_figures import tuned
     from kvcli.commands.spec_profile import place, write
     from kvcli.render.spec import tune_lines
-    from kvcli.render.terminal import Terminal
 
-    setup = _setup(context, "tune")
+    setup = _setup(context)
     world = setup.world
     if world.options.json and output == Path("-"):
         raise UsageError("both the profile and the JSON would go to stdout", try_=["-o FILE --json", "-o -"])
@@ -114,36 +112,29 @@ def tune(
     if world.options.json:
         print_json(world, written)
     elif where.path != Path("-"):
-        out = Terminal.of(world, "stdout")
-        for line in tune_lines(written, out.width):
-            out.line((line, ""))
+        print_lines(world, tune_lines(written, world.width()))
     return ExitStatus.OK
 
 
-def _setup(context: typer.Context, command: str) -> Setup:
+def _setup(context: typer.Context) -> Setup:
     from kvcli.commands.setup import Setup
 
-    world: World = context.obj
-    return Setup(world, context.params.get("model"), o.load_flags(context.params))
+    return Setup(context.obj, context.params.get("model"), o.load_flags(context.params))
 
 
-def _model(setup: Setup) -> Any:
-    from contextlib import contextmanager
-
+@contextmanager
+def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
+    """Loaded under its profile, which draws nothing."""
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
 
-    @contextmanager
-    def opened() -> Any:
-        with progress(Screen.of(setup.world)) as bar:
-            bar.show(0, 0, f"loading {setup.name}")
-            with setup.load(_greedy(setup), bar.screen.note) as loaded:
-                yield loaded, bar
-
-    return opened()
+    with progress(Screen.of(setup.world)) as bar:
+        bar.show(0, 0, f"loading {setup.name}")
+        with setup.load(_greedy(setup), bar.screen.note) as loaded:
+            yield loaded, bar
 
 
-def _greedy(setup: Setup) -> Any:
+def _greedy(setup: Setup) -> Profile:
     from kvcli.bench.profile_side import greedy
 
     return greedy(setup.profile())

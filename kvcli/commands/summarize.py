@@ -68,7 +68,7 @@ def summarize(
     world: World = context.obj
     if extract_only:
         kept = {"files", "pages", "type_", "password_file", "extract_only", "output", "format"}
-        o.refuse_others(context, "--extract-only", kept)
+        f.refuse_others(context, "--extract-only", kept)
     if dry_run and output not in (None, "-"):
         raise UsageError("--dry-run prints the plan and writes no file", try_=["leave -o out"])
     request = o.request_of(context.params)

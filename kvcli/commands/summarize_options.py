@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvcli.commands.flags import option, tokens
-from kvcli.errors import UsageError
 from kvcli.summarize.request import Request, Style, Wish, length_of
 
 Form = Literal["md", "txt", "json", "html"]
@@ -78,14 +77,3 @@ def request_of(params: Mapping[str, Any]) -> Request:
         chunk=tokens(chunk, "--chunk") if chunk is not None else None,
         overlap=params["overlap"],
     )
-
-
-def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
-    """No option is dropped in silence: those of this command that say nothing in a mode are refused."""
-    ours, typed = set(context.params), []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if source is not None and source.name == "COMMANDLINE" and parameter.name in ours - allowed:
-            typed.append(parameter.opts[0])
-    if typed:
-        raise UsageError(f"{mode} goes without {', '.join(typed)}", try_=[f"leave {' and '.join(typed)} out"])

@@ -42,18 +42,15 @@ def print_plans(job: Job) -> None:
 def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wording]:
     """What a plan must know of the model, from its files."""
     from kvcli.commands.fit import others_of
-    from kvcli.commands.setup import find, refuse_beyond
-    from kvcli.fit import program
-    from kvcli.fit.before import Outlook
-    from kvcli.fit.plan import subject_of
+    from kvcli.commands.outlook import outlook_of
+    from kvcli.commands.setup import refuse_beyond
     from kvcli.summarize.plan import Window, most_of
     from kvcli.summarize.prompt import wording_of
     from kvcli.tokenizer import load_tokenizer
 
-    world = setup.world
-    world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    found = find(world, setup.name, profile.load.allow_pickle)
-    outlook = Outlook(subject_of(found), setup.name, world.paths.data, base=program.elsewhere(world.paths.cache))
+    setup.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    found = setup.fetch(profile)
+    outlook = outlook_of(setup, found)
     refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
     fitted, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     tokenizer = load_tokenizer(found, profile.load.trust_remote_code)
@@ -69,14 +66,11 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
 def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
     """What was measured before, by `kvcli bench --calibrate` or by an earlier run."""
     from kvcli.calibrate.quick import kept_times
-    from kvcli.calibrate.run import model_fingerprint
+    from kvcli.calibrate.run import fingerprint_in
     from kvcli.calibrate.store import load_calibration, machine_fingerprint
-    from kvcli.fit.plan import torch_dtype
 
-    shape, load, cache = outlook.subject.shape, fitted.profile.load, setup.world.paths.cache
-    machine = machine_fingerprint(fitted.room.device, load.threads)
-    dtype = torch_dtype(outlook.subject, fitted.profile)
-    key = model_fingerprint(dtype, load.quant, shape.layers, shape.hidden, shape.vocab, setup.name)
+    cache, machine = setup.world.paths.cache, machine_fingerprint(fitted.room.device, fitted.profile.load.threads)
+    key = fingerprint_in(fitted, outlook.subject, setup.name)
     known = load_calibration(cache, machine, key, outlook.notes.append)
     if known is not None and known.model is not None and known.model.passes:
         return list(known.model.passes)

@@ -70,11 +70,10 @@ def print_text(job: Job) -> int:
 
 def _refuse_early(job: Job) -> None:
     """What the model does not follow is refused before minutes of loading, if its files are here."""
-    from kvcli.commands.setup import find
     from kvcli.summarize.prompt import wording_of
 
     try:
-        found = find(job.setup.world, job.setup.name, job.profile.load.allow_pickle)
+        found = job.setup.fetch(job.profile)
     except KvcliError:
         return  # not here yet, or damaged: loading says so
     wording_of(found.path).refuse(job.request, job.setup.name)

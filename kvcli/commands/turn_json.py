@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli import __version__
-from kvcli.api import End, Event, Live, ModelInfo, Read, Text, Turn
+from kvcli.api import End, Event, Live, ModelInfo, Read, Text, Turn, turn_of
 from kvcli.commands.show import print_json
 from kvcli.schemas.turn import (
     EndEvent,
@@ -110,11 +110,9 @@ def model_facts(info: ModelInfo) -> ModelFacts:
 
 def print_turn(world: World, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
     """One document when the turn is over."""
-    for event in events:
-        if isinstance(event, End):
-            print_json(world, turn_document(event.turn, info, run))
-            return event.turn
-    raise AssertionError("a stream ends with End")
+    turn = turn_of(events)
+    print_json(world, turn_document(turn, info, run))
+    return turn
 
 
 def print_events(world: World, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:

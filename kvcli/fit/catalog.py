@@ -63,25 +63,13 @@ CATALOG = (  # layers, hidden, heads, KV heads, numbers of a head, inner, vocabu
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A model that fits, and how it is loaded."""
-
-    known: Known
-    quant: str = "none"
-
-    @property
-    def needs(self) -> int:
-        return self.known.needs(self.quant)
-
-
-def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[Choice]:
+def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple[Known, str]]:
     """For a quick answer, in comfort, and the largest that `usable` bytes hold; packed weights where more then fits."""
-    found: dict[str, Choice] = {}
+    found: dict[str, tuple[Known, str]] = {}
     for share in SHARES:
         packings = quants if share == 1 else quants[:1]
-        fitting = [Choice(k, q) for k in CATALOG for q in packings if k.needs(q) <= share * usable]
+        fitting = [(known, quant) for known in CATALOG for quant in packings if known.needs(quant) <= share * usable]
         if fitting:
-            best = max(fitting, key=lambda c: (c.known.parameters, c.quant == "none"))
-            found.setdefault(best.known.id, best)
+            known, quant = max(fitting, key=lambda one: (one[0].parameters, one[1] == "none"))
+            found.setdefault(known.id, (known, quant))
     return list(found.values())

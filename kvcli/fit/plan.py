@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli.errors import BadInput, UsageError
+from kvcli.errors import BadInput
 from kvcli.fit import memory, weights
 from kvcli.fit.places import Caps
 from kvcli.fit.program import BASE
@@ -17,6 +17,7 @@ from kvcli.kv import tiers
 from kvcli.kv.slots import Sight
 from kvcli.kv.tiers import POSITION, index_bytes, is_packed, layer_bytes, narrow
 from kvcli.machine import kept_free
+from kvcli.refusals import refuse_quant
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
@@ -113,7 +114,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     load, shape = profile.load, subject.shape
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
-    refuse_quant(subject, load.quant, room.kind)
+    refuse_quant(subject.name, load.quant, room.kind, is_quantized=subject.is_quantized)
     heavy = weights.weigh(
         subject.held, shape, number=number, quant=load.quant, device=room.kind, given=subject.is_quantized
     )
@@ -185,18 +186,6 @@ def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], 
     layers = len(profile.recall.layers(_sights(shape)))
     per_slot = profile.recall.per_slot(shape.head_dim, number)
     return lambda slots, fresh: layers * index_bytes(profile.kv, per_slot, shape.kv_heads, slots, fresh)
-
-
-def refuse_quant(subject: Subject, quant: str, kind: str) -> None:
-    """What loading would refuse is not planned as something else."""
-    if quant == "none":
-        return
-    if subject.is_quantized:
-        raise UsageError(f"{subject.name} is quantized already", code="bad_quant", try_=["--quant none"])
-    if quant == "nf4" and kind == "cpu":
-        raise UsageError("load.quant = nf4 is for CUDA", code="bad_quant", try_=["--quant int4", "--vram 12GiB"])
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"load.quant = {quant} does not run on {kind}", code="bad_quant", try_=["--quant none"])
 
 
 def torch_dtype(subject: Subject, profile: Profile) -> str:

@@ -54,7 +54,8 @@ def heading(document: BenchDocument) -> str:
 
 
 def threads(document: BenchDocument) -> str:
-    return f.plural(document.env.threads, "thread")
+    n = document.env.threads
+    return f.plural(n, "thread") if n is not None else "threads unknown"
 
 
 def where(document: BenchDocument) -> str:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from hashlib import sha256
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from kvcli.render import heads_cells as c
 from kvcli.render.figures import long_size
 from kvcli.render.heads_text import facts, top_table
-from kvcli.render.html import Markup, data_table, plain, section, tag
+from kvcli.render.html import Markup, data_table, file, head, plain, section, tag
 
 if TYPE_CHECKING:
     from kvcli.heads.report import Strip
@@ -25,19 +24,11 @@ LISTED = 20  # heads in the table
 
 def html(document: HeadsDocument, strip: Strip | None) -> str:
     """The page of a document; `strip`: the tokens of its prompt, which the document itself does not hold."""
-    script = _file("heads_report.js")
+    script = file("heads_report.js")
     digest = b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("title", f"{document.model}: kvcli profile-heads"),
-        tag("style", Markup(_file("bench_report.css") + _file("heads_report.css"))),
-    )
     data = json.dumps(_data(document, strip), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    top = head(f"{document.model}: kvcli profile-heads", "bench_report.css", "heads_report.css", policy=policy)
     body = tag(
         "body",
         tag(
@@ -47,11 +38,7 @@ def html(document: HeadsDocument, strip: Strip | None) -> str:
         tag("script", Markup(data.replace("<", "\\u003c")), type="application/json", id="data"),
         tag("script", Markup(script)),
     )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _file(name: str) -> str:
-    return (files("kvcli.render") / name).read_text(encoding="utf-8")
+    return f"<!doctype html>\n{tag('html', top, body, lang='en')}\n"
 
 
 def _title(document: HeadsDocument) -> Markup:

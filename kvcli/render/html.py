@@ -80,14 +80,23 @@ def number(value: float) -> str:
 
 def page(title: str, sheet: str, *main: Markup, lang: str = "en") -> str:
     """A whole file with a style sheet of this package. It fetches and runs nothing, whatever a name in it says."""
-    style = Markup((files("kvcli.render") / sheet).read_text(encoding="utf-8"))
-    head = tag(
+    body = tag("body", tag("main", *main))
+    return f"<!doctype html>\n{tag('html', head(title, sheet), body, lang=lang)}\n"
+
+
+def head(title: str, *sheets: str, policy: str = _POLICY) -> Markup:
+    """With style sheets of this package, and what `policy` lets the page fetch and run."""
+    return tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("title", title),
-        tag("style", style),
+        tag("style", Markup("".join(map(file, sheets)))),
     )
-    return f"<!doctype html>\n{tag('html', head, tag('body', tag('main', *main)), lang=lang)}\n"
+
+
+def file(name: str) -> str:
+    """A file of this package."""
+    return (files("kvcli.render") / name).read_text(encoding="utf-8")

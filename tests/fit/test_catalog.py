@@ -14,12 +14,11 @@ from kvcli.profile import Profile
 GIB = 1 << 30
 
 
-def planned(choice, available):
+def planned(known, quant, available):
     """What `kvcli fit` says of it."""
-    known = choice.known
     held = weights.of_shape(known.shape)
     subject = Subject(known.id, known.shape, held, "bfloat16", False, True, False, 2 * known.parameters)
-    profile = Profile.load("ngram").replace(load={"quant": choice.quant})
+    profile = Profile.load("ngram").replace(load={"quant": quant})
     return plan(subject, profile, Room("cpu", available), min(TOKENS, known.shape.limit), Facts())
 
 
@@ -42,16 +41,17 @@ def test_what_is_offered_fits_as_fit_plans_it(gib):
     available = int(gib * GIB)
     found = choices(available - kept_free(available))
     assert 1 <= len(found) <= 3
-    assert [c.known.parameters for c in found] == sorted({c.known.parameters for c in found})
-    for choice in found:
-        assert planned(choice, available).fits
-        assert 1 <= choice.needs / planned(choice, available).least < 1.25
+    assert [known.parameters for known, _ in found] == sorted({known.parameters for known, _ in found})
+    for known, quant in found:
+        needed = planned(known, quant, available)
+        assert needed.fits
+        assert 1 <= known.needs(quant) / needed.least < 1.25
 
 
 def test_packed_weights_are_offered_where_more_then_fits():
-    assert [c.quant for c in choices(8 * GIB)] == ["none", "none", "int8"]
-    assert {c.quant for c in choices(64 * GIB)} == {"none"}
-    assert {c.quant for c in choices(8 * GIB, ("int4",))} == {"int4"}
+    assert [quant for _, quant in choices(8 * GIB)] == ["none", "none", "int8"]
+    assert {quant for _, quant in choices(64 * GIB)} == {"none"}
+    assert {quant for _, quant in choices(8 * GIB, ("int4",))} == {"int4"}
 
 
 def test_nothing_is_offered_where_nothing_fits():
