@@ -73,7 +73,6 @@ class Gaze:
     kinds: dict[str, float] = field(default_factory=dict)  # mass by kind of token
     distances: list[float] = field(default_factory=list)  # mass by log2 of the distance
     top: list[tuple[int, float]] = field(default_factory=list)  # (position, mass) of the tokens looked at most
-    by_query_head: list[float] = field(default_factory=list)  # `far` of each query head of the group
 
 
 NAMES = {"special": (SPECIAL,), "punct": (PUNCT, END), "newline": (NEWLINE,)}
@@ -109,7 +108,7 @@ def gaze(s: Slots, at: Moment, head: int, sinks: int, recent: int, most: int = M
         found.distances = [a + b for a, b in zip(found.distances, hist.tolist(), strict=True)]
     _divide(found, n)
     mass = torch.cat(far, 1)  # [G, w]
-    found.far, found.by_query_head = float(mass.mean()), mass.mean(1).tolist()
+    found.far = float(mass.mean())
     tenth = max(1, round(mass.shape[1] / 10))
     found.worst = float(mass.mean(0).topk(tenth).values.mean())
     best = (column / n).topk(min(TOP, column.shape[0]))

@@ -95,6 +95,10 @@ class _Part:
     every: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
 
     @property
+    def promise(self) -> Exactness:
+        return "approx"
+
+    @property
     def reads(self) -> str:
         return f"{self.fraction:.0%} of the text for each token, at least {self.floor:,} tokens"
 
@@ -140,10 +144,6 @@ class MinMax(_Part):
 
     page: Annotated[int, Range(1)] = 16  # tokens of a page
 
-    @property
-    def promise(self) -> Exactness:
-        return "approx"
-
     def index(self) -> Index:
         from kvcli.kv import index_minmax
 
@@ -158,10 +158,6 @@ class Sketch(_Part):
     """Read the pages whose keys, remembered in two bits a number, score highest."""
 
     page: Annotated[int, Range(1)] = 4  # tokens of a page
-
-    @property
-    def promise(self) -> Exactness:
-        return "approx"
 
     def index(self) -> Index:
         from kvcli.kv import index_sketch

@@ -176,8 +176,27 @@ class Chosen(Protocol):
         """What stays of a text that is too long for it, in words; "" = everything."""
 
 
+class Usual:
+    """Settings under which a text is read once and forgotten from the start, alike in all heads."""
+
+    def slots(self, n: int) -> int:
+        raise NotImplementedError
+
+    def reading(self, n: int) -> int:
+        """As many while reading: each chunk's end is a boundary."""
+        return self.slots(n)
+
+    def again(self, n: int) -> int:
+        """Nothing is read twice."""
+        return 0
+
+    @property
+    def is_uneven(self) -> bool:
+        return False
+
+
 @dataclass(frozen=True)
-class Everything:
+class Everything(Usual):
     """Keep every token."""
 
     @property
@@ -189,16 +208,6 @@ class Everything:
 
     def slots(self, n: int) -> int:
         return n
-
-    def reading(self, n: int) -> int:
-        return n
-
-    def again(self, n: int) -> int:
-        return 0
-
-    @property
-    def is_uneven(self) -> bool:
-        return False
 
     @property
     def keeps(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.policies.base import Plain
+from kvcli.policies.base import Plain, Usual
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Random(Plain):
+class Random(Usual, Plain):
     """Keep tokens drawn by lot in each head, beside the first and the newest: a control, not a method."""
 
     budget: Annotated[int, Range(1)] = 1024  # tokens kept a head, with the sinks and the window
@@ -36,18 +36,6 @@ class Random(Plain):
     def slots(self, n: int) -> int:
         """Of n tokens, the budget."""
         return min(n, self.budget)
-
-    def reading(self, n: int) -> int:
-        """The same while reading: each chunk's end is a boundary."""
-        return self.slots(n)
-
-    def again(self, n: int) -> int:
-        """Nothing is read twice."""
-        return 0
-
-    @property
-    def is_uneven(self) -> bool:
-        return False
 
     @property
     def keeps(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from kvcli.policies.base import Usual
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ Share = Literal["uniform", "ada", "pyramid", "headmap", "global"]
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Usual):
     """What all of them have in common."""
 
     keep: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a prompt's tokens kept, averaged over heads
@@ -71,10 +72,6 @@ class TopK:
     def reading(self, n: int) -> int:
         """All of a prompt, unless it is compressed chunk by chunk."""
         return self.slots(n) if self.per_chunk else n
-
-    def again(self, n: int) -> int:
-        """Nothing is read twice."""
-        return 0
 
     @property
     def is_uneven(self) -> bool:

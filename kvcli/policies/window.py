@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.policies.base import Plain
+from kvcli.policies.base import Plain, Usual
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Window(Plain):
+class Window(Usual, Plain):
     """Keep the first tokens and the newest ones (StreamingLLM)."""
 
     sinks: Annotated[int, Range(0)] = 4  # first tokens, which every later one leans on
@@ -34,18 +34,6 @@ class Window(Plain):
     def slots(self, n: int) -> int:
         """Of n tokens, the sinks and the window."""
         return min(n, self.sinks + self.window)
-
-    def reading(self, n: int) -> int:
-        """The same while reading: each chunk's end is a boundary."""
-        return self.slots(n)
-
-    def again(self, n: int) -> int:
-        """Nothing is read twice."""
-        return 0
-
-    @property
-    def is_uneven(self) -> bool:
-        return False
 
     @property
     def keeps(self) -> str:
