@@ -61,7 +61,9 @@ def read_question(
     return Question(text, tuple(documents), system_text)
 
 
-def read_file(world: World, name: str) -> Document:
+def read_file(
+    world: World, name: str, *, pages: str | None = None, type: str | None = None, password: str | None = None
+) -> Document:
     """A document by its path, relative to where the user is, or the bundled one; `paper.pdf:3-9` for pages of it."""
     if name == "-":
         hint = "leave it out: with -p, standard input is attached by itself"
@@ -71,7 +73,8 @@ def read_file(world: World, name: str) -> Document:
     from kvcli.render.stream import busy_word
 
     with busy_word(Screen.of(world), f"reading {name}"):
-        return read_document(name if bundled else world.cwd / os.path.expanduser(name), name=name)
+        path = name if bundled else world.cwd / os.path.expanduser(name)
+        return read_document(path, name=name, pages=pages, type=type, password=password)
 
 
 def notes_of(document: Document) -> list[str]:

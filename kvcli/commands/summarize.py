@@ -82,6 +82,6 @@ def summarize(
     profile = setup.profile()
     if not extract_only:
         setup.look(profile)
-    shelf = read_all(world, files or [], How(pages, type_, password_of(world, password_file)), screen)
+    shelf = read_all(world, files or [], How(pages, type_, password_of(world, password_file)))
     job = Job(setup, profile, request, shelf, out, screen, Wanted(force, ctx == "max"), each, fresh)
     return print_text(job) if extract_only else run(job, dry_run=dry_run)

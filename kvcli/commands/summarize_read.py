@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import expanduser
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.commands.ask import STDIN, read_stdin
-from kvcli.documents import BUNDLED, Document, document_of, read_document, split_pages
+from kvcli.commands.ask import STDIN, read_file, read_stdin
+from kvcli.documents import BUNDLED, Document, document_of, split_pages
 from kvcli.documents.sniff import check_type
 from kvcli.errors import BadInput, KvcliError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.documents.document import Counter
-    from kvcli.render.screen import Screen
     from kvcli.schemas.summary import SourceFacts
     from kvcli.world import World
 
@@ -54,7 +52,7 @@ class Shelf:
         return [one.document for one in self.given]
 
 
-def read_all(world: World, names: Sequence[str], how: How, screen: Screen) -> Shelf:
+def read_all(world: World, names: Sequence[str], how: How) -> Shelf:
     """All files in the order typed. Raises BadInput where none can be read; of several, the rest is read."""
     check_type(how.type)
     if not names:
@@ -66,7 +64,7 @@ def read_all(world: World, names: Sequence[str], how: How, screen: Screen) -> Sh
     shelf = Shelf()
     for name in names:
         try:
-            shelf.given.append(Given(name, _read(world, name, how, screen)))
+            shelf.given.append(Given(name, _read(world, name, how)))
         except BadInput as error:
             shelf.failed.append((name, error))
     if not shelf.given and len(shelf.failed) == 1:
@@ -99,14 +97,10 @@ def _file_of(world: World, name: str) -> object:
     return name
 
 
-def _read(world: World, name: str, how: How, screen: Screen) -> Document:
+def _read(world: World, name: str, how: How) -> Document:
     if name == "-":
         return document_of(read_stdin(world), STDIN, pages=how.pages, type=how.type, password=how.password)
-    from kvcli.render.stream import busy_word
-
-    path: str | Path = name if split_pages(name)[0] in BUNDLED else world.cwd / expanduser(name)
-    with busy_word(screen, f"reading {name}"):
-        return read_document(path, name=name, pages=how.pages, type=how.type, password=how.password)
+    return read_file(world, name, pages=how.pages, type=how.type, password=how.password)
 
 
 def facts(given: Sequence[Given], tokenizer: Counter | None = None) -> list[SourceFacts]:
