@@ -1,11 +1,12 @@
-"""Ctrl-C as a flag that the decoding loop asks for between passes."""
+"""Ctrl-C as a flag that the decoding loop asks for between passes, and as an error that nobody swallows."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -44,3 +45,32 @@ class Interrupt:
     ) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
+
+
+@contextmanager
+def insisting() -> Iterator[None]:
+    """Ctrl-C ends the block, at its end at the latest.
+
+    For loading: what is imported there has callbacks and bare excepts, in which a KeyboardInterrupt is lost, and what
+    goes on after one may end in any other error.
+    """
+    heard: list[int] = []
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    except Exception as error:
+        if heard:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt

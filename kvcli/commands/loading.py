@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -> tuple[Prepared, Model]:
     """The model, and the run as it was found to fit; its profile may have a narrower window. Raises DoesNotFit."""
+    from kvcli.commands.interrupt import insisting
     from kvcli.commands.outlook import prepare
     from kvcli.render.stream import busy_word
 
-    with busy_word(screen, f"loading {setup.name}") as busy:
+    with insisting(), busy_word(screen, f"loading {setup.name}") as busy:
 
         def tell(text: str) -> None:  # of a download, which draws bars of its own
             if busy is not None:
