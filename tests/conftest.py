@@ -1,11 +1,19 @@
-"""For every test: memory that nobody wrote holds NaN, so that reading it shows; one thread, so that timing does not."""
+"""For every test: memory that nobody wrote holds NaN, so that reading it shows; one thread, so that timing does not.
+
+And Ctrl-C is heard by the processes that tests start, also where a shell runs the tests behind `&` and ignores it.
+"""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+
+def pytest_configure() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an ignored signal stays ignored in every child
 
 
 @pytest.fixture(autouse=True)

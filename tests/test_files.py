@@ -271,7 +271,7 @@ def test_a_signal_in_the_middle_leaves_the_old_text(tmp_path: Path):
     process = _python(HALF, str(tmp_path / "one"))
     assert process.stdout.readline() == "\n"
     process.send_signal(signal.SIGINT)
-    process.wait()
+    process.wait(60)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("one", "old")]
 
 
