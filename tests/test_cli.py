@@ -112,6 +112,14 @@ def test_every_command_takes_the_model_by_its_place_or_by_name(machine, monkeypa
     assert "gone/model" in done.err
 
 
+@pytest.mark.parametrize("command", ["chat --dry-run", "fit", "bench --dry-run"])
+def test_what_only_looks_refuses_a_damaged_model_too(machine, tmp_path, command):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"')
+    done = machine(*command.split(), str(tmp_path))
+    assert done.exit == ExitStatus.BAD_MODEL, done.err
+    assert "is not JSON" in done.err
+
+
 @pytest.mark.parametrize("command", NAMING)
 def test_two_models_are_one_too_many(machine, command):
     done = machine(*command.split(), "demo", "-m", "other")
