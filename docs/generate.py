@@ -479,17 +479,22 @@ def losses(_: str) -> str:
 
 
 def catalog(_: str) -> str:
-    """The real models that are named to somebody who has named none."""
+    """The list of real models."""
     from kvcli.fit.catalog import CATALOG
     from kvcli.render.figures import count, long_size
 
     rows = [
-        f"| `{k.id}` | {k.parameters / 1e9:.2f} | {long_size(k.weights())} | {long_size(k.needs())} "
-        f"| {long_size(k.needs('int8'))} | {count(k.shape.limit)} | {k.licence} |"
+        f"| `{k.name}` | {k.parameters / 1e9:.2f} | {long_size(k.download)} | {long_size(k.needs())} "
+        f"| {long_size(k.needs('int8'))} | {count(k.shape.limit)} | {k.about} | {k.licence} | {_whence(k)} |"
         for k in CATALOG
     ]
-    head = "| model | billion parameters | download | takes | with `--quant int8` | window | licence |"
-    return "\n".join([head, "|---" * 7 + "|", *rows])
+    head = "| name | billion parameters | download | takes | with `--quant int8` | window | good for | licence | from |"
+    return "\n".join([head, "|---" * 9 + "|", *rows])
+
+
+def _whence(known: Any) -> str:
+    packages = [wheel.package for wheel in known.package.wheels] if known.package else [known.id]
+    return f"`{packages[0]}`" + (f" and {len(packages) - 1} more" if packages[1:] else "")
 
 
 KINDS: dict[str, Callable[[str], str]] = {

@@ -34,7 +34,7 @@ COMMANDS = {
     "spec": "Drafting: what it brings here, and settings that bring more.",
     "profile-heads": "What each attention head does, and which need the whole past.",
     "profiles": "Named settings: list, show, compare, check.",
-    "models": "Models on this machine.",
+    "models": "Models on this machine, and real ones for it.",
     "cache": "What is kept only to be faster the next time, and how to be rid of it.",
     "config": "Where settings live, and the schemas of the JSON output.",
     "doctor": "Versions, devices, memory, paths: for a bug report.",
@@ -62,9 +62,9 @@ kvcli {version}: chat with long documents on your own machine.
   kvcli chat                             talk to the bundled demo, which knows only its own reports
   kvcli chat MODEL -f a.md -p "Why?"     one question about a file
   kvcli summarize -m MODEL paper.pdf     a summary that names pages
-  kvcli summarize paper.pdf              names models that fit this machine
+  kvcli models suggest                   real models that fit this machine
 
-MODEL is a Hugging Face id such as Qwen/Qwen3-4B-Instruct-2507, a folder, or a name from your config.
+MODEL is a name that kvcli models suggest lists, a Hugging Face id, a folder, or a name from your config.
 
 kvcli --help lists all commands; kvcli chat --help what one takes, --help-all all of it.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -72,6 +73,19 @@ def write_output(path: Path, content: str) -> None:
         stream.flush()
         if path.is_file():
             os.fsync(stream.fileno())
+
+
+@contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """A folder for other programs to write into, gone with the block; after a kill, when `parent` is swept."""
+    folder = Path(tempfile.mkdtemp(prefix=BEGINS, suffix=ENDS, dir=parent))
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        lock(handle)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
 
 
 @contextmanager
@@ -155,10 +169,12 @@ def sweep(folder: Path) -> None:
         return
     for name in names:
         with suppress(OSError):
-            handle = os.open(folder / name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+            is_folder = stat.S_ISDIR(os.lstat(folder / name).st_mode)
+            how = os.O_RDONLY | os.O_DIRECTORY if is_folder else os.O_RDWR
+            handle = os.open(folder / name, how | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(folder / name)
+                (shutil.rmtree if is_folder else os.unlink)(folder / name)
             finally:
                 os.close(handle)
 

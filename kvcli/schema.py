@@ -150,7 +150,7 @@ class Top:
     """Keys of a config file that stand in no table."""
 
     schema: Literal[1] = 1  # version of this format
-    default_model: str = "demo"  # model used when none is named: an id, a folder, "demo" or a name below [models]
+    default_model: str = "demo"  # model used when none is named: as after -m, or a name below [models]
     default_profile: str = "ngram"  # profile used when none is named
     keep_chats: bool = True  # whether chats are kept, turn by turn; --no-save leaves one out
 

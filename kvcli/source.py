@@ -109,6 +109,28 @@ def find(
     return _checked(name, *_download(name, revision, at), allow_pickle)
 
 
+def verify(name: str, found: Source) -> None:
+    """Hold what was downloaded of a hub id against the checksums that the hub has. Raises BadModel."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        seen = HfApi().verify_repo_checksums(name.partition(":")[0], revision=found.revision)
+    except (HfHubHTTPError, OSError) as error:
+        raise _no_network(f"{name} cannot be held against its checksums", error) from error
+    wrong = seen.mismatches
+    for file in [seen.verified_path / one["path"] for one in wrong]:
+        file.resolve().unlink(missing_ok=True)  # a link to it, as the cache has them; the next download brings it again
+        file.unlink(missing_ok=True)
+    if wrong:
+        raise BadModel(
+            f"{wrong[0]['path']} of {name} is not what the hub has, and was removed",
+            code="wrong_hash",
+            lines=[f"found {wrong[0]['actual']}", f"expected {wrong[0]['expected']}"],
+            try_=["again: it may have been cut on its way"],
+        )
+
+
 def may_fetch(name: str, error: BadModel) -> bool:
     """Whether what `find` did not find here may be at the hub."""
     return error.code in ("model_not_found", "model_incomplete") and _ID.fullmatch(name) is not None
@@ -117,6 +139,11 @@ def may_fetch(name: str, error: BadModel) -> bool:
 def cached_ids() -> list[str]:
     """Models of the Hugging Face cache, whole or not, sorted."""
     return sorted(folder.name.removeprefix(_CACHED).replace("--", "/") for folder in _cache().glob(f"{_CACHED}*"))
+
+
+def cached_folder(id: str) -> Path:
+    """Where the cache keeps a model, whole or not, if it does."""
+    return _cache() / f"{_CACHED}{id.replace('/', '--')}"
 
 
 def _cache() -> Path:
@@ -170,7 +197,7 @@ def _demo(demo_dir: Path | None) -> Path:
 
 def _cached(name: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
     """The snapshot folder of a hub id, and its commit, without the network."""
-    if not isdir(_cache() / f"{_CACHED}{name.replace('/', '--')}"):  # before half a second of imports
+    if not isdir(cached_folder(name)):  # before half a second of imports
         raise _not_cached(name, at, offline)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -202,12 +229,7 @@ def _download(name: str, revision: str | None, at: str) -> tuple[Path, str]:
     try:
         path = Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOAD))
     except LocalEntryNotFoundError as error:  # what the hub's library makes of a connection that fails
-        raise BadModel(
-            f"no network: {at} is not on this machine, and huggingface.co cannot be reached",
-            code="no_network",
-            lines=[str(error.__cause__ or error).splitlines()[0]],
-            try_=["kvcli models list shows what is here", "a folder: ./NAME"],
-        ) from error
+        raise _no_network(f"{at} is not on this machine", error) from error
     except (HfHubHTTPError, OSError) as error:
         raise BadModel(
             f"{at} could not be downloaded",
@@ -216,6 +238,15 @@ def _download(name: str, revision: str | None, at: str) -> tuple[Path, str]:
             try_=["check the name at huggingface.co", f"hf auth login, then hf download {name}"],
         ) from error
     return path, path.name
+
+
+def _no_network(why: str, error: Exception) -> BadModel:
+    return BadModel(
+        f"no network: {why}, and huggingface.co cannot be reached",
+        code="no_network",
+        lines=[str(error.__cause__ or error).splitlines()[0]],
+        try_=["kvcli models list shows what is here", "a folder: ./NAME"],
+    )
 
 
 def _hint_for_file(path: Path) -> list[str]:

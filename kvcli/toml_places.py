@@ -24,10 +24,11 @@ LARGEST = 1 << 20  # bytes; a device or a model given by mistake must not be rea
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where one key stands: (line, column) of the key and of its value, both from 1."""
+    """Where one key stands: (line, column) of the key and of its value, both from 1, and of the value's end."""
 
     key: tuple[int, int]
     value: tuple[int, int]
+    end: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _record(
         at = _at(node, lines)
         found.marks.setdefault(keys[:n], Mark(at, at))
     at = _at(names[-1][1], lines)
-    mark = Mark(at, _at(value, lines) if value is not None else at)
+    mark = Mark(at, *((_at(value, lines), _place(value.end_point, lines)) if value is not None else (at,)))
     if repeatable:  # each element of an array of tables may give the same keys
         found.written = {k: line for k, line in found.written.items() if k[: len(keys)] != keys}
     if keys in found.written:
@@ -195,7 +196,11 @@ def _names(key: Node) -> list[tuple[str, Node]]:
 
 
 def _at(node: Node, lines: list[bytes]) -> tuple[int, int]:
-    row, column = node.start_point  # the column counts bytes
+    return _place(node.start_point, lines)
+
+
+def _place(point: tuple[int, int], lines: list[bytes]) -> tuple[int, int]:
+    row, column = point  # the column counts bytes
     return row + 1, len(lines[row][:column].decode(errors="replace")) + 1
 
 

@@ -98,5 +98,5 @@ def test_an_empty_home_has_an_empty_cache(tmp_path: Path):
 
 def test_paths_name_everything_that_is_kept(machine: Machine):
     paths = json.loads(machine("config", "path", "--json").out)["paths"]
-    assert {"chats", "runs", "benchmarks", "cache", "history", "log"} <= set(paths)
+    assert {"chats", "runs", "benchmarks", "models", "cache", "history", "log"} <= set(paths)
     assert Path(paths["runs"]).is_file()

@@ -73,8 +73,8 @@ def test_kvcli_alone_shows_examples_and_that_documents_want_a_model(machine):
     done = machine()
     assert done.exit == 0
     examples = [line.split() for line in done.out.splitlines() if line.startswith("  kvcli ")]
-    assert [words[1] for words in examples] == ["chat", "chat", "summarize", "summarize"]
-    assert "MODEL is a Hugging Face id such as" in done.out
+    assert [words[1] for words in examples] == ["chat", "chat", "summarize", "models"]
+    assert "MODEL is a name that kvcli models suggest lists" in done.out
 
 
 def test_help_lists_what_exists_and_nothing_else(machine):

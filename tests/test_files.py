@@ -115,6 +115,18 @@ def test_a_file_is_private_and_leaves_nothing_beside_it(tmp_path: Path):
     assert [stat.S_IMODE(p.stat().st_mode) for p in (folder / "one", folder, folder.parent)] == [0o600, 0o700, 0o700]
 
 
+def test_a_temporary_folder_goes_with_its_owner_and_not_before(tmp_path: Path):
+    with files.temporary_folder(tmp_path) as folder:
+        (folder / "part").write_text("x")
+        files.sweep(tmp_path)
+        assert (folder / "part").exists()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / f"{files.BEGINS}x{files.ENDS}" / "of a run that was killed").mkdir(parents=True)
+    files.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_new_file_never_replaces_one(tmp_path: Path):
     files.write_private(tmp_path / "one", "first", is_new=True)
     with pytest.raises(FileExistsError):

@@ -19,7 +19,7 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "chat_file config demo documents family files foreign headers layers outlet outside problems profile "
+        "chat_file config demo documents family files foreign headers layers outlet outside packages problems profile "
         "profile_file refusals resolve sandbox schema settings sizes small_file source template template_worker text "
         "tokenizer toml_places values",
         "api heard kinds kv loops machine memory rows sample stats token_kinds verify",
@@ -27,7 +27,7 @@ FLOORS = [
         "drafts",
         "boundary build chats clashes conversation kvcli local losses relief schemas session steady transcript turn "
         "window world",
-        "bench calibrate fit heads quality summarize",  # what measures, foretells and asks more than one question
+        "bench calibrate fetch fit heads quality summarize",  # what measures, foretells, fetches, asks on
         "__main__ cli commands render",
     )
 ]

@@ -24,6 +24,7 @@ TTY = ("stdin", "stdout", "stderr")
 def new(tmp_path, monkeypatch):
     """A new user with a document and 24 GiB; `loaded` says which model was asked for, and how."""
     machine, machine.loaded = Machine(tmp_path), []
+    machine.fetched = []
     shutil.rmtree(tmp_path / "home")
     (tmp_path / "a.md").write_text("The pump stands in the yard.\n")
 
@@ -34,6 +35,7 @@ def new(tmp_path, monkeypatch):
     monkeypatch.setattr(Setup, "load", load)
     monkeypatch.setattr(Setup, "look", lambda *_: None)  # the models that are offered are nowhere here
     monkeypatch.setattr(Setup, "fetch", lambda *_: source.find("demo"))
+    monkeypatch.setattr("kvcli.commands.models_get.obtain", lambda _, name: machine.fetched.append(name))
     monkeypatch.setattr("kvcli.commands.models.cached_ids", list)
     monkeypatch.setattr(room, "look", lambda: room.Room("cpu", 24 << 30))
     return machine
@@ -55,7 +57,8 @@ def test_a_document_is_not_answered_by_a_model_that_nobody_named(new, args):
     assert (done.exit, done.out, new.loaded) == (2, "", [])
     said = " ".join(done.err.split())
     assert "the bundled demo knows only its own reports [no_model]" in said
-    assert "-m Qwen/Qwen3-8B 15.3 GiB, takes 17.7 GiB, Apache-2.0" in said
+    assert "kvcli models get qwen3-8b 15.3 GiB, takes 17.7 GiB, Apache-2.0" in said
+    assert "try: kvcli models get qwen3-4b, then -m qwen3-4b" in said
     assert "-m demo answers all the same" in said
 
 
@@ -76,7 +79,7 @@ def test_a_chat_with_the_unnamed_demo_goes_on_without_a_document_it_cannot_know(
 def test_the_refusal_is_an_error_object_with_the_models(new):
     error = json.loads(new("chat", "-f", "a.md", "-p", "Where?", "--json", tty=TTY).out)
     assert (error["schema"], error["code"], error["exit"]) == ("kvcli.error/1", "no_model", 2)
-    assert error["detail"]["models"][-1] == "-m Qwen/Qwen3-8B"
+    assert error["detail"]["models"][-1] == "-m qwen3-8b"
 
 
 @pytest.mark.parametrize("args", [["-m", "demo"], ["demo"]])
@@ -115,7 +118,7 @@ def test_names_of_the_config_come_first_if_their_model_is_there_and_fits(new, tm
 @pytest.mark.parametrize(
     ("said", "loaded"),
     [
-        (b"3\n", [("Qwen/Qwen3-8B", "none")]),
+        (b"3\n", [("qwen3-8b", "none")]),
         (b"d\n", [("demo", "none")]),
         (b"\n", []),
         (b"", []),
@@ -126,13 +129,15 @@ def test_names_of_the_config_come_first_if_their_model_is_there_and_fits(new, tm
 def test_on_a_terminal_it_is_asked(new, said, loaded):
     done = new("chat", "-f", "a.md", "-p", "Where?", stdin=said, tty=TTY)
     assert (done.exit, new.loaded) == (0 if loaded else 2, loaded)
+    assert new.fetched == [name for name, _ in loaded if name != "demo"]
     assert "1 to 3, d, or Enter to leave" in done.err
 
 
 def test_the_choice_brings_its_packed_weights(new, monkeypatch):
     monkeypatch.setattr(room, "look", lambda: room.Room("cpu", 9 << 30))
-    new("chat", "-f", "a.md", "-p", "Where?", stdin=b"3\n", tty=TTY)
-    assert new.loaded == [("Qwen/Qwen3-4B-Instruct-2507", "int8")]
+    done = new("chat", "-f", "a.md", "-p", "Where?", stdin=b"3\n", tty=TTY)
+    assert "kvcli models get qwen3-4b 7.5 GiB, takes 6.5 GiB, Apache-2.0, --quant int8" in " ".join(done.err.split())
+    assert new.loaded == [("qwen3-4b", "int8")]
 
 
 def test_nobody_is_asked_who_said_so(new):

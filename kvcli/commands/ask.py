@@ -157,3 +157,12 @@ def empty_prompt() -> BadInput:
         lines=["there is no question in -p or on standard input"],
         try_=['kvcli chat -p "..."', "echo ... | kvcli chat"],
     )
+
+
+def agrees(world: World, question: str) -> bool:
+    """A yes to a question on the terminal; no where nobody can be asked."""
+    if not (world.may_ask and world.is_tty("stderr")) or world.options.json:
+        return False
+    world.stderr.write(f"{question} [y/N] ")
+    world.stderr.flush()
+    return world.stdin.readline().strip().lower() in ("y", "yes")

@@ -15,6 +15,7 @@ import typer
 from kvcli.commands.flags import option
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, UsageError
+from kvcli.fetch import NAME
 from kvcli.render.figures import long_size
 
 if TYPE_CHECKING:
@@ -29,11 +30,14 @@ KINDS = {
     "gguf": "weights in the form that bench --baseline llama.cpp reads",
     "kvpress": "the environment of bench --baseline kvpress",
 }  # name of the folder -> what is in it
-BY_NAME = {"chats": "conversations, with the text of their documents"}  # of the data folder: nothing makes them again
+BY_NAME = {  # of the data folder, and not only to be faster
+    "chats": "conversations, with the text of their documents",
+    "models": "what `kvcli models get` fetched from packages",
+}
 DAY = 86_400.0  # seconds
 
 Kinds = Annotated[
-    list[str] | None, typer.Argument(metavar="KIND", help="summaries, gguf, ...; none means all but chats.")
+    list[str] | None, typer.Argument(metavar="KIND", help="summaries, gguf, ...; none means all but chats and models.")
 ]
 Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was not used for so long; default 30.")]
 Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.")]
@@ -58,7 +62,7 @@ def info(context: typer.Context) -> int:
 
 @app.command()
 def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> int:
-    """Remove what was not used for 30 days. All of it can be made again, but for chats: they go only if named."""
+    """Remove what was not used for 30 days. All of it can be made again; chats and models go only if named."""
     world: World = context.obj
     if unknown := [kind for kind in kinds or [] if kind not in KINDS | BY_NAME]:
         try_ = [f"kvcli cache prune {kind}" for kind in KINDS | BY_NAME]
@@ -67,11 +71,13 @@ def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dr
     if "chats" in (kinds or ()):
         from kvcli.transcript import newest
 
-        kept += [_look(path, "chats") for path in newest(world.paths.chats)]
+        kept += [look(path, "chats") for path in newest(world.paths.chats)]
+    if NAME in (kinds or ()):
+        kept += [look(path, NAME) for path in (world.paths.data / NAME).glob("[!.]*")]
     ages = {one: max(0.0, time.time() - one.used) for one in kept if one.kind in (kinds or KINDS)}
     old = [one for one, age in ages.items() if age >= older_than * DAY]
     for one in () if dry_run else old:
-        _remove(one.path)
+        remove_path(one.path)
     return _show(world, kinds or list(KINDS), kept, old, "would go" if dry_run else "removed")
 
 
@@ -82,18 +88,19 @@ def _kept(cache: Path) -> list[Kept]:
         entries = [folder] if kind == "kvpress" and folder.is_dir() else sorted(folder.glob("[!.]*"))
         for path in entries:
             with suppress(FileNotFoundError):  # another kvcli removed it
-                found.append(_look(path, kind))
+                found.append(look(path, kind))
     return found
 
 
-def _look(path: Path, kind: str) -> Kept:
+def look(path: Path, kind: str) -> Kept:
     files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]  # looking at a folder uses it
     stats = [p.lstat() for p in files]
     used = max((max(s.st_mtime, s.st_atime) for s in stats), default=0.0)
     return Kept(path, kind, sum(s.st_size for s in stats), used)
 
 
-def _remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
+    """A file or a folder, if it is there."""
     try:
         if path.is_dir():
             shutil.rmtree(path)

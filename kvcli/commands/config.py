@@ -10,6 +10,7 @@ import typer
 from kvcli.commands.setup import SYSTEM_CONFIG, sources
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus, UsageError
+from kvcli.fetch import NAME as MODELS
 from kvcli.fit.runs import NAME as RUNS
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def places(world: World) -> dict[str, Path]:
     found["chats"] = world.paths.chats
     found["runs"] = world.paths.data / RUNS
     found["benchmarks"] = world.paths.data / "bench"
+    found["models"] = world.paths.data / MODELS
     found["cache"] = world.paths.cache
     found["history"] = world.paths.state / "history"
     found["log"] = world.paths.state / "kvcli.log"

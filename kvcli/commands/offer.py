@@ -25,10 +25,18 @@ class Offer:
     model: str
     quant: str = "none"
     about: str = ""
+    is_here: bool = True
 
     @property
     def typed(self) -> str:
         return f"-m {self.model}" + (f" --quant {self.quant}" if self.quant != "none" else "")
+
+    @property
+    def line(self) -> str:
+        """Whom to name, or what to type first, and what it takes."""
+        if self.is_here:
+            return f"  {self.typed}  {self.about}"
+        return f"  kvcli models get {self.model}  {self.about}" + (f", --quant {self.quant}" * (self.quant != "none"))
 
 
 def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> None:
@@ -47,6 +55,10 @@ def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> N
     if not (may_ask and setup.world.may_ask and setup.world.is_tty("stderr") and not setup.world.options.json):
         raise _refusal(foreign, room, offers)
     chosen = _ask(foreign, room, offers, setup.world)
+    if not chosen.is_here:
+        from kvcli.commands.models_get import obtain
+
+        obtain(setup.world, chosen.model)
     setup.model, setup.is_typed, setup.found = chosen.model, True, None
     if chosen.quant != "none":
         setup.flags = {**setup.flags, "load.quant": (chosen.quant, "--quant")}
@@ -71,9 +83,9 @@ def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
     quants = (str(typed[0]),) if typed and typed[0] in catalog.PACKED else ("none", "int8")
     offers = here[:FEW]
     for known, quant in catalog.choices(usable, quants):
-        if known.id not in [offer.model for offer in here]:
-            size = f"{long_size(2 * known.parameters)}, takes {long_size(known.needs(quant))}"
-            offers.append(Offer(known.id, "none" if typed else quant, f"{size}, {known.licence}"))
+        if not {known.id, known.name} & {offer.model for offer in here}:
+            size = f"{long_size(known.download)}, takes {long_size(known.needs(quant))}"
+            offers.append(Offer(known.name, "none" if typed else quant, f"{size}, {known.licence}", is_here=False))
     return found, offers
 
 
@@ -116,13 +128,20 @@ def _fitting(room: Room, offers: Sequence[Offer]) -> str:
 
 
 def _refusal(names: Sequence[str], room: Room, offers: Sequence[Offer]) -> UsageError:
-    middle = [offers[len(offers) // 2].typed] if offers else []
+    middle = [offers[len(offers) // 2]] if offers else []
+    then = [one.typed if one.is_here else f"kvcli models get {one.model}, then {one.typed}" for one in middle]
     return UsageError(
         _toy(names),
         code="no_model",
-        lines=[_fitting(room, offers), *(f"  {offer.typed}  {offer.about}" for offer in offers)],
+        lines=[_fitting(room, offers), *(offer.line for offer in offers)],
         detail={"available": room.available, "device": room.device, "models": [offer.typed for offer in offers]},
-        try_=[*middle, "-m FOLDER", "default_model in your config", "-m demo answers all the same"],
+        try_=[
+            *then,
+            "kvcli models suggest",
+            "-m FOLDER",
+            "default_model in your config",
+            "-m demo answers all the same",
+        ],
     )
 
 
@@ -133,7 +152,7 @@ def _ask(names: Sequence[str], room: Room, offers: Sequence[Offer], world: World
 
     err = Terminal.of(world, "stderr")
     rows = [_toy(names), _fitting(room, offers)]
-    rows += [f"  {i}  {offer.typed}  {offer.about}" for i, offer in enumerate(offers, 1)]
+    rows += [f"  {i}{offer.line}" for i, offer in enumerate(offers, 1)]
     for row in [*rows, "  d  demo all the same"]:
         for line in fold(row, max(20, err.width - 1)):
             err.line((line.rstrip(), ""))

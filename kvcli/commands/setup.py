@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from kvcli import source
 from kvcli.config import Config, load_config
 from kvcli.errors import BadConfig, BadModel
+from kvcli.fetch import stands_for
+from kvcli.fit.catalog import BY_NAME
 from kvcli.layers import Sources
 from kvcli.profile import Profile, load_profile
 from kvcli.toml_places import toml_value
@@ -61,12 +63,25 @@ def config_of(world: World) -> Config:
     return load_config(sources(world))
 
 
+def entry_of(world: World, config: Config, name: str | None) -> Entry:
+    """What a name stands for in the config files; one that they do not have, on the list of models."""
+    entry = config.model(name)
+    return replace(entry, path=stands_for(entry.path, world.paths.data))
+
+
 def find(
     world: World, name: str | None, allow_pickle: bool, tell: Callable[[str], None] | None = None
 ) -> source.Source:
     """The checked files of a model by any of its names, downloaded only with a `tell` to say so to. Raises BadModel."""
     config = config_of(world)
-    entry, offline = config.model(name), world.options.offline
+    entry, offline = entry_of(world, config, name), world.options.offline
+    if entry.path in BY_NAME and not exists(expanduser(entry.path)):
+        raise BadModel(
+            f"{entry.path} is not on this machine",
+            code="model_not_found",
+            lines=[f"it is on the list of models: {BY_NAME[entry.path].about}"],
+            try_=[f"kvcli models get {entry.path}"],
+        )
     try:
         return source.find(
             entry.path, offline=offline, revision=entry.revision or None, allow_pickle=allow_pickle, tell=tell
@@ -74,7 +89,7 @@ def find(
     except BadModel as error:
         if error.code == "model_not_found":
             here = [f.parent.name for f in world.cwd.glob("*/config.json")]
-            near = get_close_matches(entry.path, {"demo", *config.models, *source.cached_ids(), *here}, 2)
+            near = get_close_matches(entry.path, {"demo", *config.models, *BY_NAME, *source.cached_ids(), *here}, 2)
             error.try_ = (*(f"did you mean {one}?" for one in near), *error.try_)
         raise
 
@@ -101,8 +116,8 @@ class Setup:
 
     @property
     def entry(self) -> Entry:
-        """What the name stands for in the config files."""
-        return self.config.model(self.model)
+        """What the name stands for."""
+        return entry_of(self.world, self.config, self.model)
 
     @property
     def lasting_name(self) -> str:

@@ -156,6 +156,19 @@ def _bar(share: float, width: int) -> Sequence[Span]:
     return [(done, "cyan"), (left, "dim")]
 
 
+def fetching_bar(word: str, done: int, total: int, since: float, width: int) -> list[Span]:
+    """`⠹ fetching smollm2-135m  34.1M of 88.6M ━━━━━╺━━  38 %`, or as much of it as fits."""
+    share = min(1.0, done / total) if total else 1.0
+    start: list[Span] = [(spinner(since), "cyan"), (f" {word} ", "dim")]
+    sizes: list[Span] = [(f" {f.short_size(done)} of {f.short_size(total)} ", "")]
+    end: list[Span] = [(f"  {100 * share:.0f} %", "")]
+    for spans in (start + sizes, start, start[:1]):
+        room = width - 2 - cells("".join(text for text, _ in spans + end))
+        if room >= 8:
+            return [*spans, *_bar(share, min(room, max(BAR, width // 3))), *end]
+    return end
+
+
 def busy(word: str, since: float, width: int) -> list[Span]:
     """`⠹ loading demo  1.2 s`: something is going on and its length is unknown."""
     time = f"  {since:.1f} s" if since >= 1 else ""

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from kvcli.api import End, Event, Live, Read, Text, Turn
 from kvcli.outlet import Styled
@@ -214,15 +215,16 @@ def ticking(tick: Callable[[], None] | None) -> Iterator[None]:
 
 
 class Busy:
-    """A word on the screen that says something long goes on."""
+    """A row on the screen that says something long goes on."""
 
-    def __init__(self, screen: Screen, word: str) -> None:
-        self.screen, self.word = screen, word
+    def __init__(self, screen: Screen, look: Callable[[float, int], list[Span]]) -> None:
+        """`look`: the row, from the seconds so far and the columns there are."""
+        self.screen, self.look = screen, look
         self.region = Region(screen.err, screen.out) if screen.shared else Region(screen.err)
         self.started = screen.clock()
 
     def draw(self) -> None:
-        row = self.screen.err.paint(busy(self.word, self.screen.clock() - self.started, self.screen.err.width))
+        row = self.screen.err.paint(self.look(self.screen.clock() - self.started, self.screen.err.width))
         self.region.draw([], [row] if row else [])
 
     def stop(self) -> None:
@@ -231,14 +233,19 @@ class Busy:
 
 
 @contextmanager
-def busy_word(screen: Screen, word: str) -> Iterator[Busy | None]:
-    """Say at once that something long goes on, `loading demo` for example; gone when the block is left."""
+def busy_word(
+    screen: Screen, word: str, look: Callable[[float, int], list[Span]] | None = None
+) -> Iterator[Busy | None]:
+    """Say at once that something long goes on, `loading demo` for example; gone when the block is left.
+
+    `look` draws a row that says more, where rows can be redrawn.
+    """
     if screen.quiet or not screen.err.live:
         if screen.err.is_tty and not screen.quiet:
             screen.err.line((f"{word} …", ""))
         yield None
         return
-    shown = Busy(screen, word)
+    shown = Busy(screen, look or partial(busy, word))
     shown.draw()
     with echo(screen.stdin, on=False), suspendable(shown.region, screen.stdin):
         try:

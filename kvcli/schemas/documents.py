@@ -22,6 +22,7 @@ from kvcli.schemas.listings import (
     PathsDocument,
     PlanDocument,
     ProfilesDocument,
+    SuggestionsDocument,
 )
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
 from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
@@ -34,6 +35,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "error": ErrorDocument,
     "event": EventDocument,
     "models": ModelsDocument,
+    "suggestions": SuggestionsDocument,
     "profiles": ProfilesDocument,
     "doctor": DoctorDocument,
     "paths": PathsDocument,

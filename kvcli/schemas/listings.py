@@ -11,7 +11,7 @@ from kvcli.schemas.base import Bytes, Count, Json
 
 class ModelEntry(Json):
     name: str
-    kind: Literal["demo", "config", "cache", "folder"]
+    kind: Literal["demo", "config", "fetched", "cache", "folder"]
     path: str | None
     bytes: Bytes | None = Field(description="of the weights")
     family: str | None
@@ -72,6 +72,33 @@ class ModelsDocument(Json):
 
     schema_: Literal["kvcli.models/1"] = Field(default="kvcli.models/1", alias="schema")
     models: list[ModelEntry]
+
+
+class Suggestion(Json):
+    """A model of the list, and what it would be here."""
+
+    name: str
+    id: str = Field(description="of the hub")
+    licence: str
+    terms: str | None = Field(description="where the terms are that have to be accepted")
+    about: str = Field(description="what it is good for")
+    parameters: Count
+    download_bytes: Bytes
+    needs_bytes: Bytes = Field(description="memory with 8,192 tokens, its weights as `quant` says")
+    quant: str
+    fits: bool
+    context: Count = Field(description="tokens that fit here")
+    fetched: bool
+    command: str | None = Field(description="what to type; null where it does not fit")
+
+
+class SuggestionsDocument(Json):
+    """Real models, those first that suit this machine best."""
+
+    schema_: Literal["kvcli.suggestions/1"] = Field(default="kvcli.suggestions/1", alias="schema")
+    device: str
+    available_bytes: Bytes
+    models: list[Suggestion]
 
 
 class PlanDocument(Json):

