@@ -72,7 +72,7 @@ def main() -> None:
     about = machine()
     result = {
         "title": "Time to start",
-        "command": f"python tests/bench/start.py --reps {args.reps}",
+        "command": f"python tests/bench/start.py --reps {args.reps}{' --old CHECKOUT' if args.old else ''}",
         "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, "
         f"transformers {about['transformers']}, commit {about['commit']}, load {about['load_average']}",
         "rows": rows,
