@@ -84,9 +84,9 @@ class Fetching:
     @property
     def done(self) -> int:
         """Bytes that are here. pip has two copies of a package at its end."""
-        here = 0
-        with suppress(OSError):  # something is gone meanwhile
-            for path in self.folder.rglob("*") if self.folder else ():
+        here, folder = 0, self.folder  # which may be taken away between two looks
+        with suppress(OSError):  # so may what is in it
+            for path in folder.rglob("*") if folder else ():
                 here += path.stat().st_size if path.is_file() else 0
         return self.finished + min(here, self.now)
 
