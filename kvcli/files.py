@@ -111,6 +111,27 @@ def replacing(path: Path, *, mode: int = 0o600, is_new: bool = False) -> Iterato
         raise
 
 
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A folder to be filled, which gets its name when the block ends well and is gone when it does not.
+
+    Who comes second to the same name leaves what the first one made.
+    """
+    sweep(path.parent)
+    with temporary_folder(path.parent) as made:
+        yield made
+        for file in made.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        _sync_folder(made)
+        try:
+            made.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    _sync_folder(path.parent)
+
+
 def append(path: Path, text: str, most: int = 0) -> None:
     """Add whole lines in one write, all of them or none. Beyond `most` bytes, if given, the older half goes."""
     with locked(path) as handle:

@@ -49,30 +49,30 @@ def read_header(file: Path) -> WeightFile:
             length = _length(file, stream.read(8), size)
             header = parse_object(stream.read(length))
     except (Unfit, OSError) as error:
-        raise _corrupt(file, f"it {error}" if isinstance(error, Unfit) else str(error)) from error
+        raise corrupt(file, f"it {error}" if isinstance(error, Unfit) else str(error)) from error
     header.pop("__metadata__", None)
     try:
         tensors = {name: _tensor(entry) for name, entry in header.items()}
         end = _end(entry["data_offsets"] for entry in header.values())
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise _corrupt(file, f"its header cannot be read: {error}") from error
+        raise corrupt(file, f"its header cannot be read: {error}") from error
     if size != 8 + length + end:
         cut = f"{8 + length + end - size:,} bytes are missing" if size < 8 + length + end else "it has bytes too many"
-        raise _corrupt(file, f"its header announces {8 + length + end:,} bytes, the file has {size:,}: {cut}")
+        raise corrupt(file, f"its header announces {8 + length + end:,} bytes, the file has {size:,}: {cut}")
     return WeightFile(file, size, tensors)
 
 
 def _length(file: Path, first: bytes, size: int) -> int:
     """Bytes of the header, by the first eight of the file."""
     if first == b"version ":  # a git-lfs pointer, left by `git clone` without lfs
-        raise _corrupt(file, "it is a git-lfs pointer, not the weights", ["git lfs pull"])
+        raise corrupt(file, "it is a git-lfs pointer, not the weights", ["git lfs pull"])
     if len(first) < 8:
-        raise _corrupt(file, f"it has {size} bytes")
+        raise corrupt(file, f"it has {size} bytes")
     (length,) = struct.unpack("<Q", first)
     if length > size - 8:
-        raise _corrupt(file, f"its header needs {length + 8:,} bytes, the file has {size:,}")
+        raise corrupt(file, f"its header needs {length + 8:,} bytes, the file has {size:,}")
     if length > _LARGEST:
-        raise _corrupt(file, f"its header has {length:,} bytes, and none needs more than {_LARGEST:,}")
+        raise corrupt(file, f"its header has {length:,} bytes, and none needs more than {_LARGEST:,}")
     return int(length)
 
 
@@ -107,7 +107,7 @@ def _count(value: object) -> int:
     return value
 
 
-def _corrupt(file: Path, why: str, try_: Sequence[str] = ()) -> BadModel:
+def corrupt(file: Path, why: str, try_: Sequence[str] = ()) -> BadModel:
     return BadModel(
         f"{file.name} is damaged or cut short",
         code="model_corrupt",

@@ -27,6 +27,8 @@ from kvcli.turn import Answering, Asked
 from kvcli.window import Window
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.conversation import Chat
@@ -45,15 +47,19 @@ def load(
     revision: str | None = None,
     offline: bool = False,
     tell: Callable[[str], None] | None = None,
+    cache: Path | None = None,
 ) -> Model:
-    """Load `demo`, a folder, a hub id at `revision`, or files already found.
+    """Load `demo`, a folder, a GGUF file, a hub id at `revision`, or files already found.
 
     `set` overrides profile keys: {"load.device": "cpu"}. A hub id is downloaded only with `offline=False` and a `tell`
-    to say so to. Raises KvcliError subclasses.
+    to say so to. A GGUF file is unpacked below `cache`, by default the user's. Raises KvcliError subclasses.
     """
     from kvcli import source
+    from kvcli.gguf import unpack
     from kvcli.model import LM
     from kvcli.profile import Profile
+    from kvcli.weights import keeps_blocks
+    from kvcli.world import Paths
 
     chosen = profile if isinstance(profile, Profile) else Profile.load(profile)
     if set:
@@ -65,6 +71,8 @@ def load(
         if isinstance(model, str)
         else model
     )
+    packs = keeps_blocks(wants.quant, wants.device)
+    given, found = found, unpack.ready(found, wants.dtype, cache or Paths.of({}).cache, packs=packs, tell=tell)
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(
@@ -77,6 +85,8 @@ def load(
         trust_remote_code=wants.trust_remote_code,
         verify=wants.verify,
     )
+    notes = unpack.told(given, packs, lm.info.dtype)
+    lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
     return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began)
 
 

@@ -20,7 +20,7 @@ from kvcli.api import ModelInfo
 from kvcli.errors import BadModel
 from kvcli.family import read_config
 from kvcli.kernels.linear_blocked.module import block_
-from kvcli.kernels.linear_packed.module import Swap, quantize_
+from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
 from kvcli.memory import give_back
 from kvcli.refusals import refuse_quant
 from kvcli.schema import Sample
@@ -77,7 +77,7 @@ class LM:
         )
         of_rope = _settle_rope(model, text, id)
         shape = _probe(model, n_layers, limit, id)
-        parameters = sum(p.numel() for p in model.parameters())
+        parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
         backend, of_layers = _pack(model, shape, quant, device or model.device)
         model.set_attn_implementation(_ATTENTION)
         info = ModelInfo(

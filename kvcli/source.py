@@ -13,6 +13,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from kvcli.errors import BadModel
+from kvcli.gguf import header
+from kvcli.gguf.config import describe
 from kvcli.headers import WeightFile, read_header
 from kvcli.refusals import refuse
 from kvcli.sizes import hold
@@ -23,7 +25,8 @@ Config = dict[str, Any]
 _CONFIG = 4 << 20  # bytes; the longest list the layers and what is not quantized
 _INDEX = 32 << 20  # bytes, of half a million tensors
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokeniz*.py", "*vocab.json")
-_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # of the hub: OWNER/NAME
+# of the hub: OWNER/NAME, or OWNER/NAME:FILE.gguf for one of its files
+_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<file>(?!.*\.\.)[\w-][\w./-]*\.gguf))?")
 _CACHED = "models--"  # before the folder of a model in the cache, whose / is written --
 _DOWNLOAD = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
 
@@ -38,6 +41,7 @@ class Source:
     config: Config
     files: tuple[WeightFile, ...]
     is_pickle: bool
+    is_gguf: bool = False  # `path` is the file itself, and `config` what its metadata stands for
 
     @property
     def family(self) -> str:
@@ -61,7 +65,7 @@ class Source:
     @property
     def has_words(self) -> bool:
         """Whether a vocabulary lies beside the weights, in a file or in code that makes one."""
-        return any(file.match(pattern) for file in self.path.iterdir() for pattern in _VOCABULARIES)
+        return self.is_gguf or any(file.match(pattern) for file in self.path.iterdir() for pattern in _VOCABULARIES)
 
     @property
     def dtype(self) -> str:
@@ -82,7 +86,7 @@ def find(
     allow_pickle: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Source:
-    """`demo`, a folder, or a hub id, with every file checked.
+    """`demo`, a folder, a GGUF file, or a hub id, with every file checked.
 
     A hub id is looked for in the local cache. It is downloaded only when `offline` is false and there is a `tell` to
     say so to: a library that was given nobody to tell stays off the network. A name without an owner is never asked
@@ -93,20 +97,21 @@ def find(
         return _checked(name, _demo(demo_dir), "", allow_pickle)
     if name and exists(expanduser(name)):
         return _checked(name, Path(expanduser(name)), "", allow_pickle)
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+    if not re.fullmatch(r"[\w-][\w.-]*", name) and not _ID.fullmatch(name):
         raise BadModel(
             f"{name[:80] or 'a model without a name'} does not exist",
             code="model_not_found",
-            try_=["kvcli models list", "give the folder that holds config.json"],
+            try_=["kvcli models list", "give the folder that holds config.json, or a GGUF file"],
         )
+    repo, _, file = name.partition(":")
     try:
-        return _checked(name, *_cached(name, revision, at, offline), allow_pickle)
+        return _checked(name, *_cached(repo, file, revision, at, offline), allow_pickle)
     except BadModel as error:
         if offline or tell is None or not may_fetch(name, error):
             raise
         where = "not in the cache" if error.code == "model_not_found" else "in the cache only in part"
     tell(f"{at} is {where}: downloading it from huggingface.co")
-    return _checked(name, *_download(name, revision, at), allow_pickle)
+    return _checked(name, *_download(repo, file, revision, at), allow_pickle)
 
 
 def verify(name: str, found: Source) -> None:
@@ -153,14 +158,33 @@ def _cache() -> Path:
 
 
 def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
-    if not path.is_dir():
+    if file := _only_gguf(path, name) if path.is_dir() else path:
+        return _checked_gguf(name, file, commit)
+    config = read_config(path, name)
+    _refuse(config, name, path)
+    files, is_pickle = _weights(path, name, allow_pickle)
+    hold(config, text_config(config), files, name)
+    if lexists(path / "generation_config.json"):  # transformers goes on without it where it cannot read it
+        _json(path / "generation_config.json", name, _CONFIG)
+    return Source(name, path, commit, config, files, is_pickle)
+
+
+def _checked_gguf(name: str, path: Path, commit: str) -> Source:
+    if not header.is_gguf(path):
         raise BadModel(
-            f"{name} is a file; a model is a folder with config.json and *.safetensors",
+            f"{name} is a file; a model is a folder with config.json and *.safetensors, or one GGUF file",
             code="model_not_found",
-            lines=_hint_for_file(path),
             try_=[f"kvcli chat {path.parent}"],
         )
-    config = read_config(path, name)
+    found = header.read(path)
+    said = describe(found, name)
+    _refuse(said.config, name, path)
+    files = (WeightFile(path, found.size, said.tensors(found)),)
+    hold(said.config, said.config, files, name)
+    return Source(name, path, commit, said.config, files, is_pickle=False, is_gguf=True)
+
+
+def _refuse(config: Config, name: str, path: Path) -> None:
     try:
         refuse(config, name)
     except (TypeError, AttributeError, LookupError) as error:
@@ -170,11 +194,21 @@ def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
             lines=[f"in {path / 'config.json'}: {error}"],
             try_=["download config.json again"],
         ) from error
-    files, is_pickle = _weights(path, name, allow_pickle)
-    hold(config, text_config(config), files, name)
-    if lexists(path / "generation_config.json"):  # transformers goes on without it where it cannot read it
-        _json(path / "generation_config.json", name, _CONFIG)
-    return Source(name, path, commit, config, files, is_pickle)
+
+
+def _only_gguf(path: Path, name: str) -> Path | None:
+    """The GGUF file of a folder that holds one and no other weights."""
+    files = sorted(path.glob("*.gguf"))
+    if not files or any(any(path.glob(other)) for other in ("model*.safetensors*", "pytorch_model*.bin*")):
+        return None
+    if len(files) > 1:
+        raise BadModel(
+            f"{name} holds {len(files)} GGUF files, and a model is one of them",
+            code="gguf_several",
+            lines=[f.name for f in files[:8]],
+            try_=[f"{name}:{files[0].name}" if _ID.fullmatch(name) else f"{path / files[0].name}"],
+        )
+    return files[0]
 
 
 # ---- where ----
@@ -195,8 +229,8 @@ def _demo(demo_dir: Path | None) -> Path:
     return demo_dir
 
 
-def _cached(name: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
-    """The snapshot folder of a hub id, and its commit, without the network."""
+def _cached(name: str, file: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
+    """The snapshot folder of a hub id, or `file` in it, and its commit, without the network."""
     if not isdir(cached_folder(name)):  # before half a second of imports
         raise _not_cached(name, at, offline)
     from huggingface_hub import snapshot_download
@@ -209,7 +243,9 @@ def _cached(name: str, revision: str | None, at: str, offline: bool) -> tuple[Pa
         raise BadModel(why, code="model_name", lines=[str(error)], try_=["kvcli models list"]) from error
     except LocalEntryNotFoundError as error:
         raise _not_cached(name, at, offline) from error
-    return path, path.name
+    if file and not exists(path / file):
+        raise _not_cached(name, at, offline)
+    return path / file, path.name
 
 
 def _not_cached(name: str, at: str, offline: bool) -> BadModel:
@@ -222,12 +258,12 @@ def _not_cached(name: str, at: str, offline: bool) -> BadModel:
     )
 
 
-def _download(name: str, revision: str | None, at: str) -> tuple[Path, str]:
+def _download(name: str, file: str, revision: str | None, at: str) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOAD))
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=[file] if file else _DOWNLOAD))
     except LocalEntryNotFoundError as error:  # what the hub's library makes of a connection that fails
         raise _no_network(f"{at} is not on this machine", error) from error
     except (HfHubHTTPError, OSError) as error:
@@ -237,7 +273,11 @@ def _download(name: str, revision: str | None, at: str) -> tuple[Path, str]:
             lines=[str(error).splitlines()[0]],
             try_=["check the name at huggingface.co", f"hf auth login, then hf download {name}"],
         ) from error
-    return path, path.name
+    if file and not exists(path / file):
+        raise BadModel(
+            f"{name} has no file {file}", code="model_not_found", try_=["look for its name at huggingface.co"]
+        )
+    return path / file, path.name
 
 
 def _no_network(why: str, error: Exception) -> BadModel:
@@ -249,16 +289,8 @@ def _no_network(why: str, error: Exception) -> BadModel:
     )
 
 
-def _hint_for_file(path: Path) -> list[str]:
-    if path.suffix == ".gguf":
-        return ["GGUF files are for llama.cpp: llama-server -m runs it"]
-    return []
-
-
 def _hint_for_folder(path: Path) -> list[str]:
     """Weights that are there and cannot be read."""
-    if any(path.glob("*.gguf")):
-        return ["it holds GGUF files: they are for llama.cpp"]
     other = sorted(f.name for f in path.glob("*.safetensors"))
     return [f"found {', '.join(other[:3])}, which transformers does not look for"] if other else []
 

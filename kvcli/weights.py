@@ -17,7 +17,9 @@ from kvcli.budget import within
 from kvcli.errors import BadModel, UsageError
 from kvcli.family import unreadable
 from kvcli.foreign import blamed
-from kvcli.kernels.linear_packed.module import Swap
+from kvcli.gguf import quantizer
+from kvcli.kernels.linear_packed.module import Swap, make_native_
+from kvcli.memory import give_back
 from kvcli.source import Source
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -46,6 +48,7 @@ def read_weights(
             lines=["transformers places such weights with it"],
             try_=["pip install 'kvcli[quantized]'", "pip install accelerate"],
         )
+    quantizer.register()
     with within(source), blamed(partial(unreadable, source, "transformers could not load it")):
         model, loading = AutoModelForCausalLM.from_pretrained(
             source.path,
@@ -59,6 +62,8 @@ def read_weights(
             output_loading_info=True,
         )
     _check_loading(source, loading)
+    if device.type == "cpu":
+        make_native_(model, give_back)
     unused = sorted(loading["unexpected_keys"])
     notes = (f"{len(unused)} tensors of the checkpoint are not used, such as {unused[0]}",) if unused else ()
     return model, notes
@@ -101,6 +106,11 @@ def find_device(name: str) -> torch.device:
             try_=["--device cpu", "kvcli doctor"],
         )
     return device
+
+
+def keeps_blocks(quant: str, device: str) -> bool:
+    """Whether weights that come packed in 4 bits stay so: our kernel is for CPUs, and `load.quant` packs anew."""
+    return quant == "none" and find_device(device).type == "cpu"
 
 
 @torch.no_grad()

@@ -16,6 +16,10 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # an ignored signal stays ignored in every child
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--models", metavar="FOLDER", help="where the GGUF files of tests marked `models` lie")
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
     torch = sys.modules.get("torch")  # tests without torch stay without it

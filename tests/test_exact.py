@@ -29,8 +29,11 @@ from tests.policies import KeepAll, Ragged
 NEW = 40
 STOP = 96  # drawn now and then by the sampled rows; greedy rows end by length
 
-MODELS = {"dense": "llama", "sliding": "gemma3", "sinks": "gpt_oss", "rounded": "llama"}
-STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) != ("rounded", "fp32")]
+MODELS = {"dense": "llama", "sliding": "gemma3", "sinks": "gpt_oss", "rounded": "llama", "blocks": "llama"}
+# no packed product is made in float64
+NONE = {("rounded", "fp32"), ("blocks", "fp64")}
+STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) not in NONE]
+BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 POLICIES |= {"window": (Window(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 SAMPLERS = {
@@ -60,6 +63,8 @@ DRAFTERS: dict[str, Make] = {
 
 @cache
 def lm(storage: str, dtype: str) -> LM:
+    if storage == "blocks":
+        return LM.of(families.build(MODELS[storage], DTYPES[dtype], **BLOCKS), quant="int4")
     return LM.of(families.build(MODELS[storage], DTYPES[dtype]))
 
 

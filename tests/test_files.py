@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcli import files
+from kvcli.files import BEGINS, ENDS, replacing_folder, sweep
 
 ROOT = Path(__file__).parents[1]
 WRITER = "import sys; from pathlib import Path; from kvcli.files import *\n"  # how the code of another process begins
@@ -42,6 +43,9 @@ OUTSIDE = {
     ("kvcli/outlet.py", "open"): "the null device, where a stream ends that takes nothing more",
     ("kvcli/world.py", "FileIO"): "the null device, where a stream is closed",
     ("kvcli/bench/gguf_export.py", "GGUFWriter"): "into the stream of the door, by its name",
+    ("kvcli/gguf/unpack.py", "write_text"): "into a folder of the door",
+    ("kvcli/gguf/unpack.py", "open"): "the same",
+    ("kvcli/gguf/unpack.py", "save_pretrained"): "the same",
     ("kvcli/heads/files.py", "savez_compressed"): "into memory",
 }
 WRITES = {
@@ -73,6 +77,31 @@ def _write(node: ast.AST) -> str:
         of_path = name in ("replace", "rename") and owner and len(node.args) == 1 and not node.keywords
         return name if of_path or owner in ("os", "shutil", "torch", "np") else ""
     return name if name in WRITES else ""
+
+
+def test_a_folder_gets_its_name_when_it_is_full_and_not_before(tmp_path: Path):
+    with replacing_folder(tmp_path / "mine") as made:
+        (made / "a").write_text("whole")
+        assert not (tmp_path / "mine").exists()
+        sweep(tmp_path)  # another run that starts: this one is at work
+        assert made.exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    assert (tmp_path / "mine" / "a").read_text() == "whole"
+    with replacing_folder(tmp_path / "mine") as made:  # who comes second leaves what is there
+        (made / "a").write_text("other")
+    assert (tmp_path / "mine" / "a").read_text() == "whole"
+    with pytest.raises(RuntimeError), replacing_folder(tmp_path / "yours") as made:
+        raise RuntimeError
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_a_killed_run_left_is_swept(tmp_path: Path):
+    left = tmp_path / f"{BEGINS}abc{ENDS}"
+    left.mkdir()
+    (left / "half").write_text("x")
+    (tmp_path / "mine").mkdir()
+    sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
 def test_nothing_else_writes_files():

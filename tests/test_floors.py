@@ -19,9 +19,9 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "chat_file config demo documents family files foreign headers layers outlet outside packages problems profile "
-        "profile_file refusals resolve sandbox schema settings sizes small_file source template template_worker text "
-        "tokenizer toml_places values",
+        "chat_file config demo documents family files foreign gguf headers layers outlet outside packages problems "
+        "profile profile_file refusals resolve sandbox schema settings sizes small_file source template template_worker "
+        "text tokenizer toml_places values",
         "api heard kinds kv loops machine memory rows sample stats token_kinds verify",
         "budget forward model policies replay rope seam weights",
         "drafts",
@@ -35,14 +35,27 @@ FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 
 # Heavy packages, and the only places that may import them, late or not. The demo trains with both.
 ONLY = {
-    "transformers": {"bench", "demo", "family", "forward", "local", "model", "source", "text", "tokenizer", "weights"},
-    "torch": {"demo", "kernels"}
+    "transformers": {
+        "bench",
+        "demo",
+        "family",
+        "forward",
+        "gguf",
+        "local",
+        "model",
+        "source",
+        "text",
+        "tokenizer",
+        "weights",
+    },
+    "torch": {"demo", "gguf", "kernels"}
     | FLOORS[2]
     | FLOORS[3]
     | FLOORS[4]
     | {"bench", "boundary", "build", "calibrate", "heads", "quality", "session"},
     "triton": {"kernels"},
     "bitsandbytes": {"weights"},
+    "gguf": {"bench", "gguf"},
     **{parser: {"documents"} for parser in ("pypdfium2", "bs4", "lxml", "markdownify", "docx")},
 }
 METHODS = {"drafts", "policies"}  # folders of registered methods; each has a base.py that anyone above may use

@@ -468,11 +468,6 @@ def test_a_file_is_no_model(folder: Path):
     assert error.exit == ExitStatus.BAD_MODEL
 
 
-def test_a_gguf_file_names_the_engine(tmp_path: Path):
-    (tmp_path / "mine.gguf").write_bytes(b"GGUF")
-    assert "llama-server" in refused(lambda: source.find(str(tmp_path / "mine.gguf"))).lines[0]
-
-
 @pytest.mark.parametrize("name", ["./absent", "/absent/model", "a/b/c", "what is this", "", "someone/absent"])
 def test_a_path_that_does_not_exist(name: str):
     error = refused(lambda: source.find(name, offline=True))

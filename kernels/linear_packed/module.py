@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear_packed import Bits, Packed, linear_packed, pack, why_not
+from kvcli.kernels.linear_packed import Bits, Packed, cpu, linear_packed, pack, reference, why_not
 
 
 class PackedLinear(nn.Module):
@@ -72,3 +72,18 @@ def quantize_(root: nn.Module, bits: Bits, done_with: Callable[[Tensor], object]
             done_with(layer.weight)
             del layer
     return Swap(packed, dict(kept), weights, nbytes)
+
+
+@torch.no_grad()
+def make_native_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> None:
+    """Lay 4-bit layers that came packed out as this CPU's kernel wants them, one at a time."""
+    for layer in root.modules():
+        if isinstance(layer, PackedLinear) and layer.bits == 4 and not layer.is_native:
+            portable, layer.data = layer.data, cpu.pack4(reference.unpack4(layer.data))
+            layer.is_native = True
+            done_with(portable)
+
+
+def packed_weights(root: nn.Module) -> int:
+    """Numbers that packed layers below `root` stand for; none of them is a parameter."""
+    return sum(p.in_features * p.out_features for p in root.modules() if isinstance(p, PackedLinear))

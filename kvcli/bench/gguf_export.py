@@ -6,13 +6,8 @@ pre-tokenizer by name and refuses others.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from kvcli.bench.gguf_names import Layout, layout_of, permuted, refusal
 from kvcli.errors import BadModel, DoesNotFit, UsageError
 from kvcli.family import read_config
 from kvcli.files import private_folder, replacing
+from kvcli.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
+from kvcli.gguf.names import HEAD, SETTINGS, WRITTEN, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
     from kvcli.source import Source
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-KEPT = 4  # files, those used last
 VERSION = 1  # of what is written below; part of a file's name, so that a change makes new files
 
 
@@ -49,11 +44,11 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
             code="gguf_unsupported",
             try_=["leave --baseline llama.cpp out", "--baseline hf"],
         )
-    path = cache / "gguf" / f"{fingerprint(found)}-{dtype}.gguf"
+    path = cache / FOLDER / f"{fingerprint(found, VERSION)}-{dtype}.gguf"
     if path.exists():
-        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # used, whatever the disk notes by itself
+        use(path)
         return path
-    plan = list(_plan(found, config, layout_of(config)))
+    plan = list(_plan(found, config, WRITTEN[config.model_type]))
     need = sum(w.nbytes(DTYPES[dtype]) for w in plan)
     private_folder(path.parent)
     forget(path.parent, KEPT - 1)
@@ -71,19 +66,30 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
     return path
 
 
-def forget(folder: Path, keep: int) -> None:
-    """Remove exported files, but for so many used last: they are copies, and each is as large as its model."""
-    files = sorted(folder.glob("*.gguf"), key=lambda file: file.stat().st_atime_ns)
-    for file in files[: max(0, len(files) - keep)]:
-        with suppress(OSError):  # Windows keeps one that another process has open
-            file.unlink()
+def refusal(found: Source, config: Any) -> str:
+    """Why llama.cpp would not compute what transformers does, in words; "" if it would."""
+    if found.family not in WRITTEN:
+        return f"{found.family} is none of {', '.join(WRITTEN)}"
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
+    if found.is_pickle:
+        return "its weights are pickle files"
+    if "quantization_config" in found.config:
+        return "its weights are quantized in a way that GGUF has no name for"
+    if getattr(config, "sliding_window", None) or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        return "it attends through a sliding window, which llama.cpp leaves out for this architecture"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, llama.cpp's is silu"
+    if kind == "longrope" or (kind not in ("default", "dynamic") and not WRITTEN[found.family].stretches):
+        return f"its rope is {kind}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return "its rope turns only a part of each head"
+    return ""
 
 
-def fingerprint(found: Source) -> str:
-    """Changes when the configuration or a weight file does; reads no weights."""
-    files = [(f.path.name, f.nbytes, f.path.stat().st_mtime_ns, sorted(f.tensors)) for f in found.files]
-    said = json.dumps([VERSION, found.config, files], sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+def permuted(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head from (halves, pairs) order to pairs: what llama.cpp's rope turns together comes together."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +111,20 @@ class _Weight:
 def _plan(found: Source, config: Any, layout: Layout) -> Iterator[_Weight]:
     where = {name: file for file in found.files for name in file.tensors}
     yield from _rope(config)
-    for theirs, ours, heads in layout.tensors(config):
+    for theirs, ours, heads in layout.tensors(
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        is_tied=config.tie_word_embeddings,
+    ):
         if theirs not in where:
-            if layout.is_optional(theirs, config):
+            if layout.is_optional(theirs):
                 continue
             raise BadModel(f"{found.id} has no tensor {theirs}", code="gguf_unsupported")
         file = where.pop(theirs)
         yield _Weight(ours, file.tensors[theirs].shape, _loader(file.path, theirs, heads))
-    if rest := [name for name in where if not layout.is_dropped(name, config)]:
+    # used by nobody: the second copy of a tied head, and frequencies that are computed
+    if rest := [name for name in where if name != HEAD and not name.endswith("rotary_emb.inv_freq")]:
         raise BadModel(
             f"llama.cpp cannot be compared on {found.id}: nothing there takes its tensor {rest[0]}",
             code="gguf_unsupported",
@@ -152,7 +164,7 @@ def _write(file: Path, config: Any, plan: list[_Weight], dtype: torch.dtype) -> 
     import gguf
 
     kinds = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-    writer = gguf.GGUFWriter(file, layout_of(config).arch)
+    writer = gguf.GGUFWriter(file, WRITTEN[config.model_type].arch)
     for key, value in _settings(config, plan, dtype).items():
         put = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         put(key, value)
@@ -174,20 +186,14 @@ def _write(file: Path, config: Any, plan: list[_Weight], dtype: torch.dtype) -> 
 
 def _settings(config: Any, plan: list[_Weight], dtype: torch.dtype) -> Mapping[str, str | float | int]:
     """The metadata llama.cpp reads."""
-    arch = layout_of(config).arch
+    arch = WRITTEN[config.model_type].arch
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     vocab = next(w.shape[0] for w in plan if w.name == "token_embd.weight")
     said: dict[str, str | float | int] = {
         "general.file_type": {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}[dtype],
         "tokenizer.ggml.model": "no_vocab",
         f"{arch}.vocab_size": vocab,
-        f"{arch}.context_length": int(config.max_position_embeddings),
-        f"{arch}.embedding_length": int(config.hidden_size),
-        f"{arch}.block_count": int(config.num_hidden_layers),
-        f"{arch}.feed_forward_length": int(config.intermediate_size),
-        f"{arch}.attention.head_count": int(config.num_attention_heads),
-        f"{arch}.attention.head_count_kv": int(config.num_key_value_heads),
-        f"{arch}.attention.key_length": int(head),
+        **{f"{arch}.{ours}": int(getattr(config, theirs, None) or head) for ours, theirs in SETTINGS.items()},
         f"{arch}.attention.value_length": int(head),
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         f"{arch}.rope.dimension_count": int(head),

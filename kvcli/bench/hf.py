@@ -14,10 +14,13 @@ from transformers import DynamicCache, GenerationConfig
 from kvcli import source, weights
 from kvcli.bench.side import Sample
 from kvcli.family import read_config
+from kvcli.gguf.unpack import ready
 from kvcli.model import quiet
 from kvcli.stats import Stats
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvcli.profile import Profile
 
 LOOKUP = 10  # guesses of prompt lookup, the number that transformers' own documentation uses
@@ -147,11 +150,12 @@ class Guesses:
         return stats
 
 
-def load_hf(path: str, profile: Profile) -> Any:
+def load_hf(path: str, profile: Profile, cache: Path) -> Any:
     """The files of `path` as transformers has them, in the numbers and on the device that the profile asks for."""
     wants = profile.load
     found = source.find(path, offline=True, allow_pickle=wants.allow_pickle)
     with quiet():
+        found = ready(found, wants.dtype, cache, packs=False)
         config = read_config(found, wants.trust_remote_code)
         where = weights.find_device(wants.device)
         model, _ = weights.read_weights(found, config, wants.dtype, where, wants.trust_remote_code)

@@ -23,15 +23,13 @@ if TYPE_CHECKING:
     from kvcli.source import Source
 
 BATCH = 512  # tokens of a prompt that llama.cpp takes at once, its own default
-_NEEDS = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 
 
 def require() -> None:
-    """Raises UsageError, with the command that helps, where the packages of the extra are absent."""
-    absent = [package for module, package in _NEEDS.items() if find_spec(module) is None]
-    if absent:
+    """Raises UsageError, with the command that helps, where the package of the extra is absent."""
+    if find_spec("llama_cpp") is None:
         raise UsageError(
-            f"--baseline llama.cpp needs {' and '.join(absent)}, not installed",
+            "--baseline llama.cpp needs llama-cpp-python, not installed",
             code="missing_extra",
             lines=[
                 "llama-cpp-python comes as source: installing it builds llama.cpp with cmake and gcc,",
@@ -71,7 +69,8 @@ class LlamaCpp:
         self._ear = _ear()
         self._context: Any = None
         self._room = 0  # tokens of the context
-        self._file = export(found, dtype, cache, tell)
+        self._is_own = found.is_gguf
+        self._file = found.path if found.is_gguf else export(found, dtype, cache, tell)
         self._model = self._load(self._file)
         vocab = self._lib.llama_model_get_vocab(self._model)
         self.vocab = int(self._lib.llama_vocab_n_tokens(vocab))
@@ -86,7 +85,9 @@ class LlamaCpp:
             "threads": str(self.threads),
             "attention": "plain: flash attention would round to float16" if self._is_exact else "flash",
             "batch": str(BATCH),
-            "weights": f"GGUF from the same files, matrices in {self._dtype}, norms in float32",
+            "weights": "the GGUF file itself"
+            if self._is_own
+            else f"GGUF from the same files, matrices in {self._dtype}, norms in float32",
             "file": str(self._file),
             "system": self._system(),
         }
@@ -130,7 +131,7 @@ class LlamaCpp:
                 f"llama.cpp could not load the weights of {self._id}",
                 code="gguf_unsupported",
                 lines=[*self._ear.said, str(file)],
-                try_=[f"rm {file}", "leave --baseline llama.cpp out"],
+                try_=[*([] if self._is_own else [f"rm {file}"]), "leave --baseline llama.cpp out"],
             )
         return model
 
@@ -184,12 +185,13 @@ class LlamaCpp:
         """llama.cpp does not tell; its cache has this many cells in every layer, whatever is in them."""
         lib, model = self._lib, self._model
         layers, heads = lib.llama_model_n_layer(model), lib.llama_model_n_head_kv(model)
-        head = int(self._meta("attention.key_length")) + int(self._meta("attention.value_length"))
+        usual = lib.llama_model_n_embd(model) // lib.llama_model_n_head(model)
+        head = sum(int(self._meta(f"attention.{kind}_length") or usual) for kind in ("key", "value"))
         cells = int(lib.llama_n_ctx(self._context))
         return cells * int(layers) * int(heads) * head * {"float32": 4, "float16": 2}[self._kv]
 
     def _meta(self, key: str) -> str:
-        """A value of the GGUF file's metadata."""
+        """A value of the GGUF file's metadata; "" where it says nothing."""
         lib, text = self._lib, ctypes.create_string_buffer(64)
         lib.llama_model_meta_val_str(self._model, b"general.architecture", text, len(text))
         full = f"{text.value.decode()}.{key}".encode()

@@ -43,12 +43,17 @@ def make(recipe: Recipe, models: Models) -> Side:
 
 
 def _hf(recipe: Recipe, models: Models, lookup: int = 0) -> Side:
+    from kvcli import source
     from kvcli.bench.hf import HfSide, load_hf
+    from kvcli.gguf.unpack import keeps_packed
 
     profile = recipe.as_profile()
-    packed = profile.load.quant != "none"
-    unlike = f"its weights are not packed; the profiles run load.quant = {profile.load.quant}" if packed else ""
-    model = models.shared(("hf", profile.load), lambda: load_hf(recipe.model, profile))
+    quant = profile.load.quant
+    unlike = f"its weights are not packed; the profiles run load.quant = {quant}" if quant != "none" else ""
+    found = source.find(recipe.model, offline=True, allow_pickle=profile.load.allow_pickle)
+    if quant == "none" and keeps_packed(found):
+        unlike = "its weights are unpacked; on a CPU the profiles keep the 4-bit blocks of the GGUF file"
+    model = models.shared(("hf", profile.load), lambda: load_hf(recipe.model, profile, Path(recipe.cache)))
     return HfSide(recipe.name, model, models.threads(profile), lookup=lookup, unlike=unlike)
 
 
@@ -75,13 +80,16 @@ def _require_llama_cpp(name: str, cache: Path) -> None:
 
 
 def _kvpress(recipe: Recipe, models: Models) -> Side:
-    from kvcli import weights
+    from kvcli import source, weights
     from kvcli.bench.kvpress import KvPress
     from kvcli.bench.kvpress_environment import interpreter
+    from kvcli.gguf.unpack import ready
 
     profile = recipe.as_profile()
     python, device = interpreter(Path(recipe.cache)), str(weights.find_device(profile.load.device))
-    return KvPress(recipe.name, Path(recipe.model), _dtype(recipe), models.threads(profile), python, device=device)
+    found = source.find(recipe.model, offline=True, allow_pickle=profile.load.allow_pickle)
+    model = ready(found, profile.load.dtype, Path(recipe.cache), packs=False).path
+    return KvPress(recipe.name, model, _dtype(recipe), models.threads(profile), python, device=device)
 
 
 def _require_kvpress(name: str, cache: Path) -> None:
@@ -98,7 +106,9 @@ def _dtype(recipe: Recipe) -> str:
 
     load = recipe.as_profile().load
     found = source.find(recipe.model, offline=True, allow_pickle=load.allow_pickle)
-    wanted = load.dtype if load.dtype != "auto" else found.dtype.lower()
+    wanted = (
+        load.dtype if load.dtype != "auto" else str(found.config["dtype"]) if found.is_gguf else found.dtype.lower()
+    )
     return DTYPES.get(wanted, wanted)
 
 

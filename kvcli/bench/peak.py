@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvcli.bench.makers import make
@@ -55,7 +56,7 @@ def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
     from kvcli.memory import peak_bytes
 
     recipe = Recipe(**asked["recipe"])
-    models = Models(lambda profile: load(recipe.model, profile, offline=True))
+    models = Models(lambda profile: load(recipe.model, profile, offline=True, cache=Path(recipe.cache)))
     try:
         side = make(recipe, models)
         side.run(asked["prompt"], asked["new"])

@@ -27,7 +27,7 @@ KINDS = {
     "summaries": "answers about parts of documents, for a summary that was interrupted",
     "calibration": "how fast this machine and its models are",
     "quality": "answers of bench --quality, for a run that was interrupted",
-    "gguf": "weights in the form that bench --baseline llama.cpp reads",
+    "gguf": "models made of GGUF files, and GGUF files that bench --baseline llama.cpp reads",
     "kvpress": "the environment of bench --baseline kvpress",
 }  # name of the folder -> what is in it
 BY_NAME = {  # of the data folder, and not only to be faster

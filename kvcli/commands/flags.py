@@ -31,7 +31,7 @@ _ask = partial(option, panel="The question")
 _answer = partial(option, panel="The answer")
 _model = partial(option, panel="The model")
 
-MODEL = "demo, a name from kvcli models suggest or your config, a folder, or a Hugging Face id."
+MODEL = "demo, a name from kvcli models suggest or your config, a folder, a GGUF file, or a Hugging Face id."
 _PROMPT = "Ask this and end; - reads standard input."
 _FILE = "Attach a file; paper.pdf:3-9 for pages of it; demo:report is an example. Repeatable."
 _MIN_P = "Leave out what is below this share of the best."

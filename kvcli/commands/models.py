@@ -144,8 +144,9 @@ def known(world: World) -> list[tuple[str, str]]:
 def kind_of(world: World, name: str) -> str:
     if name == "demo" or name in config_of(world).models:
         return "demo" if name == "demo" else "config"
-    if Path(expanduser(name)).exists():
-        return "folder"
+    path = Path(expanduser(name))
+    if path.exists():
+        return "file" if path.is_file() else "folder"
     return "fetched" if name in BY_NAME and BY_NAME[name].package else "cache"
 
 

@@ -199,7 +199,7 @@ class Setup:
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         from kvcli.local import load
 
-        model = load(found, profile)
+        model = load(found, profile, tell=tell, cache=self.world.paths.cache)
         info = model.info = replace(model.info, id=self.name)
         model.time_passes = partial(self.costs, tell=tell or log.info)
         model.prepare()

@@ -44,15 +44,19 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     from kvcli.commands.fit import others_of
     from kvcli.commands.outlook import outlook_of
     from kvcli.commands.setup import refuse_beyond
+    from kvcli.gguf.unpack import ready
     from kvcli.summarize.plan import Window, most_of
     from kvcli.summarize.prompt import wording_of
     from kvcli.tokenizer import load_tokenizer
+    from kvcli.weights import keeps_blocks
 
     setup.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     found = setup.fetch(profile)
     outlook = outlook_of(setup, found)
     refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
     fitted, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
+    packs = keeps_blocks(profile.load.quant, profile.load.device)
+    found = ready(found, profile.load.dtype, setup.world.paths.cache, packs=packs)
     tokenizer = load_tokenizer(found, profile.load.trust_remote_code)
     most = outlook.subject.shape.limit
     asked = profile.context.limit

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvcli.gguf.blocks import stays_packed
 from kvcli.kernels.linear_packed import group_of, why_not
 
 if TYPE_CHECKING:
@@ -33,6 +34,17 @@ class Held:
     nbytes: int  # in its file
     packs: bool  # a linear layer of the decoder, which load.quant packs
     is_float: bool = True
+    is_gguf: bool = False  # loaded from an unpacked copy, in the numbers of the run
+    stays: bool = False  # ... or packed as it is, on a CPU
+
+    def loaded(self, number: int, keeps: bool) -> Held:
+        """As the files that are loaded have it; `keeps`: what can stay packed does."""
+        count = math.prod(self.shape)
+        if not self.is_gguf:
+            return self
+        if keeps and self.stays:  # a scale and a zero for every 32
+            return replace(self, nbytes=count // 2 + 2 * number * (count // 32), is_float=False)
+        return replace(self, nbytes=count * number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +67,10 @@ def of_files(source: Source) -> tuple[Held, ...]:
             if _NOT_TEXT.search(name) or (is_tied and name.endswith("lm_head.weight")):
                 continue
             packs = len(tensor.shape) == 2 and bool(_IN_LAYER.search(name)) and not _EXPERT.search(name)
-            is_float = tensor.dtype in ("F64", "F32", "F16", "BF16")
-            held.append(Held(tensor.shape, tensor.nbytes, packs and source.family != "gpt2", is_float))
+            is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf
+            stays = source.is_gguf and stays_packed(name, tensor.dtype, tensor.shape)
+            packs = packs and source.family != "gpt2"
+            held.append(Held(tensor.shape, tensor.nbytes, packs, is_float, source.is_gguf, stays))
     return tuple(held)
 
 
@@ -95,11 +109,14 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
 
 def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool) -> Weights:
     """`number`: bytes of one number in memory. `given`: quantized in the checkpoint, so loaded as it is."""
+    keeps = quant == "none" and device == "cpu"
+    held = tuple(h.loaded(number, keeps) for h in held)
     sizes = [h.nbytes if given or not h.is_float else _size(h, number, quant, device) for h in held]
     plain = [h.nbytes if given or not h.is_float else math.prod(h.shape) * number for h in held]
     files = sum(h.nbytes for h in held)
     memory = sum(sizes)
-    packed = [math.prod(h.shape) for h in held if h.packs and h.is_float] if quant != "none" and not given else []
+    is_asked = quant != "none" and not given
+    packed = [math.prod(h.shape) for h in held if (h.stays and keeps) or (is_asked and h.packs and h.is_float)]
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
     return Weights(
         memory=memory,

@@ -11,7 +11,7 @@ from kvcli.schemas.base import Bytes, Count, Json
 
 class ModelEntry(Json):
     name: str
-    kind: Literal["demo", "config", "fetched", "cache", "folder"]
+    kind: Literal["demo", "config", "fetched", "cache", "folder", "file"]
     path: str | None
     bytes: Bytes | None = Field(description="of the weights")
     family: str | None

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvcli import source
-from kvcli.bench.gguf_export import KEPT, export, fingerprint
-from kvcli.bench.gguf_names import permuted
+from kvcli.bench.gguf_export import VERSION, export, permuted
 from kvcli.errors import BadModel, DoesNotFit, UsageError
+from kvcli.gguf.kept import KEPT, fingerprint
 from tests.families import build
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is absent; it comes with the dev extra")
@@ -93,9 +93,9 @@ def test_the_file_is_private_whole_and_written_once(tmp_path: Path):
 
 def test_other_weights_make_another_file(tmp_path: Path):
     found = folder(tmp_path, "llama")
-    first = fingerprint(found)
+    first = fingerprint(found, VERSION)
     build("llama", seed=1).save_pretrained(tmp_path / "model")
-    assert fingerprint(source.find(str(tmp_path / "model"))) != first
+    assert fingerprint(source.find(str(tmp_path / "model")), VERSION) != first
 
 
 def test_only_the_files_used_last_are_kept(tmp_path: Path):

@@ -18,6 +18,7 @@ from kvcli.bench import llama_cpp
 from kvcli.bench.gguf_export import export
 from kvcli.bench.llama_cpp import BATCH, LlamaCpp, require
 from kvcli.errors import BadModel, UsageError
+from tests import gguf_files
 from tests.families import build, prompt
 
 NEW = 24
@@ -25,7 +26,7 @@ NEW = 24
 
 def test_without_the_extra_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(llama_cpp, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match=r"llama-cpp-python and gguf") as caught:
+    with pytest.raises(UsageError, match="needs llama-cpp-python") as caught:
         require()
     assert caught.value.try_ == ("pip install 'kvcli[llama]'",)
     assert "10 minutes" in " ".join(caught.value.lines)
@@ -42,7 +43,6 @@ def engine() -> None:
     pytest.importorskip(
         "llama_cpp", reason="llama-cpp-python is absent: the llama extra builds it, in about 10 minutes"
     )
-    pytest.importorskip("gguf", reason="the gguf package is absent; it comes with the dev extra")
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +89,25 @@ def test_float32_writes_what_transformers_writes(tmp_path: Path, name: str, chan
     side = LlamaCpp(source.find(str(tmp_path / "model")), "float32", 1, tmp_path)
     ids = prompt(211)
     assert side.run(ids, NEW).ids == greedy(model, ids, NEW)
+    side.close()
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("name", gguf_files.ARCHS)
+def test_a_model_that_is_a_gguf_file_is_run_as_it_is(tmp_path: Path, name: str):
+    """In float32 both sides read the same numbers out of it: names, order of rows, norms, windows, caps."""
+    model = gguf_files.write(tmp_path / "tiny.gguf", name, ("F32",), ends="F32", seed=2)
+    side = LlamaCpp(source.find(str(tmp_path / "tiny.gguf")), "float32", 1, tmp_path / "cache")
+    assert side.setup["file"] == str(tmp_path / "tiny.gguf")
+    assert side.setup["weights"] == "the GGUF file itself"
+    assert not (tmp_path / "cache").exists()
+    ids = prompt(211)
+    found = side.run(ids, NEW)
+    assert found.ids == greedy(model, ids, NEW)
+    assert len(set(found.ids)) > 1
+    config = model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert found.kv_bytes % (config.num_hidden_layers * config.num_key_value_heads * 2 * head * 4) == 0
     side.close()
 
 

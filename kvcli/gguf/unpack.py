@@ -1,0 +1,224 @@
+"""A GGUF file as a folder of transformers' own kind, made at the first load and kept in the cache.
+
+The file is a stranger's. What is written is bounded by the sizes its header was checked for; its vocabulary is read by
+transformers and held to its embedding; its chat template is text here, and runs where every model's does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvcli import source
+from kvcli.errors import BadModel, DoesNotFit
+from kvcli.files import private_folder, replacing_folder
+from kvcli.foreign import blamed
+from kvcli.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
+from kvcli.gguf.config import Described, Piece, describe
+from kvcli.gguf.header import BLOCKS, Header, read
+from kvcli.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
+from kvcli.gguf.quantizer import GROUP, METHOD
+from kvcli.kernels.linear_packed import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.source import Source
+
+VERSION = 1  # of what is written below
+_KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors'
+_USUAL = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_WORDS = 64 << 20  # bytes that the largest vocabularies take
+# end an answer whatever the file calls its end of text (llama.cpp looks for them as well)
+_ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
+
+
+def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None) -> Source:
+    """The model as a folder, with its weights in `dtype` (auto, bf16, ...); with `packs`, 4-bit blocks stay packed.
+
+    What is no GGUF file comes back as it is.
+    """
+    if not found.is_gguf:
+        return found
+    dtype = _USUAL.get(dtype, str(found.config["dtype"]))
+    packs = packs and dtype != "float64"  # in which no packed product is made
+    header = read(found.path)
+    described = describe(header, found.id)
+    plan = list(_plan(header, described, dtype, packs))
+    folder = cache / FOLDER / f"{fingerprint(found, VERSION)}-{dtype}{'-packed' if packs else ''}"
+    if not folder.exists():
+        _make(folder, found, header, described, plan, dtype, tell)
+    use(folder)
+    return replace(source.find(str(folder)), id=found.id, revision=found.revision)
+
+
+def keeps_packed(found: Source) -> bool:
+    """Whether some of its blocks stay packed on a CPU."""
+    tensors = [(name, t) for file in found.files for name, t in file.tensors.items()]
+    return found.is_gguf and any(stays_packed(name, t.dtype, t.shape) for name, t in tensors)
+
+
+def told(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
+    """Notes on what of a file stays as it is and what was unpacked."""
+    if not found.is_gguf:
+        return ()
+    tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
+    stay = Counter(t.dtype for name, t in tensors if packs and stays_packed(name, t.dtype, t.shape))
+    gone = Counter(t.dtype for _, t in tensors) - stay
+    notes = [f"{sum(stay.values())} layers stay packed as in the file: {', '.join(sorted(stay))}"] if stay else []
+    if gone:
+        notes.append(f"{sum(gone.values())} tensors of the file are unpacked to {dtype}: {', '.join(sorted(gone))}")
+    return tuple(notes)
+
+
+def _make(
+    folder: Path,
+    found: Source,
+    header: Header,
+    described: Described,
+    plan: Sequence[_Out],
+    dtype: str,
+    tell: Callable[[str], None] | None,
+) -> None:
+    need = sum(out.nbytes for out in plan)
+    private_folder(folder.parent)
+    forget(folder.parent, KEPT - 1)
+    free = shutil.disk_usage(folder.parent).free
+    if need + _WORDS > free:
+        raise DoesNotFit(
+            f"unpacking {found.id} needs {need:,} bytes of disk, and {free:,} are free",
+            lines=[f"in {folder.parent}"],
+            try_=["kvcli cache prune gguf --older-than 0", "free some space"],
+        )
+    if tell is not None:
+        tell(f"unpacking {found.id}, {need / 1e6:,.0f} MB, once: {folder}")
+    config = {**described.config, "dtype": dtype}
+    if modules := [out.name.removesuffix(".data") for out in plan if out.kind == "U8"]:
+        config["quantization_config"] = {"quant_method": METHOD, "bits": 4, "group_size": GROUP, "modules": modules}
+    with replacing_folder(folder) as made:
+        ends = _write_words(made, found, header, described)
+        (made / "config.json").write_text(json.dumps(config))
+        (made / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
+        _write_weights(made / "model.safetensors", plan)
+
+
+# ---- weights ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Out:
+    """One tensor of the folder, and what makes its bytes."""
+
+    name: str
+    kind: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    nbytes: int
+    stretches: Callable[[], Iterator[Tensor]]
+
+
+def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iterator[_Out]:
+    number = getattr(torch, dtype)
+    for name, piece in described.pieces.items():
+        stored = header.tensors[piece.stored]
+        rows = partial(_rows, header, piece)
+        if packs and stays_packed(name, stored.kind, stored.shape):
+            module, (n, k) = name.removesuffix(".weight"), stored.shape
+            data = partial(_nibbles, rows, stored.kind)
+            yield _Out(f"{module}.data", "U8", (n, k // 2), n * k // 2, data)
+            scale, size = partial(_scales, rows, stored.kind, number), (k // GROUP, n, 2)
+            yield _Out(f"{module}.scale", _KINDS[dtype], size, prod(size) * number.itemsize, scale)
+        else:
+            plain = partial(_numbers, rows, stored.kind, piece.plus, number)
+            yield _Out(name, _KINDS[dtype], stored.shape, prod(stored.shape) * number.itemsize, plain)
+
+
+def _rows(header: Header, piece: Piece) -> Iterator[Bytes]:
+    """The blocks of a tensor [rows, bytes], a stretch at a time, in transformers' order of rows."""
+    stored = header.tensors[piece.stored]
+    n = prod(stored.shape[:-1])
+    held = np.memmap(header.path, np.uint8, "r", stored.at, (n, stored.nbytes // n))
+    order = np.arange(n)
+    if piece.heads:  # from pairs that llama.cpp turns together to halves
+        order = order.reshape(piece.heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    for part in stretches(n, stored.shape[-1]):
+        yield held[order[part]]
+
+
+def _numbers(rows: Callable[[], Iterator[Bytes]], kind: str, plus: float, dtype: torch.dtype) -> Iterator[Tensor]:
+    return ((numbers(raw, kind) - plus).to(dtype) for raw in rows())
+
+
+def _nibbles(rows: Callable[[], Iterator[Bytes]], kind: str) -> Iterator[Tensor]:
+    return (reference.pack4(packed(raw, kind)[0]) for raw in rows())
+
+
+def _scales(rows: Callable[[], Iterator[Bytes]], kind: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    pairs = torch.cat([packed(raw, kind)[1].to(dtype) for raw in rows()])  # [N, K // 32, 2]
+    yield pairs.transpose(0, 1)
+
+
+def _write_weights(file: Path, plan: Sequence[_Out]) -> None:
+    """safetensors, whose own writer wants all tensors in memory at once."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for out in plan:
+        entries[out.name] = {"dtype": out.kind, "shape": out.shape, "data_offsets": (at, at + out.nbytes)}
+        at += out.nbytes
+    head = json.dumps(entries).encode()
+    head += b" " * (-len(head) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(head).to_bytes(8, "little") + head)
+        for out in plan:
+            for part in out.stretches():
+                stream.write(part.contiguous().view(torch.uint8).numpy().data)
+
+
+# ---- words ----
+
+
+def _write_words(folder: Path, found: Source, header: Header, described: Described) -> list[int]:
+    """The tokenizer and its chat template; returns the tokens that end an answer."""
+    from transformers import PreTrainedTokenizerFast
+
+    with blamed(partial(_no_words, found)):
+        # by itself, not from_pretrained: files that lie beside this one are of other models
+        tokenizer = PreTrainedTokenizerFast(
+            name_or_path=str(header.path.parent), gguf_file=header.path.name, local_files_only=True
+        )
+        tokenizer.init_kwargs.pop("local_files_only", None)
+        most = max(tokenizer.get_vocab().values(), default=-1)
+        tokenizer.save_pretrained(folder)
+        special = tokenizer.get_added_vocab()
+    if described.splits_digits:
+        _split_digits(folder / "tokenizer.json")
+    if most >= described.config["vocab_size"]:
+        raise _no_words(found, f"its token {most:,} has no row in the embedding")
+    said = [header.meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    return sorted({i for i in said if type(i) is int} | {i for word, i in special.items() if word in _ENDS})
+
+
+def _split_digits(file: Path) -> None:
+    """A word for each digit, before text is cut as GPT-2 has it."""
+    made = json.loads(file.read_text(encoding="utf-8"))
+    cuts = [{"type": "Digits", "individual_digits": True}, made["pre_tokenizer"]]
+    made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+    file.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
+
+
+def _no_words(found: Source, said: str) -> BadModel:
+    return BadModel(
+        f"{found.id} has no tokenizer that can be read",
+        code="bad_tokenizer",
+        lines=[said],
+        try_=["another GGUF file of the model"],
+    )

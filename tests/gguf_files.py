@@ -1,0 +1,180 @@
+"""Tiny GGUF files, written with the gguf package's own names of keys and tensors, and the models they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from tests.families import build
+
+ARCHS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3"}  # family -> GGUF
+VOCAB = 320
+# of linear layers in turn; Q8_0 and the float kinds are unpacked, Q4 stays as it is
+KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", "F16", "BF16", "F32")
+CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+_SIZES = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 4}
+_GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 11}
+_SLIDING = {"rope_type": "default", "rope_theta": 10000.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"head_dim": 64, "tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False},
+    "gemma2": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
+               "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3": {**_GEMMA, "num_hidden_layers": 7, "tie_word_embeddings": True,
+               "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+               "rope_parameters": {"sliding_attention": _SLIDING,
+                                   "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}},
+}  # fmt: skip
+
+
+def write(
+    path: Path,
+    family: str = "llama",
+    kinds: tuple[str, ...] = KINDS,
+    *,
+    keys: Mapping[str, object] = {},
+    tensors: Mapping[str, np.ndarray] = {},
+    drop: tuple[str, ...] = (),
+    words: int = VOCAB,
+    ends: str = "Q8_0",
+    **changes: Any,
+) -> PreTrainedModel:
+    """Write a file and return transformers' model with the numbers that its blocks stand for, in float32.
+
+    `kinds` are those of linear layers in turn, `ends` that of embedding and head. `keys` and `tensors` come on top;
+    what is in `drop`, of either, is left out.
+    """
+    model = build(family, **{**_SIZES, **SETTINGS[family], **changes})
+    c, arch = model.config, ARCHS[family]
+    if arch.startswith("gemma"):  # or a token's own row outweighs what the layers say, and one is repeated for ever
+        model.get_input_embeddings().weight.mul_(0.05)
+    names = gguf.get_tensor_name_map(
+        next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), c.num_hidden_layers
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, arch)
+    said = {**_keys(arch, c), **_words(arch, words), **keys}
+    for key, value in said.items():
+        if key not in drop:
+            _put(writer, key, value)
+    turn = 0
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        base, _, part = name.rpartition(".")
+        ours = f"{names.get_name(base)}.{part}"
+        kind = (
+            "F32" if weight.dim() == 1 else ends if "embed" in name or "lm_head" in name else kinds[turn % len(kinds)]
+        )
+        turn += weight.dim() == 2
+        if ours not in drop:
+            weight.copy_(_tensor(writer, ours, weight, kind, c, arch))
+    for ours, numbers in tensors.items():
+        writer.add_tensor(ours, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _tensor(writer: Any, name: str, weight: torch.Tensor, kind: str, c: Any, arch: str) -> torch.Tensor:
+    """Write one as llama.cpp's converter does; what comes back is what the file says."""
+    numbers = weight.numpy().copy()
+    heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}.get(name.split(".")[-2])
+    permutes = arch == "llama" and heads
+    if permutes:  # as convert_hf_to_gguf.py spells it
+        numbers = numbers.reshape(heads, 2, numbers.shape[0] // heads // 2, *numbers.shape[1:]).swapaxes(1, 2)
+    numbers = numbers.reshape(weight.shape)
+    plus = float(arch.startswith("gemma") and name.endswith("norm.weight"))
+    raw, what = _raw(np.ascontiguousarray(numbers + np.float32(plus)), kind)
+    writer.add_tensor(name, raw, raw_dtype=what)
+    back = gguf.quants.dequantize(raw, what).reshape(numbers.shape) - np.float32(plus)
+    if permutes:
+        back = back.reshape(heads, numbers.shape[0] // heads // 2, 2, *numbers.shape[1:]).swapaxes(1, 2)
+    return torch.from_numpy(np.ascontiguousarray(back.reshape(weight.shape)))
+
+
+def _raw(numbers: np.ndarray, kind: str) -> tuple[np.ndarray, Any]:
+    what = gguf.GGMLQuantizationType[kind]
+    block, nbytes = gguf.constants.GGML_QUANT_SIZES[what]
+    if kind == "F32":
+        return numbers, what
+    if kind.endswith("_K") and numbers.shape[-1] % block:
+        return _raw(numbers, "Q8_0")
+    if not kind.endswith("_K"):
+        return gguf.quants.quantize(numbers, what), what
+    # the package unpacks these and does not make them: blocks of any bytes, with scales that give weights around 0.25
+    rng = np.random.default_rng(len(numbers))
+    raw = rng.integers(0, 256, (numbers.size // block, nbytes), dtype=np.uint8)
+    at, scales = (slice(-2, None), [0.00008]) if kind == "Q6_K" else (slice(0, 4), [0.0008, 0.006])
+    raw[:, at] = np.frombuffer(np.array(scales, np.float16).tobytes(), np.uint8)
+    return raw.reshape(numbers.shape[0], -1), what
+
+
+def _keys(arch: str, c: Any) -> dict[str, object]:
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    rope = c.rope_parameters
+    theta = (rope.get("full_attention") or rope)["rope_theta"]
+    keys: dict[str, object] = {
+        "general.type": "model",
+        "general.name": "tiny",
+        "general.file_type": 1,
+        f"{arch}.context_length": c.max_position_embeddings,
+        f"{arch}.embedding_length": c.hidden_size,
+        f"{arch}.block_count": c.num_hidden_layers,
+        f"{arch}.feed_forward_length": c.intermediate_size,
+        f"{arch}.attention.head_count": c.num_attention_heads,
+        f"{arch}.attention.head_count_kv": c.num_key_value_heads,
+        f"{arch}.attention.key_length": head,
+        f"{arch}.attention.value_length": head,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(c.rms_norm_eps),
+        f"{arch}.rope.freq_base": float(theta),
+    }
+    if arch.startswith("gemma"):
+        keys[f"{arch}.attention.sliding_window"] = c.sliding_window
+    if arch == "gemma2":
+        keys[f"{arch}.attn_logit_softcapping"] = c.attn_logit_softcapping
+        keys[f"{arch}.final_logit_softcapping"] = c.final_logit_softcapping
+    if arch == "gemma3":
+        keys |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": 8.0}
+    return keys
+
+
+def _words(arch: str, count: int) -> dict[str, object]:
+    """A vocabulary of bytes with two merges; that of gemma as sentencepiece has it."""
+    ids = {f"tokenizer.ggml.{kind}_token_id": i for i, kind in enumerate(("padding", "bos", "eos", "unknown"))}
+    if arch.startswith("gemma"):
+        tokens = ["<pad>", "<bos>", "<eos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+        kinds = [3, 3, 3, 2, 3, 3, 3] + [6] * 256
+        tokens += [f"<0x{b:02X}>" for b in range(256)] + ["▁", *"abcdefghijklmnopqrst", "th", "▁a"]
+        kinds += [1] * (len(tokens) - len(kinds))
+        said: dict[str, object] = {"model": "llama", "pre": "default", "add_space_prefix": False}
+        said["scores"] = [-float(i) for i in range(count)]
+    else:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", *bytes_to_unicode().values(), "th", "Ġa"]
+        kinds = [3, 3, 3, 3] + [1] * (len(tokens) - 4)
+        said = {"model": "gpt2", "pre": "smollm", "merges": ["t h", "Ġ a"]}
+        ids["tokenizer.chat_template"] = CHAT  # type: ignore[assignment]
+    more = count - len(tokens)
+    said["tokens"] = tokens[:count] + [f"<unused{i}>" for i in range(more)]
+    said["token_type"] = kinds[:count] + [5] * more
+    return {f"tokenizer.ggml.{key}": value for key, value in said.items()} | ids
+
+
+def _put(writer: Any, key: str, value: object) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}[type(value)](
+            key, value
+        )

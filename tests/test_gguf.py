@@ -1,0 +1,349 @@
+"""GGUF files as models: the numbers that the file says, nothing that matters left out, and copies that are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import kvcli
+from kvcli import source
+from kvcli.errors import BadModel, DoesNotFit, ExitStatus
+from kvcli.fit.plan import subject_of
+from kvcli.fit.weights import weigh
+from kvcli.gguf import unpack
+from kvcli.gguf.header import TYPES
+from kvcli.gguf.kept import KEPT
+from kvcli.kernels.linear_packed.module import PackedLinear
+from kvcli.model import LM
+from tests.fakes import Machine
+from tests.families import build, prompt
+from tests.gguf_files import ARCHS, CHAT, KINDS, VOCAB, write
+from tests.test_seam import our_logits
+
+gguf = pytest.importorskip("gguf")
+
+
+def loaded(path: Path, *, packs: bool = True, dtype: str = "fp32") -> LM:
+    return LM.load(unpack.ready(source.find(str(path)), dtype, path.parent / "cache", packs=packs), device="cpu")
+
+
+def refused(act: Any) -> BadModel:
+    with pytest.raises(BadModel) as caught:
+        act()
+    assert caught.value.exit == ExitStatus.BAD_MODEL
+    assert caught.value.try_
+    return caught.value
+
+
+def relative(mine: Tensor, theirs: Tensor) -> float:
+    return float(((mine - theirs).square().mean(1) / theirs.square().mean(1)).sqrt().max())
+
+
+# ---- the numbers ----
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("kinds", [KINDS, ("Q4_K", "Q6_K", "Q5_K")], ids=["32", "256"])
+@pytest.mark.parametrize("family", ARCHS)
+def test_logits_are_those_of_the_unpacked_weights(tmp_path: Path, family: str, kinds: tuple[str, ...], packs: bool):
+    model = write(tmp_path / "tiny.gguf", family, kinds)
+    lm, ids = loaded(tmp_path / "tiny.gguf", packs=packs), prompt(37)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([ids])).logits[0]
+    assert relative(our_logits(lm, ids, 13), theirs) < 1e-4
+    held = sum(isinstance(part, PackedLinear) for part in lm.model.modules())
+    assert (held > 0) == packs
+    assert lm.info.parameters == sum(p.numel() for p in model.parameters())
+    assert lm.windows == tuple(11 if kind == "sliding_attention" else None for kind in kinds_of(model))
+
+
+def kinds_of(model: Any) -> list[str]:
+    has = getattr(model.config, "sliding_window", None)
+    return model.config.layer_types if has else ["full_attention"] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("rope", ["llama3", "linear"])
+def test_a_stretched_rope_comes_back_from_its_factors(tmp_path: Path, rope: str):
+    said: dict[str, Any] = {"rope_type": rope, "factor": 32.0 if rope == "llama3" else 4.0, "rope_theta": 500000.0}
+    if rope == "llama3":
+        said |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    from kvcli.bench.gguf_export import export
+
+    build("llama", rope_parameters=said, head_dim=64).save_pretrained(tmp_path / "model")
+    file = export(source.find(str(tmp_path / "model")), "float32", tmp_path)
+    factors = next(t.data for t in gguf.GGUFReader(file).tensors if t.name == "rope_freqs.weight")
+    write(tmp_path / "tiny.gguf", head_dim=64, tensors={"rope_freqs.weight": factors.copy()}, rope_parameters=said)
+    found = source.find(str(tmp_path / "tiny.gguf"))
+    assert found.config["rope_parameters"] == pytest.approx(said)
+    write(tmp_path / "odd.gguf", head_dim=64, tensors={"rope_freqs.weight": factors[::-1] * factors.cumsum()})
+    assert "rope_freqs.weight" in refused(lambda: source.find(str(tmp_path / "odd.gguf"))).message
+
+
+def test_the_table_of_types_is_ggmls():
+    for number, (name, block, nbytes) in TYPES.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert (kind.name, gguf.constants.GGML_QUANT_SIZES[kind]) == (name, (block, nbytes))
+
+
+# ---- nothing that matters is left out ----
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"keys": {"general.architecture": "bert"}}, "bert is none of llama, qwen2"),
+    "kind": ({"keys": {"general.type": "adapter"}}, "type adapter"),
+    "split": ({"keys": {"split.count": 3}}, "one of 3 files"),
+    "yarn": ({"keys": {"llama.rope.scaling.type": "yarn"}}, "rope.scaling.type is yarn"),
+    "experts": ({"keys": {"llama.expert_count": 8}}, "llama.expert_count = 8"),
+    "scale": ({"keys": {"llama.attention.scale": 0.5}}, "llama.attention.scale = 0.5"),
+    "window": ({"keys": {"llama.attention.sliding_window": 16}}, "llama.attention.sliding_window = 16"),
+    "encoder": ({"keys": {"llama.attention.causal": False}}, "llama.attention.causal = False"),
+    "unheard of": ({"keys": {"llama.frobnicate": 1}}, "llama.frobnicate = 1"),
+    "part of a head": ({"keys": {"llama.rope.dimension_count": 8}}, "rope.dimension_count is not the size of a head"),
+    "per layer": ({"keys": {"llama.feed_forward_length": [64, 64, 32, 64]}}, "one number for all layers"),
+    "tensor": ({"tensors": {"blk.0.ffn_gate.bias": torch.zeros(64).numpy()}}, "takes its tensor blk.0.ffn_gate"),
+    "splitting": ({"keys": {"tokenizer.ggml.pre": "deepseek-llm"}}, "tokenizer.ggml.pre = deepseek-llm"),
+    "unknown splitting": ({"drop": ("tokenizer.ggml.pre",)}, "tokenizer.ggml.pre = None"),
+    "vocabulary": ({"words": VOCAB + 1}, "its vocabulary has 321 tokens, its embedding 320 rows"),
+    "sizes": ({"drop": ("llama.embedding_length",)}, "it does not state its hidden_size"),
+    "layers": ({"keys": {"llama.block_count": 1 << 31}}, "2,147,483,648 layers"),
+    "a number that is none": ({"keys": {"llama.rope.freq_base": math.nan}}, "rope.freq_base is nan"),
+    "no base": ({"keys": {"llama.rope.freq_base": 0.0}}, "the frequencies of its rope"),
+    "heads": ({"keys": {"llama.attention.head_count": 7}}, "are not those of 7 heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_numbers_is_refused_by_name(tmp_path: Path, name: str):
+    changes, says = REFUSED[name]
+    write(tmp_path / "tiny.gguf", **changes)
+    error = refused(lambda: source.find(str(tmp_path / "tiny.gguf")))
+    assert (error.code, says in error.message) == ("gguf_unsupported", True), error.message
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"llama.vocab_size": 999},
+        {"llama.rope.dimension_count": 16},
+        {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
+        {"llama.attention.head_count_kv": [2, 2, 2, 2]},
+        {"llama.expert_count": 0},
+    ],
+    ids=lambda keys: " ".join(keys),
+)
+def test_what_changes_nothing_is_read_past(tmp_path: Path, keys: dict[str, Any]):
+    write(tmp_path / "plain.gguf")
+    write(tmp_path / "tiny.gguf", keys=keys)
+    assert source.find(str(tmp_path / "tiny.gguf")).config == source.find(str(tmp_path / "plain.gguf")).config
+
+
+def test_linear_stretching_is_read_from_the_metadata(tmp_path: Path):
+    write(tmp_path / "tiny.gguf", keys={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    rope = source.find(str(tmp_path / "tiny.gguf")).config["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path):
+    write(tmp_path / "tiny.gguf", drop=("blk.2.ffn_up.weight",))
+    error = refused(lambda: source.find(str(tmp_path / "tiny.gguf")))
+    assert (error.code, "blk.2.ffn_up.weight" in error.message) == ("model_incomplete", True)
+
+
+# ---- words ----
+
+
+def test_words_come_from_the_file_alone(tmp_path: Path):
+    write(tmp_path / "tiny.gguf")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "of another model", "eos_token": "nonsense"}')
+    with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path / "cache", set={"load.device": "cpu"}) as model:
+        words = model.tokenizer
+        assert words.chat_template == CHAT
+        assert words.decode(words("the é\n日")["input_ids"]) == "the é\n日"
+        assert words.tokenize("  12 th") == ["ĠĠ"[:1], "Ġ", "1", "2", "Ġ", "th"]  # a digit is a word of its own
+        assert model.lm.stop_ids == {0, 2}  # the end it states, and the other that everybody ends at
+
+
+def test_a_file_without_a_vocabulary_is_no_model_here(tmp_path: Path):
+    write(tmp_path / "tiny.gguf", drop=("tokenizer.ggml.tokens",))
+    assert refused(lambda: source.find(str(tmp_path / "tiny.gguf"))).code == "bad_tokenizer"
+
+
+def test_a_vocabulary_that_transformers_cannot_read_is_said(tmp_path: Path):
+    write(tmp_path / "tiny.gguf", keys={"tokenizer.ggml.eos_token_id": 1 << 20})
+    error = refused(lambda: loaded(tmp_path / "tiny.gguf"))
+    assert (error.code, list((tmp_path / "cache" / "gguf").iterdir())) == ("bad_tokenizer", [])
+
+
+# ---- where it is found ----
+
+
+def test_a_folder_with_one_file_is_that_model(tmp_path: Path):
+    write(tmp_path / "model" / "tiny.gguf")
+    (tmp_path / "model" / "config.json").write_text("{}")  # hub repositories of GGUF files often have one
+    found = source.find(str(tmp_path / "model"))
+    assert (found.is_gguf, found.path.name, found.family) == (True, "tiny.gguf", "llama")
+    (tmp_path / "model" / "other.gguf").write_bytes(b"GGUF")
+    error = refused(lambda: source.find(str(tmp_path / "model")))
+    assert (error.code, error.lines) == ("gguf_several", ("other.gguf", "tiny.gguf"))
+    assert error.try_ == (str(tmp_path / "model" / "other.gguf"),)
+
+
+def test_safetensors_go_before_gguf_in_one_folder(tmp_path: Path):
+    build("llama").save_pretrained(tmp_path)
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    assert not source.find(str(tmp_path)).is_gguf
+
+
+def test_a_file_of_a_hub_repository_is_downloaded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def snapshot(name: str, **options: Any) -> str:
+        asked.append((name, options.get("allow_patterns")))
+        write(tmp_path / "snapshots" / "abc" / "sub" / "tiny.gguf")
+        return str(tmp_path / "snapshots" / "abc")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    told: list[str] = []
+    found = source.find("some-one/tiny-GGUF:sub/tiny.gguf", tell=told.append)
+    assert asked == [("some-one/tiny-GGUF", ["sub/tiny.gguf"])]
+    assert (found.is_gguf, found.revision, len(told)) == (True, "abc", 1)
+    assert "has no file" in refused(lambda: source.find("some-one/tiny-GGUF:other.gguf", tell=told.append)).message
+
+
+@pytest.mark.parametrize("name", ["some/one:../../etc/x.gguf", "some/one:tiny.bin", "one:tiny.gguf"])
+def test_other_names_with_a_colon_are_none(name: str):
+    assert refused(lambda: source.find(name, tell=print)).code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "the file has 0"),
+        (b"PK\x03\x04 and so on", "it is no GGUF file: it begins with b'PK"),
+        (b"version https://git-lfs.github.com/spec/v1", "git-lfs pointer"),
+        (b"GGUF\x01\0\0\0" + b"\0" * 16, "GGUF of version 1"),
+        (b"GGUF\0\0\0\x03" + b"\0" * 16, "in the byte order of other machines"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 16, "it announces"),
+        (b"GGUF\x03\0\0\0", "its header needs"),
+    ],
+)
+def test_what_is_no_gguf_file_is_said(tmp_path: Path, data: bytes, says: str):
+    (tmp_path / "tiny.gguf").write_bytes(data)
+    error = refused(lambda: source.find(str(tmp_path / "tiny.gguf")))
+    assert (error.code, says in error.lines[0]) == ("model_corrupt", True), error.lines
+
+
+def test_a_file_cut_short_anywhere_is_damaged(tmp_path: Path):
+    write(tmp_path / "whole.gguf")
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    for n in [*range(4, 400, 7), 5000, len(whole) // 2, len(whole) - 1]:
+        (tmp_path / "cut.gguf").write_bytes(whole[:n])
+        assert refused(lambda: source.find(str(tmp_path / "cut.gguf"))).code == "model_corrupt"
+
+
+# ---- the copy ----
+
+
+def test_it_is_unpacked_once_and_again_when_it_changed(tmp_path: Path):
+    file, cache, told = tmp_path / "tiny.gguf", tmp_path / "cache", list[str]()
+    write(file)
+    ready = partial(unpack.ready, cache=cache, tell=told.append)
+    first = ready(source.find(str(file)), "auto", packs=True)
+    assert (len(told), str(first.path) in told[0], first.id) == (1, True, str(file))
+    assert ready(source.find(str(file)), "auto", packs=True).path == first.path
+    assert len(told) == 1
+    assert {ready(source.find(str(file)), d, packs=p).path.name.partition("-")[2] for d in ("auto", "fp32")
+            for p in (True, False)} == {"bfloat16-packed", "bfloat16", "float32-packed", "float32"}  # fmt: skip
+    write(file, seed=1)
+    assert ready(source.find(str(file)), "auto", packs=True).path != first.path
+    kept = [p for p in (cache / "gguf").iterdir() if p.is_dir()]
+    assert len(kept) == KEPT
+    assert all(p.stat().st_mode & 0o777 == 0o700 for p in kept)
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path / "tiny.gguf")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("kvcli.gguf.unpack.numbers", full)
+        with pytest.raises(OSError, match="No space"):
+            loaded(tmp_path / "tiny.gguf")
+    assert list((tmp_path / "cache" / "gguf").iterdir()) == []
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
+    with pytest.raises(DoesNotFit, match="10 are free"):
+        loaded(tmp_path / "tiny.gguf")
+
+
+def test_a_large_tensor_is_written_a_stretch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path / "tiny.gguf")
+    whole, bit = (tmp_path / name for name in ("whole", "bit"))
+    found = source.find(str(tmp_path / "tiny.gguf"))
+    one = unpack.ready(found, "fp32", whole, packs=True).path / "model.safetensors"
+    monkeypatch.setattr("kvcli.gguf.blocks._STRETCH", 700)  # two rows and a bit
+    two = unpack.ready(found, "fp32", bit, packs=True).path / "model.safetensors"
+    assert one.read_bytes() == two.read_bytes()
+    with safe_open(one, "pt") as file:
+        assert file.get_tensor("model.layers.0.self_attn.q_proj.data").dtype == torch.uint8
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_fit_knows_by_the_header_what_will_be_in_memory(tmp_path: Path, packs: bool, dtype: str):
+    write(tmp_path / "tiny.gguf")
+    subject = subject_of(source.find(str(tmp_path / "tiny.gguf")))
+    number, device = {"bf16": 2, "fp32": 4}[dtype], "cpu" if packs else "cuda"
+    foretold = weigh(
+        subject.held, subject.shape, number=number, quant="none", device=device, given=subject.is_quantized
+    )
+    lm = loaded(tmp_path / "tiny.gguf", packs=packs, dtype=dtype)
+    rope = sum(b.nbytes for name, b in lm.model.named_buffers() if "inv_freq" in name)
+    assert foretold.memory == pytest.approx(lm.info.weight_bytes - rope, abs=64)
+
+
+def test_what_stays_packed_is_told(tmp_path: Path):
+    write(tmp_path / "tiny.gguf")
+    with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.device": "cpu"}) as model:
+        assert [note for note in model.info.notes if "of the file" in note or "as in the file" in note] == [
+            "7 layers stay packed as in the file: Q4_0, Q4_1",
+            "14 tensors of the file are unpacked to bfloat16: Q5_0, Q5_1, Q8_0",
+        ]
+    with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.quant": "int8"}) as model:
+        assert model.info.quant == "int8"  # asked for: from the unpacked numbers
+
+
+# ---- the commands ----
+
+
+def test_the_commands_take_a_file(tmp_path: Path):
+    file = str(tmp_path / "tiny.gguf")
+    write(Path(file))
+    shown = json.loads(Machine(tmp_path)("models", "show", file, "--json").out)["models"][0]
+    assert (shown["supported"], shown["kind"], shown["dtype"], shown["context"]) == (True, "file", "q8_0", 512)
+    assert Machine(tmp_path)("fit", file, "--ctx", "100").exit == 0
+    assert not (tmp_path / "home" / "cache" / "gguf").exists()  # by the header alone
+
+
+def test_the_cache_counts_copies_as_one_thing_each(tmp_path: Path):
+    home = tmp_path / "home" / "cache" / "gguf"
+    write(tmp_path / "tiny.gguf")
+    shutil.rmtree(tmp_path / "home", ignore_errors=True)
+    loaded(tmp_path / "tiny.gguf")
+    shutil.copytree(tmp_path / "cache" / "gguf", home)
+    found = json.loads(Machine(tmp_path)("cache", "info", "--json").out)["kinds"]
+    assert next(k["entries"] for k in found if k["kind"] == "gguf") == 1
+    for p in home.rglob("*"):
+        os.utime(p, (0, 0))
+    Machine(tmp_path)("cache", "prune", "gguf")
+    assert list(home.iterdir()) == []
