@@ -20,8 +20,8 @@ FLOORS = [
         "errors kernels",
         # words and files, no tensors
         "chat_file config demo documents family files foreign gguf headers layers outlet outside packages problems "
-        "profile profile_file refusals resolve sandbox schema settings sizes small_file source template template_worker "
-        "text tokenizer toml_places values",
+        "profile profile_file refusals resolve sandbox schema settings sizes small_file source template "
+        "template_worker text tokenizer toml_places values",
         "api heard kinds kv loops machine memory rows sample stats token_kinds verify",
         "budget forward model policies replay rope seam weights",
         "drafts",
