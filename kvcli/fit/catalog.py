@@ -48,9 +48,10 @@ class Known:
         return self.package.download if self.package else self.weights()
 
     def weights(self, quant: str = "none") -> int:
-        """Bytes in memory, 16-bit numbers where nothing packs them; experts are not packed."""
+        """Bytes in memory, 16-bit numbers where nothing packs them or has packed them; experts are not packed."""
         linear = 0 if self.shape.experts else self.shape.linear
-        return int(2 * (self.parameters - linear) + PACKED[quant] * linear)
+        each = self.package.each if self.package and quant == "none" else PACKED[quant]
+        return int(2 * (self.parameters - linear) + each * linear)
 
     def needs(self, quant: str = "none", tokens: int = TOKENS) -> int:
         """Bytes of a run over so many tokens."""

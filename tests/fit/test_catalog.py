@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvcli.fit import weights
@@ -16,7 +18,8 @@ GIB = 1 << 30
 
 def planned(known, quant, available):
     """What `kvcli fit` says of it."""
-    held = weights.of_shape(known.shape)
+    stays = known.package is not None and known.package.each < 1
+    held = tuple(replace(h, is_gguf=stays, stays=h.packs) for h in weights.of_shape(known.shape))
     subject = Subject(known.id, known.shape, held, "bfloat16", False, True, False, 2 * known.parameters)
     profile = Profile.load("ngram").replace(load={"quant": quant})
     return plan(subject, profile, Room("cpu", available), min(TOKENS, known.shape.limit), Facts())
