@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvcli import fetch
+from kvcli.commands.ask import agrees
 from kvcli.commands.default_model import with_default
 from kvcli.commands.setup import Setup, find
 from kvcli.demo import weights_dir
@@ -25,7 +26,7 @@ from kvcli.files import BEGINS
 from kvcli.fit import room
 from kvcli.fit.catalog import BY_NAME, Known, Terms
 from kvcli.packages import Packed, Wheel
-from tests.fakes import Machine
+from tests.fakes import Machine, Stream
 from tests.small_hub import Hub, serving
 
 ROOT = Path(__file__).parents[1]
@@ -356,6 +357,22 @@ def test_terms_are_asked_about_on_a_terminal_with_a_copy_to_read(machine: Machin
 def test_terms_are_accepted_by_an_option(machine: Machine, gated: Known):
     assert machine("models", "get", "tiny", "--accept-terms").exit == 0
     assert left(machine) == ["tiny.gguf", "tiny.terms.html"]
+
+
+def test_what_was_typed_before_a_question_is_no_answer_to_it(machine: Machine):
+    """The download takes its time, and somebody types meanwhile."""
+    terminal, ours = os.openpty()
+    os.write(terminal, b"y\n")
+
+    class Shown(Stream):
+        def flush(self) -> None:
+            if "[y/N]" in self.text:
+                os.write(terminal, b"n\n")
+
+    world = machine.world(tty=TTY)
+    world.stdin, world.stderr = os.fdopen(ours), Shown(is_tty=True)
+    assert agrees(world, "sure?") is False
+    os.close(terminal)
 
 
 # ---- the default model ----

@@ -163,6 +163,14 @@ def agrees(world: World, question: str) -> bool:
     """A yes to a question on the terminal; no where nobody can be asked."""
     if not (world.may_ask and world.is_tty("stderr")) or world.options.json:
         return False
-    world.stderr.write(f"{question} [y/N] ")
+    return answer_to(world, f"{question} [y/N] ") in ("y", "yes")
+
+
+def answer_to(world: World, question: str) -> str:
+    """What is typed on the terminal, in small letters."""
+    from kvcli.render.keys import forget_typed
+
+    forget_typed(world.stdin)
+    world.stderr.write(question)
     world.stderr.flush()
-    return world.stdin.readline().strip().lower() in ("y", "yes")
+    return world.stdin.readline().strip().lower()

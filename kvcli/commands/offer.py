@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.commands.ask import STDIN, tell
+from kvcli.commands.ask import STDIN, answer_to, tell
 from kvcli.documents import BUNDLED, split_pages
 from kvcli.errors import KvcliError, UsageError
 
@@ -156,9 +156,7 @@ def _ask(names: Sequence[str], room: Room, offers: Sequence[Offer], world: World
     for row in [*rows, "  d  demo all the same"]:
         for line in fold(row, max(20, err.width - 1)):
             err.line((line.rstrip(), ""))
-    world.stderr.write(f"{f'1 to {len(offers)}, ' if offers else ''}d, or Enter to leave: ")
-    world.stderr.flush()
-    said = world.stdin.readline().strip().lower()
+    said = answer_to(world, f"{f'1 to {len(offers)}, ' if offers else ''}d, or Enter to leave: ")
     if said == "d":
         return Offer("demo")
     if said.isdecimal() and 1 <= int(said) <= len(offers):

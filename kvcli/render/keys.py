@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TextIO
 
@@ -34,6 +34,13 @@ def echo(stdin: TextIO | None, on: bool) -> Iterator[None]:
     finally:
         if saved is not None and stdin is not None:
             termios.tcsetattr(stdin.fileno(), termios.TCSANOW, saved)
+
+
+def forget_typed(stdin: TextIO) -> None:
+    """What was typed before a question is no answer to it."""
+    if termios is not None:
+        with suppress(OSError, ValueError, AttributeError, termios.error):
+            termios.tcflush(stdin.fileno(), termios.TCIFLUSH)
 
 
 @contextmanager
