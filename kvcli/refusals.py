@@ -62,7 +62,7 @@ def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> Non
             "load.quant = nf4 is for CUDA: on a CPU it is slower than no quantization at all",
             code="bad_quant",
             lines=["its CPU path unpacks every weight for every token"],
-            try_=["--set load.quant=int4"],
+            try_=["--quant int4", "kvcli fit --vram 12GiB, to ask about a GPU"],
         )
     if kind not in ("cpu", "cuda"):
         raise UsageError(

@@ -7,14 +7,19 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from kvcli import local
 from kvcli.commands import outlook
-from kvcli.commands.interrupt import insisting
+from kvcli.commands.interrupt import Interrupt, insisting
 from kvcli.commands.loading import load_model
+from kvcli.errors import ExitStatus
 from kvcli.render import stream
+from tests.fakes import Machine
 
 
 def press() -> None:
@@ -60,7 +65,32 @@ def test_a_thread_that_loads_leaves_the_handler_alone() -> None:
     assert seen == [signal.getsignal(signal.SIGINT)]
 
 
-def test_a_command_that_loads_hears_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_shell_has_it_ignored_it_stays_so() -> None:
+    """As behind `&` in a script."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with insisting(), Interrupt() as cancel:
+            press()
+        assert not cancel()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("command", ["chat -p hi", "bench --ctx 512", "spec doctor", "spec tune", "profile-heads"])
+def test_every_command_that_loads_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    real = local.load
+
+    def load(*args: Any, **options: Any) -> Any:
+        swallow()
+        return real(*args, **options)
+
+    monkeypatch.setattr(local, "load", load)
+    done = Machine(tmp_path)(*command.split(), "-m", "demo")
+    assert (done.exit, done.out) == (ExitStatus.INTERRUPTED, "")
+
+
+def test_what_is_looked_at_before_loading_hears_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "busy_word", lambda *_: nullcontext())
     monkeypatch.setattr(outlook, "prepare", lambda *_: swallow() or MagicMock())
     with pytest.raises(KeyboardInterrupt):

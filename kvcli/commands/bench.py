@@ -121,8 +121,11 @@ def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
 def prepare(setup: Setup, asked: Asked, found: Source, quality: Quality | None, bar: Bar) -> Bench:
     """The benchmark, with nothing loaded yet."""
     bar.show(0, 0, f"loading {setup.name}")
-    from kvcli.bench.profile_side import Models
-    from kvcli.bench.run import Ask, Bench
+    from kvcli.commands.interrupt import insisting
+
+    with insisting():
+        from kvcli.bench.profile_side import Models
+        from kvcli.bench.run import Ask, Bench
 
     world = setup.world
     recipes = asked.recipes(str(found.path), world.paths.cache)

@@ -36,7 +36,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
+        if _is_ours():
             self._before = signal.signal(signal.SIGINT, self.hear)
         return self
 
@@ -54,15 +54,15 @@ def insisting() -> Iterator[None]:
     For loading: what is imported there has callbacks and bare excepts, in which a KeyboardInterrupt is lost, and what
     goes on after one may end in any other error.
     """
+    if not _is_ours():
+        yield
+        return
     heard: list[int] = []
 
     def hear(number: int, _frame: FrameType | None) -> None:
         heard.append(number)
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGINT, hear)
     try:
         yield
@@ -74,3 +74,10 @@ def insisting() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if heard:
         raise KeyboardInterrupt
+
+
+def _is_ours() -> bool:
+    """Whether Ctrl-C is heard: by the main thread, and not where a shell has it ignored, behind `&` or `nohup`."""
+    return (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    )

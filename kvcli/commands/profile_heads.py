@@ -191,14 +191,16 @@ def _layers(text: str | None) -> tuple[int, ...]:
 
 
 def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> int:
-    from kvcli.commands.interrupt import Interrupt
-    from kvcli.heads.report import document, strip
-    from kvcli.heads.run import probe
+    from kvcli.commands.interrupt import Interrupt, insisting
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
 
     with progress(Screen.of(setup.world)) as bar, Interrupt() as cancel:
         bar.show(0, 0, f"loading {setup.name}")
+        with insisting():
+            from kvcli.heads.report import document, strip
+            from kvcli.heads.run import probe
+
         with setup.load(_reading(profile), bar.screen.note) as model:
             found = probe(model, ask, _tell(bar, cancel))
             made, tokens = document(model, ask, found), strip(model, found.reading)

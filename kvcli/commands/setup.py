@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli import source
+from kvcli.commands.interrupt import insisting
 from kvcli.config import Config, load_config
 from kvcli.errors import BadConfig, BadModel
 from kvcli.fetch import stands_for
@@ -197,9 +198,10 @@ class Setup:
         found = self.fetch(profile, tell)
         # transformers reads it when imported; its warnings are about what kvcli checks itself
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        from kvcli.local import load
+        with insisting():
+            from kvcli.local import load
 
-        model = load(found, profile, tell=tell, cache=self.world.paths.cache)
+            model = load(found, profile, tell=tell, cache=self.world.paths.cache)
         info = model.info = replace(model.info, id=self.name)
         model.time_passes = partial(self.costs, tell=tell or log.info)
         model.prepare()

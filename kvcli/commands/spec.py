@@ -55,12 +55,13 @@ def doctor(
     of many rows cost, which guesses come true, and what scouts bring.
     """
     from kvcli.commands.show import print_json, print_lines
-    from kvcli.commands.spec_figures import examine
     from kvcli.render.spec import doctor_lines
 
     setup = _setup(context)
     world = setup.world
     with _model(setup) as (loaded, bar):
+        from kvcli.commands.spec_figures import examine
+
         if loaded.profile.spec.method == "off":
             raise UsageError(f"profile {loaded.profile.name} drafts nothing", try_=["-P ngram", "-P fafo"])
         name, prompt = next(iter(_prompts(setup, loaded, workload or "summary", ctx, new).items()))
@@ -93,9 +94,7 @@ def tune(
 
     Each text is read once, then all settings continue it in turns.
     """
-    from kvcli.bench.drafting import tune as measure
     from kvcli.commands.show import print_json, print_lines
-    from kvcli.commands.spec_figures import tuned
     from kvcli.commands.spec_profile import place, write
     from kvcli.render.spec import tune_lines
 
@@ -105,6 +104,9 @@ def tune(
         raise UsageError("both the profile and the JSON would go to stdout", try_=["-o FILE --json", "-o -"])
     where = place(setup, save, output)  # refused before minutes of measuring, not after
     with _model(setup) as (loaded, bar):
+        from kvcli.bench.drafting import tune as measure
+        from kvcli.commands.spec_figures import tuned
+
         prompts = _prompts(setup, loaded, workload or "summary,chat,code", ctx, new)
         rivals = measure(loaded, prompts, new, _at_least(1, reps, "--reps 3"), bar.show)
         found = tuned(setup.name, loaded, rivals, list(prompts), new, reps, max(map(len, prompts.values())))
@@ -125,12 +127,15 @@ def _setup(context: typer.Context) -> Setup:
 @contextmanager
 def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
     """Loaded under its profile, which draws nothing."""
+    from kvcli.commands.interrupt import insisting
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
 
     with progress(Screen.of(setup.world)) as bar:
         bar.show(0, 0, f"loading {setup.name}")
-        with setup.load(_greedy(setup), bar.screen.note) as loaded:
+        with insisting():
+            model = setup.load(_greedy(setup), bar.screen.note)
+        with model as loaded:
             yield loaded, bar
 
 
