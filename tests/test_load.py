@@ -250,7 +250,7 @@ def test_nf4_on_a_cpu_says_what_to_type(folder: Path):
     error = refused(lambda: LM.load(source.find(str(folder)), device="cpu", quant="nf4"))
     assert isinstance(error, UsageError)
     assert "nf4 is for CUDA" in error.message
-    assert error.try_ == ("--set load.quant=int4",)
+    assert error.try_ == ("--quant int4", "kvcli fit --vram 12GiB, to ask about a GPU")
 
 
 def test_a_checkpoint_quantized_already_is_not_quantized_again(folder: Path):
