@@ -19,6 +19,7 @@ from kvcli import forward, seam, weights
 from kvcli.api import ModelInfo
 from kvcli.errors import BadModel
 from kvcli.family import read_config
+from kvcli.gguf import quantizer
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
 from kvcli.memory import give_back
@@ -158,7 +159,8 @@ def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tu
             model.to(device)
         given = getattr(model.config, "quantization_config", None)
         method = getattr(given, "quant_method", "quantized")
-        return ("torch" if given is None else f"{getattr(method, 'value', method)}, as in the checkpoint"), ()
+        said = "torch packed int4" if method == quantizer.METHOD else getattr(method, "value", method)
+        return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
     layers = _decoder_layers(model, shape)
     if device.type == "cpu":
         swap, backend = quantize_(layers, 8 if quant == "int8" else 4, give_back), f"torch packed {quant}"

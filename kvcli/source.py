@@ -306,7 +306,8 @@ def read_config(path: Path, name: str) -> Config:
         if exists(path / "adapter_config.json"):
             lines.append("adapter_config.json is there: this is an adapter; merge it into its base model first")
         lines += _hint_for_folder(path)
-        raise BadModel(f"{name} has no config.json", code="model_incomplete", lines=lines, try_=[f"ls {path}"])
+        others = [f"{name}:FILE.gguf, if it is a repository of GGUF files"] if _ID.fullmatch(name) else []
+        raise BadModel(f"{name} has no config.json", code="model_incomplete", lines=lines, try_=[*others, f"ls {path}"])
     config = _json(file, name, _CONFIG)
     if not isinstance(config.get("model_type"), str):
         raise BadModel(

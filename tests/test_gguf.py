@@ -21,10 +21,12 @@ from kvcli.errors import BadModel, DoesNotFit, ExitStatus
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
 from kvcli.gguf import unpack
+from kvcli.gguf.config import DIGITS, SPLITS
 from kvcli.gguf.header import TYPES
 from kvcli.gguf.kept import KEPT
 from kvcli.kernels.linear_packed.module import PackedLinear
 from kvcli.model import LM
+from kvcli.tokenizer import load_tokenizer
 from tests.fakes import Machine
 from tests.families import build, prompt
 from tests.gguf_files import ARCHS, CHAT, KINDS, VOCAB, write
@@ -170,6 +172,29 @@ def test_words_come_from_the_file_alone(tmp_path: Path):
         assert words.decode(words("the é\n日")["input_ids"]) == "the é\n日"
         assert words.tokenize("  12 th") == ["ĠĠ"[:1], "Ġ", "1", "2", "Ġ", "th"]  # a digit is a word of its own
         assert model.lm.stop_ids == {0, 2}  # the end it states, and the other that everybody ends at
+
+
+def test_rules_of_cutting_are_known_to_transformers():
+    """For any other it would take GPT-2's, and say nothing."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN
+
+    assert KNOWN.keys() >= SPLITS
+    assert not DIGITS & KNOWN.keys()  # else what unpack.py adds would come twice
+
+
+def test_a_word_that_no_merges_lead_to_is_taken_whole_where_llama_cpp_does(tmp_path: Path):
+    file, said = tmp_path / "tiny.gguf", dict[str, list[str]]()
+    for rule in ("llama-bpe", "gpt-2"):
+        write(file, keys={"tokenizer.ggml.pre": rule, "tokenizer.ggml.merges": ["Ġ a"]})  # none to "th"
+        folder = unpack.ready(source.find(str(file)), "auto", tmp_path / "cache", packs=True)
+        said[rule] = load_tokenizer(folder, False).tokenize("th")
+    assert said == {"llama-bpe": ["th"], "gpt-2": ["t", "h"]}
+
+
+def test_an_older_transformers_is_not_trusted_with_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path / "tiny.gguf")
+    monkeypatch.setattr("kvcli.gguf.unpack.find_spec", lambda _: None)
+    assert refused(lambda: loaded(tmp_path / "tiny.gguf")).try_ == ("pip install -U transformers",)
 
 
 def test_a_file_without_a_vocabulary_is_no_model_here(tmp_path: Path):
@@ -319,7 +344,9 @@ def test_what_stays_packed_is_told(tmp_path: Path):
             "7 layers stay packed as in the file: Q4_0, Q4_1",
             "14 tensors of the file are unpacked to bfloat16: Q5_0, Q5_1, Q8_0",
         ]
+        assert model.info.backend.startswith("torch packed int4, as in the checkpoint")
     with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.quant": "int8"}) as model:
+        assert model.info.backend.startswith("torch packed int8")
         assert model.info.quant == "int8"  # asked for: from the unpacked numbers
 
 

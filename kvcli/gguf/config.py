@@ -32,12 +32,11 @@ _HARMLESS: Mapping[str, tuple[object, ...] | None] = {
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 # A vocabulary of bytes says by which rule text is cut before it is merged; transformers takes GPT-2's for a rule it
-# does not know. The second list puts digits on their own besides, which it overlooks.
-_SPLITS = {
-    "gpt-2", "llama3", "llama-v3", "llama-bpe", "smaug-bpe", "falcon3", "pixtral", "tekken", "qwen2",
-    "deepseek-r1-qwen", "gpt-4o",
-}  # fmt: skip
+# does not know. What it overlooks besides: rules with digits on their own, and vocabularies that have whole words which
+# no merges lead to (llama.cpp's ignore_merges).
+WHOLE = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
+SPLITS = WHOLE | {"smaug-bpe", "qwen2", "deepseek-r1-qwen", "gpt-4o"}
 _ROPE = "rope_freqs.weight"
 # llama3's way of stretching, which a file states by its outcome alone: these numbers are those of every release
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -58,7 +57,7 @@ class Described:
 
     config: dict[str, Any]
     pieces: Mapping[str, Piece]
-    splits_digits: bool  # which its tokenizer must, and transformers' reader does not see to
+    split: str  # the rule by which its tokenizer cuts text, for a vocabulary of bytes
 
     def tensors(self, header: Header) -> dict[str, TensorHeader]:
         stored = {name: header.tensors[piece.stored] for name, piece in self.pieces.items()}
@@ -154,8 +153,8 @@ def _dtype(header: Header) -> str:
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
 
-def _check_words(said: _Said, rows: int) -> bool:
-    """Whether text is cut at every digit. Raises BadModel where the tokenizer is absent or of an unknown kind."""
+def _check_words(said: _Said, rows: int) -> str:
+    """The rule by which text is cut. Raises BadModel where the tokenizer is absent or of an unknown kind."""
     meta = said.header.meta
     words, kind, split = (meta.get(f"tokenizer.ggml.{key}") for key in ("tokens", "model", "pre"))
     if not isinstance(words, Listed) or not words.count:
@@ -167,9 +166,9 @@ def _check_words(said: _Said, rows: int) -> bool:
         )
     if words.count > rows:
         raise said.refused(f"its vocabulary has {words.count:,} tokens, its embedding {rows:,} rows")
-    if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in _SPLITS | DIGITS):
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in SPLITS | DIGITS | {"gpt-2"}):
         raise said.refused(f"tokenizer.ggml.model = {kind}, tokenizer.ggml.pre = {split} is not read here")
-    return split in DIGITS and kind == "gpt2"
+    return str(split) if kind == "gpt2" else ""
 
 
 class _Said:

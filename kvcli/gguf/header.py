@@ -139,14 +139,15 @@ def _entry(reader: _Reader) -> tuple[str, Stored]:
 def _placed(table: list[tuple[str, Stored]], start: int, align: int, size: int) -> Iterator[tuple[str, Stored]]:
     """The tensors with their place in the file, in the order they lie there."""
     seen, free = set[str](), start
+    end = start + max((t.at + t.nbytes for _, t in table), default=0)
+    if end > size:
+        raise ValueError(f"its header announces {end:,} bytes, the file has {size:,}: {end - size:,} bytes are missing")
     for name, t in sorted(table, key=lambda entry: entry[1].at):
         at = start + t.at
         if name in seen or at % align or at < free:
             raise ValueError(f"its tensor {name[:60]} stands there twice, or on another")
         seen.add(name)
         free = at + t.nbytes
-        if free > size:
-            raise ValueError(f"its header announces {free:,} bytes or more, the file has {size:,}")
         yield name, Stored(t.kind, t.shape, at, t.nbytes)
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from kvcli.errors import BadModel, DoesNotFit
 from kvcli.files import private_folder, replacing_folder
 from kvcli.foreign import blamed
 from kvcli.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
-from kvcli.gguf.config import Described, Piece, describe
+from kvcli.gguf.config import DIGITS, WHOLE, Described, Piece, describe
 from kvcli.gguf.header import BLOCKS, Header, read
 from kvcli.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.gguf.quantizer import GROUP, METHOD
@@ -190,6 +191,12 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
     """The tokenizer and its chat template; returns the tokens that end an answer."""
     from transformers import PreTrainedTokenizerFast
 
+    if find_spec("transformers.integrations.gguf") is None:  # before 5.23 it cut text by GPT-2's rule, whatever is said
+        raise BadModel(
+            f"{found.id} is a GGUF file, and this transformers is too old to build its tokenizer",
+            code="package_missing",
+            try_=["pip install -U transformers"],
+        )
     with blamed(partial(_no_words, found)):
         # by itself, not from_pretrained: files that lie beside this one are of other models
         tokenizer = PreTrainedTokenizerFast(
@@ -199,19 +206,21 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
         most = max(tokenizer.get_vocab().values(), default=-1)
         tokenizer.save_pretrained(folder)
         special = tokenizer.get_added_vocab()
-    if described.splits_digits:
-        _split_digits(folder / "tokenizer.json")
+    _mend(folder / "tokenizer.json", described.split)
     if most >= described.config["vocab_size"]:
         raise _no_words(found, f"its token {most:,} has no row in the embedding")
     said = [header.meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
     return sorted({i for i in said if type(i) is int} | {i for word, i in special.items() if word in _ENDS})
 
 
-def _split_digits(file: Path) -> None:
-    """A word for each digit, before text is cut as GPT-2 has it."""
+def _mend(file: Path, split: str) -> None:
+    """What transformers overlooks of the rule by which text is cut."""
     made = json.loads(file.read_text(encoding="utf-8"))
-    cuts = [{"type": "Digits", "individual_digits": True}, made["pre_tokenizer"]]
-    made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+    if split in DIGITS:
+        cuts = [{"type": "Digits", "individual_digits": True}, made["pre_tokenizer"]]
+        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+    if split in WHOLE:
+        made["model"]["ignore_merges"] = True
     file.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import kvcli
 from kvcli.forward import Pass, run
 from kvcli.kv.dense import Dense
-from kvcli.model import LM, _quiet
+from kvcli.model import LM, quiet
 from kvcli.rows import Rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def theirs(file: Path, ids: list[int]) -> Tensor:
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
 
-    with _quiet(), torch.inference_mode():
+    with quiet(), torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
