@@ -64,7 +64,7 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     passes = _passes(setup, outlook, fitted)
     foretell, drafts = partial(outlook.foretell, profile), profile.spec.method != "off"
     window = Window(tokenizer, limit, most_of(profile), passes, foretell, reach=most, drafts=drafts)
-    return window, wording_of(found.path)
+    return window, wording_of(found)
 
 
 def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:

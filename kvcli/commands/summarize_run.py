@@ -76,7 +76,7 @@ def _refuse_early(job: Job) -> None:
         found = job.setup.fetch(job.profile)
     except KvcliError:
         return  # not here yet, or damaged: loading says so
-    wording_of(found.path).refuse(job.request, job.setup.name)
+    wording_of(found).refuse(job.request, job.setup.name)
 
 
 def _summarize(job: Job) -> int:
@@ -90,7 +90,7 @@ def _summarize(job: Job) -> int:
     with model:
         for note in (*prepared.notes, *model.cautions, *model.info.notes):
             job.tell(note)
-        wording = wording_of(model.info.path)
+        wording = wording_of(model.info)
         wording.refuse(job.request, model.info.id)
         window = Window.of(model, job.setup.pass_times(model))
         for given in job.groups:

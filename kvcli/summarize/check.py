@@ -100,6 +100,17 @@ class Checker:
         doubtful = [place for place, ok in zip(places, good, strict=True) if not ok]
         return Judged(tuple(found), write(places, doubtful))
 
+    def place(self, claim: str, *, quotes: bool = False) -> Judged | None:
+        """A citation for a claim that has none: the one place that has it; else those it was said of, doubtful.
+
+        None where these are too many to say anything.
+        """
+        if (right := self._only_place(Claim.of(claim))) is not None:
+            place = self.passages[right].place
+            return Judged((Cite(place, True, None, self.quote(claim, [right]) if quotes else None),), write([place]))
+        every = list(dict.fromkeys(passage.place for passage in self.passages))
+        return Judged(tuple(Cite(one, False) for one in every), write(every, every)) if len(every) < WIDEST else None
+
     def at(self, place: Place) -> list[int]:
         """Which passages a citation names; none if it is not of this part."""
         return named(place, [passage.place for passage in self.passages])

@@ -86,11 +86,11 @@ def make_plan(documents: Sequence[Document], request: Request, window: Window, w
     pieces = pieces_of(documents)
     if not pieces:
         raise BadInput("there is no text to summarise", code="no_text", try_=["another file"])
-    answer = min(request.tokens, window.most or request.tokens)
+    answer = min(request.tokens, window.most or request.tokens, wording.sentence or request.tokens)
     desk = _Desk(request, window, wording, pieces, answer)
-    whole = Part(1, tuple(pieces), request.cite)
-    size, most = desk.prompt(whole), request.chunk or wording.part
-    text = desk.count(whole.text)
+    whole = Part(1, tuple(pieces), desk.marks)
+    size, text = desk.prompt(whole), desk.count(whole.text)
+    most = request.chunk or wording.part_of(text, request.words)
     if (
         request.mode != "map"
         and size + answer <= window.limit
@@ -125,6 +125,11 @@ class _Desk:
     def unit(self) -> Unit:
         return self.pieces[0].unit
 
+    @property
+    def marks(self) -> bool:
+        """Whether the text has the marks that a model copies."""
+        return self.request.cite and self.wording.cites
+
     def count(self, text: str) -> int:
         return len(encode(self.window.tokenizer, text))
 
@@ -141,7 +146,7 @@ class _Desk:
         room = min(room, most or room)
         while True:
             overlap = min(self.request.overlap, room // 2)
-            parts = cut(self.pieces, room, self.count, cite=self.request.cite, overlap=overlap)
+            parts = cut(self.pieces, room, self.count, cite=self.marks, overlap=overlap)
             over = max(self.prompt(part, len(parts)) for part in parts) + self.answer - self.window.limit
             if over <= 0 or room <= LEAST:
                 return parts

@@ -40,9 +40,21 @@ def pieces(point: str, brackets: Sequence[Bracket]) -> list[str]:
     return claims
 
 
-def point_of(raw: Raw, checker: Checker | None, documents: Sequence[str] = (), *, quotes: bool = False) -> Point:
-    """One point with its citations checked; without a checker they stay as the model wrote them."""
+def point_of(
+    raw: Raw,
+    checker: Checker | None,
+    documents: Sequence[str] = (),
+    *,
+    quotes: bool = False,
+    places: bool = False,
+) -> Point:
+    """One point with its citations checked; without a checker they stay as the model wrote them.
+
+    `places`: a point that came without any is given the one of where it stands.
+    """
     brackets = find(raw.text, documents)
+    if places and checker is not None and not brackets and (found := checker.place(raw.text, quotes=quotes)):
+        return Point(raw.text, f"{raw.text} {found.text}", found.cites, raw.kind, raw.level, raw.opens)
     cites: list[Cite] = []
     # Each is asked once: many citations over words that say nothing all stand for the whole point
     verdicts: dict[tuple[str, tuple[Place, ...]], Judged] = {}

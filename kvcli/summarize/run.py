@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, End, Text, Turn
-from kvcli.summarize.check import Checker, Passage
+from kvcli.summarize.check import ENDED, Checker, Passage
 from kvcli.summarize.events import (
     Done,
     Event,
@@ -30,6 +30,7 @@ from kvcli.summarize.points import point_of
 from kvcli.summarize.prompt import Messages, merge_messages, part_messages, wording_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
+from kvcli.summarize.words import sentences
 from kvcli.text import decode, render_prompt, render_text
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def summarize(
     """
     if plan is None:
         request = request or Request()
-        wording = wording_of(model.info.path)
+        wording = wording_of(model.info)
         wording.refuse(request, model.info.id)
         plan = make_plan(documents, request, Window.of(model), wording)
     yield Planned(plan)
@@ -188,7 +189,7 @@ class _Run:
         is the summary, the next run is to ask again.
         """
         if kept is not None:
-            yield from pen.write(kept.text, whole=True)
+            yield from pen.write(self._told(kept.text), whole=True)
             return kept
         if self.cancel():
             raise _Cancelled
@@ -200,7 +201,7 @@ class _Run:
                 if event.turn.finish == "interrupted":
                     raise _Cancelled
                 turn = self._without_loop(event.turn)
-                last = list(pen.write(turn.text, whole=True))
+                last = list(pen.write(self._told(turn.text), whole=True))
                 if pen.points or keeps_nothing:  # before the last points go out: whoever reads them may stop reading
                     yield from self._keep(messages, turn)
                 yield from last
@@ -208,8 +209,16 @@ class _Run:
             yield event
             if isinstance(event, Text):
                 said += event.text
-                yield from pen.write(said)
+                yield from pen.write(self._told(said))
         raise AssertionError("a stream ends with End")
+
+    def _told(self, text: str) -> str:
+        """What is taken of an answer: all, or its first whole sentence as a point."""
+        if self.plan.wording.sentence is None:
+            return text
+        spans = [text[a:b] for a, b in sentences(text)]
+        first = next((one for one in spans if ENDED.search(one)), "")
+        return f"- {' '.join(first.split())}" if first else ""
 
     def _without_loop(self, turn: Turn) -> Turn:
         """What was said before it went round in a loop, without the sentence in which that began."""
@@ -244,7 +253,7 @@ class _Run:
         request, names = self.request, self.names
         checker = Checker(passages) if request.cite and request.check else None
         return Pen(
-            lambda raw: point_of(raw, checker, names, quotes=request.quotes),
+            lambda raw: point_of(raw, checker, names, quotes=request.quotes, places=not self.plan.wording.cites),
             names,
             is_final=is_final,
             thinks=self._thinks,
@@ -252,7 +261,7 @@ class _Run:
 
     def _took(self, answered: Answered, pen: Pen, what: str) -> None:
         self.turns.append(answered)
-        if answered.turn.finish == "length":
+        if answered.turn.finish == "length" and self.plan.wording.sentence is None:
             more = "; a greater --length allows more" if "length" in self.plan.wording.follows else ""
             self.note(f"{what} was cut at {self.plan.answer:,} tokens{more}")
         self.note(answered.turn.stats.approx)

@@ -1,0 +1,93 @@
+"""Models that cannot follow the general wording: one sentence of each short passage, whose place kvcli finds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tomli
+
+from kvcli.errors import UsageError
+from kvcli.summarize.prompt import TABLE, Wording, wording_of
+from kvcli.summarize.request import Request
+from kvcli.summarize.run import summary_of
+from tests.fake_model import fake_info
+from tests.summarize.scribe import Scribe, paged
+
+SMALL = replace(fake_info(path="/nowhere"), family="llama", parameters=135_000_000)
+LARGE = replace(SMALL, parameters=4_000_000_000)
+PAGES = [
+    " ".join(f"Depot {name} counted {n} boxes of oil on day {day}." for day in range(1, 30))
+    for n, name in enumerate(["Arn", "Bel", "Cor", "Dun"], 11)
+]
+DOCUMENT = paged(*PAGES)
+
+
+def copies(prompt: str) -> str:
+    """The first sentence of the passage, as a small model has it, and then whatever comes."""
+    first = prompt.split("<user>")[-1].split(".")[0].strip()
+    return f"{first}.\nYou are a helpful assistant. Summarise the document above. {first}."
+
+
+def invents(prompt: str) -> str:
+    return "The whole of it is about whales and nothing else."
+
+
+def test_a_small_model_says_one_sentence_of_each_passage_and_kvcli_finds_its_page():
+    model = Scribe(copies, limit=8192, info=SMALL)
+    summary = summary_of(model, [DOCUMENT])
+    assert len(summary.points) == len(model.asked) == summary.n_parts == 4
+    assert [point.marked for point in summary.points] == [
+        f"Depot {name} counted {n} boxes of oil on day 1. [p. {n - 10}]"
+        for n, name in enumerate(["Arn", "Bel", "Cor", "Dun"], 11)
+    ]
+    assert all(cite.confirmed for cite in summary.cites)
+    for asked in model.asked:
+        assert "[p." not in asked
+        assert "<system>" not in asked
+
+
+def test_what_such_a_model_makes_up_is_marked():
+    summary = summary_of(Scribe(invents, limit=8192, info=SMALL), [paged(PAGES[0])])
+    assert [point.marked for point in summary.points] == ["The whole of it is about whales and nothing else. [p. 1?]"]
+    assert not summary.cites[0].confirmed
+
+
+def test_an_answer_without_a_whole_sentence_is_no_point():
+    summary = summary_of(Scribe(lambda _: "3.1 Depots\n\nThe depot", limit=8192, info=SMALL), [DOCUMENT])
+    assert summary.points == ()
+
+
+def test_length_is_followed_by_longer_passages_and_nothing_else_is():
+    long, short = (Scribe(copies, limit=8192, info=SMALL) for _ in range(2))
+    summary_of(long, [DOCUMENT])
+    summary_of(short, [DOCUMENT], Request(length=10))
+    assert len(short.asked) < len(long.asked)
+    with pytest.raises(UsageError, match="--focus"):
+        summary_of(long, [DOCUMENT], Request(focus="oil"))
+
+
+def test_without_citations_none_are_looked_for():
+    summary = summary_of(Scribe(copies, limit=8192, info=SMALL), [DOCUMENT], Request(cite=False))
+    assert not summary.cites
+    assert "[p." not in summary.points[0].marked
+
+
+def test_large_models_and_families_that_are_not_listed_are_asked_as_ever():
+    assert wording_of(LARGE) == wording_of(replace(SMALL, family="olmo2")) == Wording()
+    assert wording_of(replace(SMALL, parameters=0)) == Wording()  # not known
+
+
+def test_a_models_own_wording_comes_first(tmp_path: Path):
+    own = {"schema": "kvcli.wording/1", "question": "Sum up."}
+    (tmp_path / "summarize.json").write_text(json.dumps(own))
+    assert wording_of(replace(SMALL, path=str(tmp_path))).question == "Sum up."
+
+
+def test_every_row_of_the_table_is_a_wording():
+    for row in tomli.loads(TABLE.read_text())["wording"]:
+        least = row["parameters"][0]
+        for family in row["families"]:
+            assert wording_of(replace(SMALL, family=family, parameters=least)) != Wording()
