@@ -63,8 +63,9 @@ def test_logits_are_those_of_the_unpacked_weights(tmp_path: Path, family: str, k
     with torch.inference_mode():
         theirs = model(torch.tensor([ids])).logits[0]
     assert relative(our_logits(lm, ids, 13), theirs) < 1e-4
-    held = sum(isinstance(part, PackedLinear) for part in lm.model.modules())
-    assert (held > 0) == packs
+    held = [part for part in lm.model.modules() if isinstance(part, PackedLinear)]
+    assert (len(held) > 0) == packs
+    assert all(part.is_native for part in held)  # else right, and unpacked in every pass
     assert lm.info.parameters == sum(p.numel() for p in model.parameters())
     assert lm.windows == tuple(11 if kind == "sliding_attention" else None for kind in kinds_of(model))
 
