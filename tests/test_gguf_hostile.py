@@ -121,11 +121,11 @@ HOSTILE = {
     "a long list of nothing": of(KEY + struct.pack("<IIQ", 9, 8, 1 << 60) + b"\0" * (1 << 20)),
     "lists in lists": of(KEY + struct.pack("<IIQ", 9, 9, 1) * 1000),
     "an endless string": of(KEY + struct.pack("<IQ", 8, 1 << 62)),
-    "a page for a token": of(KEY + struct.pack("<IIQ", 9, 8, 1) + text(b"a" * 5000)),
-    "a key that is no text": of(text(b"\xff\xfe") + struct.pack("<II", 4, 1)),
-    "a key twice": of(KEY + struct.pack("<II", 4, 1), KEY + struct.pack("<II", 4, 2), keys=2),
-    "an odd alignment": of(text(b"general.alignment") + struct.pack("<II", 4, 33)),
-    "no alignment": of(text(b"general.alignment") + struct.pack("<II", 4, 0)),
+    "a page for a token": of(KEY + struct.pack("<IIQ", 9, 8, 1) + text(b"a" * 5000) + b"\0" * 64),
+    "a key that is no text": of(text(b"\xff\xfe") + struct.pack("<II", 4, 1) + b"\0" * 64),
+    "a key twice": of(KEY + struct.pack("<II", 4, 1), KEY + struct.pack("<II", 4, 2) + b"\0" * 64, keys=2),
+    "an odd alignment": of(text(b"general.alignment") + struct.pack("<II", 4, 33) + b"\0" * 64),
+    "no alignment": of(text(b"general.alignment") + struct.pack("<II", 4, 0) + b"\0" * 64),
     "many dimensions": of(text(b"t") + struct.pack("<I", 1 << 30), tensors=1, keys=0),
     "more than all numbers": of(
         text(b"t") + struct.pack("<IQQIQ", 2, 1 << 63, 1 << 63, 0, 0), tensors=1, keys=0
