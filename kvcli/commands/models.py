@@ -42,6 +42,7 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
 
     world: World = context.obj
     where = obtain(world, name, accepts=accept_terms)
+    offer_default(world, Setup(world, name).lasting_name, default)  # before JSON, of which an error writes some as well
     if world.options.json:
         from kvcli.schemas.listings import ModelsDocument
 
@@ -50,7 +51,6 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
         world.stdout.write(f"{where}\n")
         world.stdout.flush()
         tell(world, f"kvcli chat {name} asks it")
-    offer_default(world, Setup(world, name).lasting_name, default)
     return ExitStatus.OK
 
 

