@@ -28,8 +28,8 @@ from kvcli.packages import Packed, Wheel
 CHUNK = 1 << 20
 NAME = "models"  # of the folder below kvcli's data
 SPARE = 64 << 20  # bytes of disk that stay free
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # which pip tells in the middle of a traceback
 # of a zip that is damaged, or locked (RuntimeError)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # as pip says it, in a page of its own code
 _NO_MEMBER = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError, RuntimeError)
 
 

@@ -98,7 +98,7 @@ def obtain(world: World, name: str, *, accepts: bool = False) -> Path:
 
 
 def _of_hub(world: World, name: str, known: Known | None) -> Path:
-    name = known.id if known else name  # a name of the list is what the list says, whatever a config makes of it
+    name = known.id if known else name  # a short name is what the list says, whatever a config makes of it
     path = entry_of(world, config_of(world), name).path
     try:
         found = find(world, name, False)
