@@ -251,7 +251,7 @@ def test_what_does_not_listen_does_not_hold_its_parent_up(monkeypatch):
 def test_it_is_killed_when_nobody_holds_it(monkeypatch):
     monkeypatch.setattr("kvcli.outside.BOOT", "import time; time.sleep(60)")
     process = Outside("", Limits())
-    worker = psutil.Process().children()[-1]
+    worker = psutil.Process(process._process.pid)
     del process
     assert is_gone(worker)
 
