@@ -68,6 +68,10 @@ class Sampler:
             logits = torch.where(seen, punished, logits)
         if self.temperature == 0:
             return None, logits
+        if not self.top_k and self.top_p == 1 and not self.min_p:
+            # where nothing is dropped nothing has to be sorted, which took 10 of 15 ms a row of 49,152 tokens
+            every = torch.arange(logits.shape[-1], device=logits.device)
+            return None, (logits / self.temperature).double() + gumbel(self.seed, pos, every)
         ids, scores = self.warp(logits)  # [N, C], -inf = dropped
         return ids, scores + gumbel(self.seed, pos, ids)
 

@@ -21,7 +21,8 @@ def exact(rows: Rows, logits: Tensor, sampler: Sampler, seen: Seen) -> tuple[lis
     """
     ids: list[int] = rows.ids[: rows.tree].tolist()
     below = rows.children()
-    if sampler.needs_text:
+    # on a CPU a draw takes as long for each row as for one, and most guesses are not reached
+    if sampler.needs_text or (sampler.temperature and logits.device.type == "cpu"):
         draw = _by_path(rows, logits, sampler, seen)
     else:
         drawn: list[int] = sampler(logits[: rows.tree], rows.pos[: rows.tree]).tolist()  # waits for the pass

@@ -65,7 +65,7 @@ def variation(a: Law, b: Law) -> float:
 class Every:
     """Stands in for a sampler: each row is drawn from its distribution, all draws in turn."""
 
-    needs_text = False
+    needs_text, temperature = False, 0.0  # all rows at once
 
     def __init__(self) -> None:
         self.drawn: tuple[int, ...] = ()

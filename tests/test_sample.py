@@ -43,6 +43,14 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_drops_nothing_draws_what_the_sorted_candidates_would(seed: int) -> None:
+    row, pos, sampler = logits(7, seed, 101), torch.arange(7), Sampler(temperature=0.8, seed=seed)
+    ids, scores = sampler.warp(row)
+    want = ids.gather(-1, (scores + gumbel(seed, pos, ids)).argmax(-1, keepdim=True)).squeeze(-1)
+    assert sampler(row, pos).tolist() == want.tolist()
+
+
 @pytest.mark.parametrize("sampler", SETTINGS)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_law_is_that_of_transformers(sampler: Sampler, seed: int) -> None:
