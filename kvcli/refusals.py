@@ -30,6 +30,11 @@ _STATE_FAMILIES = {
 _WRITES_TEXT = ("CausalLM", "ForConditionalGeneration", "LMHead", "ForImageTextToText")
 
 
+def no_tokenizer(id: str, said: str, try_: str) -> BadModel:
+    """The refusal of a model whose text cannot be made ids."""
+    return BadModel(f"{id} has no tokenizer that can be read", code="bad_tokenizer", lines=[said], try_=[try_])
+
+
 def refuse(config: Config, name: str) -> None:
     """Raise BadModel if the design in `config` cannot be served."""
     inner = config.get("text_config")

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import fstat
-from os.path import exists, expanduser, isdir, lexists  # unlike those of Path they say no to a name that cannot be
+from os.path import exists, expanduser, lexists  # unlike those of Path they say no to a name that cannot be
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvcli.errors import BadModel, writing
+from kvcli import hub
+from kvcli.errors import BadModel
 from kvcli.gguf import header
 from kvcli.gguf.config import describe
 from kvcli.headers import WeightFile, read_header
@@ -25,10 +26,6 @@ Config = dict[str, Any]
 _CONFIG = 4 << 20  # bytes; the longest list the layers and what is not quantized
 _INDEX = 32 << 20  # bytes, of half a million tensors
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokeniz*.py", "*vocab.json")
-# of the hub: OWNER/NAME, or OWNER/NAME:FILE.gguf for one of its files
-_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<file>(?!.*\.\.)[\w-][\w./-]*\.gguf))?")
-_CACHED = "models--"  # before the folder of a model in the cache, whose / is written --
-_DOWNLOAD = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ def find(
         return _checked(name, _demo(demo_dir), "", allow_pickle)
     if name and exists(expanduser(name)):
         return _checked(name, Path(expanduser(name)), "", allow_pickle)
-    if not re.fullmatch(r"[\w-][\w.-]*", name) and not _ID.fullmatch(name):
+    if not re.fullmatch(r"[\w-][\w.-]*", name) and not hub.ID.fullmatch(name):
         raise BadModel(
             f"{name[:80] or 'a model without a name'} does not exist",
             code="model_not_found",
@@ -105,56 +102,13 @@ def find(
         )
     repo, _, file = name.partition(":")
     try:
-        return _checked(name, *_cached(repo, file, revision, at, offline), allow_pickle)
+        return _checked(name, *hub.cached(repo, file, revision, at, offline), allow_pickle)
     except BadModel as error:
-        if offline or tell is None or not may_fetch(name, error):
+        if offline or tell is None or not hub.may_fetch(name, error):
             raise
         where = "not in the cache" if error.code == "model_not_found" else "in the cache only in part"
     tell(f"{at} is {where}: downloading it from huggingface.co")
-    return _checked(name, *_download(repo, file, revision, at), allow_pickle)
-
-
-def verify(name: str, found: Source) -> None:
-    """Hold what was downloaded of a hub id against the checksums that the hub has. Raises BadModel."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        seen = HfApi().verify_repo_checksums(name.partition(":")[0], revision=found.revision)
-    except (HfHubHTTPError, OSError) as error:
-        raise _no_network(f"{name} cannot be held against its checksums", error) from error
-    wrong = seen.mismatches
-    for file in [seen.verified_path / one["path"] for one in wrong]:
-        file.resolve().unlink(missing_ok=True)  # a link to it, as the cache has them; the next download brings it again
-        file.unlink(missing_ok=True)
-    if wrong:
-        raise BadModel(
-            f"{wrong[0]['path']} of {name} is not what the hub has, and was removed",
-            code="wrong_hash",
-            lines=[f"found {wrong[0]['actual']}", f"expected {wrong[0]['expected']}"],
-            try_=["again: it may have been cut on its way"],
-        )
-
-
-def may_fetch(name: str, error: BadModel) -> bool:
-    """Whether what `find` did not find here may be at the hub."""
-    return error.code in ("model_not_found", "model_incomplete") and _ID.fullmatch(name) is not None
-
-
-def cached_ids() -> list[str]:
-    """Models of the Hugging Face cache, whole or not, sorted."""
-    return sorted(folder.name.removeprefix(_CACHED).replace("--", "/") for folder in _cache().glob(f"{_CACHED}*"))
-
-
-def cached_folder(id: str) -> Path:
-    """Where the cache keeps a model, whole or not, if it does."""
-    return _cache() / f"{_CACHED}{id.replace('/', '--')}"
-
-
-def _cache() -> Path:
-    from huggingface_hub.constants import HF_HUB_CACHE  # reads the environment, imports nothing large
-
-    return Path(HF_HUB_CACHE)
+    return _checked(name, *hub.download(repo, file, revision, at), allow_pickle)
 
 
 def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
@@ -206,7 +160,7 @@ def _only_gguf(path: Path, name: str) -> Path | None:
             f"{name} holds {len(files)} GGUF files, and a model is one of them",
             code="gguf_several",
             lines=[f.name for f in files[:8]],
-            try_=[f"{name}:{files[0].name}" if _ID.fullmatch(name) else f"{path / files[0].name}"],
+            try_=[f"{name}:{files[0].name}" if hub.ID.fullmatch(name) else f"{path / files[0].name}"],
         )
     return files[0]
 
@@ -229,69 +183,6 @@ def _demo(demo_dir: Path | None) -> Path:
     return demo_dir
 
 
-def _cached(name: str, file: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
-    """The snapshot folder of a hub id, or `file` in it, and its commit, without the network."""
-    if not isdir(cached_folder(name)):  # before half a second of imports
-        raise _not_cached(name, at, offline)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        path = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except HFValidationError as error:
-        why = f"{name} is neither a folder nor a hub id"
-        raise BadModel(why, code="model_name", lines=[str(error)], try_=["kvcli models list"]) from error
-    except LocalEntryNotFoundError as error:
-        raise _not_cached(name, at, offline) from error
-    if file and not exists(path / file):
-        raise _not_cached(name, at, offline)
-    return path / file, path.name
-
-
-def _not_cached(name: str, at: str, offline: bool) -> BadModel:
-    is_id = _ID.fullmatch(name) is not None
-    return BadModel(
-        f"{at} is neither a folder nor in the Hugging Face cache",
-        code="model_not_found",
-        lines=["the network was not asked"] if offline else [] if is_id else ["an id of the hub is OWNER/NAME"],
-        try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
-    )
-
-
-def _download(name: str, file: str, revision: str | None, at: str) -> tuple[Path, str]:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=[file] if file else _DOWNLOAD))
-    except LocalEntryNotFoundError as error:  # what the hub's library makes of a connection that fails
-        raise _no_network(f"{at} is not on this machine", error) from error
-    except (HfHubHTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the hub
-            with writing(f"{at} into {_cache()}"):
-                raise
-        raise BadModel(
-            f"{at} could not be downloaded",
-            code="model_not_found",
-            lines=[str(error).splitlines()[0]],
-            try_=["check the name at huggingface.co", f"hf auth login, then hf download {name}"],
-        ) from error
-    if file and not exists(path / file):
-        raise BadModel(
-            f"{name} has no file {file}", code="model_not_found", try_=["look for its name at huggingface.co"]
-        )
-    return path / file, path.name
-
-
-def _no_network(why: str, error: Exception) -> BadModel:
-    return BadModel(
-        f"no network: {why}, and huggingface.co cannot be reached",
-        code="no_network",
-        lines=[str(error.__cause__ or error).splitlines()[0]],
-        try_=["kvcli models list shows what is here", "a folder: ./NAME"],
-    )
-
-
 def _hint_for_folder(path: Path) -> list[str]:
     """Weights that are there and cannot be read."""
     other = sorted(f.name for f in path.glob("*.safetensors"))
@@ -309,7 +200,7 @@ def read_config(path: Path, name: str) -> Config:
         if exists(path / "adapter_config.json"):
             lines.append("adapter_config.json is there: this is an adapter; merge it into its base model first")
         lines += _hint_for_folder(path)
-        others = [f"{name}:FILE.gguf, if it is a repository of GGUF files"] if _ID.fullmatch(name) else []
+        others = [f"{name}:FILE.gguf, if it is a repository of GGUF files"] if hub.ID.fullmatch(name) else []
         raise BadModel(f"{name} has no config.json", code="model_incomplete", lines=lines, try_=[*others, f"ls {path}"])
     config = _json(file, name, _CONFIG)
     if not isinstance(config.get("model_type"), str):

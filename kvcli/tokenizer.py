@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.errors import BadModel
 from kvcli.family import read_config
 from kvcli.foreign import blamed
+from kvcli.refusals import no_tokenizer
 from kvcli.small_file import Unfit, open_regular
 from kvcli.template import Chats
 
@@ -51,9 +52,4 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def _unreadable(found: Source, said: str) -> BadModel:
-    return BadModel(
-        f"{found.id} has no tokenizer that can be read",
-        code="bad_tokenizer",
-        lines=[said],
-        try_=["put tokenizer.json and tokenizer_config.json beside config.json"],
-    )
+    return no_tokenizer(found.id, said, "put tokenizer.json and tokenizer_config.json beside config.json")

@@ -19,7 +19,7 @@ FLOORS = [
     for names in (
         "errors kernels",
         # words and files, no tensors
-        "chat_file config demo documents family files foreign gguf headers layers outlet outside packages problems "
+        "chat_file config demo documents family files foreign gguf headers hub layers outlet outside packages problems "
         "profile profile_file refusals resolve sandbox schema settings sizes small_file source template "
         "template_worker text tokenizer toml_places values",
         "api heard kinds kv loops machine memory rows sample stats token_kinds verify",
@@ -41,9 +41,9 @@ ONLY = {
         "family",
         "forward",
         "gguf",
+        "hub",
         "local",
         "model",
-        "source",
         "text",
         "tokenizer",
         "weights",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kvcli
 from kvcli import source
-from kvcli.errors import BadModel, DoesNotFit, ExitStatus
+from kvcli.errors import BadInput, BadModel, ExitStatus
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
 from kvcli.gguf import unpack
@@ -308,7 +308,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
             loaded(tmp_path / "tiny.gguf")
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
-    with pytest.raises(DoesNotFit, match="10 are free"):
+    with pytest.raises(BadInput, match="no room on the disk"):
         loaded(tmp_path / "tiny.gguf")
 
 
@@ -342,8 +342,8 @@ def test_what_stays_packed_is_told(tmp_path: Path):
     write(tmp_path / "tiny.gguf")
     with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.device": "cpu"}) as model:
         assert [note for note in model.info.notes if "of the file" in note or "as in the file" in note] == [
-            "7 layers stay packed as in the file: Q4_0, Q4_1",
-            "14 tensors of the file are unpacked to bfloat16: Q5_0, Q5_1, Q8_0",
+            "layers that stay packed as in the file: 3 of Q4_0, 4 of Q4_1",
+            "tensors of the file unpacked to bfloat16: 4 of Q5_0, 4 of Q5_1, 6 of Q8_0",
         ]
         assert model.info.backend.startswith("torch packed int4, as in the checkpoint")
     with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.quant": "int8"}) as model:

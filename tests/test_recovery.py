@@ -238,7 +238,7 @@ def test_honest_recovery_tells_all_seven_heads_apart() -> None:
     assert said == {
         "sink": "special",
         "punct": "punct",
-        "local": "punct+local",
+        "local": "local",
         "heavy": "punct+frequent",
         "bursty": "full",
         "far": "full",

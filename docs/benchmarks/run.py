@@ -17,17 +17,28 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RANDOM = "random-152M"  # a folder beside the command; written first where a command names it
 SEVERAL = "--baseline hf --baseline llama.cpp"
+DRAWN = f"--baseline exact {SEVERAL}"  # only profiles draw one text
+LISTED = "smollm2-135m"  # a name of kvcli's list; fetched first, by pip, where a command names it
+REAL = (
+    f"kvcli bench {LISTED} --profiles exact,ngram,fafo {SEVERAL} --baseline hf-lookup"
+    " -n 64 --reps 3 --warmup 0 --no-memory"
+)
+TEXTS = "--workload prose,code,manual,article,rewrite,translate,talk"
 
 RESULTS = {
     "versus": f"kvcli bench {RANDOM} --profiles exact,ngram {SEVERAL} --ctx 512,4k,16k --new 24 --reps 3"
     " --workload random",
     "demo": f"kvcli bench demo --profiles exact,ngram {SEVERAL} --baseline hf-lookup --ctx 2k,8k"
     " --workload summary,lookup,copy",
+    "smollm2": f"{REAL} --ctx 512 {TEXTS}",
+    "smollm2-drawn": f"{REAL.replace(SEVERAL, DRAWN)} --ctx 512 {TEXTS} --set sample.temperature=0.8",
+    "smollm2-talk": f"{REAL} --ctx 512 --workload talk",
+    "smollm2-4k": f"{REAL} --ctx 4k --workload manual",
     "quality": "kvcli bench demo --profiles exact,streaming --ctx 1k --reps 1 --no-memory --quality all"
     " --quality-lengths 2k",
     "decode": "python tests/bench/decode.py",
     "ngram": "python tests/bench/ngram.py --reps 9",
-    "ngram-replay": "python tests/bench/ngram_replay.py",
+    "ngram-replay": f"python tests/bench/ngram_replay.py --model {LISTED}",
     "live-row": "python tests/bench/live_row.py",
     "fit": "python tests/bench/fit.py",
     "start": "python tests/bench/start.py --reps 7",
@@ -41,12 +52,19 @@ RESULTS = {
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kv-quality": "python tests/bench/kv_quality.py",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
+    "agreement": f"python tests/bench/agreement.py --model {LISTED}",
+    "agreement-demo": "python tests/bench/agreement.py --windows 16",
+    "agreement-long": f"python tests/bench/agreement.py --model {LISTED} --context 1024,2048,4096,7424 --windows 2"
+    " --shares 0.5 --sides int8,4+4bits,fastgen,kvzip,streaming,random",
+    "kv-quality-real": f"python tests/bench/kv_quality.py --model {LISTED} --texts 6"
+    " --tasks niah_single,niah_uuid,passkey,mqar",
     "probe-rows": "python tests/bench/probe_rows.py",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "profiling": "python tests/bench/profiling.py --prompts 2048,8192,16384 --reps 2",
     "draft-overhead": "python tests/bench/draft_overhead.py",
     "citations": "python tests/bench/citations.py --grid",
     "summarize": "python tests/bench/summarize.py --chunk 0 2500",
+    "wordings": f"python tests/bench/wordings.py --model {LISTED}",  # of the packages it names, installed
     "extract": "python tests/bench/extract.py",
     "pdf-text": "python tests/bench/pdf_text.py",  # of the packages it names, installed
 }
@@ -58,12 +76,16 @@ def measure(name: str) -> bool:
         words = RESULTS[name].split()
         if RANDOM in words:
             subprocess.run([sys.executable, ROOT / "tests/bench/random_model.py", RANDOM], cwd=folder, check=True)
+        home = Path(folder, "home")
+        if LISTED in words:
+            get = [sys.executable, "-m", "kvcli", "models", "get", LISTED]
+            subprocess.run(get, env=os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": str(home)}, check=True)
         out = Path(folder, "result.json")
         if words[0] == "kvcli":
             command = [sys.executable, "-m", *words, "-o", str(out)]
         else:
             command = [sys.executable, ROOT / words[1], *words[2:], "--out", str(out)]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": str(Path(folder, "home")), "HF_HUB_OFFLINE": "1"}
+        env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": str(home), "HF_HUB_OFFLINE": "1"}
         print(f"{name}: {RESULTS[name]}", flush=True)
         if subprocess.run(command, cwd=folder, env=env, check=False).returncode or not out.is_file():
             return False

@@ -134,6 +134,11 @@ def notes_of(document: BenchDocument) -> list[str]:
     elif args.reps < SURE:
         odds = 2 ** (args.reps - 1)
         notes.append(f"only {args.reps} repetitions: of {odds} equal sides, one misses ≈ by luck; {SURE} are better")
+    others = dict.fromkeys(row.profile for row in document.rows if row.exactness is None)
+    if args.temperature and others:
+        notes.append(
+            f"{', '.join(others)}: other random numbers than kvcli's, so speeds are compared and texts are not"
+        )
     if not args.interleave:
         notes.append("sides ran one after the other: a machine that warms up slows the later ones")
     for row in document.rows:

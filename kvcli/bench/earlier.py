@@ -36,4 +36,5 @@ def _conditions(document: BenchDocument) -> Mapping[str, str]:
         "threads": str(env.threads),
         "torch": str(env.versions.get("torch")),
         "--new": str(document.args.new),
+        "temperature": f"{document.args.temperature:g}",
     }

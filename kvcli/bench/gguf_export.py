@@ -6,7 +6,6 @@ pre-tokenizer by name and refuses others.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from kvcli.errors import BadModel, DoesNotFit, UsageError
+from kvcli.errors import BadModel, UsageError
 from kvcli.family import read_config
-from kvcli.files import private_folder, replacing
+from kvcli.files import check_room, private_folder, replacing
 from kvcli.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.gguf.names import HEAD, SETTINGS, WRITTEN, Layout
 
@@ -52,13 +51,7 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
     need = sum(w.nbytes(DTYPES[dtype]) for w in plan)
     private_folder(path.parent)
     forget(path.parent, KEPT - 1)
-    free = shutil.disk_usage(path.parent).free
-    if need > free:
-        raise DoesNotFit(
-            f"the weights of {found.id} as GGUF need {need:,} bytes, and {free:,} are free",
-            lines=[f"in {path.parent}"],
-            try_=["free some space", "leave --baseline llama.cpp out"],
-        )
+    check_room(path.parent, need, f"the weights of {found.id} as GGUF")
     if tell is not None:
         tell(f"writing the weights of {found.id} as GGUF, {need / 1e6:,.0f} MB: {path}")
     with replacing(path) as file:

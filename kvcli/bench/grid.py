@@ -84,4 +84,7 @@ def check_keys(varies: Sequence[Vary], profiles: Mapping[str, Sequence[str]]) ->
                 ],
             )
         if vary.key.startswith(("sample.", "context.")):
-            raise UsageError(f"--vary {vary.key}: a benchmark is greedy, and --ctx sets the context")
+            raise UsageError(
+                f"--vary {vary.key}: all sides draw alike, and --ctx sets the context",
+                try_=["--set sample.temperature=0.8"],
+            )

@@ -27,7 +27,7 @@ LOOKUP = 10  # guesses of prompt lookup, the number that transformers' own docum
 
 
 class HfSide:
-    """`generate` with sdpa attention, greedy."""
+    """`generate` with sdpa attention."""
 
     peak_bytes: int | None = None  # it runs in our process
 
@@ -39,20 +39,21 @@ class HfSide:
         *,
         lookup: int = 0,
         temperature: float = 0.0,
-        unlike: str = "",
+        seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`lookup` guesses by prompt lookup, 0 for none; `temperature` 0 is greedy; `unlike` says how its weights
-        differ from the profiles'."""
-        self.temperature = temperature
+        """`lookup` guesses by prompt lookup, 0 for none; `temperature` 0 is greedy."""
+        self.temperature, self.seed = temperature, seed
         self.name, self.model, self.threads, self.lookup, self.clock = name, model, threads, lookup, clock
-        self._unlike = unlike
 
     @property
     def setup(self) -> dict[str, str]:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        is_quantized = getattr(self.model.config, "quantization_config", None) is not None
         said = {
             "engine": f"transformers {version('transformers')} generate",
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype,
+            "weights": "as in the checkpoint" if is_quantized else dtype,
             "device": str(self.model.device),
             "threads": str(self.threads),
             "attention": "sdpa",
@@ -60,8 +61,6 @@ class HfSide:
         }
         if self.lookup:
             said["prompt_lookup_num_tokens"] = str(self.lookup)
-        if self._unlike:
-            said["differs"] = self._unlike
         return said
 
     def run(self, prompt: Sequence[int], new: int) -> Sample:
@@ -70,6 +69,7 @@ class HfSide:
         more: dict[str, Any] = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
         if self.temperature:
             more |= {"do_sample": True, "temperature": self.temperature, "top_k": 0}
+            torch.manual_seed(self.seed)  # one text in every repetition
         # the model's own generation settings hold stop tokens and penalties, and generate merges them in
         self.model.generation_config = GenerationConfig(pad_token_id=0)
         cache = DynamicCache(config=self.model.config.get_text_config())

@@ -72,7 +72,7 @@ def _entries(document: BenchDocument, file: str) -> Iterator[HistoryEntry]:
             date=env.date,
             commit=env.commit,
             kvcli=document.kvcli,
-            profile=row.profile,
+            profile=row.profile + (f", temperature {document.args.temperature:g}" if document.args.temperature else ""),
             ctx=row.ctx,
             workload=row.workload,
             tok_s=row.median.tok_s,

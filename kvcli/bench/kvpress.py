@@ -65,6 +65,7 @@ class KvPress:
             "press": f"{self.press.kind}, drops {self.press.ratio:.0%} of the prompt's keys and values once it is read",
             "exactness": "approx",
             "dtype": self.dtype,
+            "weights": self.dtype,
             "device": self.device,
             "threads": str(self.threads),
             "attention": "sdpa",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvcli.source import Source
 
 BATCH = 512  # tokens of a prompt that llama.cpp takes at once, its own default
+_WHOLE = ("F32", "F16", "BF16")  # kinds of tensors that are no blocks
 
 
 def require() -> None:
@@ -40,7 +41,7 @@ def require() -> None:
 
 
 class LlamaCpp:
-    """llama.cpp, greedy, with flash attention unless the run is in float32. Every prompt starts from an empty cache."""
+    """llama.cpp with flash attention unless the run is in float32. Every prompt starts from an empty cache."""
 
     name = "llama.cpp"
     peak_bytes: int | None = None  # it runs in our process
@@ -53,6 +54,8 @@ class LlamaCpp:
         cache: Path,
         *,
         device: str = "cpu",
+        temperature: float = 0.0,
+        seed: int = 0,
         tell: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -69,7 +72,9 @@ class LlamaCpp:
         self._ear = _ear()
         self._context: Any = None
         self._room = 0  # tokens of the context
-        self._is_own = found.is_gguf
+        self._sampler = self._draws(temperature, seed) if temperature else None
+        packed = Counter(t.dtype for file in found.files for t in file.tensors.values() if t.dtype not in _WHOLE)
+        self._is_own, self._quant = found.is_gguf, " and ".join(kind for kind, _ in packed.most_common())
         self._file = found.path if found.is_gguf else export(found, dtype, cache, tell)
         self._model = self._load(self._file)
         vocab = self._lib.llama_model_get_vocab(self._model)
@@ -85,7 +90,8 @@ class LlamaCpp:
             "threads": str(self.threads),
             "attention": "plain: flash attention would round to float16" if self._is_exact else "flash",
             "batch": str(BATCH),
-            "weights": "the GGUF file itself"
+            **({"quant": self._quant} if self._is_own and self._quant else {}),
+            "weights": ", ".join(filter(None, ["the GGUF file itself", self._quant]))
             if self._is_own
             else f"GGUF from the same files, matrices in {self._dtype}, norms in float32",
             "file": str(self._file),
@@ -97,12 +103,14 @@ class LlamaCpp:
         self._make_room(len(prompt) + new)
         lib, context = self._lib, self._context
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        if self._sampler is not None:
+            lib.llama_sampler_reset(self._sampler)  # one text in every repetition
         ids, at = list[int](), list[float]()
         began = self.clock()
         for first in range(0, len(prompt), BATCH):
             self._feed(prompt[first : first + BATCH])
         while True:
-            ids.append(self._likeliest())
+            ids.append(self._next())
             at.append(self.clock() - began)
             if len(ids) == new:
                 break
@@ -112,9 +120,11 @@ class LlamaCpp:
     def close(self) -> None:
         if self._context is not None:
             self._lib.llama_free(self._context)
+        if self._sampler is not None:
+            self._lib.llama_sampler_free(self._sampler)
         if self._model is not None:
             self._lib.llama_model_free(self._model)
-        self._context = self._model = None
+        self._context = self._model = self._sampler = None
         self._room = 0
 
     # ---- the C interface ----
@@ -173,8 +183,18 @@ class LlamaCpp:
                 try_=["a smaller --ctx", "leave --baseline llama.cpp out"],
             )
 
-    def _likeliest(self) -> int:
-        """The first of equals, as torch takes it."""
+    def _draws(self, temperature: float, seed: int) -> Any:
+        """llama.cpp's own way of drawing, with its own random numbers."""
+        lib = self._lib
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(temperature))
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(seed % 2**32))
+        return chain
+
+    def _next(self) -> int:
+        """What it draws, or the likeliest: the first of equals, as torch takes it."""
+        if self._sampler is not None:
+            return int(self._lib.llama_sampler_sample(self._sampler, self._context, -1))
         logits = self._lib.llama_get_logits_ith(self._context, -1)
         return int(np.ctypeslib.as_array(logits, shape=(self.vocab,)).argmax())
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.bench.recipe import Recipe
 
 if TYPE_CHECKING:
     from kvcli.bench.profile_side import Models
     from kvcli.bench.side import Side
+    from kvcli.profile import Profile
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f16": "float16", "f32": "float32"}
 
@@ -24,6 +25,7 @@ class Baseline:
     # the name as typed, and the folder for what is installed or converted once
     require: Callable[[str, Path], object] = lambda name, cache: None
     has_choices: bool = False  # behind a colon: `kvpress:SnapKV`
+    draws: bool = True  # at any temperature; else it is greedy
 
 
 def baseline_of(name: str) -> str | None:
@@ -36,25 +38,18 @@ def make(recipe: Recipe, models: Models) -> Side:
     """The side, loading what is not loaded yet."""
     if recipe.kind != "profile":
         return BASELINES[recipe.kind].make(recipe, models)
-    from kvcli.bench.profile_side import ProfileSide, greedy
+    from kvcli.bench.profile_side import ProfileSide
 
-    profile = greedy(recipe.as_profile())
+    profile = recipe.as_profile()
     return ProfileSide(recipe.name, models.under(profile), models.threads(profile))
 
 
 def _hf(recipe: Recipe, models: Models, lookup: int = 0) -> Side:
-    from kvcli import source
     from kvcli.bench.hf import HfSide, load_hf
-    from kvcli.gguf.unpack import keeps_packed
 
     profile = recipe.as_profile()
-    quant = profile.load.quant
-    unlike = f"its weights are not packed; the profiles run load.quant = {quant}" if quant != "none" else ""
-    found = source.find(recipe.model, offline=True, allow_pickle=profile.load.allow_pickle)
-    if quant == "none" and keeps_packed(found):
-        unlike = "its weights are unpacked; on a CPU the profiles keep the 4-bit blocks of the GGUF file"
     model = models.shared(("hf", profile.load), lambda: load_hf(recipe.model, profile, Path(recipe.cache)))
-    return HfSide(recipe.name, model, models.threads(profile), lookup=lookup, unlike=unlike)
+    return HfSide(recipe.name, model, models.threads(profile), lookup=lookup, **_drawn(profile))
 
 
 def _hf_lookup(recipe: Recipe, models: Models) -> Side:
@@ -70,7 +65,8 @@ def _llama_cpp(recipe: Recipe, models: Models) -> Side:
     profile = recipe.as_profile()
     found = source.find(recipe.model, offline=True, allow_pickle=profile.load.allow_pickle)
     device = str(weights.find_device(profile.load.device))
-    return LlamaCpp(found, _dtype(recipe), models.threads(profile), Path(recipe.cache), device=device)
+    threads, cache = models.threads(profile), Path(recipe.cache)
+    return LlamaCpp(found, _dtype(recipe), threads, cache, device=device, **_drawn(profile))
 
 
 def _require_llama_cpp(name: str, cache: Path) -> None:
@@ -100,6 +96,10 @@ def _require_kvpress(name: str, cache: Path) -> None:
     interpreter(cache)
 
 
+def _drawn(profile: Profile) -> dict[str, Any]:
+    return {"temperature": profile.sample.temperature or 0.0, "seed": profile.sample.seed}
+
+
 def _dtype(recipe: Recipe) -> str:
     """The numbers the profiles compute in, as torch calls them."""
     from kvcli import source
@@ -116,5 +116,5 @@ BASELINES: Mapping[str, Baseline] = {
     "hf": Baseline(_hf),
     "hf-lookup": Baseline(_hf_lookup),
     "llama.cpp": Baseline(_llama_cpp, _require_llama_cpp),
-    "kvpress": Baseline(_kvpress, _require_kvpress, has_choices=True),
+    "kvpress": Baseline(_kvpress, _require_kvpress, has_choices=True, draws=False),
 }

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from kvcli.local import Model
     from kvcli.profile import Profile
 
-# What a benchmark decides for every side, whatever the profile says: the likeliest token, nothing penalised.
-GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-
-def greedy(profile: Profile) -> Profile:
-    """The profile with greedy sampling."""
-    return profile.replace(sample=dict(GREEDY), name=profile.name, description=profile.description)
-
 
 def plain(profile: Profile) -> Profile:
     """How the same weights write by themselves: everything read, everything kept, nothing guessed."""
@@ -34,7 +26,7 @@ def plain(profile: Profile) -> Profile:
         "policy": {"name": "none"},
         "recall": {"method": "none"},
     }
-    return profile.replace(exactness="exact", **kept, spec={"method": "off"}, sample=dict(GREEDY))
+    return profile.replace(exactness="exact", **kept, spec={"method": "off"})
 
 
 class Models:
@@ -79,12 +71,14 @@ class ProfileSide:
     @property
     def setup(self) -> dict[str, str]:
         info, profile = self.model.info, self.model.profile
+        is_plain = info.backend.partition(",")[0] == "torch"
         return {
             "engine": "kvcli",
             "profile": profile.name,
             "profile_hash": profile.hash,
             "dtype": info.dtype,
             "quant": info.quant,
+            "weights": info.dtype if is_plain else info.backend,
             "linear": info.backend,
             "device": info.device,
             "threads": str(self.threads),
@@ -93,7 +87,7 @@ class ProfileSide:
         }
 
     def run(self, prompt: Sequence[int], new: int) -> Sample:
-        """Continue `prompt` greedily; drafting starts knowing nothing, as in the first question of a process."""
+        """Continue `prompt`; drafting starts knowing nothing, as in the first question of a process."""
         self._check(prompt, new)
         torch.set_num_threads(self.threads)
         session = self.model.open()

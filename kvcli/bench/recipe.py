@@ -8,6 +8,15 @@ from typing import Any
 
 from kvcli.profile import Profile
 
+# What a benchmark decides for every side, whatever the profile says, beside temperature and seed.
+UNCUT = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def drawing(profile: Profile, temperature: float = 0.0, seed: int = 0) -> Profile:
+    """The profile with the one way of drawing of a benchmark; temperature 0 is greedy."""
+    sample = {**UNCUT, "temperature": temperature, "seed": seed}
+    return profile.replace(sample=sample, name=profile.name, description=profile.description)
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:

@@ -13,7 +13,7 @@ from kvcli.bench.measure import Case, Plan, Progress, Series, Tell, measure, wor
 from kvcli.bench.profile_side import Models, plain
 from kvcli.bench.recipe import Recipe
 from kvcli.bench.same import Tie, first_difference, tie_at
-from kvcli.bench.workloads import build_prompt, file_prompt
+from kvcli.bench.workloads import prompt_of
 from kvcli.errors import ContextOverflow, KvcliError, UsageError
 
 if TYPE_CHECKING:
@@ -124,9 +124,7 @@ class Bench:
 
     def _prompt(self, model: Model, workload: str, ctx: int) -> list[int]:
         args = self.ask.args
-        if workload in self.ask.files:
-            return file_prompt(self.ask.files[workload], model.tokenizer, ctx - args.new, args.new)
-        return build_prompt(workload, model.tokenizer, ctx - args.new, model.lm.vocab, args.seed)
+        return prompt_of(workload, self.ask.files, model.tokenizer, model.lm.vocab, ctx, args.new, args.seed)
 
     def explain_differences(self) -> None:
         """Ask the plain model about each place where a text parts from the baseline's."""
@@ -144,11 +142,23 @@ class Bench:
 
     def reference_ids(self, series: Series) -> Sequence[int] | None:
         """The text to compare with; None for the baseline itself, or where there is none."""
+        if not self._drew_alike(series):
+            return None
         if self.ask.earlier is not None:
             row = self.earlier_row(series)
             return row.ids if row and row.ids and row.prompt_hash == hash_of(series.case.prompt) else None
         base = self.base_series(series)
         return base.samples[-1].ids if base and base is not series and base.samples else None
+
+    def _drew_alike(self, series: Series) -> bool:
+        """Whether the two texts were drawn with the same random numbers, or without. Only profiles share theirs."""
+        args, earlier = self.ask.args, self.ask.earlier
+        then = earlier.args if earlier is not None else args
+        if args.temperature == then.temperature == 0:
+            return True
+        profiles = {recipe.name for recipe in self.ask.recipes if recipe.kind == "profile"}
+        sides = {series.side} if earlier is not None else {series.side, self.ask.baseline}
+        return sides <= profiles and (then.temperature, then.seed) == (args.temperature, args.seed)
 
     def base_series(self, series: Series) -> Series | None:
         """What the baseline did on the same case."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli import build
+from kvcli.kernels.gumbel import gumbel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,11 +44,17 @@ def tie_at(model: Model, text: Sequence[int], a: int, b: int) -> Tie:
     """The plain model reads `text` (prompt and the part that both sides wrote) and says what it thinks of a and b."""
     session = build.session(model.lm, model.profile)
     session.feed(text)
-    return tie_of(session.step(most=1).logits[0], a, b)
+    logits = session.step(most=1).logits[0]
+    noise = torch.zeros_like(logits, dtype=torch.float64)
+    if temperature := session.sampler.temperature:
+        ids = torch.arange(len(logits), device=logits.device)[None]
+        noise = temperature * gumbel(session.sampler.seed, torch.tensor([len(text) - 1], device=logits.device), ids)[0]
+    return tie_of(logits, a, b, noise)
 
 
-def tie_of(logits: Tensor, a: int, b: int) -> Tie:
-    """logits [V]. Margin: from the best logit down to the worse of the two tokens'."""
-    exact = logits.double()
+def tie_of(logits: Tensor, a: int, b: int, noise: Tensor | float = 0.0) -> Tie:
+    """logits [V], and what is added to them where the next token is drawn. Margin: from the best sum down to the worse
+    of the two tokens'."""
+    exact = logits.double() + noise
     margin = float(exact.max() - torch.minimum(exact[a], exact[b]))
-    return Tie(margin, ROUNDINGS * torch.finfo(logits.dtype).eps * float(exact.abs().max()))
+    return Tie(margin, ROUNDINGS * torch.finfo(logits.dtype).eps * float(logits.double().abs().max()))

@@ -1,14 +1,23 @@
-"""Prompts of a benchmark: seeded texts of any length, cut so that prompt and answer fill the context asked for."""
+"""Prompts of a benchmark: a text and what is asked about it, cut so that prompt and answer fill the context asked for.
+
+The texts are real ones, with questions in workloads.toml, a file of the user's, or reports in the language of the demo
+model, written from a seed at any length.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+import tomli
+
+from kvcli.bench.texts import text_of
 from kvcli.demo.report import write_report
 from kvcli.documents import Document, with_documents
 from kvcli.errors import BadInput
@@ -18,52 +27,57 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
-Write = Callable[[Random, float], str]  # a text of about so many tokens
+Write = Callable[[Random, float], str]  # a text of about so many tokens, or the only one there is
 Ask = Callable[[str], list[Message]]  # the messages around a text
+TABLE = Path(__file__).with_name("workloads.toml")
 GROW = 1.05  # aim a little beyond what is needed, then cut
 TRIES = 6
+SUMMARY = "{text}\n\nSummarise the main findings."
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A kind of prompt: how its long text is written, and what is asked about it."""
+    """A kind of prompt: where its long text comes from, and what is asked about it."""
 
     about: str
     write: Write
     ask: Ask
 
 
-def build_prompt(workload: str, tokenizer: PreTrainedTokenizerBase, n: int, vocab: int, seed: int) -> list[int]:
-    """Ids of a prompt of at most `n` tokens, at least as near to it as one line of its text."""
-    if workload == "random":
+def prompt_of(
+    name: str,
+    files: Mapping[str, Document],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab: int,
+    ctx: int,
+    new: int = 0,
+    seed: int = 0,
+) -> list[int]:
+    """Ids that fill the context beside the new tokens. Raises BadInput for a text that is too short for that."""
+    n = ctx - new
+    if name == "random":
         return random_ids(tokenizer, n, vocab, seed)
-    made = WORKLOADS[workload]
-    text, aim = "", float(n)
+    made = of_file(files[name]) if name in files else WORKLOADS[name]
+    aim, length = float(n), 0
     for _ in range(TRIES):
         text = made.write(Random(seed), aim)
         length = len(render_prompt(tokenizer, made.ask(text)))
         if length >= n:
             return cut(tokenizer, text, made.ask, n)
         aim *= GROW * n / max(1, length)
-    return cut(tokenizer, text, made.ask, n)
+    raise BadInput(
+        f"{name} is too short to fill the context",
+        code="too_short",
+        lines=[f"its prompt has {length:,} tokens, {n:,} are needed beside the new ones"],
+        detail={"tokens": length, "needed": n},
+        try_=[f"--ctx {length + new}", "--workload with a longer text file"],
+    )
 
 
-def file_prompt(document: Document, tokenizer: PreTrainedTokenizerBase, n: int, new: int) -> list[int]:
-    """Ids that ask for a summary of the beginning of a file. Refuses a file that is too short for the context."""
-
-    def ask(text: str) -> list[Message]:
-        return _user(with_documents("Summarise the main points.", [Document(document.name, text, document.sha256)]))
-
-    length = len(render_prompt(tokenizer, ask(document.text)))
-    if length < n:
-        raise BadInput(
-            f"{document.name} is too short to fill the context",
-            code="too_short",
-            lines=[f"its prompt has {length:,} tokens, {n:,} are needed beside the new ones"],
-            detail={"tokens": length, "needed": n},
-            try_=[f"--ctx {length + new}", "a longer file"],
-        )
-    return cut(tokenizer, document.text, ask, n)
+def of_file(document: Document) -> Workload:
+    """A file of the user's, to be summarised."""
+    ask = with_documents("Summarise the main points.", [Document(document.name, "{text}", document.sha256)])
+    return Workload("", lambda rng, n: document.text.strip("\n"), partial(turns, [ask]))
 
 
 def cut(tokenizer: PreTrainedTokenizerBase, text: str, ask: Ask, n: int) -> list[int]:
@@ -105,51 +119,28 @@ def report(rng: Random, n: float) -> str:
     return write_report(rng, n, fact_share=0.35).text
 
 
-def code(rng: Random, n: float) -> str:
-    """A Python module of small functions over records, as much alike as such modules are."""
-    nouns = "order invoice parcel reading sensor account ticket route sample batch user session".split()
-    fields = "total weight price count level score size delay rate".split()
-    verbs = "sum filter sort group merge scale check clean".split()
-    blocks = ["from __future__ import annotations\n\nfrom dataclasses import dataclass"]
-    while sum(map(len, blocks)) < 3 * n:
-        noun, field, verb = (_pick(rng, words) for words in (nouns, fields, verbs))
-        limit = 1 + int(rng.random() * 99)
-        blocks.append(
-            f"def {verb}_{noun}s_by_{field}(items: list[{noun.title()}], limit: int = {limit}) -> list[{noun.title()}]:"
-            f'\n    """Return the {noun}s whose {field} is at least `limit`."""\n    found = []\n'
-            f"    for item in items:\n        if item.{field} >= limit:\n            found.append(item)\n"
-            f"    return sorted(found, key=lambda item: item.{field})"
-        )
-    return "\n\n\n".join(blocks) + "\n"
-
-
 # ---- what is asked ----
 
 
-def _user(text: str) -> list[Message]:
-    return [{"role": "user", "content": text}]
-
-
-def ask_summary(text: str) -> list[Message]:
-    return _user(f"{text}\n\nSummarise the main findings.")
+def turns(said: Sequence[str], text: str) -> list[Message]:
+    """What user and model say in turn, the user first, around the text that `{text}` stands for."""
+    return [
+        {"role": "assistant" if i % 2 else "user", "content": one.replace("{text}", text)} for i, one in enumerate(said)
+    ]
 
 
 def ask_copy(text: str) -> list[Message]:
     """Ask for the longest note of what was kept of the report, word for word."""
     kept = re.findall(r"^(Field note \d+): (.+)$", text, re.MULTILINE)
     name = max(kept, key=lambda note: len(note[1]))[0] if kept else "Field note 1"
-    return _user(f"{text}\n\nRepeat {name.lower()}.")
-
-
-def ask_code(text: str) -> list[Message]:
-    return _user(f"{text}\n\nRewrite this module and rename `limit` to `least`.")
+    return turns([f"{{text}}\n\nRepeat {name.lower()}."], text)
 
 
 def ask_lookup(text: str) -> list[Message]:
     """Ask for the fact nearest to the middle of what was kept of the report."""
     told = facts_in(text)
     question = f"What is the {told[len(told) // 2][0]}?" if told else "What is the access code?"
-    return _user(f"{text}\n\n{question}")
+    return turns([f"{{text}}\n\n{question}"], text)
 
 
 def ask_chat(text: str) -> list[Message]:
@@ -157,12 +148,11 @@ def ask_chat(text: str) -> list[Message]:
     told = facts_in(text)
     asked = [told[i * len(told) // 6] for i in range(1, 6)] if len(told) >= 6 else told
     if not asked:
-        return ask_summary(text)
-    messages = _user(f"{text}\n\nWhat is the {asked[0][0]}?")
+        return turns([SUMMARY], text)
+    said = [f"{{text}}\n\nWhat is the {asked[0][0]}?"]
     for (of, value), (following, _) in pairwise(asked):
-        messages.append({"role": "assistant", "content": f"The {of} is {value}."})
-        messages += _user(f"What is the {following}?")
-    return messages
+        said += [f"The {of} is {value}.", f"What is the {following}?"]
+    return turns(said, text)
 
 
 def facts_in(text: str) -> list[tuple[str, str]]:
@@ -170,15 +160,24 @@ def facts_in(text: str) -> list[tuple[str, str]]:
     return re.findall(r"\bThe ([a-z ]+ of (?:depot|surveyor|well|gauge) [^.\n]+?) is ([^\n]+?)\.(?=\s|$)", text)
 
 
-def _pick(rng: Random, words: Sequence[str]) -> str:
-    return words[int(rng.random() * len(words))]
+def of_table(about: str, text: str, ask: list[str]) -> Workload:
+    """One over a text that comes along."""
+    return Workload(about, lambda rng, n: text_of(text), partial(turns, ask))
 
 
-WORKLOADS: dict[str, Workload] = {
-    "summary": Workload("a field report and the wish for a summary", report, ask_summary),
-    "chat": Workload("a report, four questions with their answers, and a fifth", report, ask_chat),
-    "code": Workload("a Python module to be rewritten", code, ask_code),
-    "copy": Workload("a report of which one note is to be repeated word for word", report, ask_copy),
-    "lookup": Workload("a report and a question about one fact in its middle", report, ask_lookup),
+WORKLOADS: Mapping[str, Workload] = {
+    **{name: of_table(**row) for name, row in tomli.loads(TABLE.read_text(encoding="utf-8")).items()},
+    "summary": Workload("a field report and the wish for a summary", report, partial(turns, [SUMMARY])),
+    "chat": Workload("a field report, four questions with their answers, and a fifth", report, ask_chat),
+    "copy": Workload("a field report of which one note is to be repeated word for word", report, ask_copy),
+    "lookup": Workload("a field report and a question about one fact in its middle", report, ask_lookup),
 }
 NAMES = (*WORKLOADS, "random")
+
+
+def usual(model: str) -> Sequence[str]:
+    """What is measured where nobody says what, the first where one will do.
+
+    The demo has learnt nothing but reports; with any other model their repetitions would flatter drafting.
+    """
+    return ("summary", "chat", "copy") if model == "demo" else ("article", "talk", "code")

@@ -55,7 +55,8 @@ def bench(
 ) -> int:
     """Profiles side by side: speed, memory, agreement, quality.
 
-    Every side continues the same prompts greedily, and they take turns, so that a machine that slows down slows all.
+    Every side continues the same prompts, greedily or by --set sample.temperature=0.8, and they take turns, so that a
+    machine that slows down slows all.
     """
     from kvcli.commands.bench_ask import Typed
     from kvcli.commands.bench_out import outlet

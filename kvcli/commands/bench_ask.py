@@ -13,8 +13,8 @@ from kvcli.bench.fail_if import Condition
 from kvcli.bench.grid import Vary, check_keys, contexts, variants
 from kvcli.bench.history import read
 from kvcli.bench.makers import BASELINES, baseline_of
-from kvcli.bench.recipe import Recipe
-from kvcli.bench.workloads import NAMES
+from kvcli.bench.recipe import Recipe, drawing
+from kvcli.bench.workloads import NAMES, usual
 from kvcli.commands.ask import read_file
 from kvcli.commands.flags import listed, tokens
 from kvcli.errors import UsageError
@@ -61,7 +61,8 @@ class Asked:
     notes: list[str] = field(default_factory=list)
 
     def recipes(self, folder: str, cache: Path) -> list[Recipe]:
-        return [Recipe.of(name, profile, folder, str(cache), kind) for name, kind, profile in self.sides]
+        drawn, where = (self.args.temperature, self.args.seed), (folder, str(cache))
+        return [Recipe.of(name, drawing(profile, *drawn), *where, kind) for name, kind, profile in self.sides]
 
 
 def understand(setup: Setup, typed: Typed) -> Asked:
@@ -99,6 +100,7 @@ def _args(setup: Setup, typed: Typed, names: list[str]) -> BenchArgs:
         memory=typed.memory,
         quality=typed.quality,
         seed=typed.seed,
+        temperature=temperature(setup),
         set=list(setup.world.options.set),
         fail_if=list(typed.fail_if),
         named=None if typed.profiles is None else listed(typed.profiles),
@@ -113,9 +115,21 @@ def _args(setup: Setup, typed: Typed, names: list[str]) -> BenchArgs:
     )
 
 
-def read_workloads(setup: Setup, text: str | None) -> tuple[list[str], dict[str, Document]]:
-    """Their names, and the documents of those that are files."""
-    names = list(dict.fromkeys(listed(text or "summary")))
+def temperature(setup: Setup) -> float:
+    """What `--set` says, else 0: what a profile or a config says of drawing is not measured."""
+    typed = [item for item in setup.world.options.set if item.strip().startswith("sample.")]
+    for item in typed:
+        if (key := item.partition("=")[0].strip()) != "sample.temperature":
+            raise UsageError(
+                f"--set {key}: all sides draw alike, by temperature and seed",
+                try_=["--set sample.temperature=0.8", "--seed 7"],
+            )
+    return (setup.resolve("exact", typed).sample.temperature or 0.0) if typed else 0.0
+
+
+def read_workloads(setup: Setup, text: str | None, most: int = 1) -> tuple[list[str], dict[str, Document]]:
+    """Their names, and the documents of those that are files; with no text, so many usual ones."""
+    names = list(dict.fromkeys(usual(setup.entry.path)[:most] if text is None else listed(text)))
     files = {}
     for name in names:
         if name in NAMES:
@@ -126,11 +140,11 @@ def read_workloads(setup: Setup, text: str | None) -> tuple[list[str], dict[str,
             raise UsageError(
                 f"there is no workload {name!r}",
                 lines=[f"workloads: {', '.join(NAMES)}, or a text file"],
-                try_=[f"--workload {n}" for n in near] or ["--workload summary"],
+                try_=[f"--workload {n}" for n in near] or ["--workload article"],
             )
         files[name] = read_file(setup.world, name)
     if not names:
-        raise UsageError("--workload names none", try_=["--workload summary"])
+        raise UsageError("--workload names none", try_=["--workload article"])
     return names, files
 
 
@@ -140,7 +154,7 @@ def _profiles(setup: Setup, typed: Typed, asked: Asked) -> list[tuple[str, str, 
     names = listed(typed.profiles or "")
     if typed.profiles is not None and not names:
         raise UsageError("--profiles names none", try_=["--profiles exact,ngram"])
-    loading = [item for item in setup.world.options.set if item.strip().startswith("load.")]
+    loading = [item for item in setup.world.options.set if item.strip().startswith(("load.", "sample."))]
     fixed = [] if names else [setup.resolve("exact", loading)]  # the yardstick: the same weights, nothing else set
     found = [setup.resolve(name, setup.world.options.set) for name in names] or [current]
     varies = [Vary.of(text) for text in typed.vary]
@@ -184,15 +198,22 @@ def _with_baselines(
                 raise UsageError("a file can only be the first --baseline", try_=[f"--baseline {name} first"])
             asked.earlier, asked.earlier_name = read(setup.world.cwd / expanduser(name)), Path(name).name
             continue
-        side = _baseline(setup, name, profiles)
+        side = _baseline(setup, name, profiles, asked)
         first, last = ([side], last) if i == 0 else (first, [*last, side])
     taken = {name for name, _, _ in [*first, *last]}
     return [*first, *(side for side in profiles if side[0] not in taken), *last]
 
 
-def _baseline(setup: Setup, name: str, profiles: Sequence[tuple[str, str, Profile]]) -> tuple[str, str, Profile]:
+def _baseline(
+    setup: Setup, name: str, profiles: Sequence[tuple[str, str, Profile]], asked: Asked
+) -> tuple[str, str, Profile]:
     kind = baseline_of(name)
     if kind is not None:
+        if asked.args.temperature and not BASELINES[kind].draws:
+            raise UsageError(
+                f"--baseline {name} is greedy, and sample.temperature is {asked.args.temperature:g}",
+                try_=[f"leave --baseline {name} out", "--set sample.temperature=0"],
+            )
         BASELINES[kind].require(name, setup.world.paths.cache)
         return name, kind, profiles[0][2]
     known = next((side for side in profiles if side[0] == name), None)

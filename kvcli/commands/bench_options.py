@@ -14,7 +14,10 @@ _told = partial(option, panel="What comes out")
 _BASELINE = (
     "A profile, hf, hf-lookup, llama.cpp, kvpress[:PRESS[:RATIO]] or an earlier FILE.json; × compares with the first."
 )
-_WORKLOAD = "summary, chat, code, copy, lookup, random or a text file; several with commas. Default summary."
+_WORKLOAD = (
+    "prose, code, manual, article, rewrite, translate, talk; in the demo's language summary, chat, copy, lookup;"
+    " random; a text file. Several with commas. Default article, for the demo summary."
+)
 _QUALITY = "off, agree (same text as the baseline), all, or tasks with commas. Default agree."
 _FAIL_IF = "Exit 10 if so for any row: 'tok_s<-10%', 'same<100%', 'peak>600MiB'; repeatable."
 

@@ -20,6 +20,8 @@ KEY = "default_model"
 def offer_default(world: World, name: str, wanted: bool) -> None:
     """Make it the model where none is named: if that is wanted, or after a yes."""
     if config_of(world).default_model == name:
+        if wanted:
+            tell(world, f"{KEY} is {name} already")
         return
     if not wanted and not agrees(world, "make it the default model?"):
         return

@@ -16,7 +16,8 @@ from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fetch import file_of
 from kvcli.fit.catalog import BY_NAME
-from kvcli.source import Source, cached_ids
+from kvcli.hub import cached_ids
+from kvcli.source import Source
 
 if TYPE_CHECKING:
     from kvcli.schemas.listings import ModelEntry

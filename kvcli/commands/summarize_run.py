@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvcli.render.summarize_view import SummaryView
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan, Window
-    from kvcli.summarize.prompt import Wording
+    from kvcli.summarize.wording import Wording
 
 
 def run(job: Job, *, dry_run: bool) -> int:
@@ -70,7 +70,7 @@ def print_text(job: Job) -> int:
 
 def _refuse_early(job: Job) -> None:
     """What the model does not follow is refused before minutes of loading, if its files are here."""
-    from kvcli.summarize.prompt import wording_of
+    from kvcli.summarize.wording import wording_of
 
     try:
         found = job.setup.fetch(job.profile)
@@ -83,7 +83,7 @@ def _summarize(job: Job) -> int:
     from kvcli.commands.interrupt import Interrupt
     from kvcli.commands.loading import load_model
     from kvcli.summarize.plan import Window
-    from kvcli.summarize.prompt import wording_of
+    from kvcli.summarize.wording import wording_of
 
     prepared, model = load_model(job.setup, job.profile, job.wanted, job.screen)
     cancel = Interrupt(job.setup.world.clock)  # heard while the model works; before that Ctrl-C ends the command

@@ -16,6 +16,7 @@ from kvcli.errors import BadModel
 from kvcli.gguf.header import Header, Listed, floats
 from kvcli.gguf.names import BY_ARCH, SETTINGS, Layout
 from kvcli.headers import TensorHeader
+from kvcli.refusals import no_tokenizer
 
 # values with which a key changes nothing; None = whatever it says
 _HARMLESS: Mapping[str, tuple[object, ...] | None] = {
@@ -158,12 +159,7 @@ def _check_words(said: _Said, rows: int) -> str:
     meta = said.header.meta
     words, kind, split = (meta.get(f"tokenizer.ggml.{key}") for key in ("tokens", "model", "pre"))
     if not isinstance(words, Listed) or not words.count:
-        raise BadModel(
-            f"{said.name} has no tokenizer that can be read",
-            code="bad_tokenizer",
-            lines=["the file holds weights and no vocabulary"],
-            try_=["another GGUF file of the model"],
-        )
+        raise no_tokenizer(said.name, "the file holds weights and no vocabulary", "another GGUF file of the model")
     if words.count > rows:
         raise said.refused(f"its vocabulary has {words.count:,} tokens, its embedding {rows:,} rows")
     if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in SPLITS | DIGITS | {"gpt-2"}):

@@ -7,7 +7,6 @@ transformers and held to its embedding; its chat template is text here, and runs
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,8 @@ import numpy as np
 import torch
 
 from kvcli import source
-from kvcli.errors import BadModel, DoesNotFit
-from kvcli.files import private_folder, replacing_folder
+from kvcli.errors import BadModel
+from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.foreign import blamed
 from kvcli.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
 from kvcli.gguf.config import DIGITS, WHOLE, Described, Piece, describe
@@ -30,6 +29,7 @@ from kvcli.gguf.header import BLOCKS, Header, read
 from kvcli.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.gguf.quantizer import GROUP, METHOD
 from kvcli.kernels.linear_packed import reference
+from kvcli.refusals import no_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 VERSION = 1  # of what is written below
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors'
 _USUAL = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_WORDS = 64 << 20  # bytes that the largest vocabularies take
 # end an answer whatever the file calls its end of text (llama.cpp looks for them as well)
 _ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 
@@ -63,12 +62,6 @@ def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable
     return replace(source.find(str(folder)), id=found.id, revision=found.revision)
 
 
-def keeps_packed(found: Source) -> bool:
-    """Whether some of its blocks stay packed on a CPU."""
-    tensors = [(name, t) for file in found.files for name, t in file.tensors.items()]
-    return found.is_gguf and any(stays_packed(name, t.dtype, t.shape) for name, t in tensors)
-
-
 def told(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
     """Notes on what of a file stays as it is and what was unpacked."""
     if not found.is_gguf:
@@ -76,10 +69,8 @@ def told(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
     stay = Counter(t.dtype for name, t in tensors if packs and stays_packed(name, t.dtype, t.shape))
     gone = Counter(t.dtype for _, t in tensors) - stay
-    notes = [f"{sum(stay.values())} layers stay packed as in the file: {', '.join(sorted(stay))}"] if stay else []
-    if gone:
-        notes.append(f"{sum(gone.values())} tensors of the file are unpacked to {dtype}: {', '.join(sorted(gone))}")
-    return tuple(notes)
+    told = (("layers that stay packed as in the file", stay), (f"tensors of the file unpacked to {dtype}", gone))
+    return tuple(f"{what}: {', '.join(f'{n} of {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
 
 
 def _make(
@@ -94,13 +85,7 @@ def _make(
     need = sum(out.nbytes for out in plan)
     private_folder(folder.parent)
     forget(folder.parent, KEPT - 1)
-    free = shutil.disk_usage(folder.parent).free
-    if need + _WORDS > free:
-        raise DoesNotFit(
-            f"unpacking {found.id} needs {need:,} bytes of disk, and {free:,} are free",
-            lines=[f"in {folder.parent}"],
-            try_=["kvcli cache prune gguf --older-than 0", "free some space"],
-        )
+    check_room(folder.parent, need, f"unpacking {found.id}")
     if tell is not None:
         tell(f"unpacking {found.id}, {need / 1e6:,.0f} MB, once: {folder}")
     config = {**described.config, "dtype": dtype}
@@ -225,9 +210,4 @@ def _mend(file: Path, split: str) -> None:
 
 
 def _no_words(found: Source, said: str) -> BadModel:
-    return BadModel(
-        f"{found.id} has no tokenizer that can be read",
-        code="bad_tokenizer",
-        lines=[said],
-        try_=["another GGUF file of the model"],
-    )
+    return no_tokenizer(found.id, said, "another GGUF file of the model")

@@ -143,7 +143,7 @@ def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor, forced: Tens
         mass={name: [tables.rounded(table) for table in judged.mass[name]] for name in judged.mass},
         cost=[tables.rounded(table) for table in judged.cost],
         guard=settings.guarded,
-        local=max(settings.guarded, round(settings.local_ratio * n)),
+        local=max(settings.guarded, round(settings.reach * n)),
         sinks=settings.sinks,
         kept=float(of(judged.cost).mean() / n),
         recovered=min(1.0, float(of(judged.mass["mean"]).mean())),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcli.bench.workloads import build_prompt, cut
+from kvcli.bench.workloads import cut, prompt_of
 from kvcli.documents import with_documents
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.heads.ablate import Loss
@@ -132,7 +132,7 @@ def _timed(found: Findings, name: str, work: Callable[[], None]) -> None:
 def prompt_ids(model: Model, ask: Ask) -> list[int]:
     """The documents with a question behind them, cut to the context; a field report where there are none."""
     if not ask.documents:
-        return build_prompt("summary", model.tokenizer, ask.context, model.lm.vocab, ask.seed)
+        return prompt_of("summary", {}, model.tokenizer, model.lm.vocab, ask.context, seed=ask.seed)
     text = with_documents("", ask.documents).strip()
     return cut(model.tokenizer, text, lambda part: [{"role": "user", "content": f"{part}\n\n{QUESTION}"}], ask.context)
 

@@ -64,13 +64,15 @@ class Sample:
         return [one.needle + i for one in self.asked for i in range(len(one.value))]
 
 
-def samples(model: Model, n: int, length: int, seed: int, haystack: str | None = None) -> list[Sample]:
+def samples(
+    model: Model, n: int, length: int, seed: int, haystack: str | None = None, task: Task | None = None
+) -> list[Sample]:
     """`n` texts of about `length` tokens with four facts each, drawn by `seed`. `haystack` replaces the prose.
 
-    Raises BadInput where that many tokens do not hold them.
+    `task`: another one whose questions have one answer each. Raises BadInput where that many tokens do not hold them.
     """
     prompts, prose = Prompts(model.tokenizer), Prose(haystack)
-    task = Task("recall", "facts hidden in prose, all asked for", _recall, share_of_references, is_binary=True)
+    task = task or Task("recall", "facts hidden in prose, all asked for", _recall, share_of_references, is_binary=True)
     found = []
     for index in range(n):
         context = fitted(task, Draw(task.name, seed, length, index, prose), prompts)

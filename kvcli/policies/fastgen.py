@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from kvcli.schema import Range
 
@@ -30,10 +30,13 @@ Candidate = Literal[
     "local+frequent",
     "punct+frequent+local",
 ]
-CANDIDATES: tuple[Candidate, ...] = ("special", "punct", "punct+local", "punct+frequent", "punct+frequent+local")
+Ratio = Literal["auto"] | Annotated[float, Range(0, 1)]
+CANDIDATES: tuple[Candidate, ...] = get_args(Candidate)
 PAPER: tuple[Candidate, ...] = ("special", "punct", "punct+frequent", "punct+frequent+local")
 LAST = 32  # newest rows of a prompt that are probed each, at most as many as are spread
 ROWS = 128  # spread over its second half, on a GPU
+RATIO = 0.3  # of newest and of most looked-at tokens, as published
+PART = 0.4  # of the budget, where there is one: larger sets leave most heads with nothing but the guard
 PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances stand for all
 
 
@@ -47,8 +50,8 @@ class FastGen:
     replay: Annotated[int, Range(1)] = 64  # of auto: newest tokens of a prompt that are predicted again
     keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads, instead; 0 = by recovery
     policies: tuple[Candidate, ...] = CANDIDATES  # what heads choose from, special tokens included; everything is last
-    local_ratio: Annotated[float, Range(0, 1)] = 0.3  # newest tokens of a local head, as a share of the prompt
-    frequent_ratio: Annotated[float, Range(0, 1)] = 0.3  # most looked-at tokens, as a share of the text
+    local_ratio: Ratio = "auto"  # newest tokens of a local head, share of the prompt; auto = 0.4 keep, 0.3 without it
+    frequent_ratio: Ratio = "auto"  # most looked-at tokens, as a share of the text; auto likewise
     guard: Annotated[int, Range(0)] = 128  # newest tokens that every head keeps
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
     protect: bool = True  # keep the system prompt in every head
@@ -85,6 +88,20 @@ class FastGen:
     def guarded(self) -> int:
         """Newest tokens that every head keeps."""
         return 0 if self.paper else self.guard
+
+    @property
+    def reach(self) -> float:
+        """Newest tokens of a local head, as a share of the prompt."""
+        return self._usual if self.local_ratio == "auto" else self.local_ratio
+
+    @property
+    def most(self) -> float:
+        """Most looked-at tokens, as a share of the text."""
+        return self._usual if self.frequent_ratio == "auto" else self.frequent_ratio
+
+    @property
+    def _usual(self) -> float:
+        return PART * self.keep if self.keep and not self.paper else RATIO
 
     @property
     def is_crossfit(self) -> bool:

@@ -242,7 +242,7 @@ class Heads(Plain):
         score = layer.scores.add(s, at, wanted)
         # a token is judged once a batch of rows beyond the guard has seen it
         young = pool & (age < layer.sets.guard + (0 if settings.paper else settings.every))
-        count = round(settings.frequent_ratio * n)
+        count = round(settings.most * n)
         chosen = torch.zeros_like(pool)
         for j in wanted.nonzero()[:, 0].tolist():
             chosen[j] = top(score[j], pool[j] & ~young[j], count) | young[j]

@@ -42,13 +42,13 @@ class Sets:
     def of(settings: FastGen, kinds: Tensor, n_prompt: int | None = None) -> Sets:
         """For a text of these kinds [T]; the reach of local heads is a share of its prompt (None: the whole text)."""
         n = kinds.shape[0]
-        local = round(settings.local_ratio * (n if n_prompt is None else n_prompt))
+        local = round(settings.reach * (n if n_prompt is None else n_prompt))
         return Sets(
             candidates=tuple(frozenset(name.split("+")) - {"special"} for name in settings.candidates),
             sinks=settings.sinks,
             guard=settings.guarded,
             local=max(settings.guarded, local),
-            frequent=round(settings.frequent_ratio * n),
+            frequent=round(settings.most * n),
             punct=punctuation(kinds if n_prompt is None else kinds[:n_prompt], settings.punct_cap),
             crossfit=settings.is_crossfit,
             most=int(settings.max_profile_mb * 2**20),
@@ -166,10 +166,12 @@ def _heads(look: Look, always: Tensor, punct: Tensor, sets: Sets) -> tuple[Tenso
     apart = sets.crossfit and m > 1
     chosen = [top(columns[:, 1 - i], allowed, sets.frequent) for i in range(2)] if apart else [frequent]
     lost = torch.stack([_lost(stored & ~always, punct, each, sets) for each in chosen], 1)  # [B, 1 or 2, C, S]
-    lost = lost.to(look.k.dtype)
+    ours = [[i for i, has in enumerate(sets.having("local")) if has == is_local] for is_local in (False, True)]
+    parts = [(which, lost[:, :, which].to(look.k.dtype)) for which in ours]  # by what is near
+    del lost
     gone = look.q.new_zeros(b, m, g, len(sets.candidates), dtype=wide)
     for i, at in enumerate(blocks):
-        gone[at.heads, at.rows] = _gone(look, at, held[i] if held else None, lost[at.heads], sets)
+        gone[at.heads, at.rows] = _gone(look, at, held[i] if held else None, parts, sets)
     newest = look.pos.masked_fill(look.pos == NEVER, -1).amax(1, keepdim=True) if look.pos.shape[1] else look.pos
     local = torch.tensor(sets.having("local"), device=always.device).view(1, -1, 1)
     age = (newest - look.pos).unsqueeze(1)  # [B, 1, S]
@@ -191,20 +193,19 @@ def _lost(loose: Tensor, punct: Tensor, frequent: Tensor, sets: Sets) -> Tensor:
     return lost
 
 
-def _gone(look: Look, at: Block, p: Tensor | None, lost: Tensor, sets: Sets) -> Tensor:
-    """[b, r, G, C]: what each row would lose, near tokens being safe."""
+def _gone(look: Look, at: Block, p: Tensor | None, parts: list[tuple[list[int], Tensor]], sets: Sets) -> Tensor:
+    """[b, r, G, C]: what each row would lose, near tokens being safe; parts: candidates without and with "local"."""
     if p is None:
         p = look.attention(at, sets.guard)
     b, r, g, _ = p.shape
     out = p.new_zeros(b, r, g, len(sets.candidates))
     odd = (torch.arange(at.rows.start, at.rows.stop, device=p.device) % 2).view(1, -1, 1, 1) == 1
-    for is_local in (False, True):
-        which = [i for i, has in enumerate(sets.having("local")) if has == is_local]
+    for is_local, (which, lost) in enumerate(parts):
         if not which:
             continue
         if is_local:
             p = look.beyond(p, at, sets.local)
-        sums = times(p.flatten(1, 2), lost[:, :, which, : p.shape[-1]].flatten(1, 2))
+        sums = times(p.flatten(1, 2), lost[at.heads, ..., : p.shape[-1]].flatten(1, 2))
         sums = sums.view(b, r, g, lost.shape[1], len(which))
         out[..., which] = torch.where(odd, sums[..., -1, :], sums[..., 0, :])
     return out

@@ -37,7 +37,7 @@ LEAST = 64  # tokens of a text below which nothing can be said
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """One window, as ids."""
 
     context: list[int]
@@ -45,14 +45,37 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Far:
-    """How far one row is from the full cache in one window: means over its tokens."""
+class Far:
+    """How far predictions are from those of the full cache, token by token: all [n]."""
+
+    same: Tensor  # bool: the likeliest token is the full cache's
+    kl: Tensor  # nats from the full cache's distribution to this one
+    nll: Tensor  # nats of the true token
+    delta: Tensor  # of those, more than with the full cache
+
+    @staticmethod
+    def of(said: Tensor, truth: Tensor, scored: Sequence[int]) -> Far:
+        """said, truth [n, V] log-probabilities."""
+        at = torch.tensor(scored, device=said.device).unsqueeze(1)
+        nll, full = -said.gather(1, at).squeeze(1), -truth.gather(1, at).squeeze(1)
+        kl = (truth.exp() * (truth - said)).sum(-1)
+        return Far(said.argmax(-1) == truth.argmax(-1), kl, nll, nll - full)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """One row in one window: means over its tokens."""
 
     kept: float
     agreement: float
     kl: float
     delta_nll: float
     nll: float
+
+    @staticmethod
+    def of(far: Far, kept: float) -> _Window:
+        kl = max(0.0, float(far.kl.mean()))
+        return _Window(kept, float(far.same.float().mean()), kl, float(far.delta.mean()), float(far.nll.mean()))
 
 
 def agreement(
@@ -73,27 +96,27 @@ def agreement(
     it scored. None when cancelled before the first window; raises BadInput for a text that is too short.
     """
     _check(model, context, scored, windows)
-    cuts = _cuts(_ids(model, text, context + scored), context, scored, windows)
-    table = rows(profiles, full_profile(model.profile), [len(cuts[0].context)])
-    found = list(_windows(model, table, cuts, tell, cancel))
+    parts = cuts(_ids(model, text, context + scored), context, scored, windows)
+    table = rows(profiles, full_profile(model.profile), [len(parts[0].context)])
+    found = list(_windows(model, table, parts, tell, cancel))
     if not found:
         return None
     return AgreementDocument(
         windows=len(found),
-        context=len(cuts[0].context),
-        scored=len(cuts[0].scored),
+        context=len(parts[0].context),
+        scored=len(parts[0].scored),
         rows=[_row(row, [far[i] for far in found], seed) for i, row in enumerate(table)],
-        complete=len(found) == len(cuts),
+        complete=len(found) == len(parts),
     )
 
 
 def _windows(
-    model: Model, table: Sequence[Row], cuts: Sequence[_Cut], tell: Tell, cancel: Cancel
-) -> Iterator[list[_Far]]:
+    model: Model, table: Sequence[Row], parts: Sequence[Cut], tell: Tell, cancel: Cancel
+) -> Iterator[list[_Window]]:
     """Window by window, one entry a row; a window that was cancelled halfway is left out."""
-    done, total = 0, len(cuts) * len(table)
-    for lot, cut in enumerate(cuts):
-        far: list[_Far] = []
+    done, total = 0, len(parts) * len(table)
+    for lot, cut in enumerate(parts):
+        far: list[_Window] = []
         truth: Tensor | None = None
         for row in table:
             if cancel():
@@ -101,9 +124,9 @@ def _windows(
             tell(done, total, f"{row.name} · agreement")
             session = open_session(model.with_profile(row.at(len(cut.context), lot)))
             session.feed(cut.context)
-            said = _predicted(session, cut.scored)
+            said = predicted(session, cut.scored)
             truth = said if truth is None else truth
-            far.append(_far(said, truth, cut.scored, kept(session)))
+            far.append(_Window.of(Far.of(said, truth, cut.scored), kept(session)))
             done += 1
         yield far
     tell(done, total, "")
@@ -133,18 +156,18 @@ def _ids(model: Model, text: str, wanted: int) -> list[int]:
     return ids
 
 
-def _cuts(ids: list[int], context: int, scored: int, windows: int) -> list[_Cut]:
+def cuts(ids: list[int], context: int, scored: int, windows: int) -> list[Cut]:
     """Windows from the start to the end of the text; they do not overlap."""
     wide = context + scored
     if len(ids) < wide:
         behind = min(scored, max(1, len(ids) // 4))
-        return [_Cut(ids[:-behind], ids[-behind:])]
+        return [Cut(ids[:-behind], ids[-behind:])]
     n = min(windows, len(ids) // wide)
     starts = [round(i * (len(ids) - wide) / max(1, n - 1)) for i in range(n)]
-    return [_Cut(ids[s : s + context], ids[s + context : s + wide]) for s in starts]
+    return [Cut(ids[s : s + context], ids[s + context : s + wide]) for s in starts]
 
 
-def _predicted(session: Session, scored: Sequence[int]) -> Tensor:
+def predicted(session: Session, scored: Sequence[int]) -> Tensor:
     """[n, V] log-probabilities of each scored token given the ones before it. The session stays as it is."""
     lm, past = session.lm, session.kv
     rows = Rows.chain([session.ids[-1], *scored[:-1]], session.committed, lm.device)
@@ -153,25 +176,12 @@ def _predicted(session: Session, scored: Sequence[int]) -> Tensor:
         return torch.log_softmax(logits.float(), dim=-1)
 
 
-def _far(said: Tensor, truth: Tensor, scored: Sequence[int], held: float) -> _Far:
-    """said, truth [n, V]."""
-    at = torch.tensor(scored, device=said.device).unsqueeze(1)
-    nll, full = -said.gather(1, at).mean(), -truth.gather(1, at).mean()
-    return _Far(
-        kept=held,
-        agreement=float((said.argmax(-1) == truth.argmax(-1)).float().mean()),
-        kl=max(0.0, float((truth.exp() * (truth - said)).sum(-1).mean())),
-        delta_nll=float(nll - full),
-        nll=float(nll),
-    )
-
-
 def _estimate(values: list[float], seed: int, *, least: float = -inf, most: float = inf) -> Estimate:
     low, high = bootstrap({"windows": values}, seed, least=least, most=most) or (None, None)
     return Estimate(mean=fmean(values), low=low, high=high)
 
 
-def _row(row: Row, far: Sequence[_Far], seed: int) -> AgreementRow:
+def _row(row: Row, far: Sequence[_Window], seed: int) -> AgreementRow:
     return AgreementRow(
         profile=row.name,
         role=row.role,

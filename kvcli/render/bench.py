@@ -31,7 +31,7 @@ def table(document: BenchDocument, width: int) -> list[str]:
         lines += [*fold(f"{name} · {ctx:,} tokens, {rows[0].new:,} of them new", width), *cells_below]
         lines += [*fold(ranges(rows), width), ""] if ranges(rows) else [""]
         shown |= set(names)
-    for line in [legend(document, shown), *differences(document), where(document)]:
+    for line in [legend(document, shown), *weights(document), *differences(document), where(document)]:
         lines += fold(line, width)
     for note in document.notes:
         lines += fold(f"note: {note}", width)
@@ -48,6 +48,7 @@ def heading(document: BenchDocument) -> str:
         where,
         f"torch {env.versions.get('torch')}",
         f"{f.plural(args.reps, 'rep')} {order}",
+        *([f"temperature {args.temperature:g}"] if args.temperature else []),
         *([] if document.complete else ["incomplete"]),
     ]
     return " · ".join(parts)
@@ -198,10 +199,21 @@ def legend(document: BenchDocument, shown: Collection[str]) -> str:
     if "accept" in shown:
         said.append("accept: tokens per drafted pass · share of passes that drafted.")
     if "same" in shown:
-        said.append(f"same: tokens equal to {base}'s, greedy, up to the first that differs.")
+        how = f"drawn with seed {document.args.seed}" if document.args.temperature else "greedy"
+        said.append(f"same: tokens equal to {base}'s, {how}, up to the first that differs.")
     if "peak" in shown:
         said.append("peak: MiB of a process that ran the row alone.")
     return " ".join(said)
+
+
+def weights(document: BenchDocument) -> Iterator[str]:
+    """What each side runs, where it is not the same."""
+    held: dict[str, dict[str, None]] = {}  # what it is -> sides
+    for row in document.rows:
+        if said := row.setup.get("weights"):
+            held.setdefault(said, {})[row.profile] = None
+    if len(held) > 1:
+        yield "weights: " + "; ".join(f"{', '.join(sides)}: {said}" for said, sides in held.items())
 
 
 def differences(document: BenchDocument) -> Iterator[str]:

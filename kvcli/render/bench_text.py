@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.outlet import escaped, neutralise
 from kvcli.render import quality as q
-from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, ranges, share_words, where
+from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, ranges, share_words, weights, where
 from kvcli.render.figures import BARS
 from kvcli.schemas.bench import BenchLine
 
@@ -32,7 +32,8 @@ def markdown(document: BenchDocument) -> str:
                 "| " + " | ".join(map(_cell, [row.profile, *(of(row, document) for of in CELLS.values())])) + " |"
             )
         lines += ["", _cell(ranges(rows))] if ranges(rows) else []
-    lines += ["", legend(document, CELLS), *(f"- {_cell(line)}" for line in differences(document))]
+    lines += ["", legend(document, CELLS)]
+    lines += [f"- {_cell(line)}" for line in (*weights(document), *differences(document))]
     lines += [f"- {_cell(note)}" for note in document.notes]
     if document.quality is not None:
         for name, cells in q.shown(document.quality):

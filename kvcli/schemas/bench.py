@@ -61,6 +61,7 @@ class BenchArgs(Json):
     set: list[str]
     fail_if: list[str]
     # results of earlier versions lack these
+    temperature: float = Field(default=0.0, description="0 = greedy")
     named: list[str] | None = Field(default=None, description="--profiles as typed; null: exact and the current one")
     current: str | None = Field(default=None, description="-P as typed")
     device: str | None = None

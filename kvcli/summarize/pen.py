@@ -13,7 +13,8 @@ from kvcli.summarize.split import Raw, Splitter
 class Pen:
     """Points of an answer as it grows; where they are final, each is said at once.
 
-    `documents`: their names, where citations have them. `thinks`: the answer begins inside a thought.
+    `documents`: their names, where citations have them. `thinks`: the answer begins inside a thought. `take`: what
+    counts of an answer.
     """
 
     def __init__(
@@ -23,10 +24,11 @@ class Pen:
         *,
         is_final: bool,
         thinks: bool = False,
+        take: Callable[[str], str] = str,
     ) -> None:
         self.points: list[Point] = []
         self.repeated = 0
-        self._point_of, self._is_final = point_of, is_final
+        self._point_of, self._take, self._is_final = point_of, take, is_final
         self._splitter = Splitter(documents, thinks)
         self._taken = 0  # characters of the answer, in whole lines
         self._is_begun = False  # what follows them told already that the point before it is complete
@@ -34,6 +36,7 @@ class Pen:
 
     def write(self, answer: str, *, whole: bool = False) -> Iterator[Said]:
         """The points that are new in this answer, which goes on from the one before. `whole`: nothing follows."""
+        answer = self._take(answer)
         end = len(answer) if whole else max(self._taken, answer.rfind("\n", self._taken) + 1)
         if end > self._taken:
             for line in answer[self._taken : end].splitlines():

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.fit.speed import at, by_rows
 from kvcli.summarize.parts import Part, Piece, cut, pieces_of
-from kvcli.summarize.prompt import Messages, Wording, merge_messages, part_messages
 from kvcli.summarize.request import Request
+from kvcli.summarize.wording import Messages, Wording, merge_messages, part_messages
 from kvcli.text import encode, render_prompt
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class _Desk:
         """Turns that make one summary of `n`, if every answer is as long as it may be."""
         if n < 2 or not self.wording.merges:
             return 0
-        around = self._size(merge_messages(self.wording, self.request, [], self.unit)) + SLACK
+        around = self._size(merge_messages(self.request, [], self.unit)) + SLACK
         group = max(2, (self.window.limit - self.answer - around) // self.answer)
         turns = 0
         while n > 1:

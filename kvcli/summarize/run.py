@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, End, Text, Turn
-from kvcli.summarize.check import ENDED, Checker, Passage
+from kvcli.summarize.check import Checker, Passage
 from kvcli.summarize.events import (
     Done,
     Event,
@@ -27,10 +27,9 @@ from kvcli.summarize.parts import spoken_names
 from kvcli.summarize.pen import Pen, unique
 from kvcli.summarize.plan import Plan, Window, make_plan
 from kvcli.summarize.points import point_of
-from kvcli.summarize.prompt import Messages, merge_messages, part_messages, wording_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
-from kvcli.summarize.words import sentences
+from kvcli.summarize.wording import Messages, merge_messages, part_messages, wording_of
 from kvcli.text import decode, render_prompt, render_text
 
 if TYPE_CHECKING:
@@ -134,6 +133,8 @@ class _Run:
 
     def _one(self, found: list[list[Point]]) -> Generator[Event, None, list[Point]]:
         """One summary of those of the parts: joined where that is no longer than asked, else by the model."""
+        if silent := sum(not points for points in found):
+            self.note(f"of {silent} of {len(found)} parts nothing is told: the model wrote nothing about them")
         n_words = sum(point.n_words for point in unique(_flat(found)))
         if not self.plan.wording.merges or n_words <= self.request.words:
             return (yield from self._joined(found))
@@ -170,7 +171,7 @@ class _Run:
         self, inputs: list[Point], passages: list[Passage], number: int, span: tuple[int, int], is_final: bool
     ) -> Generator[Event, None, list[Point]]:
         began, plan = time.perf_counter(), self.plan
-        messages = merge_messages(plan.wording, self.request, [for_merge(p) for p in inputs], plan.unit)
+        messages = merge_messages(self.request, [for_merge(p) for p in inputs], plan.unit)
         kept = self._kept(messages)
         yield MergeBegan(number, len(inputs), len(self._ids(messages)), kept is not None)
         pen = self._pen(cited(inputs, passages), is_final=is_final)
@@ -189,7 +190,7 @@ class _Run:
         is the summary, the next run is to ask again.
         """
         if kept is not None:
-            yield from pen.write(self._told(kept.text), whole=True)
+            yield from pen.write(kept.text, whole=True)
             return kept
         if self.cancel():
             raise _Cancelled
@@ -201,7 +202,7 @@ class _Run:
                 if event.turn.finish == "interrupted":
                     raise _Cancelled
                 turn = self._without_loop(event.turn)
-                last = list(pen.write(self._told(turn.text), whole=True))
+                last = list(pen.write(turn.text, whole=True))
                 if pen.points or keeps_nothing:  # before the last points go out: whoever reads them may stop reading
                     yield from self._keep(messages, turn)
                 yield from last
@@ -209,16 +210,8 @@ class _Run:
             yield event
             if isinstance(event, Text):
                 said += event.text
-                yield from pen.write(self._told(said))
+                yield from pen.write(said)
         raise AssertionError("a stream ends with End")
-
-    def _told(self, text: str) -> str:
-        """What is taken of an answer: all, or its first whole sentence as a point."""
-        if self.plan.wording.sentence is None:
-            return text
-        spans = [text[a:b] for a, b in sentences(text)]
-        first = next((one for one in spans if ENDED.search(one)), "")
-        return f"- {' '.join(first.split())}" if first else ""
 
     def _without_loop(self, turn: Turn) -> Turn:
         """What was said before it went round in a loop, without the sentence in which that began."""
@@ -241,7 +234,7 @@ class _Run:
         return render_prompt(self.model.tokenizer, messages, note=self.note)
 
     def _merge_size(self, points: Sequence[str]) -> int:
-        return len(self._ids(merge_messages(self.plan.wording, self.request, points, self.plan.unit)))
+        return len(self._ids(merge_messages(self.request, points, self.plan.unit)))
 
     def note(self, text: str) -> None:
         """What to know of the summary, said once."""
@@ -257,13 +250,13 @@ class _Run:
             names,
             is_final=is_final,
             thinks=self._thinks,
+            take=lambda answer: self.plan.wording.taken(answer, "\n".join(p.text for p in passages)),
         )
 
     def _took(self, answered: Answered, pen: Pen, what: str) -> None:
         self.turns.append(answered)
-        if answered.turn.finish == "length" and self.plan.wording.sentence is None:
-            more = "; a greater --length allows more" if "length" in self.plan.wording.follows else ""
-            self.note(f"{what} was cut at {self.plan.answer:,} tokens{more}")
+        if answered.turn.finish == "length":
+            self.note(self.plan.wording.cut_note(what, self.plan.answer))
         self.note(answered.turn.stats.approx)
         if answered.turn.finish == "loop":
             self.note(f"{what} went round in a loop: stopped, and only what stands before that is taken")

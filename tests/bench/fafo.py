@@ -78,7 +78,7 @@ def tasks(names: list[str]) -> list[Task]:
         "lookup": questions,
         "summary": [f"{report.text}\n\nSummarise the main findings."],
     }
-    theirs = load_hf("demo", demo.profile)
+    theirs = load_hf("demo", demo.profile, Path())
     for name, prompts in words.items():
         found[name] = Task(name, demo, theirs, [demo.encode(p) for p in prompts], same32=demo32)
     text = demo.tokenizer.encode(report.text)

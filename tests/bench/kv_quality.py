@@ -1,13 +1,15 @@
 """What policies and bits cost in answers: facts asked for once the text was compressed, at equal memory.
 
-    python tests/bench/kv_quality.py [--texts 200] [--length 2048] [--shares 0.5,0.25] [--allocs] [--out FILE]
+    python tests/bench/kv_quality.py [--model demo] [--tasks niah_single,mqar...] [--texts 200] [--length 2048]
+        [--shares 0.5,0.25] [--allocs] [--out FILE]
 
 Four numbers are hidden in each held-out text, one in each quarter of it, and all are asked for when the text has been
 read and compressed: nothing saw the questions before. An answer is right if greedy decoding writes the number token for
 token. FastGen compresses first, to each of `shares`; what it kept of that very text is what all others then get, the
 published FastGen by the T at which its heads keep at least as much. "map" is FastGen with the head map that
 `kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts:
-the four questions about one text are not independent. `--allocs` compares who shares the budget instead.
+the four questions about one text are not independent. `--allocs` compares who shares the budget instead. `--tasks`
+asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
 machine or its load. Prints a table, then JSON on the last line.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,8 +34,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import load  # noqa: E402
+from kvcli import load, source  # noqa: E402
+from kvcli.bench.texts import text_of  # noqa: E402
+from kvcli.fetch import stands_for  # noqa: E402
 from kvcli.forward import Pass, run  # noqa: E402
+from kvcli.gguf import unpack  # noqa: E402
 from kvcli.heads.ask import Ask  # noqa: E402
 from kvcli.heads.run import probe  # noqa: E402
 from kvcli.heads.sample import Sample, samples  # noqa: E402
@@ -41,7 +47,9 @@ from kvcli.policies.fastgen import FastGen  # noqa: E402
 from kvcli.quality.answer import kept  # noqa: E402
 from kvcli.quality.fingerprint import fingerprint  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
+from kvcli.quality.tasks import TASKS  # noqa: E402
 from kvcli.rows import Rows  # noqa: E402
+from kvcli.world import Paths  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 
 HELD_OUT = 5_000  # seed of the texts
@@ -56,6 +64,13 @@ SINKS, NEWEST = 4, 64  # that lots leave alone
 Outcome = dict[str, Any]  # right [4], kept, bytes, and t where T was found
 Sides = Iterator[tuple[str, Outcome]]
 Answer = Callable[[dict[str, Any]], tuple[Outcome, Any]]  # changes of the profile -> what came of it, and the session
+
+
+def opened(name: str, cache: Path, settings: dict[str, object]) -> Any:
+    """The model under `exact` with these settings. A GGUF file is unpacked to float32: so passes of many rows are three
+    times as fast, and no rounding of weights or rows makes more of a difference than there is."""
+    found = source.find(stands_for(name, Paths.of(os.environ).data))
+    return load(unpack.ready(found, "fp32", cache, packs=False), "exact", set=settings)
 
 
 class Known:
@@ -81,8 +96,8 @@ class Known:
 class Text:
     """One text, run through the model once for all sides: what is stored of it, and all its queries."""
 
-    def __init__(self, model: Any, sample: Sample) -> None:
-        self.ids, self.n = sample.context, len(sample.context) - 1
+    def __init__(self, model: Any, ids: list[int]) -> None:
+        self.ids, self.n = ids, len(ids) - 1
         self.rows = Rows.chain(self.ids[:-1], 0, model.lm.device)
         self._pass = Pass(self.rows, model.open().kv, hear=list(range(self.n)))
         run(model.lm, self._pass, self.rows.ids[:0])
@@ -103,7 +118,7 @@ class Text:
 def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
     """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
     session = model.with_profile(model.profile.replace(exactness="approx", **changes)).session
-    (text or Text(model, sample)).read_by(session)
+    (text or Text(model, sample.context)).read_by(session)
     rows, scored = sample.rows(model.lm.device), sample.scored()
     logits = run(model.lm, Pass(rows, session.kv), torch.tensor([row for row, _ in scored]))
     hits = (logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
@@ -147,7 +162,7 @@ def published(answer: Answer, share: float) -> Outcome:
 
 
 def sides(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
-    """All sides of one text of n tokens."""
+    """All sides of one text of n tokens; those with a head map where there is one."""
     yield "full", known.of(f"{i} full", lambda: answer({})[0])
     for name, (k, v) in BITS.items():
         change = {"kv": {"k_bits": k, "v_bits": v}}
@@ -158,7 +173,7 @@ def sides(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
         first = {"policy": {"name": "fastgen", "keep": share}}
         ours = known.of(f"{i} fastgen {share}", lambda first=first: answer(first)[0])
         yield f"fastgen {share:.0%}", ours
-        for name in RIVALS:
+        for name in RIVALS if mapped else RIVALS[1:]:
 
             def make(name: str = name, share: float = ours["kept"]) -> Outcome:
                 if name == "fastgen-paper":
@@ -207,6 +222,8 @@ def table(found: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--tasks", default="", help="of kvcli bench --quality that have one answer")
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text, answers included")
     parser.add_argument("--shares", default="0.5,0.25", help="that FastGen keeps")
@@ -215,31 +232,34 @@ def main() -> None:
     parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model = load("demo", "exact")
-    asked = f"{fingerprint(model)} {args.length} {HELD_OUT}"
-    name = f"kvcli-kv-quality-{sha256(asked.encode()).hexdigest()[:12]}.jsonl"
-    known = Known(args.partial or Path(tempfile.gettempdir(), name))
-    mapped = head_map(model, known.path.with_suffix(".map.json"))
+    cache = Path(tempfile.gettempdir(), "kvcli-kv-quality")
+    model = opened(args.model, cache, {})
+    asked = f"{fingerprint(model)} {args.length} {HELD_OUT} {args.tasks}"
+    known = Known(args.partial or cache / f"{sha256(asked.encode()).hexdigest()[:12]}.jsonl")
+    mapped = "" if args.tasks else head_map(model, known.path.with_suffix(".map.json"))
+    asked_of = samples(model, args.texts, args.length, HELD_OUT) if not args.tasks else []
+    for task in filter(None, args.tasks.split(",")):
+        asked_of += samples(model, args.texts, args.length, HELD_OUT, text_of("prose"), TASKS[task])
     found: dict[str, list[Outcome]] = {}
     shares = [float(share) for share in args.shares.split(",")]
     part, of = map(int, args.part.split("/"))
-    for i, sample in enumerate(samples(model, args.texts, args.length, HELD_OUT)):
+    for i, sample in enumerate(asked_of):
         if i % of != part - 1:
             continue
-        text = lru_cache(1)(lambda sample=sample: Text(model, sample))  # not run at all where everything is known
+        text = lru_cache(1)(lambda sample=sample: Text(model, sample.context))  # not run where everything is known
         answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
         each = (shared if args.allocs else sides)(answer, len(sample.context) - 1, i, shares, known, mapped)
         for side, outcome in each:
             found.setdefault(side, []).append(outcome)
-        print(f"\r{i + 1} of {args.texts} texts", end="", file=sys.stderr, flush=True)
+        print(f"\r{i + 1} of {len(asked_of)} texts", end="", file=sys.stderr, flush=True)
     rows = table(found)
     for each in rows:
         print(json.dumps(each))
     about, what = machine(), "who shares the budget" if args.allocs else "at equal memory"
     result = {
-        "title": f"Right answers about {args.texts} held-out texts of {args.length} tokens, {what}",
+        "title": f"Right answers about {len(asked_of)} held-out texts of {args.length} tokens, {what}",
         "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": f"python tests/bench/kv_quality.py --texts {args.texts}" + " --allocs" * args.allocs,
+        "command": " ".join(["python tests/bench/kv_quality.py", *sys.argv[1:]]).partition(" --out")[0],
         "rows": rows,
         "note": "In brackets: 95 % intervals, a paired bootstrap over texts. kept: slots; kv mib: what is allocated.",
         "t": {side: sorted(o["t"] for o in each) for side, each in found.items() if "t" in each[0]},

@@ -1,28 +1,34 @@
-"""What n-gram drafting would gain on given texts at given costs of rows, had a model written them; last line JSON.
+"""What n-gram drafting would gain on answers that a model wrote, at given costs of rows; last line JSON.
 
-python tests/bench/ngram_replay.py [--out RESULT] [FILE ...]     by default six modules of the standard library
+    python tests/bench/ngram_replay.py [--model smollm2-135m] [--ctx 1200] [--new 200] [--out FILE]
 
-The first half of each file is the prompt. Pass times are pretended, so the figures are the same on any machine.
+The model answers each workload of real text once, greedy and at temperature 0.8, without drafting. The answers are then
+replayed under several settings. Pass times are pretended, so the figures follow from the answers alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import re
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-from kvcli.drafts.ngram import Ngram
-from tests.drafts.conftest import PLAIN, Engine
+from kvcli import load  # noqa: E402
+from kvcli.bench.workloads import prompt_of  # noqa: E402
+from kvcli.drafts.ngram import Ngram  # noqa: E402
+from kvcli.fetch import stands_for  # noqa: E402
+from kvcli.world import Paths  # noqa: E402
+from tests.bench.decode import machine  # noqa: E402
+from tests.drafts.conftest import PLAIN, Engine  # noqa: E402
 
 COSTS: dict[str, Callable[[int], float]] = {  # rows -> plain passes
     "nearly free up to 8": lambda rows: 1 + 0.02 * (rows - 1) if rows <= 8 else 1.3 + 0.06 * (rows - 8),
-    "a third each": lambda rows: 1 + 0.35 * (rows - 1),
+    "an eighth each": lambda rows: 1 + 0.125 * (rows - 1),
 }
 CONFIGS = {
     "default": Ngram(),
@@ -31,49 +37,57 @@ CONFIGS = {
     "max = 7": Ngram(max=7),
     "adaptive = false": Ngram(adaptive=False),
 }
-FILES = ("argparse.py", "ast.py", "ctypes/util.py", "dataclasses.py", "tarfile.py", "typing.py")
-LONGEST = 5000  # tokens of a file
+TEMPERATURES = (0.0, 0.8)
+REAL = ("prose", "code", "manual", "article", "rewrite", "translate", "talk")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="*")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--ctx", type=int, default=1200)
+    parser.add_argument("--new", type=int, default=200)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    library = Path(re.__file__).parents[1]
-    texts = [tokens(path) for path in args.files or [library / f for f in FILES]]
-    table = []
-    print(f"{'rows cost':22} {'settings':18} gain   tokens/pass   drafted share   guesses/pass")
-    for cost_name, cost in COSTS.items():
-        for name, config in CONFIGS.items():
-            runs = [Engine(config.drafter(), text, len(text) // 2, cost).finish() for text in texts]
-            steps = [step for run in runs for step in run.steps]
-            new = sum(len(s.new) for s in steps)
-            row = {
-                "a further row": cost_name,
-                "settings": name,
-                "gain": new * PLAIN / sum(run.true_seconds for run in runs),
-                "tokens_per_pass": new / len(steps),
-                "drafted_share": sum(s.n_drafted > 0 for s in steps) / len(steps),
-                "guesses_per_pass": sum(s.n_drafted for s in steps) / len(steps),
-            }
-            table.append(row)
-            print(
-                f"{cost_name:22} {name:18} {row['gain']:.2f} {row['tokens_per_pass']:10.2f}"
-                f" {row['drafted_share']:15.2f} {row['guesses_per_pass']:14.1f}"
-            )
-    environment = {"python": platform.python_version()}
-    result = {"schema": "kvcli.bench.ngram_replay/1", "environment": environment, "rows": table}
+
+    rows = []
+    for temperature in TEMPERATURES:
+        answers = written(args.model, temperature, args.ctx, args.new)
+        for of_row, cost in COSTS.items():
+            for settings, config in CONFIGS.items():
+                known = {"temperature": temperature, "a further row": of_row, "settings": settings}
+                rows.append(known | replayed(answers, config, cost))
+                print("  ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in rows[-1].values()), flush=True)
+    title = f"Answers of {args.model} to {len(REAL)} workloads of real text, replayed with pretended pass times"
+    command = f"python tests/bench/ngram_replay.py --model {args.model}"
+    result = {"title": title, "command": command, "environment": machine(), "rows": rows}
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 
-def tokens(path: Path) -> list[int]:
-    """Words of the file, numbered as they appear: letters, digits, blanks and single marks."""
-    number: dict[str, int] = {}
-    words = re.findall(r"[A-Za-z]+|\d+|\n\s*|[^\S\n]+|[^\w\s]", path.read_text(encoding="utf-8"))
-    return [number.setdefault(word, len(number)) for word in words[:LONGEST]]
+def written(name: str, temperature: float, ctx: int, new: int) -> list[tuple[list[int], int]]:
+    """Ids of prompt and answer for each workload, and how many of them are the prompt's."""
+    found, path = [], stands_for(name, Paths.of(os.environ).data)
+    with load(path, "exact", {"sample.temperature": temperature, "sample.stop_loops": 0}) as model:
+        for workload in REAL:
+            ids = prompt_of(workload, {}, model.tokenizer, model.lm.vocab, ctx, new)
+            model.generate(ids, max_new_tokens=new)
+            found.append((list(model.session.ids), len(ids)))
+    return found
+
+
+def replayed(answers: list[tuple[list[int], int]], config: Ngram, cost: Callable[[int], float]) -> dict[str, float]:
+    runs = [Engine(config.drafter(), ids, prompt, cost).finish() for ids, prompt in answers]
+    steps = [step for run in runs for step in run.steps]
+    new = sum(len(s.new) for s in steps)
+    return {
+        "gain": new * PLAIN / sum(run.true_seconds for run in runs),
+        "least": min(run.gain for run in runs),
+        "most": max(run.gain for run in runs),
+        "tokens_per_pass": new / len(steps),
+        "drafted_share": sum(s.n_drafted > 0 for s in steps) / len(steps),
+        "guesses_per_pass": sum(s.n_drafted for s in steps) / len(steps),
+    }
 
 
 if __name__ == "__main__":

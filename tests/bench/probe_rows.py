@@ -63,7 +63,7 @@ def main() -> None:
     model = load("demo", "exact")
     counts = [int(n) for n in args.rows.split(",")]
     texts = samples(model, args.texts, LENGTH, HELD_OUT + 1)
-    read = [(sample, Text(model, sample)) for sample in texts]
+    read = [(sample, Text(model, sample.context)) for sample in texts]
     measured = [errors(model, sample, counts) for sample in texts]
     rows = []
     for n in counts:

@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+import kvcli
+from kvcli.bench.profile_side import plain
+from kvcli.bench.recipe import drawing
+from kvcli.bench.same import tie_at
 from kvcli.demo import weights_dir
 from kvcli.errors import ExitStatus
+from kvcli.profile import Profile
 from kvcli.schemas.documents import DOCUMENTS
 from tests.fakes import Machine
 
@@ -39,6 +44,10 @@ def machine(tmp_path: Path) -> Machine:
         (["--profiles", ","], "usage", ExitStatus.USAGE),
         (["--vary", "spec.mx=1"], "usage", ExitStatus.USAGE),
         (["--vary", "spec.max=x"], "bad_config", ExitStatus.BAD_CONFIG),
+        (["--vary", "sample.temperature=0,0.8"], "usage", ExitStatus.USAGE),
+        (["--set", "sample.top_p=0.9"], "usage", ExitStatus.USAGE),
+        (["--set", "sample.temperature=-1"], "bad_config", ExitStatus.BAD_CONFIG),
+        (["--set", "sample.temperature=0.8", "--baseline", "kvpress"], "usage", ExitStatus.USAGE),
         (["--fail-if", "tok<1"], "usage", ExitStatus.USAGE),
         (["--quality", "nonsense"], "unknown_task", ExitStatus.USAGE),
         (["--quality-n", "2"], "usage", ExitStatus.USAGE),
@@ -105,6 +114,42 @@ def test_a_history_of_nothing_says_how_to_begin(machine: Machine):
     result = machine("bench", "--history")
     assert (result.exit, result.out) == (0, "")
     assert "--save" in result.err
+
+
+def test_at_a_temperature_profiles_write_one_text_and_others_are_not_asked(machine: Machine):
+    args = ["--ctx", "256", "-n", "24", "--reps", "2", "--dtype", "fp32", "--no-memory", "--json"]
+    sides = ["--profiles", "exact,ngram", "--baseline", "exact", "--baseline", "hf", "--baseline", "hf-lookup"]
+    warm = machine("bench", "demo", *args, *sides, "--set", "sample.temperature=2", "-o", "warm.json")
+    assert warm.exit == 0, warm.err
+    document = TypeAdapter(DOCUMENTS["bench"]).validate_json(warm.out)
+    assert document.args.temperature == 2
+    rows = {row.profile: row for row in document.rows}
+    assert {name: row.same and row.same.share for name, row in rows.items()} == {
+        "exact": None, "ngram": 1.0, "hf": None, "hf-lookup": None
+    }  # fmt: skip
+    assert all(row.steady for row in document.rows)
+    assert rows["ngram"].ids == rows["exact"].ids
+    assert [note for note in document.notes if note.startswith("hf, hf-lookup: other random numbers")]
+    later = ["--profiles", "ngram", "--baseline", "warm.json"]
+    again = json.loads(machine("bench", "demo", *args, *later, "--set", "sample.temperature=2").out)
+    assert again["rows"][0]["same"]["share"] == 1.0
+    cold = json.loads(machine("bench", "demo", *args, *later).out)
+    assert cold["rows"][0]["same"] is None
+    assert cold["rows"][0]["ids"] != rows["ngram"].ids
+    assert [note for note in cold["notes"] if "temperature 2, not 0" in note]
+
+
+def test_a_drawn_token_has_the_highest_sum_of_logit_and_noise():
+    profile = plain(drawing(Profile.load("exact").replace(load={"dtype": "fp32"}), 0.8, seed=3))
+    with kvcli.load("demo", profile) as model:
+        text = model.tokenizer.encode("The depot")
+        session = model.open()
+        session.feed(text)
+        ids = [i for step in session.stream(12) for i in step.new]
+        margins = [tie_at(model, [*text, *ids[:n]], i, i).margin for n, i in enumerate(ids)]
+        greedy = model.with_profile(plain(drawing(model.profile)))
+        assert max(margins) < 1e-4
+        assert max(tie_at(greedy, [*text, *ids[:n]], i, i).margin for n, i in enumerate(ids)) > 0.1
 
 
 def test_lossless_profiles_write_one_text_in_fp32(machine: Machine):

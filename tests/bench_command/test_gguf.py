@@ -12,7 +12,7 @@ import torch
 
 from kvcli import source
 from kvcli.bench.gguf_export import VERSION, export, permuted
-from kvcli.errors import BadModel, DoesNotFit, UsageError
+from kvcli.errors import BadInput, BadModel, UsageError
 from kvcli.gguf.kept import KEPT, fingerprint
 from tests.families import build
 
@@ -126,7 +126,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_disk_that_is_full_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = folder(tmp_path, "llama")
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
-    with pytest.raises(DoesNotFit, match="10 are free"):
+    with pytest.raises(BadInput, match="no room on the disk"):
         export(found, "float32", tmp_path / "cache")
 
 

@@ -55,7 +55,7 @@ def test_a_key_that_no_profile_has_is_told_the_nearest():
 
 
 def test_what_a_benchmark_decides_is_not_varied():
-    with pytest.raises(UsageError, match="greedy"):
+    with pytest.raises(UsageError, match="all sides draw alike"):
         check_keys([Vary.of("sample.top_p=0.9")], {"exact": ["sample.top_p"]})
 
 
@@ -84,6 +84,13 @@ def test_a_near_tie_is_as_wide_as_rounding(second: float, dtype: torch.dtype, ne
     assert tie.margin == pytest.approx(16 - second)
     assert tie.is_near is near
     assert tie_of(logits, 2, 1) == tie
+
+
+def test_noise_moves_the_margin_and_not_what_rounding_reaches():
+    logits = torch.tensor([1.0, 16.0, 12.0], dtype=torch.bfloat16)
+    tie, plain = tie_of(logits, 1, 2, torch.tensor([0.0, 0.0, 4.125], dtype=torch.float64)), tie_of(logits, 1, 2)
+    assert (tie.margin, tie.bound) == (pytest.approx(0.125), plain.bound)
+    assert (tie.is_near, plain.is_near) == (True, False)
 
 
 def test_a_token_that_neither_side_should_have_taken_is_no_tie():

@@ -93,6 +93,15 @@ def test_float32_writes_what_transformers_writes(tmp_path: Path, name: str, chan
 
 
 @pytest.mark.usefixtures("engine")
+def test_the_blocks_of_a_gguf_file_are_named(tmp_path: Path):
+    gguf_files.write(tmp_path / "tiny.gguf", "llama", ("Q4_1",), ends="Q8_0")
+    side = LlamaCpp(source.find(str(tmp_path / "tiny.gguf")), "bfloat16", 1, tmp_path / "cache")
+    assert side.setup["weights"] == "the GGUF file itself, Q4_1 and Q8_0"
+    assert side.setup["quant"] == "Q4_1 and Q8_0"
+    side.close()
+
+
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("name", gguf_files.ARCHS)
 def test_a_model_that_is_a_gguf_file_is_run_as_it_is(tmp_path: Path, name: str):
     """In float32 both sides read the same numbers out of it: names, order of rows, norms, windows, caps."""
@@ -147,6 +156,20 @@ def test_the_demo_model(tmp_path: Path, dtype: str):
         with torch.inference_mode():
             logits = model(torch.tensor([[*ids, *exact[:same]]])).logits[0, -1]
         assert logits.max() - logits[written[same]] < 0.5  # of logits that reach 20
+
+
+@pytest.mark.usefixtures("engine")
+def test_it_draws_one_text_a_seed_and_the_likeliest_near_temperature_zero(tmp_path: Path):
+    model, ids = build("llama"), prompt(211)
+    model.save_pretrained(tmp_path / "model")
+    found, texts = source.find(str(tmp_path / "model")), []
+    for temperature, seed in ((1e-6, 0), (2.0, 0), (2.0, 1)):
+        side = LlamaCpp(found, "float32", 1, tmp_path, temperature=temperature, seed=seed)
+        texts += [side.run(ids, NEW).ids, side.run(ids, NEW).ids]
+        side.close()
+    assert texts[::2] == texts[1::2]
+    assert texts[0] == greedy(model, ids, NEW)
+    assert len(set(texts)) == 3
 
 
 @pytest.mark.usefixtures("engine")

@@ -156,6 +156,18 @@ def test_an_exact_profile_is_not_blamed_for_a_lossy_baseline(promise: str | None
     assert "as approx sides may" in line
 
 
+def test_what_each_side_runs_is_said_where_it_differs():
+    def sides(theirs: str) -> list[Paced]:
+        packed, other = {"weights": "torch packed int4"}, {"weights": theirs}
+        return [Paced("exact", [20], setup=packed), Paced("ngram", [20], setup=packed), Paced("hf", [20], setup=other)]
+
+    said = "weights: exact, ngram: torch packed int4; hf: bfloat16"
+    differs = document(sides("bfloat16"), workloads=["article", "code"])
+    assert table(differs, 200).count(said) == 1
+    assert f"- {said}\n" in markdown(differs)
+    assert not any("weights" in line for line in table(document(sides("torch packed int4")), 200))
+
+
 def test_a_full_disk_does_not_cost_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     world = Machine(tmp_path).world()
     monkeypatch.setattr("kvcli.bench.history.save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))

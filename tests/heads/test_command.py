@@ -128,7 +128,7 @@ def test_plain_is_a_table_of_letters_or_digits(machine):
     rows = [line.split("\t") for line in done.out.splitlines()]
     assert rows[0] == ["layer", "h0", "h1", "kept"]
     assert [row[0] for row in rows[1:]] == list("012345")
-    assert all(re.fullmatch(r"[SPLHBF]", cell) for row in rows[1:] for cell in row[1:3])
+    assert all(re.fullmatch(r"[SPNLHhBbF]", cell) for row in rows[1:] for cell in row[1:3])
     digits = machine("profile-heads", "demo", *SHORT, "--plain", "--show", "sink", "--emit", "none", "--layers", "3")
     assert re.fullmatch(r"3\t\d\t\d\t[\d.]+", digits.out.splitlines()[1])
 

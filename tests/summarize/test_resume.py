@@ -16,9 +16,9 @@ from kvcli.documents import read_document
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done, PartBegan
 from kvcli.summarize.plan import Window, make_plan
-from kvcli.summarize.prompt import Wording, part_messages
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summarize
+from kvcli.summarize.wording import Wording, part_messages
 from kvcli.text import render_prompt
 
 ROOT = Path(__file__).parents[2]

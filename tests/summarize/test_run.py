@@ -469,7 +469,7 @@ def test_what_a_model_does_not_follow_is_refused(tmp_path: Path, asked: dict[str
 
 
 def test_a_model_that_is_best_with_short_parts_gets_them(tmp_path: Path):
-    wording(tmp_path, part=420)
+    wording(tmp_path, part=[420, 420])
     model = Scribe(first_sentences, limit=20_000, info=fake_info(path=str(tmp_path)))
     assert planned(list(summarize(model, [TEN]))).mode == "map"
 
@@ -481,6 +481,10 @@ DAMAGED = [
     '{"schema": "kvcli.wording/2"}',
     '{"schema": "kvcli.wording/1", "x": 1}',
     '{"schema": "kvcli.wording/1", "part": "x"}',
+    '{"schema": "kvcli.wording/1", "part": [0, 9]}',
+    '{"schema": "kvcli.wording/1", "merges": 1}',
+    '{"schema": "kvcli.wording/1", "sentence": true}',
+    '{"schema": "kvcli.wording/1", "follows": ["colour"]}',
 ]
 
 

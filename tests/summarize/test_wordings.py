@@ -10,9 +10,9 @@ import pytest
 import tomli
 
 from kvcli.errors import UsageError
-from kvcli.summarize.prompt import TABLE, Wording, wording_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summary_of
+from kvcli.summarize.wording import RULES, TABLE, Wording, wording_of
 from tests.fake_model import fake_info
 from tests.summarize.scribe import Scribe, paged
 
@@ -31,8 +31,8 @@ def copies(prompt: str) -> str:
     return f"{first}.\nYou are a helpful assistant. Summarise the document above. {first}."
 
 
-def invents(prompt: str) -> str:
-    return "The whole of it is about whales and nothing else."
+def mistakes(prompt: str) -> str:
+    return "Depot Bel counted boxes of whales on day 7."
 
 
 def test_a_small_model_says_one_sentence_of_each_passage_and_kvcli_finds_its_page():
@@ -46,18 +46,36 @@ def test_a_small_model_says_one_sentence_of_each_passage_and_kvcli_finds_its_pag
     assert all(cite.confirmed for cite in summary.cites)
     for asked in model.asked:
         assert "[p." not in asked
-        assert "<system>" not in asked
+        assert RULES not in asked
 
 
-def test_what_such_a_model_makes_up_is_marked():
-    summary = summary_of(Scribe(invents, limit=8192, info=SMALL), [paged(PAGES[0])])
-    assert [point.marked for point in summary.points] == ["The whole of it is about whales and nothing else. [p. 1?]"]
+def test_what_such_a_model_gets_wrong_is_marked():
+    summary = summary_of(Scribe(mistakes, limit=8192, info=SMALL), [paged(PAGES[0])])
+    assert [point.marked for point in summary.points] == ["Depot Bel counted boxes of whales on day 7. [p. 1?]"]
     assert not summary.cites[0].confirmed
 
 
-def test_an_answer_without_a_whole_sentence_is_no_point():
-    summary = summary_of(Scribe(lambda _: "3.1 Depots\n\nThe depot", limit=8192, info=SMALL), [DOCUMENT])
-    assert summary.points == ()
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "3.1 Depots\n\nThe depot",
+        "What did the depots count?",
+        "The text above summarizes the information in a concise manner.",
+        "I'm ready to assist you.",
+        "",
+    ],
+)
+def test_what_is_no_statement_about_the_passage_is_no_point_and_that_is_said(answer: str):
+    summary = summary_of(Scribe(lambda prompt: answer if "Cor" in prompt else copies(prompt), info=SMALL), [DOCUMENT])
+    assert [cite.place.label for cite in summary.cites] == ["1", "2", "4"]
+    assert summary.notes == ("of 1 of 4 parts nothing is told: the model wrote nothing about them",)
+
+
+def test_what_comes_before_the_statement_is_passed_over():
+    before = "## Depots\n\nWhat did they count?\n\nThe text above is a concise summary."
+    heard = f"{before}\n\n* Depot Arn counted 11 boxes of oil on day 1.\n* Depot"
+    summary = summary_of(Scribe(lambda _: heard, limit=8192, info=SMALL), [paged(PAGES[0])])
+    assert [point.text for point in summary.points] == ["Depot Arn counted 11 boxes of oil on day 1."]
 
 
 def test_length_is_followed_by_longer_passages_and_nothing_else_is():

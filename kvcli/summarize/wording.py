@@ -1,24 +1,27 @@
-"""What a model is asked: rules first, which all parts share, then the text with its marks, then a short reminder.
+"""How a model is asked for a summary: by rules and marks with the text between them, or in words of its own.
 
 A model may bring its own wording, in the file `summarize.json` of its folder. The bundled one does: it was trained on
-one question and follows nothing else. Models that cannot follow the general wording are in `wordings.toml`.
+one question and follows nothing else. Those of models that cannot follow the general one are in `wordings.toml`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from os.path import lexists
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import tomli
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from kvcli.errors import BadModel, UsageError
 from kvcli.small_file import parse_object, read_small
+from kvcli.summarize.sentence import sentence_of
 
 if TYPE_CHECKING:
+    from kvcli.api import ModelInfo
     from kvcli.documents import Unit
+    from kvcli.source import Source
     from kvcli.summarize.request import Request, Style
 
 FILE = "summarize.json"
@@ -26,7 +29,8 @@ TABLE = Path(__file__).with_name("wordings.toml")
 LARGEST = 1 << 20  # bytes
 SCHEMA = "kvcli.wording/1"
 SPOKEN = 20  # words of a sentence
-OPTIONS = ("length", "style", "focus", "lang")  # of a request, that are told to the model in words
+Option = Literal["length", "style", "focus", "lang"]  # of a request, that is told to the model in words
+Tokens = Annotated[int, Field(gt=0, strict=True)]
 
 NOUNS: dict[Unit, str] = {"page": "page", "heading": "section", "chapter": "chapter", "line": "block of lines"}
 SHAPES: dict[Style, str] = {
@@ -47,52 +51,58 @@ MARKS = (
 Messages = list[dict[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """How one model is asked. Without a `question` of its own, by the rules above."""
+class Wording(BaseModel):
+    """How one model is asked. Without words of its own, by the rules above."""
 
-    question: str | None = None  # stands behind the text, with nothing else
-    follows: tuple[str, ...] = OPTIONS  # those of OPTIONS that change what it writes
-    merges: bool = True  # it can make one summary of several; else their points are joined
-    part: int | None = None  # tokens of text that it is best with; None: as many as fit
-    longest: int | None = None  # tokens of a part that it still reads, where short ones would say more than was asked
-    cites: bool = True  # it is shown marks and told to copy them; else kvcli looks for the place of each point
-    sentence: int | None = None  # tokens of an answer, of which one sentence is taken
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    system: StrictStr | None = None  # the system message
+    question: StrictStr | None = None  # stands behind the text
+    follows: tuple[Option, ...] = get_args(Option)  # those that change what it writes
+    merges: StrictBool = True  # it can make one summary of several; else their points are joined
+    part: tuple[Tokens, Tokens] | None = None  # of text: as many as it is best with, and as it still reads
+    sentence: Tokens | None = None  # of an answer, of which one sentence is taken
+
+    @property
+    def own(self) -> str | None:
+        """What it is told in place of the rules."""
+        return self.question or self.system
+
+    @property
+    def cites(self) -> bool:
+        """Whether it is shown marks and told to copy them; else kvcli looks for the place of each sentence."""
+        return self.sentence is None
 
     def part_of(self, tokens: int, words: int) -> int | None:
         """Tokens of a part of a text, so that with a sentence each there are about as many words as asked."""
-        if self.part is None or self.longest is None:
-            return self.part
-        return max(self.part, min(self.longest, tokens * SPOKEN // words))
+        return max(self.part[0], min(self.part[1], tokens * SPOKEN // words)) if self.part else None
+
+    def taken(self, answer: str, passage: str) -> str:
+        """What counts of an answer."""
+        return answer if self.cites else sentence_of(answer, passage)
+
+    def cut_note(self, what: str, tokens: int) -> str:
+        """What to know of an answer that was longer than it may be. Of one sentence the rest is not missed."""
+        more = "; a greater --length allows more" if "length" in self.follows else ""
+        return f"{what} was cut at {tokens:,} tokens{more}" if self.cites else ""
 
     def refuse(self, request: Request, model: str) -> None:
         """No option is dropped in silence."""
-        asked = [name for name in OPTIONS if getattr(request, name) is not None and name not in self.follows]
-        if not request.cite and self.cites and self.question is not None:
+        asked = [name for name in get_args(Option) if getattr(request, name) is not None and name not in self.follows]
+        if not request.cite and self.cites and self.own is not None:
             raise UsageError(f"{model} cites pages whatever it is told", code="not_followed", try_=["leave --cite out"])
         if asked:
             flags = " and ".join(f"--{name}" for name in asked)
             raise UsageError(
                 f"{model} summarises in one way only: {flags} would change nothing",
                 code="not_followed",
-                lines=[f"it is asked one question: {self.question}" if self.question else ""],
+                lines=[f"it is asked one question: {self.own}" if self.own else ""],
                 detail={"options": asked},
                 try_=[f"leave {flags} out", "-m with a model that follows instructions"],
             )
 
 
-class Asked(Protocol):
-    """What is known of a model before it is loaded, and after."""
-
-    @property
-    def path(self) -> str | Path: ...
-    @property
-    def family(self) -> str: ...
-    @property
-    def parameters(self) -> int: ...
-
-
-def wording_of(model: Asked) -> Wording:
+def wording_of(model: ModelInfo | Source) -> Wording:
     """The wording that a model's folder brings, that of models like it, or the general one."""
     file = Path(model.path) / FILE
     if not lexists(file):
@@ -101,36 +111,27 @@ def wording_of(model: Asked) -> Wording:
         found = parse_object(read_small(file, LARGEST))
         if found.pop("schema") != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA}")
-        return _wording(found)
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(file, error) from None
+        return Wording.model_validate(found)
+    except (ValueError, KeyError) as error:
+        raise BadModel(
+            f"{file} is damaged", code="bad_wording", lines=[repr(error)], try_=["remove it, or mend it"]
+        ) from None
 
 
-def _of_table(model: Asked) -> Wording:
+def _of_table(model: ModelInfo | Source) -> Wording:
     """The first row whose bounds the model keeps."""
     for row in tomli.loads(TABLE.read_text(encoding="utf-8"))["wording"]:
         families, (least, most) = row.pop("families"), row.pop("parameters")
         if least <= model.parameters < most and model.family in families:
-            return _wording(row)
+            return Wording.model_validate(row)
     return Wording()
-
-
-def _wording(said: Mapping[str, Any]) -> Wording:
-    """Raises TypeError for what is no setting of a wording, or no value of one."""
-    wording = Wording(**{**said, "follows": tuple(str(name) for name in said.get("follows", OPTIONS))})
-    if wording.question is not None and not isinstance(wording.question, str):
-        raise TypeError("question is no text")
-    for key in ("part", "longest", "sentence"):
-        value = getattr(wording, key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise TypeError(f"{key} is no number of tokens")
-    return wording
 
 
 def part_messages(wording: Wording, request: Request, text: str, unit: Unit, part: int = 1, of: int = 1) -> Messages:
     """The question about one part of a document, or about all of it."""
-    if wording.question is not None:
-        return [{"role": "user", "content": f"{text}\n\n{wording.question}"}]
+    if wording.own is not None:
+        said = {"system": wording.system, "user": f"{text}\n\n{wording.question or ''}".strip()}
+        return [{"role": role, "content": content} for role, content in said.items() if content is not None]
     which = "the document above" if of == 1 else f"the text above, which is part {part} of {of} of a document"
     return [
         {"role": "system", "content": _rules(request, unit)},
@@ -138,7 +139,7 @@ def part_messages(wording: Wording, request: Request, text: str, unit: Unit, par
     ]
 
 
-def merge_messages(wording: Wording, request: Request, points: Sequence[str], unit: Unit) -> Messages:
+def merge_messages(request: Request, points: Sequence[str], unit: Unit) -> Messages:
     """The question that makes one summary of those of several parts."""
     listed = "\n".join(f"- {point}" for point in points)
     return [
@@ -171,7 +172,3 @@ def _reminder(request: Request, unit: Unit) -> str:
 def _mark(unit: Unit) -> str:
     """A mark with no number in it that a model could copy."""
     return {"page": "[p. N]", "line": "[l. N-N]"}.get(unit, "[§ NAME]")
-
-
-def _damaged(file: Path, error: Exception) -> BadModel:
-    return BadModel(f"{file} is damaged", code="bad_wording", lines=[repr(error)], try_=["remove it, or mend it"])

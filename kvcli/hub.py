@@ -1,0 +1,121 @@
+"""Models of the Hugging Face hub: what its cache on this machine has, and what is fetched into it."""
+
+from __future__ import annotations
+
+import re
+from os.path import exists, isdir  # unlike those of Path they say no to a name that cannot be
+from pathlib import Path
+
+from kvcli.errors import BadModel, writing
+
+# of the hub: OWNER/NAME, or OWNER/NAME:FILE.gguf for one of its files
+ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<file>(?!.*\.\.)[\w-][\w./-]*\.gguf))?")
+_CACHED = "models--"  # before the folder of a model in the cache, whose / is written --
+_DOWNLOAD = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
+
+
+def cached(name: str, file: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
+    """The snapshot folder of a hub id, or `file` in it, and its commit, without the network."""
+    if not isdir(cached_folder(name)):  # before half a second of imports
+        raise _not_cached(name, at, offline)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except HFValidationError as error:
+        why = f"{name} is neither a folder nor a hub id"
+        raise BadModel(why, code="model_name", lines=[str(error)], try_=["kvcli models list"]) from error
+    except LocalEntryNotFoundError as error:
+        raise _not_cached(name, at, offline) from error
+    if file and not exists(path / file):
+        raise _not_cached(name, at, offline)
+    return path / file, path.name
+
+
+def _not_cached(name: str, at: str, offline: bool) -> BadModel:
+    is_id = ID.fullmatch(name) is not None
+    return BadModel(
+        f"{at} is neither a folder nor in the Hugging Face cache",
+        code="model_not_found",
+        lines=["the network was not asked"] if offline else [] if is_id else ["an id of the hub is OWNER/NAME"],
+        try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
+    )
+
+
+def download(name: str, file: str, revision: str | None, at: str) -> tuple[Path, str]:
+    """The same, fetched. Raises BadModel."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=[file] if file else _DOWNLOAD))
+    except LocalEntryNotFoundError as error:  # what the hub's library makes of a connection that fails
+        raise _no_network(f"{at} is not on this machine", error) from error
+    except (HfHubHTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the hub
+            with writing(f"{at} into {_cache()}"):
+                raise
+        raise BadModel(
+            f"{at} could not be downloaded",
+            code="model_not_found",
+            lines=[str(error).splitlines()[0]],
+            try_=["check the name at huggingface.co", f"hf auth login, then hf download {name}"],
+        ) from error
+    if file and not exists(path / file):
+        raise BadModel(
+            f"{name} has no file {file}", code="model_not_found", try_=["look for its name at huggingface.co"]
+        )
+    return path / file, path.name
+
+
+def _no_network(why: str, error: Exception) -> BadModel:
+    return BadModel(
+        f"no network: {why}, and huggingface.co cannot be reached",
+        code="no_network",
+        lines=[str(error.__cause__ or error).splitlines()[0]],
+        try_=["kvcli models list shows what is here", "a folder: ./NAME"],
+    )
+
+
+def verify(name: str, revision: str) -> None:
+    """Hold what was downloaded of a hub id against the checksums that the hub has. Raises BadModel."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        seen = HfApi().verify_repo_checksums(name.partition(":")[0], revision=revision)
+    except (HfHubHTTPError, OSError) as error:
+        raise _no_network(f"{name} cannot be held against its checksums", error) from error
+    wrong = seen.mismatches
+    for file in [seen.verified_path / one["path"] for one in wrong]:
+        file.resolve().unlink(missing_ok=True)  # a link to it, as the cache has them; the next download brings it again
+        file.unlink(missing_ok=True)
+    if wrong:
+        raise BadModel(
+            f"{wrong[0]['path']} of {name} is not what the hub has, and was removed",
+            code="wrong_hash",
+            lines=[f"found {wrong[0]['actual']}", f"expected {wrong[0]['expected']}"],
+            try_=["again: it may have been cut on its way"],
+        )
+
+
+def may_fetch(name: str, error: BadModel) -> bool:
+    """Whether what was not found here may be at the hub."""
+    return error.code in ("model_not_found", "model_incomplete") and ID.fullmatch(name) is not None
+
+
+def cached_ids() -> list[str]:
+    """Models of the Hugging Face cache, whole or not, sorted."""
+    return sorted(folder.name.removeprefix(_CACHED).replace("--", "/") for folder in _cache().glob(f"{_CACHED}*"))
+
+
+def cached_folder(id: str) -> Path:
+    """Where the cache keeps a model, whole or not, if it does."""
+    return _cache() / f"{_CACHED}{id.replace('/', '--')}"
+
+
+def _cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE  # reads the environment, imports nothing large
+
+    return Path(HF_HUB_CACHE)
