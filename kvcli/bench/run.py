@@ -206,7 +206,7 @@ def check_room(ctx: Sequence[int], new: int, limit: int, model: str) -> None:
             raise UsageError(
                 f"-n {new:,} leaves no room for a prompt in --ctx {n:,}",
                 lines=["--ctx counts the prompt and the new tokens together"],
-                try_=[f"-n {max(1, n // 4)}", f"--ctx {4 * new}"],
+                try_=[f"-n {max(1, n // 4)}", *([f"--ctx {4 * new}"] if 4 * new <= limit else [])],
             )
 
 

@@ -11,8 +11,11 @@ from kvcli.commands import flags as f
 from kvcli.errors import ExitStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
     from kvcli.bench.run import Bench, Quality
-    from kvcli.commands.bench_ask import Asked, Typed
+    from kvcli.commands.bench_ask import Asked
     from kvcli.commands.bench_out import Outlet
     from kvcli.commands.setup import Setup
     from kvcli.render.bench_progress import Bar
@@ -58,7 +61,6 @@ def bench(
     Every side continues the same prompts, greedily or by --set sample.temperature=0.8, and they take turns, so that a
     machine that slows down slows all.
     """
-    from kvcli.commands.bench_ask import Typed
     from kvcli.commands.bench_out import outlet
     from kvcli.commands.setup import Setup
 
@@ -75,28 +77,10 @@ def bench(
 
         return print_history(world, setup.name, ctx, workload)
     out = outlet(world, format, output, save)
-    typed = Typed(
-        profiles,
-        vary or [],
-        baseline or [],
-        workload,
-        ctx,
-        new,
-        reps,
-        warmup,
-        interleave,
-        memory,
-        seed,
-        quality,
-        fail_if or [],
-        query_visible,
-        quality_n,
-        quality_lengths,
-    )
-    return run(setup, typed, out, dry_run)
+    return run(setup, context.params, out, dry_run)
 
 
-def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
+def run(setup: Setup, typed: Mapping[str, Any], out: Outlet, dry_run: bool) -> int:
     """Check everything that can be checked, then measure."""
     from kvcli.bench.run import check_room
     from kvcli.commands.bench_ask import understand
@@ -107,7 +91,7 @@ def run(setup: Setup, typed: Typed, out: Outlet, dry_run: bool) -> int:
 
     asked = understand(setup, typed)
     with progress(Screen.of(setup.world)) as bar:
-        quality = suite(setup.world, typed, asked, bar)
+        quality = suite(setup.world, asked, bar)
         found = setup.fetch(asked.sides[0][2], None if dry_run else bar.screen.note)
         check_room(asked.args.ctx, asked.args.new, of_source(found).limit, setup.name)
         if dry_run:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.bench.fail_if import Condition
 from kvcli.bench.grid import Vary, check_keys, contexts, variants
@@ -27,26 +27,11 @@ if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument
 
 
-@dataclass(frozen=True)
-class Typed:
-    """The options as they came."""
-
-    profiles: str | None = None
-    vary: Sequence[str] = ()
-    baselines: Sequence[str] = ()
-    workloads: str | None = None
-    ctx: str | None = None
-    new: str = "128"
-    reps: int = 5
-    warmup: int = 1
-    interleave: bool = True
-    memory: bool = True
-    seed: int = 0
-    quality: str = "agree"
-    fail_if: Sequence[str] = ()
-    query_visible: bool = False
-    quality_n: int | None = None
-    quality_lengths: str | None = None
+# options that a result notes as they were typed
+AS_TYPED = (
+    "reps", "warmup", "interleave", "memory", "seed", "quality", "device", "dtype", "quant", "allow_pickle",
+    "query_visible", "quality_n", "quality_lengths",
+)  # fmt: skip
 
 
 @dataclass
@@ -65,53 +50,39 @@ class Asked:
         return [Recipe.of(name, drawing(profile, *drawn), *where, kind) for name, kind, profile in self.sides]
 
 
-def understand(setup: Setup, typed: Typed) -> Asked:
-    """Check and complete what was typed. Raises KvcliError subclasses."""
-    for flag, value, least in (("--reps", typed.reps, 1), ("--warmup", typed.warmup, 0), ("--seed", typed.seed, 0)):
-        if value < least:
+def understand(setup: Setup, typed: Mapping[str, Any]) -> Asked:
+    """Check and complete what was typed, by the names of the options. Raises KvcliError subclasses."""
+    for name, least in (("reps", 1), ("warmup", 0), ("seed", 0), ("quality_n", 1)):
+        flag, value = f"--{name.replace('_', '-')}", typed[name]
+        if value is not None and value < least:
             raise UsageError(f"{flag} {value}: at least {least}", try_=[f"{flag} {max(least, 1)}"])
-    for text in typed.fail_if:
+    for text in typed["fail_if"] or ():
         Condition.of(text)
-    names, files = read_workloads(setup, typed.workloads)
+    names, files = read_workloads(setup, typed["workload"])
     args = _args(setup, typed, names)
     asked = Asked(args, [], files)
-    profiles = _profiles(setup, typed, asked)
-    asked.sides = _with_baselines(setup, typed.baselines, profiles, asked)
+    profiles = _profiles(setup, asked)
+    asked.sides = _with_baselines(setup, args.baselines, profiles, asked)
     args.profiles = [name for name, kind, _ in asked.sides if kind == "profile"]
     return asked
 
 
-def _args(setup: Setup, typed: Typed, names: list[str]) -> BenchArgs:
+def _args(setup: Setup, typed: Mapping[str, Any], names: list[str]) -> BenchArgs:
     """What was typed, complete enough to type it again."""
-    device, dtype, quant, allow_pickle = (
-        setup.flags.get(f"load.{key}", (None, ""))[0] for key in ("device", "dtype", "quant", "allow_pickle")
-    )
     return BenchArgs(
         model=setup.name,
         profiles=[],
-        vary=list(typed.vary),
-        baselines=list(typed.baselines),
-        ctx=contexts(typed.ctx or "2k"),
-        new=tokens(typed.new, "--new"),
-        reps=typed.reps,
-        warmup=typed.warmup,
+        vary=list(typed["vary"] or ()),
+        baselines=list(typed["baseline"] or ()),
+        ctx=contexts(typed["ctx"] or "2k"),
+        new=tokens(typed["new"], "--new"),
         workloads=names,
-        interleave=typed.interleave,
-        memory=typed.memory,
-        quality=typed.quality,
-        seed=typed.seed,
         temperature=temperature(setup),
         set=list(setup.world.options.set),
-        fail_if=list(typed.fail_if),
-        named=None if typed.profiles is None else listed(typed.profiles),
+        fail_if=list(typed["fail_if"] or ()),
+        named=None if typed["profiles"] is None else listed(typed["profiles"]),
         current=setup.world.options.profile,
-        device=None if device is None else str(device),
-        dtype=None if dtype is None else str(dtype),
-        quant=None if quant is None else str(quant),
-        allow_pickle=bool(allow_pickle),
-        query_visible=typed.query_visible,
-        quality_n=typed.quality_n,
-        quality_lengths=typed.quality_lengths,
+        **{name: typed[name] for name in AS_TYPED},
     )
 
 
@@ -148,16 +119,15 @@ def read_workloads(setup: Setup, text: str | None, most: int = 1) -> tuple[list[
     return names, files
 
 
-def _profiles(setup: Setup, typed: Typed, asked: Asked) -> list[tuple[str, str, Profile]]:
+def _profiles(setup: Setup, asked: Asked) -> list[tuple[str, str, Profile]]:
     """The profiles, each with its varied forms."""
-    current = setup.profile()
-    names = listed(typed.profiles or "")
-    if typed.profiles is not None and not names:
+    current, names = setup.profile(), asked.args.named
+    if names == []:
         raise UsageError("--profiles names none", try_=["--profiles exact,ngram"])
     loading = [item for item in setup.world.options.set if item.strip().startswith(("load.", "sample."))]
     fixed = [] if names else [setup.resolve("exact", loading)]  # the yardstick: the same weights, nothing else set
-    found = [setup.resolve(name, setup.world.options.set) for name in names] or [current]
-    varies = [Vary.of(text) for text in typed.vary]
+    found = [setup.resolve(name, setup.world.options.set) for name in names or ()] or [current]
+    varies = [Vary.of(text) for text in asked.args.vary]
     check_keys(varies, {profile.name: list(profile.values) for profile in [*fixed, *found]})
     sides = [(profile.name, profile) for profile in fixed if varies or profile.hash != current.hash]
     for profile in found:

@@ -9,7 +9,7 @@ from kvcli.commands.flags import listed
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcli.commands.bench_ask import Asked, Typed
+    from kvcli.commands.bench_ask import Asked
     from kvcli.local import Model
     from kvcli.profile import Profile
     from kvcli.render.bench_progress import Bar
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 Suite = Callable[["Model", "list[Profile]"], "QualityDocument | None"]
 
 
-def suite(world: World, typed: Typed, asked: Asked, bar: Bar) -> Suite | None:
+def suite(world: World, asked: Asked, bar: Bar) -> Suite | None:
     """What runs once the speeds are measured; None for --quality off and agree. Unknown tasks are refused here."""
+    typed = asked.args
     tasks = listed(typed.quality)
     if tasks in (["off"], ["agree"]):
         for flag, value in (
@@ -36,8 +37,6 @@ def suite(world: World, typed: Typed, asked: Asked, bar: Bar) -> Suite | None:
 
     names = None if tasks == ["all"] else [task.name for task in chosen(tasks)]
     lengths = contexts(typed.quality_lengths, "--quality-lengths") if typed.quality_lengths else None
-    if typed.quality_n is not None and typed.quality_n < 1:
-        raise UsageError(f"--quality-n {typed.quality_n}: at least 1", try_=["--quality-n 3"])
 
     def run(model: Model, profiles: list[Profile]) -> QualityDocument | None:
         from kvcli.commands.interrupt import Interrupt

@@ -51,6 +51,7 @@ def machine(tmp_path: Path) -> Machine:
         (["--fail-if", "tok<1"], "usage", ExitStatus.USAGE),
         (["--quality", "nonsense"], "unknown_task", ExitStatus.USAGE),
         (["--quality-n", "2"], "usage", ExitStatus.USAGE),
+        (["--quality", "all", "--quality-n", "-1"], "usage", ExitStatus.USAGE),
         (["--quality", "nonsense", "--dry-run"], "unknown_task", ExitStatus.USAGE),
         (["--quality-n", "2", "--dry-run"], "usage", ExitStatus.USAGE),
         (["--history", "--profiles", "exact"], "usage", ExitStatus.USAGE),

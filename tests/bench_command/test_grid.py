@@ -66,6 +66,9 @@ def test_room_for_the_prompt_and_the_answer():
     assert caught.value.detail == {"ctx": 2049, "limit": 2048}
     with pytest.raises(UsageError, match="no room"):
         check_room([128], 128, 2048, "demo")
+    with pytest.raises(UsageError) as caught:
+        check_room([1024], 1024, 2048, "demo")
+    assert caught.value.try_ == ("-n 256",)  # no context that the model does not have
 
 
 def test_first_difference():
