@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvcli.schema import NUMBERS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -54,7 +56,6 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
 
 
 VIEWS = {"stream": "kvcli.policies.window:Window", "quest": "kvcli.policies.quest:Quest"}  # what scouts read
-KV_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # kv.dtype -> torch's name
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> Store:
@@ -94,7 +95,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
 
     from kvcli.kv import tiers
 
-    dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, KV_DTYPES[profile.kv.dtype])
+    dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
     return tiers.Plan(
         lm.n_layers,
         lm.n_kv_heads,

@@ -179,4 +179,5 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "recall": ("method", "none"),
     "spec": ("method", "off"),
 }
+NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
 ORDER = ("load", "prefill", "kv", "memory", "policy", "recall", "spec", "sample", "context")  # as shown and documented

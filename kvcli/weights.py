@@ -20,9 +20,8 @@ from kvcli.foreign import blamed
 from kvcli.gguf import quantizer
 from kvcli.kernels.linear_packed.module import Swap, make_native_
 from kvcli.memory import give_back
+from kvcli.schema import NUMBERS
 from kvcli.source import Source
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def read_weights(
@@ -53,7 +52,7 @@ def read_weights(
         model, loading = AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
-            dtype="auto" if dtype == "auto" else _DTYPES[dtype],
+            dtype="auto" if dtype == "auto" else getattr(torch, NUMBERS[dtype]),
             device_map={"": str(device)} if is_placed else None,
             attn_implementation="eager",  # ours comes once the model is built: LM.of asks it how it attends first
             use_safetensors=not source.is_pickle,

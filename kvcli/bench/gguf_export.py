@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from kvcli.errors import BadModel, UsageError
+from kvcli.errors import BadModel
 from kvcli.family import read_config
 from kvcli.files import check_room, private_folder, replacing
 from kvcli.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
@@ -34,8 +34,6 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
 
     Raises BadModel for an architecture that llama.cpp computes differently or that is not written here.
     """
-    if dtype not in DTYPES:
-        raise UsageError(f"llama.cpp has no {dtype} weights", try_=["--dtype fp32, bf16 or fp16"])
     config = read_config(found, trust_remote_code=False)
     if why := refusal(found, config):
         raise BadModel(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from kvcli import source, weights
+from kvcli import weights
 from kvcli.bench.side import Sample
 from kvcli.family import read_config
 from kvcli.gguf.unpack import ready
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvcli.profile import Profile
+    from kvcli.source import Source
 
 LOOKUP = 10  # guesses of prompt lookup, the number that transformers' own documentation uses
 
@@ -150,10 +151,9 @@ class Guesses:
         return stats
 
 
-def load_hf(path: str, profile: Profile, cache: Path) -> Any:
-    """The files of `path` as transformers has them, in the numbers and on the device that the profile asks for."""
+def load_hf(found: Source, profile: Profile, cache: Path) -> Any:
+    """The files as transformers has them, in the numbers and on the device that the profile asks for."""
     wants = profile.load
-    found = source.find(path, offline=True, allow_pickle=wants.allow_pickle)
     with quiet():
         found = ready(found, wants.dtype, cache, packs=False)
         config = read_config(found, wants.trust_remote_code)

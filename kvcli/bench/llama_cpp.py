@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcli.bench.gguf_export import export
+from kvcli.bench.gguf_export import DTYPES, export
 from kvcli.bench.side import Sample
 from kvcli.errors import BadModel, UsageError
 
@@ -60,6 +60,8 @@ class LlamaCpp:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`dtype` (bfloat16, float16, float32) is the run's; the GGUF file stays below `cache` for the next time."""
+        if dtype not in DTYPES:
+            raise UsageError(f"llama.cpp computes nothing in {dtype}", try_=["--dtype fp32, bf16 or fp16"])
         require()
         self._lib: Any = import_module("llama_cpp")
         self.threads, self.device, self.clock = threads, device, clock

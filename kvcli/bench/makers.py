@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from kvcli.bench.side import Side
     from kvcli.profile import Profile
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f16": "float16", "f32": "float32"}
-
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
@@ -48,7 +46,7 @@ def _hf(recipe: Recipe, models: Models, lookup: int = 0) -> Side:
     from kvcli.bench.hf import HfSide, load_hf
 
     profile = recipe.as_profile()
-    model = models.shared(("hf", profile.load), lambda: load_hf(recipe.model, profile, Path(recipe.cache)))
+    model = models.shared(("hf", profile.load), lambda: load_hf(recipe.found, profile, Path(recipe.cache)))
     return HfSide(recipe.name, model, models.threads(profile), lookup=lookup, **_drawn(profile))
 
 
@@ -59,14 +57,13 @@ def _hf_lookup(recipe: Recipe, models: Models) -> Side:
 
 
 def _llama_cpp(recipe: Recipe, models: Models) -> Side:
-    from kvcli import source, weights
+    from kvcli import weights
     from kvcli.bench.llama_cpp import LlamaCpp
 
     profile = recipe.as_profile()
-    found = source.find(recipe.model, offline=True, allow_pickle=profile.load.allow_pickle)
     device = str(weights.find_device(profile.load.device))
     threads, cache = models.threads(profile), Path(recipe.cache)
-    return LlamaCpp(found, _dtype(recipe), threads, cache, device=device, **_drawn(profile))
+    return LlamaCpp(recipe.found, _dtype(recipe), threads, cache, device=device, **_drawn(profile))
 
 
 def _require_llama_cpp(name: str, cache: Path) -> None:
@@ -76,15 +73,14 @@ def _require_llama_cpp(name: str, cache: Path) -> None:
 
 
 def _kvpress(recipe: Recipe, models: Models) -> Side:
-    from kvcli import source, weights
+    from kvcli import weights
     from kvcli.bench.kvpress import KvPress
     from kvcli.bench.kvpress_environment import interpreter
     from kvcli.gguf.unpack import ready
 
     profile = recipe.as_profile()
     python, device = interpreter(Path(recipe.cache)), str(weights.find_device(profile.load.device))
-    found = source.find(recipe.model, offline=True, allow_pickle=profile.load.allow_pickle)
-    model = ready(found, profile.load.dtype, Path(recipe.cache), packs=False).path
+    model = ready(recipe.found, profile.load.dtype, Path(recipe.cache), packs=False).path
     return KvPress(recipe.name, model, _dtype(recipe), models.threads(profile), python, device=device)
 
 
@@ -102,14 +98,9 @@ def _drawn(profile: Profile) -> dict[str, Any]:
 
 def _dtype(recipe: Recipe) -> str:
     """The numbers the profiles compute in, as torch calls them."""
-    from kvcli import source
+    from kvcli.fit.plan import subject_of, torch_dtype
 
-    load = recipe.as_profile().load
-    found = source.find(recipe.model, offline=True, allow_pickle=load.allow_pickle)
-    wanted = (
-        load.dtype if load.dtype != "auto" else str(found.config["dtype"]) if found.is_gguf else found.dtype.lower()
-    )
-    return DTYPES.get(wanted, wanted)
+    return torch_dtype(subject_of(recipe.found), recipe.as_profile())
 
 
 BASELINES: Mapping[str, Baseline] = {

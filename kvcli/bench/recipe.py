@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvcli import source
 from kvcli.profile import Profile
+from kvcli.source import Source
 
 # What a benchmark decides for every side, whatever the profile says, beside temperature and seed.
 UNCUT = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -32,6 +34,11 @@ class Recipe:
     @classmethod
     def of(cls, name: str, profile: Profile, model: str, cache: str, kind: str = "profile") -> Recipe:
         return cls(name, kind, model, dict(profile.values), profile.name, cache)
+
+    @property
+    def found(self) -> Source:
+        """The model's checked files."""
+        return source.find(self.model, offline=True, allow_pickle=bool(self.settings["load.allow_pickle"]))
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"settings": dict(self.settings)}

@@ -18,6 +18,7 @@ from kvcli.kv.slots import Sight
 from kvcli.kv.tiers import POSITION, index_bytes, is_packed, layer_bytes, narrow
 from kvcli.machine import kept_free
 from kvcli.refusals import refuse_quant
+from kvcli.schema import NUMBERS
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
@@ -190,9 +191,9 @@ def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], 
 
 def torch_dtype(subject: Subject, profile: Profile) -> str:
     """The numbers it computes in, as torch spells them."""
-    name = subject.dtype if profile.load.dtype == "auto" else profile.load.dtype
-    usual = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
-    return {**usual, "fp64": "float64", "f64": "float64"}.get(name, name)
+    stated = subject.dtype if profile.load.dtype == "auto" else profile.load.dtype
+    name = NUMBERS.get(stated, stated)
+    return name if "float" in name else f"float{name[1:]}"  # f32, as safetensors spells it
 
 
 def _has_head(source: Source) -> bool:

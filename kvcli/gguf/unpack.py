@@ -30,6 +30,7 @@ from kvcli.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.gguf.quantizer import GROUP, METHOD
 from kvcli.kernels.linear_packed import reference
 from kvcli.refusals import no_tokenizer
+from kvcli.schema import NUMBERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 VERSION = 1  # of what is written below
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors'
-_USUAL = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 # end an answer whatever the file calls its end of text (llama.cpp looks for them as well)
 _ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 
@@ -50,7 +50,7 @@ def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable
     """
     if not found.is_gguf:
         return found
-    dtype = _USUAL.get(dtype, str(found.config["dtype"]))
+    dtype = NUMBERS.get(dtype, str(found.config["dtype"]))
     packs = packs and dtype != "float64"  # in which no packed product is made
     header = read(found.path)
     described = describe(header, found.id)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from kvcli.render import figures as f
 from kvcli.render.tables import columns, fitting
 from kvcli.render.wrap import fold
+from kvcli.schema import NUMBERS
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio
 
 NONE = "–"
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+DTYPES = {theirs: ours for ours, theirs in NUMBERS.items()}
 # left out one after the other where the terminal is too narrow for all
 DROPPED = ("peak", "kv MiB", "read/s", "1st tok", "accept", "same")
 

@@ -63,6 +63,7 @@ class Task:
 
 
 def tasks(names: list[str]) -> list[Task]:
+    from kvcli import source
     from kvcli.bench.hf import load_hf
     from kvcli.demo.example import example_report
 
@@ -78,7 +79,7 @@ def tasks(names: list[str]) -> list[Task]:
         "lookup": questions,
         "summary": [f"{report.text}\n\nSummarise the main findings."],
     }
-    theirs = load_hf("demo", demo.profile, Path())
+    theirs = load_hf(source.find("demo"), demo.profile, Path())
     for name, prompts in words.items():
         found[name] = Task(name, demo, theirs, [demo.encode(p) for p in prompts], same32=demo32)
     text = demo.tokenizer.encode(report.text)

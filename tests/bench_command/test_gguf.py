@@ -12,7 +12,7 @@ import torch
 
 from kvcli import source
 from kvcli.bench.gguf_export import VERSION, export, permuted
-from kvcli.errors import BadInput, BadModel, UsageError
+from kvcli.errors import BadInput, BadModel
 from kvcli.gguf.kept import KEPT, fingerprint
 from tests.families import build
 
@@ -163,8 +163,3 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path):
     found.config["quantization_config"] = config["quantization_config"] = {"quant_method": "bitsandbytes"}
     with pytest.raises(BadModel, match="quantized"):
         export(found, "float32", tmp_path)
-
-
-def test_float64_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="float64"):
-        export(folder(tmp_path, "llama"), "float64", tmp_path)

@@ -92,6 +92,13 @@ def test_float32_writes_what_transformers_writes(tmp_path: Path, name: str, chan
     side.close()
 
 
+def test_float64_is_refused_of_a_gguf_file_too(tmp_path: Path):
+    """Else its results would be called float64, and be none."""
+    gguf_files.write(tmp_path / "tiny.gguf", "llama", ("Q4_1",), ends="Q8_0")
+    with pytest.raises(UsageError, match="float64"):
+        LlamaCpp(source.find(str(tmp_path / "tiny.gguf")), "float64", 1, tmp_path)
+
+
 @pytest.mark.usefixtures("engine")
 def test_the_blocks_of_a_gguf_file_are_named(tmp_path: Path):
     gguf_files.write(tmp_path / "tiny.gguf", "llama", ("Q4_1",), ends="Q8_0")
