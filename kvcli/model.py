@@ -20,6 +20,7 @@ from kvcli.api import ModelInfo
 from kvcli.errors import BadModel
 from kvcli.family import read_config
 from kvcli.gguf import quantizer
+from kvcli.kernels.linear_blocked import multiplies
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
 from kvcli.memory import give_back
@@ -144,9 +145,10 @@ class LM:
         return self.dtype.itemsize < 4
 
     def block(self) -> None:
-        """Lay bf16 weights on the CPU out as its kernels want them, once instead of in every pass. Same numbers."""
+        """Have bf16 linear layers on a CPU multiplied as that CPU does it fastest. Same numbers."""
         if done := block_(self.model, give_back):
-            self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers in oneDNN's blocks")
+            how = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
+            self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers {how}")
 
 
 # ---- what is packed ----

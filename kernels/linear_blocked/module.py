@@ -1,4 +1,4 @@
-"""`nn.Linear` with a blocked weight, and the swap of one for the other inside a model."""
+"""`nn.Linear` with a weight laid out for this CPU, and the swap of one for the other inside a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear_blocked import block, linear_blocked, why_not
+from kvcli.kernels.linear_blocked import block, linear_blocked, multiplies, why_not
 
 
 class BlockedLinear(nn.Module):
@@ -31,8 +31,8 @@ class BlockedLinear(nn.Module):
 def block_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
     """Replace each `nn.Linear` below `root` that gains, one at a time, so that one weight exists twice and no more.
 
-    A weight that another module shares (a tied head) stays: blocking it would keep both copies. `done_with` is shown
-    each old weight, which nothing here reads again. Returns how many were replaced.
+    A weight that another module shares (a tied head) stays where a layout of its own would keep both copies.
+    `done_with` is shown each old weight, which nothing here reads again. Returns how many were replaced.
     """
     owners: dict[int, int] = {}
     for module in root.modules():
@@ -42,10 +42,14 @@ def block_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: No
     # a list of all modules would keep every replaced layer alive until the end
     for parent in [module for module in root.modules() if type(module) is not nn.Linear]:
         for name, layer in list(parent.named_children()):
-            if type(layer) is not nn.Linear or owners[id(layer.weight)] > 1 or why_not(layer.weight):
+            if type(layer) is not nn.Linear or why_not(layer.weight):
+                continue
+            is_laid_out = multiplies(layer.weight.dtype)
+            if is_laid_out and owners[id(layer.weight)] > 1:
                 continue
             setattr(parent, name, BlockedLinear(layer.weight, layer.bias))
-            done_with(layer.weight)
+            if is_laid_out:
+                done_with(layer.weight)
             del layer
             done += 1
     return done

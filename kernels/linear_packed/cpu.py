@@ -12,6 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvcli.kernels.linear_blocked import multiplies
+
 MANY = {8: 16, 4: 64}  # rows from which unpacking wins
 _STRETCH = 1 << 21  # weights unpacked at a time: 4 MiB in bfloat16, small enough to stay in cache
 
@@ -61,26 +63,33 @@ def explain() -> str:
 
 def _many8(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     n, k = data.shape
-    y = x.new_empty(x.shape[0], n)
+    y, wide = x.new_empty(x.shape[0], n), _wide(x)
     stretch = max(1, _STRETCH // k)
     for a in range(0, n, stretch):
         # -127..127 is exact in every float type, so the scale goes on the result and no weight is rounded twice
-        y[:, a : a + stretch] = torch.nn.functional.linear(x, data[a : a + stretch].to(x.dtype))
+        y[:, a : a + stretch] = torch.nn.functional.linear(wide, data[a : a + stretch].to(wide.dtype))
     return y.mul_(scale)
 
 
 def _many4(x: Tensor, group: int, data: Tensor, scale: Tensor) -> Tensor:
     n, k = data.shape[0], data.shape[1] * 2
-    y = x.new_empty(x.shape[0], n)
+    y, wide = x.new_empty(x.shape[0], n), _wide(x)
     block = _block()
-    s, zero = scale.permute(2, 0, 1).unsqueeze(2).contiguous()  # [K // g, 1, N] each; strided operands cost 3x
+    s, zero = (
+        scale.to(wide.dtype).permute(2, 0, 1).unsqueeze(2).contiguous()
+    )  # [K // g, 1, N] each; strided operands cost 3x
     stretch = max(block, _STRETCH // k // block * block)
     for a in range(0, n, stretch):
         b = min(a + stretch, n)
-        w = unpack4(data[a:b], block, x.dtype).view(k // group, group, b - a)
+        w = unpack4(data[a:b], block, wide.dtype).view(k // group, group, b - a)
         w = torch.addcmul(zero[..., a:b], w, s[..., a:b])
-        y[:, a:b] = x @ w.view(k, b - a)
+        y[:, a:b] = wide @ w.view(k, b - a)
     return y
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in numbers that this CPU multiplies."""
+    return x if multiplies(x.dtype) else x.float()
 
 
 @cache

@@ -40,6 +40,16 @@ def test_cpu_equals_reference(bits: Bits, shape: tuple[int, int], dtype: torch.d
         )
 
 
+@pytest.mark.parametrize("bits", SHAPES)
+def test_a_cpu_that_does_not_multiply_bf16_takes_float32(bits: Bits, monkeypatch: pytest.MonkeyPatch):
+    w, rows = weight(112, 160, torch.bfloat16), cpu.MANY[bits] + 3
+    x = torch.randn(rows, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = linear_packed(x, pack(w, bits, native=False))
+    monkeypatch.setattr(cpu, "multiplies", lambda dtype: False)
+    got = linear_packed(x, pack(w, bits))
+    torch.testing.assert_close(got, want, rtol=0, atol=WITHIN[torch.bfloat16] * float(want.abs().max()))
+
+
 def test_results_do_not_lean_on_what_memory_held():
     """Poison the allocator with NaN, then compute: unwritten output would show."""
     for bits in (8, 4):
