@@ -162,6 +162,13 @@ def test_rows_of_a_tree_see_their_ancestors_and_nothing_else() -> None:
     assert Rows.build(9, 100, Draft.chain([1, 2])).sees is None
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_next_to_no_temperature_takes_the_likeliest(top_k: int) -> None:
+    """Divided by as little, logits would be infinite, and the weights called damaged."""
+    rows = logits(3)
+    assert Sampler(temperature=1e-300, top_k=top_k)(rows, torch.arange(3)).tolist() == rows.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logits_that_are_no_numbers_are_refused(temperature: float) -> None:
     rows = logits(3)
