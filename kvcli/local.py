@@ -71,7 +71,7 @@ def load(
         if isinstance(model, str)
         else model
     )
-    packs = keeps_blocks(wants.quant, wants.device)
+    packs = keeps_blocks(wants)
     given, found = found, unpack.ready(found, wants.dtype, cache or Paths.of({}).cache, packs=packs, tell=tell)
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)

@@ -152,7 +152,7 @@ def _refuse(config: Config, name: str, path: Path) -> None:
 
 def _only_gguf(path: Path, name: str) -> Path | None:
     """The GGUF file of a folder that holds one and no other weights."""
-    files = sorted(path.glob("*.gguf"))
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if not files or any(any(path.glob(other)) for other in ("model*.safetensors*", "pytorch_model*.bin*")):
         return None
     if len(files) > 1:

@@ -20,7 +20,7 @@ from kvcli.foreign import blamed
 from kvcli.gguf import quantizer
 from kvcli.kernels.linear_packed.module import Swap, make_native_
 from kvcli.memory import give_back
-from kvcli.schema import NUMBERS
+from kvcli.schema import NUMBERS, Load
 from kvcli.source import Source
 
 
@@ -107,9 +107,10 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def keeps_blocks(quant: str, device: str) -> bool:
-    """Whether weights that come packed in 4 bits stay so: our kernel is for CPUs, and `load.quant` packs anew."""
-    return quant == "none" and find_device(device).type == "cpu"
+def keeps_blocks(load: Load) -> bool:
+    """Whether weights that come packed in 4 bits stay so: our kernel is for CPUs, not for float64, and `load.quant`
+    packs anew."""
+    return load.quant == "none" and load.dtype != "fp64" and find_device(load.device).type == "cpu"
 
 
 @torch.no_grad()

@@ -217,9 +217,11 @@ def test_a_folder_with_one_file_is_that_model(tmp_path: Path):
     (tmp_path / "model" / "config.json").write_text("{}")  # hub repositories of GGUF files often have one
     found = source.find(str(tmp_path / "model"))
     assert (found.is_gguf, found.path.name, found.family) == (True, "tiny.gguf", "llama")
+    (tmp_path / "model" / "tiny.gguf").rename(tmp_path / "model" / "tiny.GGUF")
+    assert source.find(str(tmp_path / "model")).path.name == "tiny.GGUF"
     (tmp_path / "model" / "other.gguf").write_bytes(b"GGUF")
     error = refused(lambda: source.find(str(tmp_path / "model")))
-    assert (error.code, error.lines) == ("gguf_several", ("other.gguf", "tiny.gguf"))
+    assert (error.code, error.lines) == ("gguf_several", ("other.gguf", "tiny.GGUF"))
     assert error.try_ == (str(tmp_path / "model" / "other.gguf"),)
 
 
@@ -304,7 +306,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as broken:
         broken.setattr("kvcli.gguf.unpack.numbers", full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(BadInput, match=r"cannot write .*/cache/gguf/.*: No space"):
             loaded(tmp_path / "tiny.gguf")
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
@@ -324,12 +326,13 @@ def test_a_large_tensor_is_written_a_stretch_at_a_time(tmp_path: Path, monkeypat
         assert file.get_tensor("model.layers.0.self_attn.q_proj.data").dtype == torch.uint8
 
 
-@pytest.mark.parametrize("packs", [True, False], ids=["packed", "unpacked"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("packs", "dtype"), [(True, "bf16"), (True, "fp32"), (False, "bf16"), (False, "fp32"), (False, "fp64")]
+)
 def test_fit_knows_by_the_header_what_will_be_in_memory(tmp_path: Path, packs: bool, dtype: str):
     write(tmp_path / "tiny.gguf")
     subject = subject_of(source.find(str(tmp_path / "tiny.gguf")))
-    number, device = {"bf16": 2, "fp32": 4}[dtype], "cpu" if packs else "cuda"
+    number, device = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype], "cpu" if packs or dtype == "fp64" else "cuda"
     foretold = weigh(
         subject.held, subject.shape, number=number, quant="none", device=device, given=subject.is_quantized
     )
@@ -349,6 +352,9 @@ def test_what_stays_packed_is_told(tmp_path: Path):
     with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.quant": "int8"}) as model:
         assert model.info.backend.startswith("torch packed int8")
         assert model.info.quant == "int8"  # asked for: from the unpacked numbers
+    with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.dtype": "fp64"}) as model:
+        assert not any("stay packed" in note for note in model.info.notes)  # no packed product is made in float64
+        assert model.info.backend == "torch"
 
 
 # ---- the commands ----

@@ -109,7 +109,7 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
 
 def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool) -> Weights:
     """`number`: bytes of one number in memory. `given`: quantized in the checkpoint, so loaded as it is."""
-    keeps = quant == "none" and device == "cpu"
+    keeps = quant == "none" and device == "cpu" and number < BYTES["fp64"]
     held = tuple(h.loaded(number, keeps) for h in held)
     sizes = [h.nbytes if given or not h.is_float else _size(h, number, quant, device) for h in held]
     plain = [h.nbytes if given or not h.is_float else math.prod(h.shape) * number for h in held]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvcli import source
-from kvcli.errors import BadModel
+from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.foreign import blamed
 from kvcli.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
@@ -51,7 +51,6 @@ def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable
     if not found.is_gguf:
         return found
     dtype = NUMBERS.get(dtype, str(found.config["dtype"]))
-    packs = packs and dtype != "float64"  # in which no packed product is made
     header = read(found.path)
     described = describe(header, found.id)
     plan = list(_plan(header, described, dtype, packs))
@@ -91,7 +90,7 @@ def _make(
     config = {**described.config, "dtype": dtype}
     if modules := [out.name.removesuffix(".data") for out in plan if out.kind == "U8"]:
         config["quantization_config"] = {"quant_method": METHOD, "bits": 4, "group_size": GROUP, "modules": modules}
-    with replacing_folder(folder) as made:
+    with writing(folder, try_=["df -h"]), replacing_folder(folder) as made:
         ends = _write_words(made, found, header, described)
         (made / "config.json").write_text(json.dumps(config))
         (made / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
