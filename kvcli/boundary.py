@@ -54,21 +54,8 @@ class Boundary:
         return choose
 
     def _moment(self, policy: Policy, layer: int, slots: Slots) -> Moment:
-        sight, (q, pos) = self.lm.sights[layer], self.heard.of(layer, slots.k)
-        return Moment(
-            layer,
-            self.lm.n_layers,
-            self.phase,
-            self.n_prompt,
-            q,
-            pos,
-            self.kinds,
-            policy.guard.covers(slots, self.kinds),
-            sight.scale,
-            sight.softcap,
-            sight.window,
-            self.lm.sinks[layer],
-        )
+        heard, protected = self.heard.of(layer, slots.k), policy.guard.covers(slots, self.kinds)
+        return Moment.of(self.lm, layer, self.phase, self.n_prompt, heard, self.kinds, protected)
 
     def _reread(self, policy: Policy) -> None:
         """Pieces of the text once more, behind all of it; nothing of these passes is stored."""

@@ -163,23 +163,10 @@ def front(lm: LM, kv: Store, policy: Policy, every: int) -> Front:
     from kvcli.policies.base import Moment
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
-        now, sight = s.pos.amax().long() + 1, lm.sights[layer]  # the rows stand behind all that is stored
+        now = s.pos.amax().long() + 1  # the rows stand behind all that is stored
         nothing = s.pos < s.pos  # is protected, and no token is of a kind
-        at = Moment(
-            layer,
-            lm.n_layers,
-            "answering",
-            int(now),
-            q,
-            now.expand(q.shape[1]),
-            s.pos[0, :0],
-            nothing,
-            sight.scale,
-            sight.softcap,
-            sight.window,
-            lm.sinks[layer],
-        )
-        return policy.keep(s, at)
+        heard = q, now.expand(q.shape[1])
+        return policy.keep(s, Moment.of(lm, layer, "answering", int(now), heard, s.pos[0, :0], nothing))
 
     return Front(kv, pick, every, n_layers=lm.n_layers, n_kv_heads=lm.n_kv_heads, head_dim=lm.head_dim)
 

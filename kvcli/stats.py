@@ -83,15 +83,18 @@ class Stats:
         self.recent.append(len(step.new))
         del self.recent[:-64]
         if step.n_drafted:
-            accepted = step.n_accepted
-            self.drafted_passes += 1
-            self.draft_tokens += step.n_drafted
-            self.accepted_tokens += accepted
-            self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
-            self.histogram[accepted] += 1
+            self.draft(step.n_drafted, step.n_accepted)
         elif step.rows.n_rows == 1:
             self.plain.append(step.seconds)
             del self.plain[:-64]
+
+    def draft(self, guessed: int, accepted: int) -> None:
+        """Count the guesses of one pass."""
+        self.drafted_passes += 1
+        self.draft_tokens += guessed
+        self.accepted_tokens += accepted
+        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
+        self.histogram[accepted] += 1
 
     def hear(self, before: Report, after: Report) -> None:
         """What drafting did in this turn, from its reports before and after."""

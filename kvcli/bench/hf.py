@@ -142,12 +142,7 @@ class Guesses:
         stats = Stats(prompt=prompt, new=sum(groups), passes=len(groups))
         for gave, drafted in zip(groups, self.drafted, strict=True):
             if drafted:
-                accepted = gave - 1
-                stats.drafted_passes += 1
-                stats.draft_tokens += drafted
-                stats.accepted_tokens += accepted
-                stats.histogram.extend([0] * (accepted + 1 - len(stats.histogram)))
-                stats.histogram[accepted] += 1
+                stats.draft(drafted, gave - 1)
         return stats
 
 

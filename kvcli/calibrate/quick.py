@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.calibrate.passes import ROWS as GRID
 from kvcli.calibrate.passes import contexts, filled, once
-from kvcli.calibrate.run import fingerprint_of
+from kvcli.calibrate.run import facts_of, fingerprint_of
 from kvcli.calibrate.store import file_of, machine_fingerprint
 from kvcli.files import private_folder, write_private
 from kvcli.schemas.fit import PassTime, QuickTimes
@@ -32,37 +33,29 @@ RETRY = 24 * 3600  # seconds after which a look that saw nothing is taken again
 def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[PassTime]:
     """Pass times of this model here: as kept, or measured and kept. A cache that cannot be used is no obstacle."""
     file = file_of(cache, machine_fingerprint(model.info.device), f"{fingerprint_of(model)}-quick")
-    try:
-        kept = QuickTimes.model_validate_json(file.read_bytes()).passes
-        if kept or time.time() - file.stat().st_mtime < RETRY:
-            return kept
-    except (OSError, ValueError):  # not there, or damaged: it is remade
-        pass
+    if (kept := _kept(file)) is not None:
+        return kept
     tell("timing a few passes")
     passes = quick_times(model.lm)  # none of a model that is too slow: not to be tried at each start
-    info = model.info
-    times = QuickTimes(
-        id=info.id,
-        fingerprint=fingerprint_of(model),
-        dtype=info.dtype,
-        quant=info.quant,
-        device=info.device,
-        passes=passes,
-    )
-    try:
+    times = QuickTimes.model_validate(facts_of(model) | {"passes": passes})
+    with suppress(OSError):  # measured again the next time, which costs a second
         private_folder(file.parent)
         write_private(file, times.model_dump_json(by_alias=True) + "\n")
-    except OSError:
-        pass  # measured again the next time, which costs a second
     return passes
 
 
 def kept_times(cache: Path, machine: str, model: str) -> list[PassTime]:
     """What an earlier look saw, by the fingerprints; nothing where there was none."""
+    return _kept(file_of(cache, machine, f"{model}-quick")) or []
+
+
+def _kept(file: Path) -> list[PassTime] | None:
+    """None where it is not there, or damaged, or saw nothing long ago: it is remade."""
     try:
-        return QuickTimes.model_validate_json(file_of(cache, machine, f"{model}-quick").read_bytes()).passes
+        passes = QuickTimes.model_validate_json(file.read_bytes()).passes
+        return passes if passes or time.time() - file.stat().st_mtime < RETRY else None
     except (OSError, ValueError):
-        return []
+        return None
 
 
 def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[PassTime]:

@@ -28,6 +28,7 @@ def calibrate(
     """Measure the machine, and the pass times of `model` if there is one, which is then where it is measured."""
     import torch
 
+    from kvcli import machine
     from kvcli.calibrate import machine as measured
 
     at = model.lm.device if model is not None else torch.device(device)
@@ -38,7 +39,7 @@ def calibrate(
         kvcli=__version__,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         fingerprint=machine_fingerprint(name),
-        cpu=_cpu(),
+        cpu=machine.cpu_name(),
         device=name,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
@@ -82,18 +83,17 @@ def fingerprint_of(model: Model) -> str:
     return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id)
 
 
+def facts_of(model: Model) -> dict[str, object]:
+    """Whose times they are."""
+    info = model.info
+    facts = {"id": info.id, "dtype": info.dtype, "quant": info.quant, "device": info.device}
+    return {**facts, "fingerprint": fingerprint_of(model)}
+
+
 def _times(model: Model, tell: Tell) -> ModelTimes:
     from kvcli.calibrate.passes import pass_times
 
-    info = model.info
-    return ModelTimes(
-        id=info.id,
-        fingerprint=fingerprint_of(model),
-        dtype=info.dtype,
-        quant=info.quant,
-        device=info.device,
-        passes=pass_times(model.lm, tell),
-    )
+    return ModelTimes.model_validate(facts_of(model) | {"passes": pass_times(model.lm, tell)})
 
 
 def _weights_file(model: Model) -> Path:
@@ -102,9 +102,3 @@ def _weights_file(model: Model) -> Path:
 
 def _name(device: torch.device) -> str:
     return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
-
-
-def _cpu() -> str | None:
-    from kvcli import machine
-
-    return machine.cpu_name()

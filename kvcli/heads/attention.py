@@ -46,6 +46,13 @@ class Piece:
 
 def pieces(s: Slots, at: Moment, head: int, most: int = MOST_BYTES) -> Iterator[Piece]:
     """What the queries of a moment look at, for the query heads of one KV head."""
+    pos = s.pos[head].long()
+    for rows, score in _scores(s, at, head, at.window, most):
+        yield Piece(rows, at.q_pos[rows].to(pos.device), pos, score.softmax(-1))
+
+
+def _scores(s: Slots, at: Moment, head: int, window: int | None, most: int) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows after the other, and [G, R, S] of their scores; -inf where a row sees nothing."""
     group = at.q.shape[0] // s.k.shape[0]
     q = at.q[head * group : (head + 1) * group].float()  # [G, w, D]
     k, pos = s.k[head].float(), s.pos[head].long()
@@ -55,9 +62,9 @@ def pieces(s: Slots, at: Moment, head: int, most: int = MOST_BYTES) -> Iterator[
         q_pos = at.q_pos[rows].to(pos.device)
         score = bent(torch.matmul(q[:, rows], k.T), at)
         shown = (pos >= 0) & (pos <= q_pos.unsqueeze(1))  # [R, S]
-        if at.window is not None:
-            shown &= pos > q_pos.unsqueeze(1) - at.window
-        yield Piece(rows, q_pos, pos, score.masked_fill_(~shown, -torch.inf).softmax(-1))
+        if window is not None:
+            shown &= pos > q_pos.unsqueeze(1) - window
+        yield rows, score.masked_fill_(~shown, -torch.inf)
 
 
 @dataclass(slots=True)
@@ -128,17 +135,8 @@ def _divide(found: Gaze, n: int) -> None:
 
 
 def normaliser(s: Slots, at: Moment, head: int, most: int = MOST_BYTES) -> Tensor:
-    """[G, w] log-sum-exp of each row's scores."""
-    group = at.q.shape[0] // s.k.shape[0]
-    q = at.q[head * group : (head + 1) * group].float()
-    k, pos = s.k[head].float(), s.pos[head].long()
-    step = max(1, most // max(1, COPIES * 4 * group * pos.shape[0]))
-    found = []
-    for a in range(0, q.shape[1], step):
-        score = bent(torch.matmul(q[:, a : a + step], k.T), at)
-        shown = (pos >= 0) & (pos <= at.q_pos[a : a + step].to(pos.device).unsqueeze(1))
-        found.append(score.masked_fill_(~shown, -torch.inf).logsumexp(-1))
-    return torch.cat(found, 1)
+    """[G, w] log-sum-exp of each row's scores, over all that is before it."""
+    return torch.cat([score.logsumexp(-1) for _, score in _scores(s, at, head, None, most)], 1)
 
 
 def bent(score: Tensor, at: Bends) -> Tensor:

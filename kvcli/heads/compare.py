@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import StatisticsError, correlation
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput
@@ -52,23 +54,12 @@ def _tables(path: Path, shown: str) -> tuple[dict[str, list[list[float]]], list[
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Rank correlation, ties sharing their mean rank; None where either is the same everywhere."""
-    x, y = _ranks(a), _ranks(b)
-    n = len(x)
-    mean = (n - 1) / 2
-    over = sum((p - mean) * (q - mean) for p, q in zip(x, y, strict=True))
-    under = (sum((p - mean) ** 2 for p in x) * sum((q - mean) ** 2 for q in y)) ** 0.5
-    return max(-1.0, min(1.0, over / under)) if under > 0 else None
+    try:
+        return max(-1.0, min(1.0, correlation(_ranks(a), _ranks(b))))
+    except StatisticsError:  # no spread, or a single head
+        return None
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    ranks = [0.0] * len(values)
-    i = 0
-    while i < len(order):
-        j = i
-        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
-            j += 1
-        for k in range(i, j + 1):
-            ranks[order[k]] = (i + j) / 2
-        i = j + 1
-    return ranks
+    order = sorted(values)
+    return [(bisect_left(order, value) + bisect_right(order, value) - 1) / 2 for value in values]

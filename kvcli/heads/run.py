@@ -18,7 +18,7 @@ from kvcli.heads.ablate import Loss
 from kvcli.heads.ask import BEST, Ask
 from kvcli.heads.blinkers import Reach
 from kvcli.heads.headmap import full_heads, headmap
-from kvcli.heads.prompt import Reading, read_prompt
+from kvcli.heads.prompt import Reading, read_prompt, scalar
 from kvcli.heads.repeat import repeat
 from kvcli.heads.retrieval import Fetched, check, fetch, full_sight
 from kvcli.heads.sample import Sample, samples
@@ -215,10 +215,7 @@ def _score(model: Model, found: Findings) -> Tensor:
         assert found.induction is not None
         return by_kv_head(found.induction, shape)
     assert found.reading is not None
-    table = torch.zeros(*shape, dtype=torch.float64)
-    for (layer, head), one in found.reading.gazes.items():
-        table[layer, head] = one.worst
-    return table
+    return scalar(found.reading, shape, lambda gaze: gaze.worst)
 
 
 def by_kv_head(table: Tensor, shape: tuple[int, int]) -> Tensor:

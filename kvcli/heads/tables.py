@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcli.local import Model
 
 DIGITS = 6  # of a figure in a document
+Figure = TypeVar("Figure")
 
 
 def head_map(found: Findings) -> Tensor:
@@ -75,8 +76,8 @@ def offsets(found: Findings, shape: tuple[int, int]) -> list[list[int]] | None:
 
 
 def by_head(
-    reading: Reading | None, shape: tuple[int, int], of: Callable[[Gaze], list[float]]
-) -> list[list[list[float]]] | None:
+    reading: Reading | None, shape: tuple[int, int], of: Callable[[Gaze], list[Figure]]
+) -> list[list[list[Figure]]] | None:
     """A list of figures of each head; empty where nothing was looked at."""
     if reading is None:
         return None
@@ -96,9 +97,7 @@ def kinds(reading: Reading | None, shape: tuple[int, int]) -> dict[str, list[lis
 
 def top(model: Model, reading: Reading | None, shape: tuple[int, int]) -> list[list[list[HeadsTop]]] | None:
     """The tokens that each head looks at most."""
-    if reading is None:
-        return None
-    ids = reading.ids
+    ids = reading.ids if reading is not None else []
 
     def of(gaze: Gaze) -> list[HeadsTop]:
         return [
@@ -107,11 +106,7 @@ def top(model: Model, reading: Reading | None, shape: tuple[int, int]) -> list[l
             if at >= 0
         ]
 
-    empty: list[HeadsTop] = []
-    return [
-        [of(reading.gazes[layer, head]) if (layer, head) in reading.gazes else empty for head in range(shape[1])]
-        for layer in range(shape[0])
-    ]
+    return by_head(reading, shape, of)
 
 
 def rounded(table: Tensor) -> list[list[float]]:

@@ -52,6 +52,22 @@ class Moment:
     window: int | None = None  # tokens that this layer sees at all; None = all
     sink: Tensor | None = None  # [H] learned logits that take attention and give nothing (gpt-oss)
 
+    @classmethod
+    def of(
+        cls,
+        lm: LM,
+        layer: int,
+        phase: Phase,
+        n_prompt: int,
+        heard: tuple[Tensor, Tensor],
+        kinds: Tensor,
+        protected: Tensor,
+    ) -> Moment:
+        """In a layer of this model; `heard`: queries and their positions."""
+        s, (q, pos) = lm.sights[layer], heard
+        bends = s.scale, s.softcap, s.window
+        return cls(layer, lm.n_layers, phase, n_prompt, q, pos, kinds, protected, *bends, lm.sinks[layer])
+
 
 # slots to keep -> what that costs: nats by which the newest tokens of the prompt are predicted worse, on average
 Loss = Callable[[Callable[["Slots", Moment], "Tensor"]], float]
@@ -112,15 +128,11 @@ class Policy(Protocol):
         """Slots to keep -> bool [K, S]; heads may keep different numbers."""
 
 
-class Plain:
-    """A policy that hears no queries, remembers nothing and judges each layer by itself: what most start from."""
+class Quiet:
+    """Needs no query, knows no model, remembers nothing."""
 
     recent = 0
     lasting = False
-    guard = Guard()
-    wants_kinds = False
-    looks = False
-    replays = 0
 
     def probes(self, n: int) -> Sequence[int]:
         return ()
@@ -131,11 +143,20 @@ class Plain:
     def start(self) -> None:
         return
 
-    def rereads(self, n: int) -> Sequence[tuple[int, int]]:
-        return ()
-
     def reread(self, s: Slots, fresh: Slots, at: Moment) -> None:
         return
+
+
+class Plain(Quiet):
+    """A policy that also judges each layer by itself: what most start from."""
+
+    guard = Guard()
+    wants_kinds = False
+    looks = False
+    replays = 0
+
+    def rereads(self, n: int) -> Sequence[tuple[int, int]]:
+        return ()
 
     def look(self, s: Slots, at: Moment) -> None:
         return

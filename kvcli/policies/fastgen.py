@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
+from kvcli.policies.base import Usual
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances stand f
 
 
 @dataclass(frozen=True)
-class FastGen:
+class FastGen(Usual):
     """Keep in each head what it looks at: special tokens, punctuation, newest, most looked at, or all (FastGen)."""
 
     criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst tenth, 5th percentile
@@ -145,10 +146,6 @@ class FastGen:
     def reading(self, n: int) -> int:
         """All of a prompt: heads are judged when it has been read."""
         return n
-
-    def again(self, n: int) -> int:
-        """Nothing is read twice; the newest tokens, predicted again to try out a mixture, are few."""
-        return 0
 
     @property
     def is_uneven(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcli.errors import ContextOverflow
 from kvcli.kernels.column_mass import column_mass
 from kvcli.kv.slots import compact
-from kvcli.policies.scorers import Quiet
+from kvcli.policies.scorers import Deaf
 
 if TYPE_CHECKING:
     from kvcli.kv.slots import Slots
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Repeated(Quiet):
+class Repeated(Deaf):
     """The highest attention of the queries that repeat a piece, over the query heads of a KV head too."""
 
     piece: int  # tokens a pass

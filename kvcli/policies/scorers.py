@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcli.errors import BadModel
 from kvcli.kernels.rotate import Rotary, unrotate
 from kvcli.policies import scores
+from kvcli.policies.base import Quiet
 from kvcli.policies.rotary import mean_turn
 from kvcli.rope import rotaries
 
@@ -57,20 +58,8 @@ class Scorer(Protocol):
         """[K, S], higher = worth more; whatever for empty slots."""
 
 
-class Quiet:
-    """Needs no query, knows no model, remembers nothing."""
-
-    recent = 0
-    lasting = False
-
-    def probes(self, n: int) -> Sequence[int]:
-        return ()
-
-    def meet(self, lm: LM) -> None:
-        return
-
-    def start(self) -> None:
-        return
+class Deaf(Quiet):
+    """A scorer that what happens at a boundary does not change."""
 
     def hear(self, s: Slots, at: Moment) -> None:
         return
@@ -78,12 +67,9 @@ class Quiet:
     def rereads(self, first: int, n: int) -> Sequence[tuple[int, int]]:
         return ()
 
-    def reread(self, s: Slots, fresh: Slots, at: Moment) -> None:
-        return
-
 
 @dataclass
-class Stateless(Quiet):
+class Stateless(Deaf):
     """A pure function of the moment."""
 
     score: Callable[[Slots, Moment], Tensor]
@@ -94,7 +80,7 @@ class Stateless(Quiet):
 
 
 @dataclass
-class Cumulative(Quiet):
+class Cumulative(Deaf):
     """H2O (arXiv 2306.14048), Scissorhands (2305.17118): the attention that a slot ever got from heard queries.
 
     While answering, every query is heard once; of a prompt, the last `recent` of each chunk. One number a head and
@@ -127,7 +113,7 @@ class Cumulative(Quiet):
 
 
 @dataclass
-class Expected(Quiet):
+class Expected(Deaf):
     """Expected Attention (arXiv 2510.00636): what queries to come will look at, if they are like those heard.
 
     The paper takes mean and covariance over all queries of the prompt; here over `samples` of them, spread evenly, and

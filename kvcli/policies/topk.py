@@ -126,9 +126,7 @@ class Snap(TopK):
 class Tova(TopK):
     """Keep what the newest query looks at, the same in all heads of a layer (TOVA, arXiv 2401.06104)."""
 
-    alloc: Share = (
-        "uniform"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
-    )
+    alloc: Share = "uniform"
 
     name: ClassVar[str] = "tova"
     by: ClassVar[str] = "what its last token looks at"
@@ -176,9 +174,7 @@ class KeyDiff(TopK):
 class KNorm(TopK):
     """Keep the shortest keys (L2 norm, arXiv 2406.11430): cheap, and weaker than lots on retrieval."""
 
-    alloc: Share = (
-        "uniform"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
-    )
+    alloc: Share = "uniform"
 
     name: ClassVar[str] = "knorm"
     by: ClassVar[str] = "how short its keys are"
@@ -194,9 +190,7 @@ class KNorm(TopK):
 class Lag(TopK):
     """Keep keys and values that stand out in the range of the part behind theirs (LagKV, arXiv 2504.04704)."""
 
-    alloc: Share = (
-        "uniform"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
-    )
+    alloc: Share = "uniform"
     part: Annotated[int, Range(2)] = 128  # tokens of a part
     across: bool = False  # compare tokens of different parts, instead of keeping the same share of each
 
