@@ -148,14 +148,13 @@ def _refusal(names: Sequence[str], room: Room, offers: Sequence[Offer]) -> Usage
 def _ask(names: Sequence[str], room: Room, offers: Sequence[Offer], world: World) -> Offer:
     """One question on the terminal; raises UsageError for anything but a choice."""
     from kvcli.render.terminal import Terminal
-    from kvcli.render.wrap import fold
+    from kvcli.render.wrap import folded
 
     err = Terminal.of(world, "stderr")
     rows = [_toy(names), _fitting(room, offers)]
     rows += [f"  {i}{offer.line}" for i, offer in enumerate(offers, 1)]
-    for row in [*rows, "  d  demo all the same"]:
-        for line in fold(row, max(20, err.width - 1)):
-            err.line((line.rstrip(), ""))
+    for line in (line for row in [*rows, "  d  demo all the same"] for line in folded(row, err.width)):
+        err.line((line, ""))
     said = answer_to(world, f"{f'1 to {len(offers)}, ' if offers else ''}d, or Enter to leave: ")
     if said == "d":
         return Offer("demo")

@@ -25,7 +25,7 @@ from kvcli.render.live import Look, Memory
 from kvcli.render.screen import Screen
 from kvcli.render.stream import show_turn
 from kvcli.render.terminal import cells
-from kvcli.render.wrap import fold
+from kvcli.render.wrap import folded
 from kvcli.transcript import newest
 from kvcli.world import World
 
@@ -215,8 +215,7 @@ class Repl:
 
     def say(self, text: str) -> None:
         """A line on stderr, folded at the terminal's edge."""
-        for part in fold(text, max(20, self.screen.err.width - 1)):
-            self.screen.err.line((part.rstrip(), ""))
+        self.lines(folded(text, self.screen.err.width))
 
     def warn(self, text: str) -> None:
         print_warning(self.screen.err, text)
@@ -233,14 +232,14 @@ class Repl:
         beside = err.width - left - 1 >= 36
         for name, text in rows:
             indent = left if beside else 4
-            first, *more = fold(text, max(20, err.width - indent - 1))
+            first, *more = folded(text, err.width, indent)
             if beside:
-                err.line((name + " " * (left - cells(name)), "cyan"), (first.rstrip(), ""))
+                err.line((name + " " * (left - cells(name)), "cyan"), (first, ""))
             else:
                 err.line((name, "cyan"))
                 more.insert(0, first)
             for part in more:
-                err.line((" " * indent + part.rstrip(), ""))
+                err.line((" " * indent + part, ""))
 
     # --- the user's editor
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvcli.errors import KvcliError
 from kvcli.render.terminal import Span, Terminal, cells
-from kvcli.render.wrap import fold
+from kvcli.render.wrap import folded
 
 COLUMN = 80  # the code stands at the right edge, but not further out than this
 GAP = "   ·   "
@@ -35,16 +35,17 @@ def _block(
     for row in _headline(word, style, first, code, err.width):
         err.line(*row)
     for line in "\n".join([*more, *lines]).split("\n") if more or lines else ():
-        _folded(err, line, "  ", "")
+        for part in folded(line, err.width, 2):
+            err.line((f"  {part}", ""))
     _attempts(err, try_)
 
 
 def _headline(word: str, style: str, message: str, code: str, width: int) -> list[list[Span]]:
     """The message, with its code at the right edge if it fits there and on the message's last line otherwise."""
     label = f"{word}: "
-    folded = fold(message, max(20, width - 1 - len(label)))
-    rows: list[list[Span]] = [[(label, style), (folded[0].rstrip(), "bold")]]
-    rows += [[(" " * len(label), ""), (line.rstrip(), "bold")] for line in folded[1:]]
+    first, *more = folded(message, width, len(label))
+    rows: list[list[Span]] = [[(label, style), (first, "bold")]]
+    rows += [[(" " * len(label), ""), (line, "bold")] for line in more]
     if not code:
         return rows
     tag = f"[{code}]"
@@ -67,8 +68,3 @@ def _attempts(err: Terminal, items: Sequence[str]) -> None:
     rows = [together] if cells(TRY + together) < err.width else items
     for i, row in enumerate(rows):
         err.line((TRY if i == 0 else " " * len(TRY), "green" if i == 0 else ""), (row, ""))
-
-
-def _folded(err: Terminal, line: str, indent: str, style: str) -> None:
-    for part in fold(line, max(20, err.width - 1 - len(indent))):
-        err.line((indent + part.rstrip(), style))

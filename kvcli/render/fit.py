@@ -11,10 +11,10 @@ from kvcli.render import figures as f
 from kvcli.render.summary import joined
 from kvcli.render.tables import columns, turned, widest
 from kvcli.render.terminal import Span, cells
-from kvcli.render.wrap import fold
+from kvcli.render.wrap import folded, styled
 
 if TYPE_CHECKING:
-    from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan
+    from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan, PassTime
 
 GIB, MIB = 1 << 30, 1 << 20
 STEADY = 1.5  # of an undisturbed machine, the slowest turn over the fastest is less
@@ -35,8 +35,7 @@ def fit_lines(document: FitDocument, width: int) -> Iterator[list[Span]]:
         if not plan.fits:
             yield from _refused(plan, document, width)
     for text in _foot(document):
-        for line in fold(text, max(20, width - 1)):
-            yield [(line.rstrip(), "dim")]
+        yield from styled(text, width, "dim")
 
 
 def plain_rows(document: FitDocument) -> list[list[str]]:
@@ -71,8 +70,7 @@ def _plans(document: FitDocument, width: int) -> Iterator[list[Span]]:
         names, rows = [n for n in names if n != "loading"], [[*row[:7], *row[8:]] for row in rows]
     yield from _table(names, rows, [plan.fits for plan in document.plans], width)
     kept = f"{word}; {size(document.free_bytes)} available, of which {size(document.kept_free)} are kept free"
-    for line in fold(kept, max(20, width - 1)):
-        yield [(line.rstrip(), "dim")]
+    yield from styled(kept, width, "dim")
 
 
 def _table(names: list[str], rows: list[list[str]], fits: list[bool], width: int) -> Iterator[list[Span]]:
@@ -123,12 +121,11 @@ def _refused(plan: FitPlan, document: FitDocument, width: int) -> Iterator[list[
     else:
         size = f"needs {f.long_size(plan.needed)}, {f.long_size(plan.missing)} too much"
         why = f"{plan.profile} at {f.count(plan.ctx)} {size}; bound by {plan.binding}"
-    for line in fold(why, max(20, width - 1)):
-        yield [(line.rstrip(), "yellow")]
+    yield from styled(why, width, "yellow")
     for change in plan.changes:
         tokens = f" at {f.count(change.ctx)}" if change.ctx != plan.ctx and "--ctx" not in change.type else ""
         takes = f"{f.long_size(change.total)}{tokens}"
-        words = [line.rstrip() for line in fold(change.type, max(20, width - 1 - len(TRY)))]
+        words = folded(change.type, width, len(TRY))
         is_wide = len(TRY) + cells(words[-1]) + 3 + cells(takes) >= width
         for i, line in enumerate(words):
             last = "" if is_wide or i < len(words) - 1 else f"   {takes}"
@@ -200,16 +197,20 @@ def _doubt(found: CalibrationDocument, width: int) -> list[str]:
     if apart < STEADY:
         return []
     said = f"note: the slowest turn of a pass took {apart:.1f} times its fastest; were other programs running?"
-    return [line.rstrip() for line in fold(said, max(20, width - 1))]
+    return folded(said, width)
 
 
 def _grid(found: CalibrationDocument, width: int) -> Sequence[str]:
     assert found.model is not None
-    passes = found.model.passes
+    return pass_grid(found.model.passes, width)
+
+
+def pass_grid(passes: Sequence[PassTime], width: int) -> Sequence[str]:
+    """A row for each context: milliseconds of passes by rows."""
     rows = sorted({p.rows for p in passes})
     times = {(p.context, p.rows): p.seconds for p in passes}
-    table = [["ms at", *(f"{n} rows" if n > 1 else "1 row" for n in rows)]]
+    table = [["ms a pass", *(f"{n} rows" if n > 1 else "1 row" for n in rows)]]
     for context in sorted({p.context for p in passes}):
-        cells_ = (times.get((context, n)) for n in rows)
-        table.append([f.count(context), *("–" if t is None else f"{t * 1e3:,.1f}" for t in cells_)])
+        known = (times.get((context, n)) for n in rows)
+        table.append([f"at {f.count(context)}", *("–" if t is None else f"{1000 * t:,.1f}" for t in known)])
     return turned(table, width)

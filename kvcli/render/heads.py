@@ -11,7 +11,7 @@ from kvcli.render.heads_text import facts, top_table
 from kvcli.render.summary import joined
 from kvcli.render.tables import columns, fitting
 from kvcli.render.terminal import Span, cells
-from kvcli.render.wrap import fold
+from kvcli.render.wrap import folded, styled
 
 if TYPE_CHECKING:
     from kvcli.schemas.heads import HeadsDocument
@@ -31,21 +31,21 @@ def heads_lines(
     yield from _legend(document, show, width, look)
     yield []
     for text in facts(document):
-        yield from _folded(text, width, "")
+        yield from styled(text, width, "")
     if top:
         yield []
         heads = top_table(document, top)
         for i, line in enumerate(columns(fitting(heads, width - 1, heads[0][:1:-1]), width - 1)):
             yield [(line, "" if i else "dim")]
     for note in document.notes:
-        yield from _folded(f"note: {note}", width, "dim")
+        yield from styled(f"note: {note}", width, "dim")
     word, command = _next(document, folder)
     if cells(word + command) + 4 < width:
         yield [(f"{word}:  ", ""), (command, "green")]
         return
     yield [(f"{word}:", "")]
-    for line in fold(command, max(20, width - 3)):
-        yield [(f"  {line.rstrip()}", "green")]
+    for line in folded(command, width, 2):
+        yield [(f"  {line}", "green")]
 
 
 def plain_rows(document: HeadsDocument, show: str) -> list[list[str]]:
@@ -101,11 +101,6 @@ def _legend(document: HeadsDocument, show: str, width: int, look: Look) -> Itera
             yield [(line, "")]
         return
     yield [*c.scale(document, show, look)]
-
-
-def _folded(text: str, width: int, style: str) -> Iterator[list[Span]]:
-    for line in fold(text, max(20, width - 1)):
-        yield [(line.rstrip(), style)]
 
 
 def _next(document: HeadsDocument, folder: str | None) -> tuple[str, str]:

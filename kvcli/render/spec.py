@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvcli.render import figures as f
+from kvcli.render.fit import pass_grid
 from kvcli.render.summary import joined
-from kvcli.render.tables import columns, fitting, turned
-from kvcli.render.wrap import fold
+from kvcli.render.tables import columns, fitting
+from kvcli.render.wrap import folded
 
 if TYPE_CHECKING:
     from kvcli.schemas.spec import Range, SpecDocument, SpecTuneDocument
@@ -18,12 +19,12 @@ def doctor_lines(found: SpecDocument, width: int) -> list[str]:
     """Speed, passes, sources, scouts, and the verdict."""
     setting = f"{found.workload}, {f.count(found.context)} + {found.new} tokens"
     lines = joined([f"{found.model} · {found.profile}", setting, f"{found.reps} repetitions in turns"], width)
-    lines += ["", *(part for line in _speeds(found) for part in fold(line, max(20, width - 1))), ""]
+    lines += ["", *(part for line in _speeds(found) for part in folded(line, width)), ""]
     if found.passes:
-        lines += [*_costs(found, width), ""]
+        lines += [*pass_grid(found.passes, width), ""]
     lines += _sources(found, width)
     for text in _words(found):
-        lines += [line.rstrip() for line in fold(text, max(20, width - 1))]
+        lines += folded(text, width)
     return lines
 
 
@@ -43,17 +44,6 @@ def _range(r: Range, digits: int) -> str:
     return f"{middle} ({low}–{high})"
 
 
-def _costs(found: SpecDocument, width: int) -> Sequence[str]:
-    """A row for each context: milliseconds of passes by rows."""
-    rows = sorted({p.rows for p in found.passes})
-    times = {(p.context, p.rows): p.seconds for p in found.passes}
-    table = [["ms a pass", *(f"{n} rows" if n > 1 else "1 row" for n in rows)]]
-    for context in sorted({p.context for p in found.passes}):
-        known = (times.get((context, n)) for n in rows)
-        table.append([f"at {f.count(context)}", *("–" if t is None else f"{1000 * t:.1f}" for t in known)])
-    return turned(table, width)
-
-
 def _sources(found: SpecDocument, width: int) -> Iterator[str]:
     """For each source how many of its guesses were accepted, and how often its first choices were right."""
     for name, kinds in found.sources.items():
@@ -61,8 +51,8 @@ def _sources(found: SpecDocument, width: int) -> Iterator[str]:
         said = [f"{kind.kind}: {f.percent(kind.share)} of {f.count(kind.made)}" for kind in kinds]
         text = f"{f.count(taken)} accepted"
         text += f"; first choices right, by {BY.get(name, 'kind')}: {', '.join(said)}" if said else ""
-        for i, line in enumerate(fold(text, max(20, width - 11))):
-            yield f"{'' if i else name:<10}{line.rstrip()}"
+        for i, line in enumerate(folded(text, width, 10)):
+            yield f"{'' if i else name:<10}{line}"
 
 
 BY = {"suffix": "tokens matched", "scouts": "tokens of the key", "stand": "lead in nats", "recycle": "lead in nats"}
@@ -97,4 +87,4 @@ def tune_lines(found: SpecTuneDocument, width: int) -> list[str]:
     table = fitting(table, width - 1, [*reversed(found.workloads), "highest", "lowest"])
     lines = [*joined(head, width), "", *columns(table, width - 1), ""]
     end = found.verdict + (f"; written to {found.file}" if found.file else "; --save NAME writes it as a profile")
-    return [*lines, *(line.rstrip() for line in fold(end, max(20, width - 1)))]
+    return [*lines, *folded(end, width)]

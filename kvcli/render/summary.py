@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvcli.api import ModelInfo, Turn
 from kvcli.render import figures as f
 from kvcli.render.terminal import cells
-from kvcli.render.wrap import fold
+from kvcli.render.wrap import folded
 from kvcli.stats import FEW, Stats
 
 DOT = " · "
@@ -115,5 +115,5 @@ def joined(parts: Iterable[str], width: int, indent: str = "", between: str = DO
         if lines and cells(longer) < width:
             lines[-1] = longer
         else:
-            lines += [indent + line.rstrip() for line in fold(part, max(20, width - 1 - len(indent)))]
+            lines += [indent + line for line in folded(part, width, len(indent))]
     return lines

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvcli.render.terminal import cells, cells_of
+from kvcli.render.terminal import Span, cells, cells_of
 
 TAB = 8  # columns
 
@@ -46,6 +47,16 @@ def fold(text: str, width: int) -> list[str]:
         if size == 2:
             gap = i + 1
     return [*lines, text[start:]]
+
+
+def folded(text: str, width: int, indent: int = 0) -> list[str]:
+    """The same for a terminal of `width` columns, `indent` of which are taken: its last one stays free."""
+    return [line.rstrip() for line in fold(text, max(20, width - 1 - indent))]
+
+
+def styled(text: str, width: int, style: str) -> Iterator[list[Span]]:
+    """The same, as rows of one style."""
+    return ([(line, style)] for line in folded(text, width))
 
 
 @dataclass(slots=True)
