@@ -443,6 +443,32 @@ def _sides(result: dict[str, Any]) -> str:
     return f"```sh\n{command_of(document)}\n```\n\n{markdown(document)}\n{said}"
 
 
+def glance(where: str) -> str:
+    """A line a workload of a `kvcli bench`: each side in multiples of the baseline, tokens a pass in brackets."""
+    from kvcli.render.bench_html_setup import command_of
+    from kvcli.schemas.bench import BenchDocument
+
+    document = BenchDocument.model_validate_json((ROOT / where).read_text(encoding="utf-8"))
+    sides = list(dict.fromkeys(row.profile for row in document.rows))
+    first = next(side for side in sides if side == document.baseline)
+    others = [side for side in sides if side != first]
+    lines = [f"| workload | {first}, tok/s | " + " | ".join(others) + " |", "|---|" + "---:|" * len(sides)]
+    for rows in _cases(document):
+        by = {row.profile: row for row in rows}
+        cells = [_times(by.get(side)) for side in others]
+        lines.append(f"| {rows[0].workload} | {by[first].median.tok_s:.1f} | " + " | ".join(cells) + " |")
+    env = document.env
+    machine = f"{env.cpu} · {env.threads} threads · commit {env.commit} · load {env.load_before[0]:.2f} before"
+    return "\n".join([f"```sh\n{command_of(document)}\n```", "", machine, "", *lines])
+
+
+def _times(row: Any) -> str:
+    if row is None or row.ratio.tok_s.median is None:
+        return "–"
+    drafted = f" ({row.accept.tokens_per_pass:.2f})" if row.accept else ""
+    return f"{row.ratio.tok_s.median:.2f}{drafted}"
+
+
 def _cases(document: Any) -> Iterator[list[Any]]:
     for at in dict.fromkeys((row.ctx, row.workload) for row in document.rows):
         yield [row for row in document.rows if (row.ctx, row.workload) == at and row.median.tok_s]
@@ -559,6 +585,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "exits": exits,
     "codes": codes,
     "bench": bench,
+    "glance": glance,
     "order": order,
     "summaries": summaries,
     "bounds": bounds,

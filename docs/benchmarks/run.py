@@ -17,9 +17,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RANDOM = "random-152M"  # a folder beside the command; written first where a command names it
 SEVERAL = "--baseline hf --baseline llama.cpp"
-DRAWN = f"--baseline exact {SEVERAL}"  # only profiles draw one text
 LISTED = "smollm2-135m"  # a name of kvcli's list; fetched first, by pip, where a command names it
-REAL = f"kvcli bench {LISTED} --profiles exact,ngram,fafo {SEVERAL} --baseline hf-lookup -n 64 --reps 3 --warmup 0"
+OURS = f"kvcli bench {LISTED} --profiles exact,ngram,fafo -n 64 --reps 3 --warmup 0"
+REAL = f"{OURS} {SEVERAL} --baseline hf-lookup"
 TEXTS = "--workload prose,code,manual,article,rewrite,translate,talk"
 
 RESULTS = {
@@ -28,8 +28,7 @@ RESULTS = {
     "demo": f"kvcli bench demo --profiles exact,ngram {SEVERAL} --baseline hf-lookup --ctx 2k,8k"
     " --workload summary,lookup,copy",
     "smollm2": f"{REAL} --no-memory --ctx 512 {TEXTS}",
-    "smollm2-drawn": f"{REAL.replace(SEVERAL, DRAWN)} --no-memory --ctx 512 {TEXTS} --set sample.temperature=0.8",
-    "smollm2-talk": f"{REAL} --ctx 512 --workload talk",
+    "smollm2-drawn": f"{OURS} --baseline exact --no-memory --ctx 512 {TEXTS} --set sample.temperature=0.8",
     "smollm2-4k": f"{REAL} --ctx 4k --workload manual",
     "quality": "kvcli bench demo --profiles exact,streaming --ctx 1k --reps 1 --no-memory --quality all"
     " --quality-lengths 2k",
