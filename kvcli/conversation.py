@@ -45,12 +45,11 @@ class Speaker(Protocol):
         self,
         prompt: Prompt,
         *,
-        max_new_tokens: int | None = None,
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
-        seed: int | None = None,
         messages: Messages = (),
+        **sample: object,
     ) -> Events: ...
 
 
@@ -97,12 +96,11 @@ class Chat:
         text: str,
         *,
         cancel: Cancel | None = None,
-        max_new_tokens: int | None = None,
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
-        seed: int | None = None,
+        **sample: object,
     ) -> Generator[Event]:
-        """Ask, and get the answer in events, `End` last.
+        """Ask, and get the answer in events, `End` last. `sample` as of `Model.stream`.
 
         If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C, a lack of memory or by
         closing the iterator, what was said so far is kept and marked "interrupted"; without any, it is as before.
@@ -112,15 +110,7 @@ class Chat:
         question = Message("user", text, tuple(self.pending))
         asked = self._contents([*self.messages, question])
         prompt, ids = self._prompt(asked)
-        events = self.model.stream(
-            ids,
-            max_new_tokens=max_new_tokens,
-            ignore_eos=ignore_eos,
-            stop=stop,
-            cancel=cancel,
-            seed=seed,
-            messages=asked,
-        )
+        events = self.model.stream(ids, ignore_eos=ignore_eos, stop=stop, cancel=cancel, messages=asked, **sample)
         said: list[str] = []
         ended = False
         try:

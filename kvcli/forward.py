@@ -6,6 +6,7 @@ every decoder layer hands through to it. Layers, rotary embeddings, norms and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,38 +15,28 @@ from torch import Tensor
 
 from kvcli.kernels.attend_fresh import attend_fresh
 from kvcli.kernels.merge import Part, merge
-from kvcli.kv.slots import Readable, Sight, Store
+from kvcli.kv.slots import Sight
 from kvcli.rows import Rows
 
 if TYPE_CHECKING:
-    from kvcli.model import LM
+    from kvcli.feed import Feed
 
 
-class _Enough(Exception):
+class Enough(Exception):
     """Ends a pass early: all that was wanted of it is there."""
 
 
 class Pass:
-    """One trip of rows through the model; what it made stays here until its rows are accepted."""
+    """One trip of a feed's rows through the model; what it made stays here until its rows are accepted."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        past: Store,
-        view: Readable | None = None,
-        hear: list[int] | None = None,
-        *,
-        is_prompt: bool = False,
-    ) -> None:
-        self.rows = rows
-        self.past = past  # what tree rows read
-        self.view = view  # what scout rows read; None = past
-        self.hear = hear  # rows whose queries to hold on to, for policies; None = none
-        self.is_prompt = is_prompt  # the rows are of a text being read: no tier leaves anything out for them
+    last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed, self.rows = feed, feed.rows
         self.fresh: list[tuple[Tensor, Tensor]] = []  # per layer k, v [K, N, D], never in the store
         self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
-        self.last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
-        self._banded: dict[int, Tensor | None] = {}
+        self._hear: Tensor | None = None  # on the device
+        self._seen: dict[int | None, Tensor | None] = {}  # by window, on the device
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
@@ -53,72 +44,54 @@ class Pass:
         No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
         read in the store's numbers: a guess must see its ancestors as it will once they are stored.
         """
-        q, k, v = (t.to(self.past.dtype) for t in (q, k, v))
+        feed, past = self._feed, self._feed.past
+        q, k, v = (t.to(past.dtype) for t in (q, k, v))
         assert layer == len(self.fresh), "layers run in order, once"
         self.fresh.append((k, v))
         tree, pos = self.rows.tree, self.rows.pos
-        if self.hear is not None:
-            self.queries.append(q[:, self.hear])  # a copy: a slice would keep all rows alive
+        if feed.hear:
+            if self._hear is None:
+                self._hear = torch.tensor(feed.hear, device=q.device)
+            self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
         if layer == self.last:
-            raise _Enough
-        if self.is_prompt:
+            raise Enough
+        if feed.is_prompt:
             sight = replace(sight, is_prompt=True)
-        parts = self.past.attend(layer, q[:, :tree], sight, pos[:tree])
+        parts = past.attend(layer, q[:, :tree], sight, pos[:tree])
         if tree < self.rows.n_rows:
-            scouts = (self.view or self.past).attend(layer, q[:, tree:], sight, pos[tree:])
+            scouts = (feed.view or past).attend(layer, q[:, tree:], sight, pos[tree:])
             parts = _beside(parts, tree, scouts, self.rows.n_rows, q)
-        parts.append(attend_fresh(q, k, v, sight.scale, self._sees(sight.window), softcap=sight.softcap))
+        sees = self._sees(sight.window, q.device)
+        parts.append(attend_fresh(q, k, v, sight.scale, sees, softcap=sight.softcap))
         if sink is not None:  # a learned logit that takes mass and gives nothing (gpt-oss)
             lse = sink.to(parts[-1].lse.dtype).unsqueeze(-1).expand(-1, q.shape[1])
             parts.append(Part(torch.zeros_like(parts[-1].out), lse))
         return merge(parts)
 
-    def commit(self, path: list[int], most: float = float("inf")) -> None:
-        """Store the accepted rows' keys and values; the others vanish with the pass.
-
-        `most` is how many rows may be accepted before the next boundary: a draft never crosses one.
-        """
-        assert len(path) <= most, "a draft crossed a boundary"
-        if not path:
-            return
-        pos = self.rows.pos[path[0] : path[-1] + 1] if _is_run(path) else self.rows.pos[path]
-        for layer, (k, v) in enumerate(self.fresh):
-            if _is_run(path):
-                k, v = k[:, path[0] : path[-1] + 1], v[:, path[0] : path[-1] + 1]
-            else:
-                k, v = k[:, path], v[:, path]
-            self.past.append(layer, k, v, pos)
-
-    def _sees(self, window: int | None) -> Tensor | None:
+    def _sees(self, window: int | None, device: torch.device) -> Tensor | None:
         """Which fresh rows a row sees in a layer with this window; None = plain causal."""
-        if window is None or self.rows.n_rows <= 1:
-            return self.rows.sees
-        if window not in self._banded:
-            self._banded[window] = _band(self.rows, window)
-        return self._banded[window]
+        if window not in self._seen:
+            sees = self.rows.sees if window is None else _band(self.rows, window)
+            self._seen[window] = None if sees is None else sees.to(device)
+        return self._seen[window]
 
 
-def run(lm: LM, p: Pass, want: Tensor) -> Tensor:
-    """Send the pass's rows through the model -> logits [len(want), V] of the rows indexed by `want`.
+class SideBySide:
+    """Passes of several texts in one trip: each row attends to its own text, and everything else is row by row."""
 
-    With no row wanted, as in reading, the pass ends where the last layer has its keys and values: the rest of that
-    layer and the head would be thrown away.
-    """
-    if not want.shape[0]:
-        p.last = lm.n_layers - 1
-    try:
-        with torch.inference_mode():
-            out = lm.model(
-                input_ids=p.rows.ids.unsqueeze(0),
-                position_ids=p.rows.pos.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=want,
-                kvcli_pass=p,
-            )
-    except _Enough:
-        return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
-    logits: Tensor = out.logits[0]
-    return logits
+    last = -1
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self._passes = passes
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+        """As of one pass, their rows one text behind the other."""
+        counts = [p.rows.n_rows for p in self._passes]
+        each = zip(self._passes, *(torch.split(t, counts, dim=1) for t in (q, k, v)), strict=True)
+        outs = [p.attend(layer, *own, sight, sink) for p, *own in each]
+        if layer == self.last:
+            raise Enough
+        return torch.cat([out.to(q.dtype) for out in outs], dim=1)
 
 
 def attention(
@@ -128,7 +101,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    kvcli_pass: Pass,
+    kvcli_pass: Pass | SideBySide,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -147,24 +120,12 @@ def sight_of(query: Tensor, scaling: float | None, softcap: float | None, window
     return Sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
 
 
-def no_mask(*_: Any, **__: Any) -> None:
-    """The mask function registered with transformers: we never need one of theirs."""
-    return
-
-
-def _is_run(path: list[int]) -> bool:
-    return path[-1] - path[0] == len(path) - 1
-
-
 def _band(rows: Rows, window: int) -> Tensor | None:
-    """[N, N]: what `sees` allows and the window does not hide; None when the window hides nothing."""
-    pos = rows.pos
-    if int(pos.max() - pos.min()) < window:
+    """[N, N]: what `sees` allows and the window does not hide; what it allows when the window hides nothing."""
+    if max(rows.pos) - min(rows.pos) < window:
         return rows.sees
-    sees = rows.sees
-    if sees is None:
-        n = rows.n_rows
-        sees = torch.ones(n, n, dtype=torch.bool, device=pos.device).tril()
+    pos, n = torch.tensor(rows.pos), rows.n_rows
+    sees = torch.ones(n, n, dtype=torch.bool).tril() if rows.sees is None else rows.sees
     return sees & (pos.view(1, -1) > (pos - window).view(-1, 1))
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvcli.forward import Pass
+    from kvcli.feed import Made
+    from kvcli.rows import Rows
 
 
 class Heard:
@@ -39,27 +40,25 @@ class Heard:
         """A prompt is about to be read, behind which the text has n tokens in store."""
         self._probed = set(self.probes(n))
 
-    def of_chunk(self, start: int, n: int) -> list[int] | None:
-        """Which of n rows from position `start` on to listen to; None = none of them, nor any others."""
-        if not self.recent and not self._probed:
-            return None
+    def of_chunk(self, start: int, n: int) -> list[int]:
+        """Which of n rows from position `start` on to listen to."""
         first = max(0, n - self.recent)
         return sorted({p - start for p in self._probed if start <= p < start + first} | set(range(first, n)))
 
-    def of_tree(self, tree: int) -> list[int] | None:
+    def of_tree(self, tree: int) -> range:
         """Which rows of a tree to listen to: all, as any may be accepted."""
-        return list(range(tree)) if self.recent else None
+        return range(tree if self.recent else 0)
 
-    def take(self, p: Pass, path: Sequence[int]) -> None:
-        """Hold on to what was asked for of the accepted rows."""
-        if p.hear is None:
+    def take(self, rows: Rows, hear: Sequence[int], made: Made, path: Sequence[int]) -> None:
+        """Hold on to what was asked for, by `hear`, of the accepted rows."""
+        if not hear:
             return
-        at = {row: i for i, row in enumerate(p.hear)}
-        rows = [row for row in path if row in at]
-        pos = self.pos + p.rows.pos[rows].tolist()
+        at = {row: i for i, row in enumerate(hear)}
+        taken = [row for row in path if row in at]
+        pos = self.pos + [rows.pos[row] for row in taken]
         late = len(pos) - self.recent
         stay = [i for i, at_pos in enumerate(pos) if i >= late or at_pos in self._probed]
-        fresh = [q[:, [at[row] for row in rows]] for q in p.queries]
+        fresh = [q[:, [at[row] for row in taken]] for q in made.queries]
         old = self._q or [q[:, :0] for q in fresh]
         self._q = [torch.cat((a, b), 1)[:, stay] for a, b in zip(old, fresh, strict=True)]
         self.pos = [pos[i] for i in stay]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli import build
 from kvcli.api import Cancel, Events, ModelInfo, Prompt, Turn, turn_of
 from kvcli.clashes import cautions
+from kvcli.engine import events
 from kvcli.errors import BadConfig, BadInput, BadModel
 from kvcli.schema import ORDER
 from kvcli.text import Messages, StopStrings
@@ -198,26 +199,25 @@ class Model:
 
         return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
 
-    def generate(
-        self, prompt: Prompt, max_new_tokens: int | None = None, ignore_eos: bool = False, stop: Sequence[str] = ()
-    ) -> Turn:
-        """One answer, all at once."""
-        return turn_of(self.stream(prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, stop=stop))
+    def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
+        """One answer, all at once. Options are those of `stream`."""
+        return turn_of(self.stream(prompt, max_new_tokens=max_new_tokens, **options))
 
     def stream(
         self,
         prompt: Prompt,
         *,
-        max_new_tokens: int | None = None,
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
-        seed: int | None = None,
         messages: Messages = (),
+        **sample: object,
     ) -> Events:
-        """One answer in events: Live and Read first, then Text as it comes, End last. `seed` replaces the profile's.
+        """One answer in events: Live and Read first, then Text as it comes, End last.
 
-        `messages`: what the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
+        `sample`: settings of the profile's table of that name for this answer alone, `temperature=0.2, seed=7`; None
+        leaves one as it is. Raises BadConfig for one that does not exist, or cannot have that value. `messages`: what
+        the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
         What the store already holds of the prompt is not read again. Raises ContextOverflow before reading anything.
         """
         ids = self.encode(prompt)
@@ -226,20 +226,22 @@ class Model:
         if outside := [i for i in ids if not 0 <= i < self.lm.vocab]:
             kind = BadModel if messages else BadInput  # of text, the tokenizer made it
             raise kind(f"token {outside[0]} is none of the model's {self.lm.vocab:,}", code="no_such_token")
-        sample = self.profile.sample
+        profile = self.profile
+        if changes := {key: value for key, value in sample.items() if value is not None}:
+            profile = profile.changed({"sample": changes}, "what was asked of an answer")
         fits = partial(self.fits, self.profile) if self.fits is not None else None
         window = Window(self.limit, self.lm.limit, self.profile.context.reserve, fits)
         asked = Asked(
             ids,
             chat_spans(self.tokenizer, messages, ids) if messages and self.session.policy is not None else [],
-            window.room(len(ids), sample.max_new_tokens if max_new_tokens is None else max_new_tokens),
+            window.room(len(ids), profile.sample.max_new_tokens),
             () if ignore_eos else self.lm.stop_ids,
             StopStrings([stop] if isinstance(stop, str) else stop),
             cancel or (lambda: False),
-            replace(self.session.sampler, seed=sample.seed if seed is None else seed),
-            0 if ignore_eos else sample.stop_loops,
+            build.sampler(self.lm, profile),
+            0 if ignore_eos else profile.sample.stop_loops,
         )
-        return Answering(self, asked).events()
+        return events(Answering(self, asked).events())
 
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier, and what scouts read as one more."""

@@ -44,6 +44,7 @@ class LM:
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
         self.sights = shape.sights  # per layer
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
@@ -283,9 +284,8 @@ def _sampling(key: str, value: object, name: str) -> object:
 
 @cache
 def _register() -> None:
-    """The two registrations of the process, under one name."""
+    """Once a process. Without a mask function of that name transformers makes no mask and asks no device for it."""
     AttentionInterface.register(_ATTENTION, forward.attention)
-    AttentionMaskInterface.register(_ATTENTION, forward.no_mask)
 
 
 def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:

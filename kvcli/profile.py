@@ -101,8 +101,12 @@ class Profile:
 
     def replace(self, **changes: object) -> Profile:
         """A copy with other settings: `replace(spec={"max": 4}, exactness="approx", name="mine")`."""
-        names = {key: str(changes.pop(key)) for key in ("name", "description") if key in changes}
-        new = from_arguments(changes, "replace()")
+        return self.changed(changes, "replace()")
+
+    def changed(self, changes: Mapping[str, object], where: str) -> Profile:
+        """The same, with the place that an error names."""
+        names = {key: str(changes[key]) for key in ("name", "description") if key in changes}
+        new = from_arguments({key: changes[key] for key in changes if key not in names}, where)
         resolved = resolve([self.settings, new], self.rules.registries)
         profile = _profile(resolved, names.get("name", self.name), self.chain, self.rules)
         if problems := resolved.problems or clash_problems(profile):

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli import build
+from kvcli.feed import asked
 from kvcli.kv.shortage import as_shortage, free_caches
 from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:
+    from kvcli.feed import Asks
     from kvcli.kv.slots import Store
     from kvcli.policies.base import Phase
     from kvcli.profile import Profile
@@ -42,7 +44,7 @@ def mend(session: Session) -> bool:
     return is_due
 
 
-def relieve(session: Session, profile: Profile, limit: int, phase: Phase) -> Relieved:
+def relieve(session: Session, profile: Profile, limit: int, phase: Phase) -> Asks[Relieved]:
     """Mend the session, then take steps of the profile's `memory.ladder` until one leaves it ready for a pass.
 
     `limit`: the window in use, tokens. Where the past could not be saved the session has forgotten it, and the caller
@@ -60,7 +62,7 @@ def relieve(session: Session, profile: Profile, limit: int, phase: Phase) -> Rel
         before, profile = profile, stepped(profile, limit)
         if _apply(session, before, profile):
             taken.append(before.memory.ladder[0])
-            if _is_ready(session, is_due, phase):
+            if (yield from _is_ready(session, is_due, phase)):
                 return Relieved(tuple(taken), profile, True)
     return Relieved(tuple(taken), profile, False)
 
@@ -95,7 +97,7 @@ def _apply(session: Session, old: Profile, new: Profile) -> bool:
         except Exception as error:
             _only_shortage(error)
             _restart(session, new)
-    session.chunk = build.chunk(session.lm, new)
+    session.chunk_rows = build.chunk(session.lm, new)
     return True
 
 
@@ -112,12 +114,12 @@ def _storage(profile: Profile) -> tuple[object, ...]:
     return profile.kv, dataclasses.replace(profile.memory, ladder=())
 
 
-def _is_ready(session: Session, is_due: bool, phase: Phase) -> bool:
+def _is_ready(session: Session, is_due: bool, phase: Phase) -> Asks[bool]:
     """Settle the boundary that the failure came before, and have the drafter start anew; False if memory ran out."""
     try:
         if is_due and session.committed:
-            session.settle(phase)
-        session.drafter.start(session.ids, session.sampler)
+            yield from session.settle(phase)
+        yield from asked(session.drafter.start(session.ids, session.sampler))
     except Exception as error:
         _only_shortage(error)
         return False

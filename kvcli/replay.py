@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvcli.forward import Pass, run
+from kvcli.feed import Asks, Feed
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import Choose, Sight, Slots, Store, Usage, compact
+from kvcli.kv.slots import Choose, Sight, Slots, Store, Usage, compact, visible
 from kvcli.policies.base import Moment
 from kvcli.rows import Rows
 
@@ -31,27 +30,25 @@ class Replay:
     ) -> None:
         """`ids` are all that is stored."""
         self._lm, self._kv, self._moment = lm, kv, moment
-        self._rows = Rows.chain(ids[start:], start, lm.device)
+        self._rows = Rows.chain(ids[start:], start)
         self._start = start
+        self._whole: Tensor | None = None  # predicted with everything kept, once anything is compared with it
 
-    def __call__(self, pick: Callable[[Slots, Moment], Tensor]) -> float:
+    def __call__(self, pick: Callable[[Slots, Moment], Tensor]) -> Asks[float]:
         """Mean KL, in nats a token, from what the whole past predicts to what the slots [K, S] picked do.
 
-        Runs a pass, the first time two.
+        Takes a pass, the first time two.
         """
-        some = self._predict(lambda layer, s: pick(s, self._moment(layer, s)))
-        return float((self._whole.exp() * (self._whole - some)).sum(-1).mean())
+        if (whole := self._whole) is None:
+            whole = self._whole = yield from self._predict(None)
+        some = yield from self._predict(lambda layer, s: pick(s, self._moment(layer, s)))
+        return float((whole.exp() * (whole - some)).sum(-1).mean())
 
-    @cached_property
-    def _whole(self) -> Tensor:
-        """With everything kept: what to compare with, if anything is compared."""
-        return self._predict(None)
-
-    def _predict(self, choose: Choose | None) -> Tensor:
+    def _predict(self, choose: Choose | None) -> Asks[Tensor]:
         """[N, V] logarithms of probabilities."""
-        past = _Before(self._kv, self._start, choose)
-        logits = run(self._lm, Pass(self._rows, past), torch.arange(self._rows.n_rows, device=self._lm.device))  # type: ignore[arg-type]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        past, rows = _Before(self._kv, self._start, choose), self._rows
+        made = yield Feed(self._lm, rows, past, want=range(rows.n_rows))  # type: ignore[arg-type]
+        return made.logits.to(torch.promote_types(made.logits.dtype, torch.float32)).log_softmax(-1)
 
 
 class _Before:
@@ -61,17 +58,14 @@ class _Before:
         self.dtype = store.dtype
         self._store, self._end, self._choose = store, end, choose
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         s = self._store.slots(layer)
         mask = (s.pos >= 0) & (s.pos < self._end)
         few = compact(s, mask if self._choose is None else mask & self._choose(layer, s))
         if not few.n_slots:
             return []
-        seen = few.pos.unsqueeze(1) >= 0
-        if sight.window is not None:
-            seen = seen & (few.pos.unsqueeze(1) > (pos - sight.window).view(1, -1, 1))
-        seen = seen.expand(-1, pos.shape[0], -1)
-        return [attend(q, few.k, few.v, sight.scale, softcap=sight.softcap, mask=seen)]
+        shown = visible(few.pos, pos, sight.window)
+        return [attend(q, few.k, few.v, sight.scale, softcap=sight.softcap, mask=shown)]
 
     def usage(self) -> list[Usage]:
         return []

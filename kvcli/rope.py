@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from kvcli.engine import call
 from kvcli.errors import BadModel
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 
@@ -80,15 +81,8 @@ def _tables(lm: LM) -> Iterator[Rotary]:
 
 def _keys(lm: LM, pos: Tensor) -> list[Tensor]:
     """Keys [K, N, D] of one token at these positions, in each layer."""
-    heard, ids = _Listener(), torch.full_like(pos, lm.vocab // 2)
-    with torch.inference_mode():
-        lm.model(
-            input_ids=ids.unsqueeze(0),
-            position_ids=pos.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=pos[:1] * 0,
-            kvcli_pass=heard,
-        )
+    heard = _Listener()
+    call(lm.model, [lm.vocab // 2] * pos.shape[0], pos.tolist(), [0], kvcli_pass=heard)
     return heard.keys
 
 

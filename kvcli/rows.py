@@ -50,46 +50,39 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """N tokens for one pass."""
+    """N tokens for one pass, as the host knows them: a pass puts on the device what it needs there."""
 
-    ids: Tensor  # [N] int64
-    pos: Tensor  # [N] int64, absolute
-    sees: Tensor | None  # [N, N] bool, row i attends fresh row j; None = causal chain
+    ids: Sequence[int]  # N
+    pos: Sequence[int]  # N, absolute; of a chain a range
+    sees: Tensor | None  # [N, N] bool on the CPU, row i attends fresh row j; None = causal chain
     tree: int  # rows [0:tree] are the verified tree, row 0 the pending token; the rest are scouts
     parent: tuple[int, ...]  # [tree], -1 for row 0
     wanted: tuple[int, ...] = ()  # scout rows whose logits are wanted beside the tree's
 
     @property
-    def want(self) -> Tensor:
-        """Rows [tree + wanted] whose logits are computed."""
-        tree = torch.arange(self.tree, device=self.ids.device)
-        return torch.cat((tree, torch.tensor(self.wanted, device=self.ids.device))) if self.wanted else tree
+    def want(self) -> list[int]:
+        """Rows whose logits are computed: those of the tree, then the wanted scouts."""
+        return [*range(self.tree), *self.wanted]
 
     @property
     def n_rows(self) -> int:
-        return self.ids.shape[0]
+        return len(self.ids)
 
     @staticmethod
-    def chain(ids: Sequence[int], start: int, device: torch.device | str = "cpu") -> Rows:
+    def chain(ids: Sequence[int], start: int) -> Rows:
         """A run of tokens at positions start, start + 1, ...: prefill, or one plain decoding row."""
         n = len(ids)
-        return Rows(
-            ids=torch.tensor(list(ids), dtype=torch.int64, device=device),
-            pos=torch.arange(start, start + n, device=device),
-            sees=None,
-            tree=n,
-            parent=tuple(range(-1, n - 1)),
-        )
+        return Rows(ids, range(start, start + n), sees=None, tree=n, parent=tuple(range(-1, n - 1)))
 
     @staticmethod
-    def build(pending: int, at: int, draft: Draft, device: torch.device | str = "cpu") -> Rows:
+    def build(pending: int, at: int, draft: Draft) -> Rows:
         """The pending token at position `at`, the draft's tree below it, then its scouts."""
         if not draft.ids and draft.scouts is None:
-            return Rows.chain([pending], at, device)
+            return Rows.chain([pending], at)
         parent = [-1, *(p + 1 for p in draft.parent)]  # node i of the draft is row i + 1
         is_chain = all(p == i - 1 for i, p in enumerate(parent))
         if is_chain and draft.scouts is None:
-            return Rows.chain([pending, *draft.ids], at, device)
+            return Rows.chain([pending, *draft.ids], at)
         tree = len(parent)
         offset = [0, *draft.depth()]
         ids = [pending, *draft.ids]
@@ -102,9 +95,9 @@ class Rows:
             whole[tree:, tree:] = draft.scouts.sees
             sees, ids, offset = whole, ids + draft.scouts.ids, offset + draft.scouts.offset
         return Rows(
-            ids=torch.tensor(ids, dtype=torch.int64, device=device),
-            pos=at + torch.tensor(offset, dtype=torch.int64, device=device),
-            sees=sees.to(device),
+            ids=ids,
+            pos=[at + i for i in offset],
+            sees=sees,
             tree=tree,
             parent=tuple(parent),
             wanted=tuple(tree + i for i in draft.scouts.wanted) if draft.scouts else (),
@@ -117,6 +110,14 @@ class Rows:
             if p >= 0:
                 below[p].append(row)
         return below
+
+    def above(self, row: int) -> list[int]:
+        """Tree rows that this one sees: itself and its ancestors, the nearest first."""
+        found = []
+        while row >= 0:
+            found.append(row)
+            row = self.parent[row]
+        return found
 
 
 def _ancestors(parent: Sequence[int]) -> Tensor:

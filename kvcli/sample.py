@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvcli.errors import BadModel
 from kvcli.kernels.gumbel import gumbel
+from kvcli.rows import Rows
 
 COLDEST = 1e-30  # temperature below which logits over it are no numbers any more, and long since the likeliest wins
 
@@ -28,6 +28,13 @@ class Seen:
 
     def clear(self) -> None:
         self.mask.zero_()
+
+    def of(self, rows: Rows, which: Sequence[int]) -> Tensor:
+        """[len(which), V]: what the text holds if it goes on to each of these rows, guesses included."""
+        mask = self.mask.repeat(len(which), 1)
+        at = [(i, rows.ids[above]) for i, row in enumerate(which) for above in rows.above(row)]
+        mask[tuple(torch.tensor(at, device=mask.device).T)] = True
+        return mask
 
 
 @dataclass(frozen=True)
@@ -55,17 +62,14 @@ class Sampler:
         return max(self.temperature, COLDEST)
 
     def __call__(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> Tensor:
-        """logits [N, V] of rows at positions pos [N], seen [V] or [N, V] bool -> ids [N] of what follows each."""
+        """logits [N, V] of rows at positions pos [N], seen [V] or [N, V] bool -> ids [N] of what follows each.
+
+        -1 where the logits are no numbers: a device says so with its answer, and nobody has to wait for it twice.
+        """
         ids, scores = self.scores(logits, pos, seen)
         best = scores.argmax(-1, keepdim=True)  # NaN counts as the largest
-        if not bool(scores.gather(-1, best).isfinite().all()):
-            raise BadModel(
-                "the model's output is not a number",
-                code="bad_logits",
-                lines=[f"logits after position {int(pos[0]):,} hold NaN or infinity"],
-                try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
-            )
-        return (best if ids is None else ids.gather(-1, best)).squeeze(-1)
+        found = best if ids is None else ids.gather(-1, best)
+        return found.masked_fill(~scores.gather(-1, best).isfinite(), -1).squeeze(-1)
 
     def scores(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """What decides: candidates [N, C], None = all of the vocabulary, and their scores; the highest is drawn."""
@@ -97,3 +101,17 @@ class Sampler:
         if self.min_p > 0.0:
             scores = scores.masked_fill(scores < scores[..., :1] + torch.tensor(self.min_p).log(), -torch.inf)
         return ids, torch.log_softmax(scores, dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the tokens behind the rows of one text are drawn."""
+
+    sampler: Sampler
+    seen: Seen
+
+    def behind(self, rows: Rows, which: range, logits: Tensor) -> Tensor:
+        """Ids [len(which)] of what follows these tree rows, by logits [tree, V]; -1 where those are no numbers."""
+        pos = torch.tensor([rows.pos[row] for row in which], device=logits.device)
+        seen = self.seen.of(rows, which) if self.sampler.needs_text else None
+        return self.sampler(logits[which.start : which.stop], pos, seen)

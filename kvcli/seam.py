@@ -10,9 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from kvcli.engine import call, run
 from kvcli.errors import BadModel
+from kvcli.feed import Feed
 from kvcli.foreign import blamed
-from kvcli.forward import Pass, run, sight_of
+from kvcli.forward import sight_of
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Sight
 from kvcli.rows import Rows
@@ -84,9 +86,8 @@ class Shape:
 def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
     """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
     kind = f"{name} ({model.config.model_type})"
-    with torch.inference_mode(), blamed(lambda said: refusal(kind, "a row does not get through it", [said])):
-        row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], kvcli_pass=probe)
+    with blamed(lambda said: refusal(kind, "a row does not get through it", [said])):
+        call(model, [0], [0], [0], kvcli_pass=probe)
     layers = probe.layers
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
@@ -167,9 +168,7 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
 
 def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
     """Logits [N, V] of one call with the attention that is in place."""
-    with torch.inference_mode():
-        logits: Tensor = lm.model(input_ids=torch.tensor([ids], device=lm.device), use_cache=False).logits[0]
-    return logits.double().cpu()
+    return call(lm.model, ids).double().cpu()
 
 
 def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
@@ -178,10 +177,12 @@ def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
     half = len(ids) // 2
     logits = []
     for a, b in ((0, half), (half, len(ids)))[half == 0 :]:  # a window of one token has no half
-        p = Pass(Rows.chain(ids[a:b], a, lm.device), kv)
-        last_first = torch.arange(b - a - 1, -1, -1, device=lm.device)  # a model that ignores it gives other rows
-        logits.append(run(lm, p, last_first)[: b - a].flip(0))
-        p.commit(list(range(b - a)))
+        rows = Rows.chain(ids[a:b], a)
+        last_first = range(b - a - 1, -1, -1)  # a model that ignores it gives other rows
+        (made,) = run([Feed(lm, rows, kv, want=last_first)])
+        logits.append(made.logits[: b - a].flip(0))
+        for layer, (k, v) in enumerate(made.fresh):
+            kv.append(layer, k, v, a)
     return torch.cat(logits).double().cpu()
 
 

@@ -5,30 +5,31 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvcli.boundary import Boundary
 from kvcli.drafts.base import Drafter
-from kvcli.forward import Pass, run
+from kvcli.feed import Asks, Feed, Made, Work, asked
 from kvcli.heard import Heard
 from kvcli.kinds import Span, kinds_of
 from kvcli.kv.slots import Choose, Lens, Loss, Slots, Store
 from kvcli.policies.base import Phase, Policy
 from kvcli.rows import Rows
-from kvcli.sample import Sampler, Seen
+from kvcli.sample import Draw, Sampler, Seen
 from kvcli.stats import Step
-from kvcli.verify import exact
+from kvcli.verify import walk
 
 if TYPE_CHECKING:
     from kvcli.model import LM
 
 
 class Session:
-    """Ids in, ids out; one sequence.
+    """Ids in, ids out; one sequence. Its verbs are work for an engine (kvcli.engine): they yield what they want of it.
 
     `ids` is the text so far; its last token is pending, the keys and values of all before it are in `kv` once read
     (`committed` of them). Between steps the two always agree, so a session can stop, rewind or be saved at any moment.
@@ -53,7 +54,7 @@ class Session:
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
         self.view, self.policy = view, policy
-        self.chunk, self.every = chunk, every
+        self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
         self.boundary = self._next_boundary()
@@ -63,68 +64,76 @@ class Session:
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # nothing was ever evicted, so the past may be rewound
 
-    def step(self, stop: Collection[int] = (), most: float = math.inf) -> Step:
+    def step(self, stop: Collection[int] = (), most: float = math.inf) -> Asks[Step]:
         """One pass: guess, run, accept, commit. New tokens, at least one and at most `most`, end at one of `stop`."""
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
         began = time.perf_counter()
         room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
-        draft = self.drafter.propose(self.ids, room)
+        draft = yield from asked(self.drafter.propose(self.ids, room))
         assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
-        rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft, self.lm.device)
-        p = Pass(rows, self.kv, self.view, self.heard.of_tree(rows.tree))
-        logits = run(self.lm, p, rows.want)
-        path, new = _cut(*exact(rows, logits, self.sampler, self.seen), stop)
-        self._commit(p, path)
+        rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
+        how, hear = Draw(self.sampler, self.seen), self.heard.of_tree(rows.tree)
+        made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
+        path, new = walk(rows, made.drawn, stop)
+        self._commit(rows, hear, made, path)
         self.ids += new
         self.seen.add(new)
-        step = Step(rows, logits, path, new, time.perf_counter() - began, p)
-        self.drafter.observe(step)
+        step = Step(rows, made.logits, path, new, time.perf_counter() - began, made.gleaned)
+        yield from asked(self.drafter.observe(step))
         if self.committed == self.boundary:
-            self.settle()
+            yield from self.settle()
         return replace(step, seconds=time.perf_counter() - began)
 
-    def read(self, ids: Sequence[int]) -> Iterator[int]:
-        """Take in `ids`: the same pass with a causal chain, every row accepted. Yields tokens committed, per chunk."""
-        self.ids += ids
-        self.seen.add(ids)
-        if self.policy is None:  # with one, memory is what it leaves, not what is read
-            self.kv.reserve(len(self.ids))
-        whole = len(self.ids) - 1
-        self.heard.begin(whole)
-        while self.committed < whole:
-            end = min(self.committed + self.chunk, whole)
-            rows = Rows.chain(self.ids[self.committed : end], self.committed, self.lm.device)
-            heard = self.heard.of_chunk(self.committed, rows.n_rows)
-            p = Pass(rows, self.kv, self.view, heard, is_prompt=True)
-            run(self.lm, p, rows.ids[:0])
-            self.boundary = end  # a chunk's end is a boundary
-            self._commit(p, list(range(rows.n_rows)))
-            self.settle("read" if end == whole else "reading")
-            yield self.committed
-        self.drafter.start(self.ids, self.sampler)
+    def chunk(self, ids: Sequence[int]) -> Asks[bool]:
+        """Take in the next chunk of `ids`, of which the text is the beginning; False once all of them are read.
 
-    def feed(self, ids: Sequence[int]) -> None:
-        """`read` to the end."""
-        for _ in self.read(ids):
-            pass
+        The same pass with a causal chain, every row accepted.
+        """
+        if new := ids[len(self.ids) :]:
+            self.ids += new
+            self.seen.add(new)
+            if self.policy is None:  # with one, memory is what it leaves, not what is read
+                self.kv.reserve(len(self.ids))
+            self.heard.begin(len(self.ids) - 1)
+        whole = len(self.ids) - 1
+        if self.committed >= whole:
+            yield from asked(self.drafter.start(self.ids, self.sampler))
+            return False
+        end = min(self.committed + self.chunk_rows, whole)
+        rows = Rows.chain(self.ids[self.committed : end], self.committed)
+        hear = self.heard.of_chunk(self.committed, rows.n_rows)
+        made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True)
+        self.boundary = end  # a chunk's end is a boundary
+        self._commit(rows, hear, made, range(rows.n_rows))
+        yield from self.settle("read" if end == whole else "reading")
+        return True
+
+    def read(self, ids: Sequence[int]) -> Work[int, None]:
+        """Take in `ids` behind the text; says after each chunk how many tokens are committed."""
+        text = [*self.ids, *ids]
+        while (yield from self.chunk(text)):
+            yield self.committed
 
     def stream(
         self, new: int, stop: Collection[int] = (), cancel: Callable[[], bool] = lambda: False
-    ) -> Iterator[Step]:
+    ) -> Work[Step, None]:
         """Steps until `new` tokens were added, one of `stop` came, or `cancel()` says so between passes."""
         left = new
         while left > 0 and not cancel():
-            step = self.step(stop, left)
+            step = yield from self.step(stop, left)
             left -= len(step.new)
             yield step
             if step.new[-1] in stop:
                 return
 
-    def settle(self, phase: Phase = "answering") -> None:
+    def settle(self, phase: Phase = "answering") -> Asks[None]:
         """A boundary: the past may change now, and only now."""
         if phase != "answering":
             self._n_prompt = self.committed
-        self.kv.settle(None if self.policy is None else self._choice(self.policy, phase))
+        choose = None
+        if self.policy is not None:
+            choose = yield from self._choice(self.policy, phase)
+        self.kv.settle(choose)
         self.boundary = self._next_boundary()
         if phase == "read" and self.policy is not None and not self.policy.lasting:
             self.heard.forget()
@@ -151,7 +160,7 @@ class Session:
 
         Each keeps its own way to view a past: that is the drafter's. The store was made for passes of `other`'s.
         """
-        self.chunk = min(self.chunk, other.chunk)
+        self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
         self.kv, other.kv = other.kv, self.kv
         for session in (self, other):
             if session.view is not None:
@@ -182,12 +191,13 @@ class Session:
             found.add("rounded")
         return found
 
-    def _choice(self, policy: Policy, phase: Phase) -> Choose:
+    def _choice(self, policy: Policy, phase: Phase) -> Asks[Choose]:
         """What stays; notes whether anything goes, before it does."""
         stored = self.ids[: self.committed]
         is_told = policy.wants_kinds or bool(policy.guard.kinds)
         kinds = kinds_of(stored, self.kinds, self.spans) if is_told else kinds_of([], None, [])
-        choose = Boundary(self.lm, self.kv, self.heard, stored, kinds, phase, self._n_prompt).ask(policy)
+        boundary = Boundary(self.lm, self.kv, self.heard, stored, kinds, phase, self._n_prompt)
+        choose = yield from boundary.ask(policy)
 
         def noted(layer: int, slots: Slots) -> Tensor:
             mask = choose(layer, slots)
@@ -196,16 +206,22 @@ class Session:
 
         return noted
 
-    def _commit(self, p: Pass, path: list[int]) -> None:
-        p.commit(path, self.boundary - self.committed)
-        self.heard.take(p, path)
+    def _commit(self, rows: Rows, hear: Sequence[int], made: Made, path: Sequence[int]) -> None:
+        """Store the accepted rows' keys and values; the others vanish with the pass."""
+        assert len(path) <= self.boundary - self.committed, "a draft crossed a boundary"
+        commit(self.kv, rows, made, path)
+        self.heard.take(rows, hear, made, path)
         self.committed += len(path)  # last: what fails before it has not happened
 
     def _next_boundary(self) -> float:
         return math.inf if self.every is None else (self.committed // self.every + 1) * self.every
 
 
-def _cut(path: list[int], new: list[int], stop: Collection[int]) -> tuple[list[int], list[int]]:
-    """End at the first stop token; the rows behind it were never part of the text."""
-    end = next((i + 1 for i, t in enumerate(new) if t in stop), len(new))
-    return path[:end], new[:end]
+def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
+    """Store keys and values of these rows, each of which continues the one before."""
+    if not path:
+        return
+    is_run = path[-1] - path[0] == len(path) - 1
+    taken = slice(path[0], path[-1] + 1) if is_run else torch.tensor(path, device=made.fresh[0][0].device)
+    for layer, (k, v) in enumerate(made.fresh):
+        kv.append(layer, k[:, taken], v[:, taken], rows.pos[path[0]])

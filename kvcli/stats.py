@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.drafts.report import Report
-    from kvcli.forward import Pass
     from kvcli.rows import Rows
 
 
 FEW = 32  # tokens; a rate over fewer says more about the moment than about the machine
+
+
+def _nothing(row: int) -> list[float]:
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Step:
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the text
     seconds: float  # wall time from proposing to committing; of a step that is over, to its end
-    made: Pass | None = field(default=None, repr=False)  # the pass itself: fresh keys, values and queries
+    gleaned: Callable[[int], list[float]] = _nothing  # what the drafter gleans, by row of logits
 
     @property
     def n_drafted(self) -> int:

@@ -5,11 +5,12 @@ What a pass was about to add is lost with it and made again; what was added befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvcli import build
 from kvcli.errors import KvcliError
+from kvcli.feed import Asks
 from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.kv.slots import nbytes
 from kvcli.policies.base import Phase
@@ -30,54 +31,74 @@ class Owner(Protocol):
     def limit(self) -> int: ...
 
 
-def read(owner: Owner, ids: Sequence[int], new: int, stats: Stats) -> Iterator[int]:
-    """Have the session read `ids`, of which its text may be the beginning. Yields tokens committed, per chunk.
+class Steady:
+    """One answer under way: its passes, each made again after a lack of memory."""
 
-    `new`: tokens of the answer to come, for which the ways out of a lack of memory leave room.
-    """
-    session = owner.session
-    while True:
-        try:
-            yield from session.read(ids[len(session.ids) :])
-            return
-        except Exception as error:
-            lack = _lack(error)
-        _relieve(owner, lack, stats, "read" if session.committed == len(ids) - 1 else "reading", len(ids) + new)
-        if len(ids) >= owner.limit:
-            raise _explained(owner, lack, stats.prompt, len(ids) + new)
+    def __init__(self, owner: Owner, prompt: int, new: int, stats: Stats) -> None:
+        """A prompt of so many tokens, and at most `new` of an answer, for which the ways out leave room."""
+        self.said: list[str] = []  # the answer in words, as far as it goes; an error hands it back
+        self._owner, self._prompt, self._end, self._stats = owner, prompt, prompt + new, stats
+        self._lack: Shortage | None = None  # that ended the last pass, behind what that pass added
 
+    def chunk(self, ids: Sequence[int]) -> Asks[bool]:
+        """Have the session read on in `ids`, by a chunk; False once all is read."""
+        owner = self._owner
+        while True:
+            session = owner.session
+            try:
+                return (yield from session.chunk(ids))
+            except Exception as error:
+                lack = _lack(error)
+            yield from self._relieve(lack, "read" if session.committed == len(ids) - 1 else "reading")
+            if len(ids) >= owner.limit:
+                raise self._explained(lack)
 
-def answer(
-    owner: Owner, new: int, stop: Collection[int], cancel: Callable[[], bool], stats: Stats, said: Sequence[str]
-) -> Iterator[Sequence[int]]:
-    """`Session.stream` -> the tokens that each pass added, its steps folded into `stats`.
+    def step(self, text: Sequence[int], stop: Collection[int]) -> Asks[Sequence[int]]:
+        """One pass behind `text`: the tokens that it added; none if memory has no room for more."""
+        owner, session = self._owner, self._owner.session
+        while len(text) < self._end:
+            if self._lack is None:
+                try:
+                    if len(session.ids) < len(text):  # the past was lost; the last token is pending again after this
+                        while (yield from session.chunk(text)):
+                            pass
+                    step = yield from session.step(stop, self._end - len(text))
+                    self._stats.fold(step)
+                    return step.new
+                except Exception as error:
+                    self._lack = _lack(error)
+            if rest := session.ids[len(text) :]:  # added by the pass that broke, which nobody heard of
+                self._stats.passes += 1
+                self._stats.new += len(rest)
+                return rest
+            lack, self._lack = self._lack, None
+            yield from self._relieve(lack, "answering")
+            self._end = min(self._end, owner.limit)
+        return ()
 
-    `said`: the answer in words, as far as it goes by then; an error hands it back.
-    """
-    session = owner.session
-    text, end = list(session.ids), len(session.ids) + new
-    while True:
-        try:
-            if len(session.ids) < len(text):  # the past was lost; the last token is pending again after this
-                session.feed(text[len(session.ids) :])
-            for step in session.stream(end - len(text), stop, cancel):
-                stats.fold(step)
-                text += step.new
-                yield step.new
-            return
-        except Exception as error:
-            lack = _lack(error)
-        if rest := session.ids[len(text) :]:  # added by the pass that broke, which nobody heard of
-            stats.passes += 1
-            stats.new += len(rest)
-            text += rest
-            yield rest
-            if rest[-1] in stop:
-                return
-        _relieve(owner, lack, stats, "answering", end, said)
-        end = min(end, owner.limit)
-        if len(text) >= end:
-            return
+    def _relieve(self, lack: Shortage, phase: Phase) -> Asks[None]:
+        """Take the next steps and say so; raises the lack, explained, when there are none."""
+        owner, stats = self._owner, self._stats
+        at = owner.session.committed if phase == "reading" else len(owner.session.ids)
+        found = yield from relieve(owner.session, owner.profile, owner.limit, phase)
+        owner.profile = found.profile
+        stats.limit = owner.limit
+        if found.steps:
+            stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(found.steps)} from here on")
+        if not found.is_over:
+            raise self._explained(lack)
+
+    def _explained(self, lack: Shortage) -> Shortage:
+        """The lack with what there was room for, and what has room for the whole text."""
+        session, profile = self._owner.session, self._owner.profile
+        held = sum(nbytes(session.kv, session.view).values())
+        lines = list(lack.lines)
+        if session.committed:
+            lines.append(f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB")
+        detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(self.said)}
+        ways = _shorter(lack.most or session.committed, self._prompt, profile)
+        ways += [words for words, changes in _larger(session, profile) if _holds(session, profile, changes, self._end)]
+        return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)
 
 
 def _lack(error: Exception) -> Shortage:
@@ -87,31 +108,6 @@ def _lack(error: Exception) -> Shortage:
         raise error
     lack.__context__ = None
     return lack.with_traceback(None)
-
-
-def _relieve(owner: Owner, lack: Shortage, stats: Stats, phase: Phase, wanted: int, said: Sequence[str] = ()) -> None:
-    """Take the next steps and say so; raises the lack, explained, when there are none."""
-    at = owner.session.committed if phase == "reading" else len(owner.session.ids)
-    found = relieve(owner.session, owner.profile, owner.limit, phase)
-    owner.profile = found.profile
-    stats.limit = owner.limit
-    if found.steps:
-        stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(found.steps)} from here on")
-    if not found.is_over:
-        raise _explained(owner, lack, stats.prompt, wanted, said)
-
-
-def _explained(owner: Owner, lack: Shortage, prompt: int, wanted: int, said: Sequence[str] = ()) -> Shortage:
-    """The lack with what there was room for, and what has room for a text of `wanted` tokens."""
-    session, profile = owner.session, owner.profile
-    held = sum(nbytes(session.kv, session.view).values())
-    lines = list(lack.lines)
-    if session.committed:
-        lines.append(f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB")
-    detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(said)}
-    ways = _shorter(lack.most or session.committed, prompt, profile)
-    ways += [words for words, changes in _larger(session, profile) if _holds(session, profile, changes, wanted)]
-    return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)
 
 
 def _larger(session: Session, profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:

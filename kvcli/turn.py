@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from kvcli import steady
-from kvcli.api import Cancel, End, Events, Finish, Live, Read, Text, Turn
+from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
 from kvcli.errors import BadInput
+from kvcli.feed import Work
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import nbytes
 from kvcli.loops import Loops
 from kvcli.losses import approx
 from kvcli.memory import peak_bytes
 from kvcli.stats import Stats
+from kvcli.steady import Steady
 from kvcli.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -47,10 +47,11 @@ class Answering:
     def __init__(self, model: Model, asked: Asked) -> None:
         self._model, self._asked = model, asked
         self._stats = Stats(prompt=len(asked.ids), limit=model.limit, load=model.info.load_seconds)
+        self._steady = Steady(model, len(asked.ids), asked.new, self._stats)
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # when memory was last looked at
 
-    def events(self) -> Events:
+    def events(self) -> Work[Event, None]:
         """Live and Read first, then Text as it comes, End last. The session survives whatever ends it."""
         model, session = self._model, self._model.session
         model.answering = self
@@ -58,10 +59,9 @@ class Answering:
             session.sampler = self._asked.sampler
             self._stats.cached = session.resume(self._asked.ids)
             session.spans = self._asked.spans
-            for event in chain([Live(self._stats)], self._read(), self._write()):
-                yield event
-                if model.answering is not self and not isinstance(event, End):
-                    raise BadInput("another answer began before this one ended", code="interleaved")
+            yield from self._say(Live(self._stats))
+            yield from self._read()
+            yield from self._write()
         except (GeneratorExit, Shortage):  # the session survives a lack of memory
             raise
         except BaseException:
@@ -69,49 +69,58 @@ class Answering:
                 session.rewind(0)  # whatever broke, the next question starts from a past that is right
             raise
 
-    def _read(self) -> Events:
+    def _say(self, event: Event) -> Work[Event, None]:
+        yield event
+        if self._model.answering is not self:
+            raise BadInput("another answer began before this one ended", code="interleaved")
+
+    def _read(self) -> Work[Event, None]:
         stats, began = self._stats, time.perf_counter()
-        for done in steady.read(self._model, self._asked.ids, self._asked.new, stats):
+        while (yield from self._steady.chunk(self._asked.ids)):
             stats.read = time.perf_counter() - began
             self._measure()
-            yield Read(done, stats.prompt, stats.cached, stats.read)
+            yield from self._say(Read(self._model.session.committed, stats.prompt, stats.cached, stats.read))
             if self._cancel():
                 return
         stats.read = time.perf_counter() - began
         self._measure(at_once=True)
-        yield Read(stats.prompt, stats.prompt, stats.cached, stats.read)
+        yield from self._say(Read(stats.prompt, stats.prompt, stats.cached, stats.read))
 
-    def _write(self) -> Events:
-        stats, new, stops, strings = self._stats, self._asked.new, self._asked.stops, self._asked.strings
-        words, said, answer = Detokenizer(self._model.tokenizer), list[str](), list[int]()
+    def _write(self) -> Work[Event, None]:
+        stats, asked = self._stats, self._asked
+        words, said = Detokenizer(self._model.tokenizer), self._steady.said
+        text, answer = list(asked.ids), list[int]()
         before = self._model.session.drafter.report()
-        loops, loop = Loops(self._asked.stop_loops, self._asked.ids), None
+        loops, loop = Loops(asked.stop_loops, asked.ids), None
         finish: Finish = "length"
         shown = 0  # tokens of the answer that went out with a piece
-        for added in steady.answer(self._model, new, stops, self._cancel, stats, said):
-            if added:
-                stats.first_token = stats.first_token or stats.read + stats.decode
+        while len(answer) < asked.new and not self._cancel():
+            added = yield from self._steady.step(text, asked.stops)
+            if not added:
+                break
+            text += added
+            stats.first_token = stats.first_token or stats.read + stats.decode
             self._measure()
             piece = ""
             for i in added:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
                 answer.append(i)
-                piece += strings.push(words.push([i] if i not in stops else []))
-                loop = loops.hear(i) if i not in stops and not strings.is_hit else None
-                if strings.is_hit or loop:
+                piece += asked.strings.push(words.push([i] if i not in asked.stops else []))
+                loop = loops.hear(i) if i not in asked.stops and not asked.strings.is_hit else None
+                if asked.strings.is_hit or loop:
                     break
             if piece:
                 said.append(piece)
-                yield Text(piece, tuple(answer[shown:]))
+                yield from self._say(Text(piece, tuple(answer[shown:])))
                 shown = len(answer)
-            if strings.is_hit or loop or (added and answer[-1] in stops):
+            if asked.strings.is_hit or loop or answer[-1] in asked.stops:
                 finish = "loop" if loop else "stop"
                 break
-        if finish == "length" and len(answer) < min(new, self._model.limit - stats.prompt):
+        if finish == "length" and len(answer) < min(asked.new, self._model.limit - stats.prompt):
             finish = "interrupted"
-        rest = strings.push(words.finish()) + strings.finish()
+        rest = asked.strings.push(words.finish()) + asked.strings.finish()
         if rest:
             said.append(rest)
-            yield Text(rest, tuple(answer[shown:]))
+            yield from self._say(Text(rest, tuple(answer[shown:])))
         self._measure(at_once=True)
         if self._model.foretell is not None:
             stats.estimate, stats.available = self._model.foretell(self._model.profile, stats.context)

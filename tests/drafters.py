@@ -14,6 +14,7 @@ class Scripted:
     """A drafter that knows the text plain decoding gives (prompt included)."""
 
     view: Policy | None = None
+    glean = None
 
     def __init__(self, truth: Sequence[int], vocab: int, stop: int) -> None:
         self.truth, self.vocab, self.stop = list(truth), vocab, stop

@@ -117,7 +117,7 @@ def test_what_only_looks_refuses_a_damaged_model_too(machine, tmp_path, command)
     (tmp_path / "config.json").write_text('{"model_type": "llama"')
     done = machine(*command.split(), str(tmp_path))
     assert done.exit == ExitStatus.BAD_MODEL, done.err
-    assert "is not JSON" in done.err
+    assert "is not JSON" in " ".join(done.err.split())  # folded by the length of a temporary path
 
 
 @pytest.mark.parametrize("command", NAMING)

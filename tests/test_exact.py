@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,13 @@ from kvcli.drafts.base import Drafter, Off
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.mix import Mix
 from kvcli.drafts.ngram import Ngram
+from kvcli.engine import Engine, drive, events
+from kvcli.feed import Feed, Work
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window
+from kvcli.rows import Rows
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import drafters, families
@@ -74,17 +79,25 @@ def prompt() -> list[int]:
     return families.prompt(17, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]
 
 
-def decode(storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> list[int]:
+def opened(storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> Session:
     model = lm(storage, dtype)
     keep, every = POLICIES[policy]
     stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
     kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, stored)
-    session = Session(
-        model, kv, drafter, SAMPLERS[sampler], view=view(model, kv, drafter), policy=keep, every=every, chunk=13
-    )
-    session.feed(prompt())
-    for _ in session.stream(NEW, stop={STOP}):
-        assert session.committed == len(session.ids) - 1
+    reads = view(model, kv, drafter)
+    return Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
+
+
+def written(session: Session) -> Work[object, list[int]]:
+    yield from session.read(prompt())
+    yield from session.stream(NEW, stop={STOP})
+    return session.ids
+
+
+def decode(storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> list[int]:
+    session = opened(storage, policy, sampler, dtype, drafter)
+    for said in events(written(session)):
+        assert session.committed == len(session.ids) - 1 or isinstance(said, int)
     return session.ids
 
 
@@ -102,6 +115,44 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 ) -> None:
     want = plain(storage, policy, sampler, dtype)
     assert decode(storage, policy, sampler, dtype, DRAFTERS[drafter](want)) == want
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("storage", "dtype"), STORAGES)
+def test_texts_side_by_side_are_those_of_plain_decoding_alone(storage: str, policy: str, dtype: str) -> None:
+    """Eight in one engine, by turns every drafter with every sampler; one is cancelled, and one breaks on the way."""
+    pairs = list(product(DRAFTERS, SAMPLERS))
+    first = 7 * (list(POLICIES).index(policy) + len(POLICIES) * STORAGES.index((storage, dtype)))
+    engine, texts = Engine(rows=40), []
+    for at in range(8):
+        drafter, sampler = pairs[(first + at) % len(pairs)]
+        want = plain(storage, policy, sampler, dtype)
+        session = opened(storage, policy, sampler, dtype, DRAFTERS[drafter](want))
+        texts.append((engine.add(broken(session) if at == 3 else written(session)), want))
+    for n in range(10_000):
+        if not engine.round():
+            break
+        if n == 9:
+            texts[5][0].cancel()
+    for at, (ticket, want) in enumerate(texts):
+        assert ticket.is_over
+        if at == 3:
+            assert isinstance(ticket.error, MemoryError)
+        elif at != 5:
+            assert ticket.result() == want
+
+
+def broken(session: Session) -> Work[object, list[int]]:
+    """A text whose pass breaks, alone as among others."""
+    yield from session.read(prompt())
+
+    class Torn(Dense):
+        def attend(self, *args: Any) -> Any:
+            raise MemoryError("no room")
+
+    torn = Torn(session.lm.n_layers, session.lm.n_kv_heads, session.lm.head_dim, session.kv.dtype)
+    yield Feed(session.lm, Rows.chain([1], len(session.ids)), torn)
+    raise AssertionError("it went on")
 
 
 def test_the_right_guesses_are_taken_and_the_wrong_ones_are_not() -> None:
@@ -128,8 +179,8 @@ def test_reading_in_other_chunks_gives_the_same_text(sampler: str) -> None:
         model = lm("sliding", "fp64")
         kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
         session = Session(model, kv, Off(), SAMPLERS[sampler], chunk=chunk)
-        session.feed(prompt())
-        list(session.stream(20))
+        drive(session.read(prompt()))
+        list(events(session.stream(20)))
         texts.append(session.ids)
     assert texts[1:] == texts[:-1]
 
@@ -144,13 +195,13 @@ def test_another_turn_after_an_undo_gives_the_same_text(drafter: str) -> None:
         return Session(model, kv, maker(truth), Sampler(), chunk=13)
 
     alone = fresh(lambda _: Off(), [])
-    alone.feed(second)
-    list(alone.stream(20))
+    drive(alone.read(second))
+    list(events(alone.stream(20)))
     session = fresh(DRAFTERS[drafter], alone.ids)
-    session.feed(first)
-    list(session.stream(10))
+    drive(session.read(first))
+    list(events(session.stream(10)))
     cached = session.resume(second)
     assert cached >= len(first) - 1
-    session.feed(second[len(session.ids) :])
-    list(session.stream(20))
+    drive(session.read(second[len(session.ids) :]))
+    list(events(session.stream(20)))
     assert session.ids == alone.ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from kvcli import build
 from kvcli.drafts.base import Drafter, Off
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
+from kvcli.engine import drive, events
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
@@ -96,8 +97,8 @@ DRAFTERS: dict[str, Callable[[list[int]], Drafter]] = {
 
 def said(name: str, family: str, dtype: torch.dtype, sampler: str, drafter: Drafter) -> list[int]:
     s = session(SETTINGS[name], lm(family, dtype), drafter, sampler=SAMPLERS[sampler])
-    s.feed(prompt())
-    for _ in s.stream(40, stop={STOP}):
+    drive(s.read(prompt()))
+    for _ in events(s.stream(40, stop={STOP})):
         assert s.committed == len(s.ids) - 1
     return s.ids
 
@@ -118,7 +119,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_table_above_does_evict_and_heads_do_differ(name: str) -> None:
     s = session(SETTINGS[name], lm())
-    s.feed(prompt())
+    drive(s.read(prompt()))
     assert sum(count(s)) < 0.9 * s.committed * 2 * 3
     policy = s.policy
     assert isinstance(policy, Heads)
@@ -130,8 +131,8 @@ def test_asked_for_everything_it_is_the_full_cache_bit_by_bit(whole: dict[str, A
     model = lm("llama", torch.float32)
     full, s = session(None, model), session(dataclasses.replace(SMALL, **whole), model)
     for each in (full, s):
-        each.feed(prompt())
-        list(each.stream(256))
+        drive(each.read(prompt()))
+        list(events(each.stream(256)))
     assert s.ids == full.ids
     for i in range(model.n_layers):
         assert torch.equal(s.kv.slots(i).k, full.kv.slots(i).k)
@@ -149,14 +150,14 @@ class Masked:
         self.all = [Slots(empty, empty, empty[..., 0].long()) for _ in range(model.n_layers)]
         self.shown = [empty[..., 0].bool() for _ in range(model.n_layers)]
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         s, mask = self.all[layer], self.shown[layer].unsqueeze(1).expand(-1, q.shape[1], -1)
         if sight.window is not None:
-            mask = mask & (s.pos.unsqueeze(1) > (pos - sight.window).view(1, -1, 1))
+            mask = mask & (s.pos.unsqueeze(1) > (torch.tensor(pos) - sight.window).view(1, -1, 1))
         return [attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)] if s.n_slots else []
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        s, wide = self.all[layer], pos.expand(k.shape[0], -1)
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        s, wide = self.all[layer], torch.arange(start, start + k.shape[1]).expand(k.shape[0], -1)
         self.all[layer] = Slots(torch.cat((s.k, k), 1), torch.cat((s.v, v), 1), torch.cat((s.pos, wide), 1))
         self.shown[layer] = torch.cat((self.shown[layer], torch.ones_like(wide, dtype=torch.bool)), 1)
 
@@ -188,9 +189,9 @@ def test_what_is_freed_is_what_a_mask_would_hide(name: str, family: str) -> None
     model = lm(family)
     freed, masked = session(SETTINGS[name], model), session(SETTINGS[name], model, store=Masked(model))
     for each in (freed, masked):
-        each.feed(prompt())
+        drive(each.read(prompt()))
     for _ in range(30):
-        torch.testing.assert_close(freed.step().logits, masked.step().logits, rtol=0, atol=1e-9)
+        torch.testing.assert_close(drive(freed.step()).logits, drive(masked.step()).logits, rtol=0, atol=1e-9)
         assert freed.ids == masked.ids
         for i in range(model.n_layers):
             a, b = freed.kv.slots(i).pos, masked.kv.slots(i).pos
@@ -199,9 +200,9 @@ def test_what_is_freed_is_what_a_mask_would_hide(name: str, family: str) -> None
 
 def test_positions_are_those_of_the_text_however_little_is_stored() -> None:
     s = session(SETTINGS["budget"], lm())
-    s.feed(prompt())
-    for step in s.stream(20):
-        assert step.rows.pos.tolist() == [len(s.ids) - 2]
+    drive(s.read(prompt()))
+    for step in events(s.stream(20)):
+        assert list(step.rows.pos) == [len(s.ids) - 2]
         for i in range(s.lm.n_layers):
             assert int(s.kv.slots(i).pos.max()) == s.committed - 1
     assert len(s.ids) == len(prompt()) + 20
@@ -210,7 +211,7 @@ def test_positions_are_those_of_the_text_however_little_is_stored() -> None:
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.5, 0.75, 0.9])
 def test_a_budget_is_what_is_kept(keep: float) -> None:
     s = session(dataclasses.replace(SMALL, keep=keep, guard=3), lm())
-    s.feed(prompt(200))
+    drive(s.read(prompt(200)))
     heads = s.lm.n_layers * s.lm.n_kv_heads
     kept = sum(count(s)) / heads / s.committed
     step = 0.6 / heads  # the widest gap between candidates, as a share of all slots
@@ -222,7 +223,7 @@ def test_more_recovery_and_more_budget_keep_more() -> None:
         kept = []
         for value in values:
             s = session(dataclasses.replace(SMALL, **{key: value}), lm())
-            s.feed(prompt())
+            drive(s.read(prompt()))
             kept.append(sum(count(s)))
         assert kept == sorted(kept)
         assert kept[0] < kept[-1] == s.committed * 2 * 3
@@ -230,14 +231,14 @@ def test_more_recovery_and_more_budget_keep_more() -> None:
 
 def test_sliding_layers_are_left_whole() -> None:
     s = session(dataclasses.replace(SMALL, recovery=0.0), lm("gemma2"))
-    s.feed(prompt())
-    list(s.stream(10))
+    drive(s.read(prompt()))
+    list(events(s.stream(10)))
     assert [c == 2 * s.committed for c in count(s)] == [True, False, True]
 
 
 def test_nothing_is_evicted_before_the_prompt_was_read() -> None:
     s = session(SMALL, lm())
-    reading = s.read(prompt())
+    reading = events(s.read(prompt()))
     assert next(reading) == 23
     assert count(s) == [46] * 3
 
@@ -246,8 +247,8 @@ def test_special_tokens_system_text_and_the_newest_stay_in_every_head() -> None:
     s = session(dataclasses.replace(SMALL, recovery=0.0), lm())
     ids = [1, *prompt()]
     s.spans = [Span(30, 40, SYSTEM)]
-    s.feed([*ids[:50], 2, *ids[50:]])
-    list(s.stream(12))
+    drive(s.read([*ids[:50], 2, *ids[50:]]))
+    list(events(s.stream(12)))
     policy = s.policy
     assert isinstance(policy, Heads)
     assert policy.chosen() == {i: ["special"] * 2 for i in range(3)}
@@ -261,9 +262,9 @@ def test_special_tokens_system_text_and_the_newest_stay_in_every_head() -> None:
 def test_punctuation_of_the_answer_stays_where_heads_keep_punctuation() -> None:
     own = dataclasses.replace(SMALL, policies=("punct",), recovery=0.0, punct_cap=1.0)
     s = session(own, lm())
-    s.feed(prompt())
-    s.feed([11, 50, 51, 20, *[52 + i % 5 for i in range(40)]])  # a later prompt of the same text
-    list(s.stream(10))
+    drive(s.read(prompt()))
+    drive(s.read([11, 50, 51, 20, *[52 + i % 5 for i in range(40)]]))  # a later prompt of the same text
+    list(events(s.stream(10)))
     at = [i for i, token in enumerate(s.ids[: s.committed]) if int(kinds()[token]) in (PUNCT, NEWLINE)]
     assert len(at) > 3
     assert s.kv.slots(0).n_slots < s.committed, "nothing was forgotten"
@@ -276,35 +277,35 @@ def test_punctuation_of_the_answer_stays_where_heads_keep_punctuation() -> None:
 
 def test_a_long_later_prompt_is_measured_and_a_short_one_is_not() -> None:
     s = session(SMALL, lm())
-    s.feed(prompt())
+    drive(s.read(prompt()))
     policy = s.policy
     assert isinstance(policy, Heads)
     first = policy.chosen()
-    list(s.stream(6))
-    s.feed(families.prompt(5, seed=8))
+    list(events(s.stream(6)))
+    drive(s.read(families.prompt(5, seed=8)))
     assert policy.chosen() == first
     assert [layer.measured for layer in policy._layers.values()] == [89] * 3
-    s.feed(families.prompt(80, seed=8))
+    drive(s.read(families.prompt(80, seed=8)))
     assert [layer.measured for layer in policy._layers.values()] == [s.committed] * 3
 
 
 def test_an_undo_reads_anew_and_answers_alike_and_a_fork_goes_its_own_way() -> None:
     s = session(SETTINGS["again"], lm())
-    s.feed(prompt())
+    drive(s.read(prompt()))
     other = s.fork()
-    first = [t for step in s.stream(20) for t in step.new]
-    assert [t for step in other.stream(20) for t in step.new] == first
+    first = [t for step in events(s.stream(20)) for t in step.new]
+    assert [t for step in events(other.stream(20)) for t in step.new] == first
     assert s.resume(prompt()) == 0
-    s.feed(prompt())
-    assert [t for step in s.stream(20) for t in step.new] == first
+    drive(s.read(prompt()))
+    assert [t for step in events(s.stream(20)) for t in step.new] == first
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 40])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_short_prompts_answer(name: str, n: int) -> None:
     s = session(SETTINGS[name], lm())
-    s.feed(prompt(n))
-    assert len([t for step in s.stream(25) for t in step.new]) == 25
+    drive(s.read(prompt(n)))
+    assert len([t for step in events(s.stream(25)) for t in step.new]) == 25
 
 
 # --- while answering
@@ -409,7 +410,7 @@ def test_heads_of_a_head_map_keep_everything(tmp_path: Path, name: str, keep: fl
     rows = [[0.0, 0.9], [0.4, 0.5], [0.1, 0.2]]
     own = dataclasses.replace(SMALL, headmap=heads_file(tmp_path, rows, name), recovery=0.0, keep=keep)
     s = session(own, lm())
-    s.feed(prompt())
+    drive(s.read(prompt()))
     policy = s.policy
     assert isinstance(policy, Heads)
     full = {(i, j) for i, layer in policy.chosen().items() for j, choice in enumerate(layer) if choice == "full"}
@@ -436,8 +437,8 @@ def test_the_shipped_profiles_answer(name: str) -> None:
     profile = load_profile(name)
     assert profile.exactness == "approx"
     s = build.session(lm("llama", torch.float32), profile)
-    s.feed(prompt())
-    list(s.stream(5))
+    drive(s.read(prompt()))
+    list(events(s.stream(5)))
     assert profile.policy.slots(1000) == (500 if name == "fastgen" else 1000)
 
 
@@ -445,13 +446,13 @@ def test_the_shipped_profiles_answer(name: str) -> None:
 def test_a_prompt_inside_the_guard_is_no_evidence_and_its_answer_stays_whole(recovery: Any) -> None:
     own = dataclasses.replace(SMALL, guard=24, recovery=recovery, kl_max=1e9, replay=8)
     s = session(own, lm())
-    s.feed(prompt(20))
+    drive(s.read(prompt(20)))
     policy = s.policy
     assert isinstance(policy, Heads)
-    list(s.stream(60))
+    list(events(s.stream(60)))
     assert policy.chosen() == {}
     assert count(s) == [2 * s.committed] * 3, "nobody was judged, so nobody forgets"
-    s.feed(families.prompt(40, seed=8))
+    drive(s.read(families.prompt(40, seed=8)))
     assert set(policy.chosen()) == {0, 1, 2}, "a prompt behind more than the guard is measured"
     assert sum(count(s)) < 6 * s.committed
 
@@ -461,7 +462,7 @@ def test_what_no_head_may_forget_is_no_evidence() -> None:
     for end in (30, 36):  # the guard begins at 36 of 60
         s = session(dataclasses.replace(SMALL, guard=24), lm())
         s.spans = [Span(0, end, SYSTEM)]
-        s.feed([*families.prompt(60), 5])
+        drive(s.read([*families.prompt(60), 5]))
         assert isinstance(s.policy, Heads)
         measured.append(set(s.policy.chosen()))
     assert measured == [{0, 1, 2}, set()]

@@ -22,8 +22,8 @@ FLOORS = [
         "chat_file config demo documents family files foreign gguf headers hub layers outlet outside packages problems "
         "profile profile_file refusals resolve sandbox schema settings sizes small_file source template "
         "template_worker text tokenizer toml_places values",
-        "api heard kinds kv loops machine memory rows sample stats token_kinds verify",
-        "budget forward model policies replay rope seam weights",
+        "api feed heard kinds kv loops machine memory rows sample stats token_kinds verify",
+        "budget engine forward model policies readback replay rope seam weights",
         "drafts",
         "boundary build chats clashes conversation kvcli local losses relief schemas session steady transcript turn "
         "window world",
@@ -126,6 +126,18 @@ def test_only_build_knows_the_methods_by_name():
     # arithmetic that a report shares with the method it reports on names no method
     shared = {f"kvcli.policies.{name}" for name in ("recovery", "knapsack", "headmap")}
     assert [(m, t) for m, t in past if t.count(".") == 2 and not t.endswith(".base") and t not in shared] == []
+
+
+def test_one_file_calls_a_model():
+    """What wants a pass yields a feed, or asks the engine. Benchmarks of others and the demo's training stand aside."""
+    names = ("model", "lm.model", "self.model", "self.lm.model", "session.lm.model", "self._lm.model")
+    callers = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names and _place(module) not in ("bench", "demo")
+    }
+    assert callers == {"kvcli.engine"}
 
 
 def test_policies_and_drafts_meet_only_in_views():

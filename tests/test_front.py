@@ -24,7 +24,7 @@ def rand(*shape: int) -> torch.Tensor:
 
 def grown(kv: Dense, n: int, start: int = 0) -> None:
     for layer in range(LAYERS):
-        kv.append(layer, rand(HEADS, n, DIM), rand(HEADS, n, DIM), torch.arange(start, start + n))
+        kv.append(layer, rand(HEADS, n, DIM), rand(HEADS, n, DIM), start)
 
 
 def pick(policy):
@@ -56,12 +56,12 @@ def test_between_two_choices_new_tokens_join():
     kv, front, _ = pair(Window(sinks=2, window=6), every=10)
     grown(kv, 30)
     q = rand(4, 1, DIM)
-    front.attend(0, q, Sight(1.0), torch.tensor([30]))
+    front.attend(0, q, Sight(1.0), [30])
     grown(kv, 4, 30)
-    front.attend(0, q, Sight(1.0), torch.tensor([34]))
+    front.attend(0, q, Sight(1.0), [34])
     assert front._copy.slots(0).pos[0].tolist() == [0, 1, *range(24, 34)]
     grown(kv, 7, 34)
-    front.attend(0, q, Sight(1.0), torch.tensor([41]))
+    front.attend(0, q, Sight(1.0), [41])
     assert front._copy.slots(0).pos[0].tolist() == [0, 1, *range(35, 41)]
 
 
@@ -99,7 +99,7 @@ def test_slots_that_hold_nothing_are_never_read():
 
 def test_an_empty_store_has_nothing_to_show():
     kv, front, _ = pair(Window(), every=8)
-    assert front.attend(0, rand(4, 1, DIM), Sight(1.0), torch.tensor([0])) == []
+    assert front.attend(0, rand(4, 1, DIM), Sight(1.0), [0]) == []
     assert sum(use.nbytes for use in front.usage()) == sum(use.nbytes for use in kv.usage())
 
 
@@ -108,7 +108,7 @@ def test_quest_reads_the_page_that_the_query_wants():
     k = 0.01 * rand(HEADS, 64, DIM)
     q = rand(4, 1, DIM)
     k[0, 21] = 3 * q[0, 0]  # head 0 of two; queries 0 and 1 are its group
-    kv.append(0, k, rand(HEADS, 64, DIM), torch.arange(64))
+    kv.append(0, k, rand(HEADS, 64, DIM), 0)
     mask = Quest(page=8, pages=1, sinks=1, local=2).keep(kv.slots(0), moment(kv.slots(0), q))
     assert mask[0].nonzero().flatten().tolist() == [0, *range(16, 24), 62, 63]
     assert mask[1].sum() <= 8 + 3
@@ -116,7 +116,7 @@ def test_quest_reads_the_page_that_the_query_wants():
 
 def test_a_page_that_a_head_has_lost_is_not_chosen():
     kv = Dense(1, HEADS, DIM, torch.float32)
-    kv.append(0, rand(HEADS, 64, DIM), rand(HEADS, 64, DIM), torch.arange(64))
+    kv.append(0, rand(HEADS, 64, DIM), rand(HEADS, 64, DIM), 0)
     held = torch.ones(HEADS, 64, dtype=torch.bool)
     held[0, :8] = False  # its padding must not pass for the first page
     kv.keep(0, held)

@@ -17,7 +17,8 @@ from kvcli.drafts.base import Off
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.mix import Mix
 from kvcli.drafts.mixer import Mixer
-from kvcli.forward import Pass, run
+from kvcli.engine import drive, events, run
+from kvcli.feed import Feed
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
 from kvcli.policies.base import Plain
@@ -49,8 +50,8 @@ def decode(drafter: Any, sampler: Sampler = GREEDY, new: int = NEW, stop: frozen
     model = lm()
     kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
     session = Session(model, kv, drafter, sampler, view=view(model, kv, drafter), chunk=13, **more)
-    session.feed(prompt())
-    steps = list(session.stream(new, stop))
+    drive(session.read(prompt()))
+    steps = list(events(session.stream(new, stop)))
     return session.ids, steps
 
 
@@ -100,8 +101,8 @@ def test_a_view_that_shows_nothing() -> None:
     kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
     blind = front(model, kv, Blind(), 4)
     session = Session(model, kv, Lookahead(adaptive=False).drafter(), GREEDY, view=blind, chunk=13)
-    session.feed(prompt())
-    list(session.stream(NEW))
+    drive(session.read(prompt()))
+    list(events(session.stream(NEW)))
     assert session.ids == plain()
 
 
@@ -163,7 +164,7 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
     drafter = Lookahead(adaptive=False, refresh=4, **shown).drafter()
     kept: dict[str, Any] = {"policy": policy, "every": 16 if policy else None}
     session = Session(model, kv, drafter, GREEDY, view=view(model, kv, drafter), chunk=13, **kept)
-    session.feed(prompt())
+    drive(session.read(prompt()))
     want, poisoned = decode(Off(), **kept)[0], 0
     while len(session.ids) < len(want):
         with torch.inference_mode():
@@ -171,7 +172,7 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
                 empty = (slab.pos < 0).expand(slab.k.shape[:-1])  # spare room, and holes of heads that hold less
                 slab.k[empty] = slab.v[empty] = 1e6
                 poisoned += int(empty.sum())
-        session.step(most=len(want) - len(session.ids))
+        drive(session.step(most=len(want) - len(session.ids)))
     assert session.ids == want
     assert poisoned
 
@@ -180,13 +181,13 @@ def test_tree_rows_see_neither_scouts_nor_other_branches() -> None:
     model = lm()
     kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
     session = Session(model, kv, Off(), GREEDY, chunk=13)
-    session.feed(prompt())
+    drive(session.read(prompt()))
     sees = torch.ones(3, 3, dtype=torch.bool).tril()
 
     def logits(left: int, right: int, scouts: list[int]) -> torch.Tensor:
         draft = Draft([left, 8, right, 9], [-1, 0, -1, 2], Scouts(scouts, [1, 2, 3], sees, []))
         rows = Rows.build(session.ids[-1], session.committed, draft)
-        return run(model, Pass(rows, kv), rows.want)
+        return run([Feed(model, rows, kv, want=rows.want)])[0].logits
 
     one, other = logits(5, 6, [1, 2, 3]), logits(5, 7, [50, 60, 70])
     torch.testing.assert_close(one[[0, 1, 2]], other[[0, 1, 2]], rtol=0, atol=1e-12)
@@ -264,8 +265,8 @@ def test_the_text_of_a_seed_has_the_law_of_the_model() -> None:
         if not depth:
             return {(): 1.0}
         plain = session(Off(), 0)
-        plain.feed(text)
-        ids, logp = sampler.warp(plain.step().logits[:1].float())
+        drive(plain.read(text))
+        ids, logp = sampler.warp(drive(plain.step()).logits[:1].float())
         return {
             (token, *rest): p * q
             for token, p in zip(ids[0].tolist(), logp[0].exp().tolist(), strict=True)
@@ -278,15 +279,15 @@ def test_the_text_of_a_seed_has_the_law_of_the_model() -> None:
     for seed in range(runs, runs + 30):  # the drafter hears what may follow, or it has nothing to guess
         base.resume(start)
         base.sampler = Sampler(temperature=1.0, top_k=3, seed=seed)
-        base.feed(start[len(base.ids) :])
-        list(base.stream(3))
+        drive(base.read(start[len(base.ids) :]))
+        list(events(base.stream(3)))
     base.resume(start)
-    base.feed(start[len(base.ids) :])
+    drive(base.read(start[len(base.ids) :]))
     for seed in range(runs):
         one = base.fork()
         one.sampler = Sampler(temperature=1.0, top_k=3, seed=seed)
         one.drafter.start(one.ids, one.sampler)
-        accepted += sum(step.n_accepted for step in one.stream(3))
+        accepted += sum(step.n_accepted for step in events(one.stream(3)))
         seen[tuple(one.ids[len(start) :])] += 1
     assert accepted > runs // 10  # or it was plain decoding that was tested
     large = {text: p for text, p in want.items() if p * runs >= 5}

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
+from kvcli.feed import Made
 from kvcli.heard import Heard
+from kvcli.rows import Rows
 
 
-def chunk(start: int, hear: list[int] | None, n: int) -> Any:
+def hear(heard: Heard, start: int, n: int) -> None:
     """A pass of n rows from `start` on, one layer, whose query is its position."""
-    pos = torch.arange(start, start + n)
-    heard = pos[hear or []].double().view(1, -1, 1)
-    return SimpleNamespace(hear=hear, rows=SimpleNamespace(pos=pos), queries=[heard])
+    rows, asked = Rows.chain([1] * n, start), heard.of_chunk(start, n)
+    queries = torch.tensor([rows.pos[row] for row in asked], dtype=torch.float64).view(1, -1, 1)
+    heard.take(rows, asked, Made(torch.empty(0), lambda row: 0, lambda row: [], (), [queries]), range(n))
 
 
 @pytest.mark.parametrize("recent", [0, 1, 3, 5, 40])
@@ -25,8 +24,7 @@ def test_the_latest_and_the_probed_are_held_and_nothing_else(recent: int, size: 
     heard, n = Heard(recent, lambda n: probed), 17
     heard.begin(n)
     for start in range(0, n, size):
-        rows = min(size, n - start)
-        heard.take(chunk(start, heard.of_chunk(start, rows), rows), range(rows))
+        hear(heard, start, min(size, n - start))
     want = sorted({*probed, *range(max(0, n - recent), n)})
     assert heard.pos == want
     q, pos = heard.of(0, torch.zeros(1, 1, 1))

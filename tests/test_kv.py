@@ -23,7 +23,7 @@ def filled(n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Dense:
     for m in (1, n // 3, n - n // 3 - 1):
         for layer in range(L):
             k, v = (torch.randn(K, m, D, generator=g, dtype=torch.float64).to(dtype) for _ in "kv")
-            kv.append(layer, k, v, torch.arange(at, at + m))
+            kv.append(layer, k, v, at)
         at += m
     return kv
 
@@ -51,7 +51,7 @@ def test_shuffling_slots_changes_nothing() -> None:
     order = torch.randperm(37, generator=torch.Generator().manual_seed(1))
     shuffled = Dense(L, K, D, torch.float64)
     for i in order.tolist():
-        shuffled.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], slots.pos[0, i : i + 1])
+        shuffled.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], int(slots.pos[0, i]))
     torch.testing.assert_close(read(shuffled, q, pos), want)
 
 
@@ -64,7 +64,7 @@ def test_a_sliding_window_hides_what_is_too_old(window: int, n: int, shuffle: bo
         slots, order = kv.slots(1), torch.randperm(37, generator=torch.Generator().manual_seed(2))
         kv = Dense(L, K, D, torch.float64)
         for i in order.tolist():
-            kv.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], slots.pos[0, i : i + 1])
+            kv.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], int(slots.pos[0, i]))
     q, pos = rows(n, 37)
     s = kv.slots(1)
     mask = s.pos.unsqueeze(1) > (pos - window).view(1, -1, 1)
@@ -81,7 +81,7 @@ def test_unequal_heads_read_their_own_slots_and_take_more() -> None:
     torch.testing.assert_close(read(kv, *rows(5, 37)), out)
     assert int((fell.pos >= 0).sum()) == int((~mask).sum())
     k, v = torch.randn(K, 2, D, dtype=torch.float64), torch.randn(K, 2, D, dtype=torch.float64)
-    kv.append(1, k, v, torch.tensor([37, 38]))
+    kv.append(1, k, v, 37)
     after = kv.slots(1)
     for j in range(K):
         held = after.pos[j][after.pos[j] >= 0].tolist()
@@ -132,7 +132,7 @@ def test_reserved_room_is_counted_and_never_moves() -> None:
     kv.reserve(100)
     at = kv.slots(0).k.untyped_storage().data_ptr()
     for i in range(100):
-        kv.append(0, torch.ones(K, 1, D), torch.ones(K, 1, D), torch.tensor([i]))
+        kv.append(0, torch.ones(K, 1, D), torch.ones(K, 1, D), i)
     assert kv.slots(0).k.untyped_storage().data_ptr() == at
     assert nbytes(kv)["cpu"] == L * Dense.STEP * (2 * K * D * 4 + 4)
 
@@ -147,15 +147,15 @@ def test_cropping_forgets_the_newest(ragged: bool) -> None:
         pos = kv.slots(layer).pos
         assert int(pos.max()) < 20
         assert 0 in pos[0].tolist()
-    kv.append(0, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), torch.tensor([20]))
+    kv.append(0, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), 20)
     assert kv.slots(0).pos[0].tolist() == list(range(21))
 
 
 @pytest.mark.parametrize("n", [2, 1100])  # long runs are read with the spare room behind them
 def test_numbers_that_are_not_finite_go_with_their_text(n: int) -> None:
     kv, ones = Dense(1, K, D, torch.float32), torch.ones(K, n, D)
-    kv.append(0, ones, ones, torch.arange(n))
-    kv.append(0, ones[:, :2] / 0, ones[:, :2] * torch.nan, torch.arange(n, n + 2))
+    kv.append(0, ones, ones, 0)
+    kv.append(0, ones[:, :2] / 0, ones[:, :2] * torch.nan, n)
     kv.crop(n)
     q, pos = rows(1, n)
     torch.testing.assert_close(read(kv, q.float(), pos, layer=0), torch.ones(H, 1, D))
@@ -189,7 +189,7 @@ def test_running_out_of_memory_while_growing_leaves_the_store_as_it_was(monkeypa
     torch.testing.assert_close(read(kv, *rows(5, 37)), want)
     kv.reserve(600)
     for layer in range(L):
-        kv.append(layer, ones, ones, torch.tensor([37]))
+        kv.append(layer, ones, ones, 37)
     assert kv.slots(1).n_slots == 38
 
 
@@ -207,7 +207,7 @@ def test_running_out_of_memory_leaves_unequal_heads_as_they_were(verb: str, monk
 
     def grow() -> None:
         if verb == "append":
-            kv.append(1, ones, ones, pos)
+            kv.append(1, ones, ones, 37)
         elif verb == "take":
             kv.take(1, Slots(ones, ones, pos.expand(K, -1)))
         else:
@@ -245,9 +245,7 @@ def test_the_newest_slots_are_those_stored_last(ragged: bool) -> None:
     kv = filled(37)
     if ragged:
         kv.keep(1, uneven(kv.slots(1)))
-    kv.append(
-        1, torch.ones(K, 2, D, dtype=torch.float64), torch.ones(K, 2, D, dtype=torch.float64), torch.tensor([37, 38])
-    )
+    kv.append(1, torch.ones(K, 2, D, dtype=torch.float64), torch.ones(K, 2, D, dtype=torch.float64), 37)
     newest = kv.newest(1, 3)
     for j, pos in enumerate(newest.pos):
         kept = [p for p in range(37) if not ragged or p % (j + 1) == 0]

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from kvcli import build
+from kvcli.engine import drive, events, run
 from kvcli.errors import KvcliError
-from kvcli.forward import Pass, run
+from kvcli.feed import Feed
 from kvcli.kernels.column_mass import column_mass
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
 from kvcli.policies.kvzip_scorer import Repeated
 from kvcli.profile import load_profile
 from kvcli.rows import Rows
-from kvcli.session import Session
+from kvcli.session import Session, commit
 from tests import families
 
 torch.set_num_threads(1)
@@ -35,20 +36,19 @@ def scored(s: Session) -> Repeated:
 
 def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
     ids, s = families.prompt(N + 1), session(keep=1.0)
-    s.feed(ids)
+    drive(s.read(ids))
 
     for start, end in ((0, 25), (25, 50), (50, N)):
         kv = Dense(TINY.n_layers, TINY.n_kv_heads, TINY.head_dim, TINY.dtype)
-        first = Pass(Rows.chain(ids[:N], 0), kv)
-        run(TINY, first, first.rows.ids[:0])
-        first.commit(list(range(N)))
-        again = Pass(Rows.chain(ids[max(0, start - 3) : end], N), kv, hear=list(range(end - max(0, start - 3))))
-        run(TINY, again, again.rows.ids[:0])
+        first = Rows.chain(ids[:N], 0)
+        commit(kv, first, *run([Feed(TINY, first, kv)]), range(N))
+        rows = Rows.chain(ids[max(0, start - 3) : end], N)
+        (again,) = run([Feed(TINY, rows, kv, hear=range(rows.n_rows))])
         for layer in range(TINY.n_layers):
             there = [p for p in range(N) if p < 2 or start <= p < end]
             k = torch.cat((kv.slots(layer).k[:, there], again.fresh[layer][0]), 1)
-            pos = torch.cat((torch.tensor(there), again.rows.pos)).expand(TINY.n_kv_heads, -1)
-            every = column_mass(again.queries[layer], again.rows.pos, k, pos, TINY.sights[layer].scale, over="none")
+            pos = torch.cat((torch.tensor(there), where := torch.tensor(rows.pos))).expand(TINY.n_kv_heads, -1)
+            every = column_mass(again.queries[layer], where, k, pos, TINY.sights[layer].scale, over="none")
             want = every.amax((1, 2))[:, [i for i, p in enumerate(there) if start <= p < end and p >= 2]]
             torch.testing.assert_close(scored(s)._score[layer][:, max(2, start) : end], want)
 
@@ -56,8 +56,8 @@ def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
 def test_nothing_of_the_repetition_is_stored() -> None:
     ids, s, plain = families.prompt(N + 1), session(keep=1.0), build.session(TINY, load_profile("exact"))
     for each in (s, plain):
-        each.feed(ids)
-        list(each.stream(12))
+        drive(each.read(ids))
+        list(events(each.stream(12)))
     assert s.ids == plain.ids
     assert s.kv.slots(0).pos.tolist() == plain.kv.slots(0).pos.tolist()
 
@@ -65,7 +65,7 @@ def test_nothing_of_the_repetition_is_stored() -> None:
 def test_what_scores_highest_stays_over_all_layers_and_heads() -> None:
     s, whole = session(keep=0.4), session(keep=1.0)
     for each in (s, whole):
-        each.feed(families.prompt(N + 1))
+        drive(each.read(families.prompt(N + 1)))
     kept, gone = [], []
     for layer, score in scored(whole)._score.items():
         for j, pos in enumerate(s.kv.slots(layer).pos):
@@ -79,13 +79,13 @@ def test_what_scores_highest_stays_over_all_layers_and_heads() -> None:
 
 def test_a_second_prompt_repeats_only_what_came_since() -> None:
     s = session(keep=0.5)
-    s.feed(families.prompt(N + 1))
-    list(s.stream(6))
+    drive(s.read(families.prompt(N + 1)))
+    list(events(s.stream(6)))
     seen = []
     scorer = scored(s)
     inner = scorer.rereads
     scorer.rereads = lambda first, n: seen.append(inner(first, n)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
-    s.feed(families.prompt(20, seed=4))
+    drive(s.read(families.prompt(20, seed=4)))
     assert seen == [[(58, 86), (83, 87)]]
 
 
@@ -93,8 +93,8 @@ def test_a_text_that_leaves_no_room_behind_it_is_refused() -> None:
     short = LM.of(families.build("llama", max_position_embeddings=64))
     s = session(short)
     with pytest.raises(KvcliError, match="repeats the text behind itself") as refused:
-        s.feed(families.prompt(N + 1))
+        drive(s.read(families.prompt(N + 1)))
     assert refused.value.code == "context_overflow"
     fits = session(short)
-    fits.feed(families.prompt(50))
+    drive(fits.read(families.prompt(50)))
     assert scored(fits)._pieces[0] == (0, 12), "pieces are as long as the room behind the text allows"

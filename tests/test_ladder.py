@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcli.build import view
 from kvcli.drafts.base import Drafter, Off
+from kvcli.engine import drive, events
 from kvcli.kernels.merge import merge
 from kvcli.kv import disk, folder
 from kvcli.kv.dense import Dense
@@ -79,14 +80,14 @@ def fill(kv: Store, n: int, settle_at: int = 10) -> None:
     for at in range(0, n, 5):
         for layer in range(L):
             k, v = (torch.randn(K, 5, D, generator=g, dtype=torch.float64) for _ in "kv")
-            kv.append(layer, k.to(kv.dtype), v.to(kv.dtype), torch.arange(at, at + 5))
+            kv.append(layer, k.to(kv.dtype), v.to(kv.dtype), at)
         if (at + 5) % settle_at == 0:
             kv.settle(None)
 
 
 def read(kv: Store, window: int | None = None, n: int = 40, layer: int = 1) -> Tensor:
     q = torch.randn(H, 3, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    parts = kv.attend(layer, q.to(kv.dtype), Sight(0.3, 0.0, window), torch.arange(n, n + 3))
+    parts = kv.attend(layer, q.to(kv.dtype), Sight(0.3, 0.0, window), range(n, n + 3))
     return merge([*parts, *parts])  # a part merged with itself is itself
 
 
@@ -138,7 +139,7 @@ def test_a_long_rung_waits_until_moving_is_worth_it() -> None:
     held = []
     for at in range(0, 80, 2):
         for layer in range(L):
-            kv.append(layer, *torch.randn(2, K, 2, D, dtype=torch.float64).unbind(0), torch.arange(at, at + 2))
+            kv.append(layer, *torch.randn(2, K, 2, D, dtype=torch.float64).unbind(0), at)
         kv.settle(None)
         held.append(kv.usage()[0].slots)
     assert held == [*range(2, 68, 2), *[64, 66] * 3, 64]
@@ -229,10 +230,10 @@ def test_the_last_rung_says_when_it_is_full_and_keeps_what_it_has(below: bool) -
 def test_a_host_tier_answers_rows_of_its_device_and_counts_as_host() -> None:
     one, host = Dense(L, K, D, torch.float64), Host(Dense(L, K, D, torch.float64), "cpu")
     for layer in range(L):
-        host.append(layer, *(t := torch.randn(2, K, 9, D, dtype=torch.float64)).unbind(0), torch.arange(9))
-        one.append(layer, *t.unbind(0), torch.arange(9))
+        host.append(layer, *(t := torch.randn(2, K, 9, D, dtype=torch.float64)).unbind(0), 0)
+        one.append(layer, *t.unbind(0), 0)
     q = torch.randn(H, 3, D, dtype=torch.float64)
-    (want,), (got,) = (kv.attend(1, q, Sight(0.3), torch.arange(9, 12)) for kv in (one, host))
+    (want,), (got,) = (kv.attend(1, q, Sight(0.3), range(9, 12)) for kv in (one, host))
     assert torch.equal(got.out, want.out)
     assert nbytes(host) == {"host": nbytes(one)["cpu"]}
     assert positions_of(host.newest(1, 4)) == [[5, 6, 7, 8]] * K
@@ -373,8 +374,8 @@ def decode(name: str, model: str, policy: str, sampler: str, dtype: str, drafter
     session = Session(
         found, kv, drafter, SAMPLERS[sampler], view=view(found, kv, drafter), policy=keep, every=8, chunk=13
     )
-    session.feed(prompt())
-    for _ in session.stream(NEW, stop={STOP}):
+    drive(session.read(prompt()))
+    for _ in events(session.stream(NEW, stop={STOP})):
         assert session.committed == len(session.ids) - 1
     return session.ids
 
@@ -410,8 +411,8 @@ def test_rungs_that_round_nothing_give_the_text_of_one_tier(name: str, model: st
     found = lm(model, "fp64")
     session = Session(found, Dense(found.n_layers, found.n_kv_heads, found.head_dim, found.dtype), Off(),
                       SAMPLERS["sampled"], chunk=13)  # fmt: skip
-    session.feed(prompt())
-    list(session.stream(NEW, stop={STOP}))
+    drive(session.read(prompt()))
+    list(events(session.stream(NEW, stop={STOP})))
     assert plain(name, model, "all", "sampled", "fp64") == session.ids
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from kvcli.rows import Draft, Rows
-from kvcli.sample import Sampler, Seen
-from kvcli.verify import exact
+from kvcli.sample import Sampler
+from kvcli.verify import walk
 
 V, LENGTH = 4, 3
 Law = dict[tuple[int, ...], float]
@@ -62,27 +62,14 @@ def variation(a: Law, b: Law) -> float:
 # ---- the engine's rule ----
 
 
-class Every:
-    """Stands in for a sampler: each row is drawn from its distribution, all draws in turn."""
-
-    needs_text, temperature = False, 0.0  # all rows at once
-
-    def __init__(self) -> None:
-        self.drawn: tuple[int, ...] = ()
-
-    def __call__(self, logits: Any, pos: Any, seen: Any = None) -> torch.Tensor:
-        return torch.tensor(self.drawn[: len(pos)])
-
-
 def engine_law(p: np.ndarray, pending: int, draft: Draft) -> Law:
-    rows, sampler = Rows.build(pending, 7, draft), Every()
-    ids = rows.ids.tolist()
+    """Each row is drawn from its distribution, all draws in turn."""
+    rows = Rows.build(pending, 7, draft)
 
     def outcomes() -> Iterator[tuple[tuple[int, ...], float]]:
         for drawn in itertools.product(range(V), repeat=rows.tree):
-            sampler.drawn = drawn
-            weight = float(np.prod([p[i, t] for i, t in zip(ids, drawn, strict=True)]))
-            _, new = exact(rows, torch.zeros(rows.tree, V), sampler, Seen(V))
+            weight = float(np.prod([p[i, t] for i, t in zip(rows.ids, drawn, strict=True)]))
+            _, new = walk(rows, drawn.__getitem__)
             yield tuple(new), weight
 
     return completed(outcomes(), p, pending)

@@ -155,8 +155,21 @@ def test_the_seed_is_the_streams_own_whatever_is_asked_before_it_starts() -> Non
 
 @pytest.mark.parametrize("new", [0, -3])
 def test_an_answer_without_tokens_is_refused(new: int) -> None:
-    with pytest.raises(BadInput, match="at least one token"):
+    with pytest.raises(BadConfig, match="in what was asked of an answer") as found:
         model().generate(prompt(), max_new_tokens=new)
+    assert "max_new_tokens" in str(found.value.lines)
+
+
+def test_settings_of_one_answer_leave_the_next_alone() -> None:
+    m = model(sample={"temperature": 0.0})
+    plain = m.generate(prompt(), max_new_tokens=12).ids
+    hot = m.generate(prompt(), max_new_tokens=12, temperature=3.0, seed=4).ids
+    assert hot != plain
+    assert m.generate(prompt(), max_new_tokens=12, temperature=3.0, seed=4).ids == hot
+    assert m.generate(prompt(), max_new_tokens=12).ids == plain
+    with pytest.raises(BadConfig, match="1 problem") as found:
+        m.generate(prompt(), temprature=1.0)
+    assert "temperature" in str(found.value.lines)
 
 
 @pytest.mark.parametrize("token", [-1, 2048])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcli.build import view
 from kvcli.drafts.base import Drafter, Off
+from kvcli.engine import drive, events
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
@@ -109,7 +110,7 @@ def test_the_cpu_reads_the_same_in_sixteen_bits(bits: tuple[int, int], n: int, e
 @pytest.mark.parametrize(("bits", "off"), [((16, 16), 1e-12), ((8, 8), 0.02), ((4, 4), 0.25), ((2, 2), 0.9)], ids=str)
 def test_the_error_is_that_of_the_rounding(bits: tuple[int, int], off: float) -> None:
     whole, s = Dense(L, K, D, torch.float64), made(N)
-    whole.append(1, s.k, s.v, s.pos[0])
+    whole.append(1, s.k, s.v, int(s.pos[0, 0]))
     q, pos = rows(5)
     want = merge(whole.attend(1, q, Sight(0.3), pos))
     found = (read(filled(bits), q, pos, Sight(0.3)) - want).norm() / want.norm()
@@ -154,7 +155,7 @@ def test_heads_bring_different_numbers(bits: tuple[int, int]) -> None:
     for j in range(K):
         held = given.pos[j] >= 0
         assert by_position(kv.slots(0), j)[0] == given.pos[j][held].tolist()
-    alone.append(0, s.k, s.v, s.pos[0])  # the first head brought all
+    alone.append(0, s.k, s.v, int(s.pos[0, 0]))  # the first head brought all
     torch.testing.assert_close(by_position(kv.slots(0), 0)[1], by_position(alone.slots(0), 0)[1])
     assert kv.n_slots(0) == N
     assert kv.n_slots(1) == 0
@@ -245,7 +246,7 @@ def test_bytes_are_a_fraction_of_sixteen_bits(bits: tuple[int, int], most: float
     noise = torch.Generator().manual_seed(0)
     k, v = (torch.randn(K, n, d, generator=noise).bfloat16() for _ in "kv")
     for a in range(0, n, 62):
-        kv.append(0, k[:, a : a + 62], v[:, a : a + 62], torch.arange(a, a + 62))
+        kv.append(0, k[:, a : a + 62], v[:, a : a + 62], a)
     mask = torch.zeros(K, n, dtype=torch.bool)
     for j in range(K):
         mask[j, : 64 * 10 * (j + 1)] = True
@@ -306,8 +307,8 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
         kv = Ladder(Dense(*shape), [Rung(packed)], holds=7, group=GROUP, sinks=2)
         chosen = {"view": view(model, kv, drafter), "policy": keep, "every": every or 16, "chunk": 13}
         session = Session(model, kv, drafter, SAMPLERS["sampled"], **chosen)
-        session.feed(prompt())
-        list(session.stream(40))
+        drive(session.read(prompt()))
+        list(events(session.stream(40)))
         assert packed.n_slots(1) > 20 or policy == "ragged"
         return session.ids
 

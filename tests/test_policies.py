@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcli import build
+from kvcli.engine import drive, events
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots, nbytes
 from kvcli.model import LM
@@ -69,10 +70,10 @@ def test_what_is_not_kept_is_freed(policy: dict[str, object]) -> None:
     s = session(**policy)
     full = build.session(TINY, load_profile("exact"))
     for each in (s, full):
-        each.feed(families.prompt(301))
+        drive(each.read(families.prompt(301)))
     slot = sum(nbytes(full.kv).values()) / -(-301 // 256) / 256
     assert sum(nbytes(s.kv).values()) <= slot * s_slots(policy) * 1.3
-    list(s.stream(70))
+    list(events(s.stream(70)))
     assert s.kv.slots(0).n_slots <= s_slots(policy) + 64
 
 
@@ -84,12 +85,12 @@ def s_slots(policy: dict[str, object]) -> int:
 def test_a_conversation_goes_on_from_what_is_left_and_an_undo_reads_anew() -> None:
     s = session(name="window", sinks=2, window=9)
     ids = families.prompt(60)
-    s.feed(ids)
-    list(s.stream(5))
+    drive(s.read(ids))
+    list(events(s.stream(5)))
     assert s.resume([*s.ids, 7, 8]) == s.committed == 64
     assert s.resume(ids[:50]) == 0
     short = session(name="window", sinks=2, window=900)
-    short.feed(ids)
+    drive(short.read(ids))
     assert short.resume(ids[:50]) == 49, "nothing fell out, so nothing has to be read again"
 
 
@@ -105,27 +106,27 @@ EDGES = (
 @pytest.mark.parametrize("n", [1, 3, 60])
 def test_smallest_and_largest_settings_answer_and_an_undo_answers_alike(policy: dict[str, object], n: int) -> None:
     ids, s = families.prompt(n), session(**policy)
-    s.feed(ids)
-    first = [token for step in s.stream(20) for token in step.new]
+    drive(s.read(ids))
+    first = [token for step in events(s.stream(20)) for token in step.new]
     kept = s.resume(ids)
     assert kept in (0, n - 1)
-    s.feed(ids[len(s.ids) :])
-    assert [token for step in s.stream(20) for token in step.new] == first
+    drive(s.read(ids[len(s.ids) :]))
+    assert [token for step in events(s.stream(20)) for token in step.new] == first
 
 
 def test_a_fork_has_a_past_of_its_own() -> None:
     s = session(name="window", sinks=2, window=20)
-    s.feed(families.prompt(60))
+    drive(s.read(families.prompt(60)))
     other = s.fork()
     assert other.lm is s.lm
     before = s.kv.slots(0).pos.tolist()
-    other.feed(families.prompt(9, seed=4))
-    list(other.stream(6))
+    drive(other.read(families.prompt(9, seed=4)))
+    list(events(other.stream(6)))
     assert s.kv.slots(0).pos.tolist() == before
     assert len(s.ids) == 60
     again = s.fork()
-    again.feed(families.prompt(9, seed=4))
-    list(again.stream(6))
+    drive(again.read(families.prompt(9, seed=4)))
+    list(events(again.stream(6)))
     assert again.ids == other.ids
 
 

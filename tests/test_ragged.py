@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcli.drafts.base import Drafter, Off
+from kvcli.engine import drive, events
 from kvcli.kernels.merge import Part, merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.ragged import Extents
@@ -50,8 +51,9 @@ class Listed:
                     out[head, row] = torch.softmax(score, 0) @ torch.stack([v for *_, v in near])
         return [Part(out, lse)]
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        self.take(layer, Slots(k, v, pos.expand(k.shape[0], -1)), moved=False)
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        pos = torch.arange(start, start + k.shape[1]).expand(k.shape[0], -1)
+        self.take(layer, Slots(k, v, pos), moved=False)
 
     def take(self, layer: int, slots: Slots, moved: bool = True) -> None:
         self.changes += moved
@@ -136,9 +138,9 @@ def test_whatever_happens_a_store_is_a_list_per_head(data: st.DataObject) -> Non
         if verb == "append":  # as a pass commits: the same rows in every layer
             m = data.draw(st.integers(1, 40))
             for each in range(layers):
-                k, v, pos = rand(n_kv, m, dim), rand(n_kv, m, dim), torch.arange(at, at + m)
-                kv.append(each, k, v, pos)
-                plain.append(each, k, v, pos)
+                k, v = rand(n_kv, m, dim), rand(n_kv, m, dim)
+                kv.append(each, k, v, at)
+                plain.append(each, k, v, at)
             at += m
         elif verb == "keep":
             before = plain.slots(layer)
@@ -200,13 +202,13 @@ def test_heads_of_equal_length_are_read_at_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ragged, "attend", noted)
     kv = Dense(1, 3, 4, torch.float64)
-    kv.append(0, torch.ones(3, 60, 4), torch.ones(3, 60, 4), torch.arange(60))
+    kv.append(0, torch.ones(3, 60, 4), torch.ones(3, 60, 4), 0)
     kv.settle(lambda layer, s: (s.pos + torch.arange(3).view(-1, 1)) % 3 == 0)
-    kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), Sight(1.0), torch.tensor([60]))
+    kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), Sight(1.0), [60])
     assert calls == [(3, None)]
     calls.clear()
     kv.settle(lambda layer, s: (s.pos < 12) | (torch.arange(3).view(-1, 1) == 1))
-    kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), Sight(1.0), torch.tensor([60]))
+    kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), Sight(1.0), [60])
     assert sorted(calls) == [(1, None), (2, None)]
 
 
@@ -216,14 +218,14 @@ def test_numbers_that_are_not_finite_go_with_their_text() -> None:
     ones = torch.ones(3, 60, 4, dtype=torch.float64)
     bad = ones.clone()
     bad[:, 30:] = torch.nan
-    kv.append(0, bad, bad / 0, torch.arange(60))
+    kv.append(0, bad, bad / 0, 0)
     kv.settle(lambda layer, s: s.pos < 10 * (1 + torch.arange(3).view(-1, 1)))
-    kv.append(0, ones[:, :1], ones[:, :1] * torch.inf, torch.tensor([60]))
+    kv.append(0, ones[:, :1], ones[:, :1] * torch.inf, 60)
     kv.crop(60)
     q = torch.ones(6, 1, 4, dtype=torch.float64)
-    assert not bool(merge(kv.attend(0, q, Sight(1.0), torch.tensor([60]))).isnan().any())
+    assert not bool(merge(kv.attend(0, q, Sight(1.0), [60])).isnan().any())
     for window in (45, 32):
-        out = merge(kv.attend(0, q, Sight(1.0, 0.0, window), torch.tensor([60])))
+        out = merge(kv.attend(0, q, Sight(1.0, 0.0, window), [60]))
         assert not bool(out.isnan().any())
 
 
@@ -243,8 +245,8 @@ def text(
     model = lm(name)
     kv = kind(model.n_layers, model.n_kv_heads, model.head_dim, torch.float64)
     session = Session(model, kv, drafter, Sampler(), policy=keep, every=every, chunk=chunk)  # type: ignore[arg-type]
-    session.feed(families.prompt(30))
-    for _ in session.stream(16):
+    drive(session.read(families.prompt(30)))
+    for _ in events(session.stream(16)):
         assert session.committed == len(session.ids) - 1
     return session
 

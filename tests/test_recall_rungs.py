@@ -13,6 +13,7 @@ from torch import Tensor
 from kvcli import build
 from kvcli.build import view
 from kvcli.drafts.base import Drafter, Off
+from kvcli.engine import drive, events
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
@@ -126,10 +127,10 @@ def test_a_tier_read_in_its_own_way_is_read_as_in_the_plain_one(name: str, epsil
         holed(kv)
         q = torch.randn(H, 5, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         q *= torch.tensor([0.1, 9, 1, 12, 9]).unsqueeze(1)  # flat rows read everything where that is asked of them
-        parts.append(merge(kv.attend(1, q, Sight(0.3), torch.arange(400, 405))))
-        whole = merge(tier.attend(1, q, Sight(0.3), torch.arange(400, 405)))
+        parts.append(merge(kv.attend(1, q, Sight(0.3), range(400, 405))))
+        whole = merge(tier.attend(1, q, Sight(0.3), range(400, 405)))
         assert not torch.allclose(parts[-1], whole), "a part was read"
-        prompt = merge(kv.attend(1, q, Sight(0.3, is_prompt=True), torch.arange(400, 405)))
+        prompt = merge(kv.attend(1, q, Sight(0.3, is_prompt=True), range(400, 405)))
         assert torch.equal(prompt, whole)
         assert 0 < kv.tally.streamed < kv.tally.asked if epsilon else not kv.tally.streamed
     torch.testing.assert_close(parts[0], parts[1])
@@ -206,7 +207,7 @@ def test_what_a_pass_read_of_a_far_tier_is_fetched_once() -> None:
     g, base = torch.Generator().manual_seed(3), torch.randn(H, 1, D, dtype=torch.float64)
     for n in (1, 4, 1, 70, 2):
         q = base + 0.5 * torch.randn(H, n, D, generator=g, dtype=torch.float64)
-        got, want = (merge(one.attend(1, q, Sight(0.3), torch.arange(400, 400 + n))) for one in (kv, plain))
+        got, want = (merge(one.attend(1, q, Sight(0.3), range(400, 400 + n))) for one in (kv, plain))
         torch.testing.assert_close(got, want)
     near = kv._near
     assert near is not None
@@ -276,8 +277,8 @@ def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) 
         every=8,
         chunk=13,
     )
-    session.feed(test_exact.prompt())
-    list(session.stream(test_exact.NEW, stop={test_exact.STOP}))
+    drive(session.read(test_exact.prompt()))
+    list(events(session.stream(test_exact.NEW, stop={test_exact.STOP})))
     return session.ids, kv
 
 
@@ -321,7 +322,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
         if rungs:
             kv = Ladder(dense, [Rung(recall.below(low, model.sights))], holds=5, group=4, sinks=1)
         session = Session(model, kv, Off(), test_exact.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)
-        session.feed(families.prompt(90))
+        drive(session.read(families.prompt(90)))
         stores.append(kv.slots(2))
     a, b = stores
     assert torch.equal(a.pos, b.pos)
@@ -356,8 +357,8 @@ RECALL = {"method": "minmax", "page": 3, "floor": 4, "sinks": 1, "recent": 4, "e
 def test_a_profile_reads_a_part_of_any_ladder(other: dict[str, dict[str, object]]) -> None:
     model = lm("fp32")
     session = build.session(model, profile(recall=RECALL, **other))
-    session.feed(families.prompt(400))
-    list(session.stream(12))
+    drive(session.read(families.prompt(400)))
+    list(events(session.stream(12)))
     index = {use.layer for use in session.kv.usage() if use.tier == "index" and use.nbytes > 100}
     assert index == set(range(1, model.n_layers))
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcli.engine import drive, events, run
 from kvcli.errors import BadConfig
-from kvcli.forward import Pass, run
+from kvcli.feed import Asks, Feed
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, compact
 from kvcli.model import LM
@@ -42,8 +43,9 @@ class Trial(Plain):
     def keep(self, s: Slots, at: Moment) -> Tensor:
         return (self.mask[s.pos.clamp(min=0).long()] | (at.phase == "reading")) & (s.pos >= 0)
 
-    def settle_on(self, loss: Loss) -> None:
-        self.lost += [loss(self.keep), loss(lambda s, at: s.pos >= 0)]
+    def settle_on(self, loss: Loss) -> Asks[None]:
+        for pick in (self.keep, lambda s, at: s.pos >= 0):
+            self.lost.append((yield from loss(pick)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
@@ -52,17 +54,17 @@ def test_what_is_lost_is_the_kl_of_the_newest_tokens_by_the_past_that_is_left(fa
     n, start = len(ids) - 1, len(ids) - 1 - Trial.replays
     mask = torch.arange(n) % 3 != 1
     s = session(None, model, policy=(trial := Trial(mask)))
-    s.feed(ids)
+    drive(s.read(ids))
     rows = Rows.chain(ids[start:n], start)
 
     def predicted(kept: Tensor | None) -> Tensor:
         full = session(None, model)
-        full.feed([*ids[:start], 0])
+        drive(full.read([*ids[:start], 0]))
         kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
         for layer in range(model.n_layers):
             held = full.kv.slots(layer)
             kv.put(layer, compact(held, held.pos >= 0 if kept is None else kept[held.pos.long()]))
-        return run(model, Pass(rows, kv), torch.arange(rows.n_rows)).log_softmax(-1)
+        return run([Feed(model, rows, kv, want=range(rows.n_rows))])[0].logits.log_softmax(-1)
 
     whole, some = predicted(None), predicted(mask)
     want = float((whole.exp() * (whole - some)).sum(-1).mean())
@@ -79,7 +81,7 @@ def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool) -> None:
         s = session(dataclasses.replace(own, kl_max=most), lm())
         lost: list[float] = []
         _note(s.policy, lost)
-        s.feed(prompt())
+        drive(s.read(prompt()))
         assert isinstance(s.policy, Heads)
         assert min(lost) <= most or s.policy.recovery == 1.0
         kept.append(sum(count(s)))
@@ -92,12 +94,12 @@ def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool) -> None:
 def _note(policy: Any, lost: list[float]) -> None:
     settle_on = policy.settle_on
 
-    def noting(loss: Loss) -> None:
-        def noted(pick: Any) -> float:
-            lost.append(loss(pick))
+    def noting(loss: Loss) -> Asks[None]:
+        def noted(pick: Any) -> Asks[float]:
+            lost.append((yield from loss(pick)))
             return lost[-1]
 
-        settle_on(noted)
+        yield from settle_on(noted)
 
     policy.settle_on = noting
 
@@ -117,16 +119,16 @@ def test_what_is_tried_is_what_is_kept_in_the_end() -> None:
     low: list[tuple[float, dict[int, Tensor]]] = []
     settle_on = policy.settle_on
 
-    def noting(loss: Loss) -> None:
-        def each(pick: Any) -> float:
-            found = loss(pick)
+    def noting(loss: Loss) -> Asks[None]:
+        def each(pick: Any) -> Asks[float]:
+            found = yield from loss(pick)
             low.append((policy.recovery, dict(seen)))
             return found
 
-        settle_on(each)
+        yield from settle_on(each)
 
     policy.settle_on = noting  # type: ignore[method-assign]
-    s.feed(prompt())
+    drive(s.read(prompt()))
     (chosen,) = [masks for t, masks in low if t == policy.recovery]
     for layer, pos in chosen.items():
         held = s.kv.slots(layer).pos[0]
@@ -135,32 +137,32 @@ def test_what_is_tried_is_what_is_kept_in_the_end() -> None:
 
 def test_a_text_too_short_to_predict_again_stays_whole_and_another_text_begins_anew() -> None:
     s = session(AUTO, lm())
-    s.feed(prompt()[:2])
+    drive(s.read(prompt()[:2]))
     assert count(s) == [2] * 3
     s.rewind(0)
-    s.feed(prompt())
+    drive(s.read(prompt()))
     first = count(s)
     assert sum(first) < s.committed * 6
     s.rewind(0)
-    s.feed(prompt())
+    drive(s.read(prompt()))
     assert count(s) == first
 
 
 def test_where_nothing_was_measured_nothing_is_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
 
-    def counted(*args: Any) -> Tensor:
-        passes.append(args)
-        return run(*args)
+    def counted(feed: Feed) -> Feed:
+        passes.append(feed)
+        return feed
 
-    monkeypatch.setattr("kvcli.replay.run", counted)
     s = session(AUTO, lm())
-    s.feed(prompt())
+    monkeypatch.setattr("kvcli.replay.Feed", lambda *args, **more: counted(Feed(*args, **more)))
+    drive(s.read(prompt()))
     assert len(passes) == 1 + 6, "once with everything, and six halves"
-    list(s.stream(6))
-    s.feed(families.prompt(5, seed=8))
+    list(events(s.stream(6)))
+    drive(s.read(families.prompt(5, seed=8)))
     assert len(passes) == 1 + 6, "too short to be measured"
-    s.feed(families.prompt(80, seed=8))
+    drive(s.read(families.prompt(80, seed=8)))
     assert len(passes) == 2 * (1 + 6)
 
 
@@ -194,7 +196,7 @@ class Ear(Plain):
 def test_learned_sinks_take_attention_from_what_heads_recover() -> None:
     model = sinking()
     s = session(None, model, policy=(ear := Ear()))
-    s.feed(prompt(60))
+    drive(s.read(prompt(60)))
     read = [at for at in ear.heard if at.phase == "read"]
     own = [layer.self_attn.sinks for layer in model.model.model.layers]
     assert [torch.equal(at.sink, each) for at, each in zip(read, own, strict=True)] == [True] * 3  # type: ignore[arg-type]
@@ -220,7 +222,7 @@ def test_fastgen_judges_by_the_sinks_of_the_layer() -> None:
     value = []
     for model in (sinking(), _deaf(sinking())):
         s = session(dataclasses.replace(SMALL, recovery=0.6), model)
-        s.feed(prompt())
+        drive(s.read(prompt()))
         assert isinstance(s.policy, Heads)
         value.append(s.policy._layers[1].value)
     aware, deaf = value
@@ -246,30 +248,30 @@ def _deaf(model: LM) -> LM:
 def test_kinds_are_told_only_to_who_asks() -> None:
     for more, told in (({}, 0), ({"wants_kinds": True}, 59), ({"guard": Guard(kinds=frozenset({4}))}, 59)):
         s = session(None, lm(), policy=(ear := Ear(**more)))
-        s.feed(prompt(60))
+        drive(s.read(prompt(60)))
         assert {at.kinds.shape[0] for at in ear.heard if at.phase == "read"} == {told}
 
 
 @pytest.mark.parametrize(("more", "held"), [({}, []), ({"recent": 4}, [55, 56, 57, 58])])
 def test_probed_queries_go_when_the_prompt_is_read(more: dict[str, Any], held: list[int]) -> None:
     s = session(None, lm(), policy=(ear := Ear(**more)), every=3)
-    s.feed(prompt(60))
+    drive(s.read(prompt(60)))
     at = [at for at in ear.heard if at.phase == "read"][-1]
     assert at.q_pos.tolist() == sorted({*range(0, 59, 5), *held})
     assert s.heard.pos == held
-    list(s.stream(8))
+    list(events(s.stream(8)))
     assert ear.heard[-1].q_pos.shape[0] == len(held)
     assert s.rewind(30) == 0, "what a policy learned of a text cannot be taken back in part"
 
 
 def test_probed_queries_stay_for_who_needs_them_longer() -> None:
     s = session(None, lm(), policy=(ear := Ear(lasting=True)), every=3)
-    s.feed(prompt(60))
-    list(s.stream(8))
+    drive(s.read(prompt(60)))
+    list(events(s.stream(8)))
     assert ear.heard[-1].phase == "answering"
     assert ear.heard[-1].q_pos.tolist() == list(range(0, 59, 5))
     s = session(None, lm(), policy=KeepAll())
-    s.feed(prompt(60))
+    drive(s.read(prompt(60)))
     assert s.rewind(30) == 29, "who hears nothing can be taken back"
 
 

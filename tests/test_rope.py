@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvcli.drafts.base import Off
+from kvcli.engine import drive, events
 from kvcli.errors import BadModel
 from kvcli.kernels.rotate import Rotary
 from kvcli.kv.dense import Dense
@@ -39,8 +40,8 @@ def store(model: LM, rope: bool) -> Dense:
 
 def read(model: LM, rope: bool) -> Session:
     session = Session(model, store(model, rope), Off(), Sampler(), chunk=13)
-    session.feed(families.prompt(40))
-    list(session.stream(12))
+    drive(session.read(families.prompt(40)))
+    list(events(session.stream(12)))
     return session
 
 
@@ -96,8 +97,8 @@ def test_drafts_and_evictions_over_keys_before_rope_give_the_same_text(sampler: 
 
     def text(rope: bool, drafter: object) -> list[int]:
         session = Session(model, store(model, rope), drafter, sampler, policy=Ragged(), every=11, chunk=13)  # type: ignore[arg-type]
-        session.feed(families.prompt(40))
-        list(session.stream(30))
+        drive(session.read(families.prompt(40)))
+        list(events(session.stream(30)))
         return session.ids
 
     plain = text(rope=False, drafter=Off())
@@ -112,7 +113,7 @@ def test_what_falls_out_and_what_is_taken_in_is_rotated() -> None:
     k, v = (torch.randn(model.n_kv_heads, 20, model.head_dim, generator=g, dtype=torch.float64) for _ in "kv")
     mask = torch.rand(model.n_kv_heads, 20, generator=g) < 0.5
     for kv in (a, b):
-        kv.append(0, k, v, torch.arange(20))
+        kv.append(0, k, v, 0)
     fell = [kv.keep(0, mask) for kv in (a, b)]
     held = fell[1].pos >= 0
     torch.testing.assert_close(fell[0].k[held], fell[1].k[held])
@@ -130,7 +131,7 @@ def test_evicting_again_and_again_rounds_a_key_once() -> None:
     rotary = Rotary(100.0 ** (-torch.arange(0, 8, 2) / 8))
     kv = Dense(1, 1, 8, torch.bfloat16, rope=[rotary])
     k = torch.randn(1, 60, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    kv.append(0, k, k, torch.arange(60))
+    kv.append(0, k, k, 0)
     once = kv.slots(0).k
     torch.testing.assert_close(once, k, atol=0.03, rtol=0.03)
     for n in range(59, 29, -1):

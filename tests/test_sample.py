@@ -17,10 +17,12 @@ from transformers.generation.logits_process import (
 )
 
 from kvcli.errors import BadModel
+from kvcli.feed import Feed
 from kvcli.kernels.gumbel import gumbel
+from kvcli.readback import Readback, fetch
 from kvcli.rows import Draft, Rows
-from kvcli.sample import Sampler, Seen
-from kvcli.verify import exact
+from kvcli.sample import Draw, Sampler, Seen
+from kvcli.verify import walk
 
 V = 13
 
@@ -68,9 +70,9 @@ def test_the_law_is_that_of_transformers(sampler: Sampler, seed: int) -> None:
 @pytest.mark.parametrize("sampler", SETTINGS)
 def test_draws_follow_the_law(sampler: Sampler) -> None:
     n, row = 20_000, logits(seed=3)
-    drawn = sampler(row.expand(n, -1), torch.arange(n))
+    found = sampler(row.expand(n, -1), torch.arange(n))
     p = law(sampler, row)
-    counts = torch.bincount(drawn, minlength=V).double()
+    counts = torch.bincount(found, minlength=V).double()
     assert counts[p == 0].sum() == 0
     live = p > 0
     chi2 = ((counts[live] - n * p[live]) ** 2 / (n * p[live])).sum()
@@ -122,9 +124,25 @@ def test_one_row_and_many_rows_draw_the_same() -> None:
     assert together == [int(sampler(rows[i : i + 1], pos[i : i + 1])[0]) for i in range(9)]
 
 
+def back(sampler: Sampler, rows: Rows, logits: torch.Tensor, seen: Seen, at_once: bool) -> Readback:
+    """What the host learns of a pass: all of it in one go, as from a GPU, or row by row."""
+    feed = Feed(None, rows, None, want=range(rows.tree), draw=Draw(sampler, seen), glean=lambda x: x[:, :2])  # type: ignore[arg-type]
+    found = Readback(feed, logits)
+    if at_once:
+        fetch([found, Readback(feed, logits + 1)])
+    return found
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(-1, 8), min_size=1, max_size=9), st.integers(0, 99), st.sampled_from([1.0, 1.4]))
-def test_the_walk_takes_the_path_that_the_sampler_draws(parents: list[int], seed: int, penalty: float) -> None:
+@given(
+    st.lists(st.integers(-1, 8), min_size=1, max_size=9),
+    st.integers(0, 99),
+    st.sampled_from([1.0, 1.4]),
+    st.booleans(),
+)
+def test_the_walk_takes_the_path_that_the_sampler_draws(
+    parents: list[int], seed: int, penalty: float, at_once: bool
+) -> None:
     """Against a brute-force walk: sample at a node, look for a child with that token, go on."""
     parent = [min(p, i - 1) for i, p in enumerate(parents)]
     ids: list[int] = []
@@ -137,13 +155,15 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(parents: list[int], seed
     text = [1, 3]
     seen = Seen(V)
     seen.add(text)
-    path, new = exact(rows, scores, sampler, seen)
+    made = back(sampler, rows, scores, seen, at_once)
+    path, new = walk(rows, made.drawn)
+    assert [made.gleaned(row) for row in path] == [pytest.approx(scores[row, :2].tolist()) for row in path]
 
     want_path, want_new, node = [0], [], 0
     while True:
         mask = torch.zeros(V, dtype=torch.bool)
         mask[text + want_new] = True
-        token = int(sampler(scores[node : node + 1], rows.pos[node : node + 1], mask)[0])
+        token = int(sampler(scores[node : node + 1], torch.tensor([rows.pos[node]]), mask)[0])
         want_new.append(token)
         child = [i + 1 for i, p in enumerate(parent) if p + 1 == node and ids[i] == token]
         if not child:
@@ -155,7 +175,7 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(parents: list[int], seed
 
 def test_rows_of_a_tree_see_their_ancestors_and_nothing_else() -> None:
     rows = Rows.build(9, 100, Draft([1, 2, 3, 4, 5], [-1, 0, 0, -1, 3]))
-    assert rows.pos.tolist() == [100, 101, 102, 102, 101, 102]
+    assert list(rows.pos) == [100, 101, 102, 102, 101, 102]
     assert rows.sees is not None
     seen = [[j for j in range(6) if rows.sees[i, j]] for i in range(6)]
     assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5]]
@@ -169,9 +189,13 @@ def test_next_to_no_temperature_takes_the_likeliest(top_k: int) -> None:
     assert Sampler(temperature=1e-300, top_k=top_k)(rows, torch.arange(3)).tolist() == rows.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_that_are_no_numbers_are_refused(temperature: float) -> None:
-    rows = logits(3)
-    rows[1, 4] = torch.nan
-    with pytest.raises(BadModel, match="not a number"):
-        Sampler(temperature=temperature)(rows, torch.arange(3))
+def test_logits_that_are_no_numbers_are_refused(temperature: float, at_once: bool) -> None:
+    bad = logits(3)
+    bad[1, 4] = torch.nan
+    made = back(Sampler(temperature=temperature), Rows.chain([1, 2, 3], 7), bad, Seen(V), at_once)
+    assert made.drawn(0) == Sampler(temperature=temperature)(bad[:1], torch.tensor([7])).item()
+    with pytest.raises(BadModel, match="not a number") as found:
+        made.drawn(1)
+    assert "position 8" in found.value.lines[0]

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from kvcli.drafts.base import Off
+from kvcli.engine import drive, events, run
 from kvcli.errors import BadModel, ExitStatus
-from kvcli.forward import Pass, run
+from kvcli.feed import Feed
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
 from kvcli.rows import Rows
 from kvcli.sample import Sampler
-from kvcli.session import Session
+from kvcli.session import Session, commit
 from tests.families import FAMILIES, WINDOW, build, prompt
 
 PROMPT = 37  # tokens: more than three windows, a prime
@@ -47,9 +48,10 @@ def our_logits(lm: LM, ids: list[int], chunk: int) -> Tensor:
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
     logits = []
     for a in range(0, len(ids), chunk):
-        p = Pass(Rows.chain(ids[a : a + chunk], a), kv)
-        logits.append(run(lm, p, torch.arange(p.rows.n_rows)))
-        p.commit(list(range(p.rows.n_rows)))
+        rows = Rows.chain(ids[a : a + chunk], a)
+        (made,) = run([Feed(lm, rows, kv, want=range(rows.n_rows))])
+        logits.append(made.logits)
+        commit(kv, rows, made, range(rows.n_rows))
     return torch.cat(logits)
 
 
@@ -94,8 +96,8 @@ def test_greedy_text_equals_generate(name: str):
     for chunk in (64, 7):
         kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
         session = Session(lm, kv, Off(), Sampler(), chunk=chunk)
-        session.feed(ids)
-        for _ in session.stream(NEW):
+        drive(session.read(ids))
+        for _ in events(session.stream(NEW)):
             pass
         assert session.ids[PROMPT:] == theirs, f"chunks of {chunk}"
     assert len(set(theirs)) > 2  # not one token over and over

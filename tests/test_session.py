@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvcli import build
 from kvcli.drafts.base import Off
-from kvcli.forward import Pass
+from kvcli.engine import drive, events
+from kvcli.feed import Made
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
 from kvcli.model import LM
@@ -33,8 +34,8 @@ def session(drafter: object = None, **options: object) -> Session:
 
 def truth(n: int) -> list[int]:
     s = session()
-    s.feed(families.prompt(12))
-    list(s.stream(n))
+    drive(s.read(families.prompt(12)))
+    list(events(s.stream(n)))
     return s.ids
 
 
@@ -49,8 +50,8 @@ def test_only_accepted_rows_are_stored_and_positions_are_unique(data: st.DataObj
     policy = data.draw(st.sampled_from([None, Recent(), Ragged()]))
     every = data.draw(st.integers(1, 9)) if policy else None
     s = session(moody, policy=policy, every=every, chunk=data.draw(st.integers(1, 20)))
-    s.feed(families.prompt(12))
-    for _ in s.stream(24):
+    drive(s.read(families.prompt(12)))
+    for _ in events(s.stream(24)):
         for layer in range(TINY.n_layers):
             for pos in s.kv.slots(layer).pos:
                 stored = pos[pos >= 0].tolist()
@@ -64,8 +65,8 @@ def test_only_accepted_rows_are_stored_and_positions_are_unique(data: st.DataObj
 def test_keys_of_accepted_rows_are_those_of_plain_decoding() -> None:
     plain, drafted = session(), session(drafters.Bush(TRUTH, 97, -1))
     for s in (plain, drafted):
-        s.feed(families.prompt(12))
-        list(s.stream(20))
+        drive(s.read(families.prompt(12)))
+        list(events(s.stream(20)))
     for layer in range(TINY.n_layers):
         a, b = plain.kv.slots(layer), drafted.kv.slots(layer)
         assert a.pos.tolist() == b.pos.tolist()
@@ -75,8 +76,8 @@ def test_keys_of_accepted_rows_are_those_of_plain_decoding() -> None:
 
 def test_the_past_changes_only_at_boundaries() -> None:
     s = session(drafters.Right(TRUTH, 97, -1), policy=Recent(), every=8)
-    s.feed(families.prompt(12))
-    for step in s.stream(26):
+    drive(s.read(families.prompt(12)))
+    for step in events(s.stream(26)):
         before = s.committed - len(step.path)
         assert before // 8 == (s.committed - 1) // 8, "a draft crossed a boundary"
         held = s.kv.slots(0).n_slots
@@ -86,9 +87,11 @@ def test_the_past_changes_only_at_boundaries() -> None:
 
 
 def test_a_pass_refuses_to_commit_across_a_boundary() -> None:
-    p = Pass(Rows.chain([1, 2, 3], 0), Dense(1, 1, 4, torch.float32))
+    s = session()
+    s.boundary = 2
+    made = Made(torch.empty(0), lambda row: 0, lambda row: [], (), ())
     with pytest.raises(AssertionError, match="boundary"):
-        p.commit([0, 1, 2], 2)
+        s._commit(Rows.chain([1, 2, 3], 0), (), made, [0, 1, 2])
 
 
 def test_a_draft_deeper_than_the_room_is_refused() -> None:
@@ -97,9 +100,9 @@ def test_a_draft_deeper_than_the_room_is_refused() -> None:
             return Draft.chain([5] * (room + 1))
 
     s = session(Deep(), every=8, policy=Recent())
-    s.feed(families.prompt(4))
+    drive(s.read(families.prompt(4)))
     with pytest.raises(AssertionError, match="deeper"):
-        s.step()
+        drive(s.step())
 
 
 def test_right_guesses_end_where_the_window_does() -> None:
@@ -111,28 +114,28 @@ def test_right_guesses_end_where_the_window_does() -> None:
         drafters.Right(TRUTH, 97, -1),
         Sampler(),
     )
-    s.feed(families.prompt(12))
+    drive(s.read(families.prompt(12)))
     passes = []
     while s.committed < short.limit:
-        passes.append(s.step())
-    assert max(int(step.rows.pos.max()) for step in passes) == short.limit - 1
+        passes.append(drive(s.step()))
+    assert max(max(step.rows.pos) for step in passes) == short.limit - 1
     assert s.ids == TRUTH[: short.limit + 1]
 
 
 def test_tokens_that_were_taken_back_are_not_punished() -> None:
     s = session()
     s.sampler = Sampler(repetition_penalty=1.7)
-    s.feed(families.prompt(12))
-    list(s.stream(12))
+    drive(s.read(families.prompt(12)))
+    list(events(s.stream(12)))
     first = list(s.ids)
     s.rewind(12)
-    list(s.stream(12))
+    list(events(s.stream(12)))
     assert s.ids == first != TRUTH[:24], "the penalty changes this text"
 
 
 def test_who_takes_a_past_over_knows_that_some_of_it_is_gone() -> None:
     lossy, taker = (session(policy=Recent(), every=8) for _ in range(2))
-    lossy.feed(families.prompt(30))
+    drive(lossy.read(families.prompt(30)))
     taker.take(lossy)
     assert taker.committed == 29
     assert taker.rewind(15) == 0
@@ -146,36 +149,36 @@ def test_what_a_guard_covers_stays_whatever_the_policy_says() -> None:
             return s.pos < 0
 
     s = session(policy=Nothing(), every=8)
-    s.feed(families.prompt(13))
+    drive(s.read(families.prompt(13)))
     assert {tuple(pos.tolist()) for pos in s.kv.slots(0).pos} == {(0, 1, 9, 10, 11)}
 
 
 def test_a_turn_ends_at_its_length_at_a_stop_token_and_when_cancelled() -> None:
     s = session(drafters.Right(TRUTH, 97, -1))
-    s.feed(families.prompt(12))
-    list(s.stream(5))
+    drive(s.read(families.prompt(12)))
+    list(events(s.stream(5)))
     assert s.ids == TRUTH[:17]
     stop = TRUTH[20]
-    list(s.stream(20, stop={stop}))
+    list(events(s.stream(20, stop={stop})))
     assert s.ids == TRUTH[: TRUTH.index(stop, 17) + 1]
     asked = iter([False, False, True])
     s = session()
-    s.feed(families.prompt(12))
-    assert len(list(s.stream(20, cancel=lambda: next(asked)))) == 2
+    drive(s.read(families.prompt(12)))
+    assert len(list(events(s.stream(20, cancel=lambda: next(asked))))) == 2
 
 
 def test_rewinding_crops_the_store_and_an_evicted_past_is_read_again() -> None:
     s = session()
-    s.feed(families.prompt(12))
-    list(s.stream(10))
+    drive(s.read(families.prompt(12)))
+    list(events(s.stream(10)))
     assert s.rewind(15) == 14
     assert s.kv.slots(0).n_slots == 14
     assert s.ids == TRUTH[:15]
-    list(s.stream(25))
+    list(events(s.stream(25)))
     assert s.ids == TRUTH[:40]
     lossy = session(policy=Recent(), every=8)
-    lossy.feed(families.prompt(12))
-    list(lossy.stream(10))
+    drive(lossy.read(families.prompt(12)))
+    list(events(lossy.stream(10)))
     assert lossy.rewind(15) == 0
     assert lossy.ids == []
     assert lossy.kv.slots(0).n_slots == 0
@@ -183,38 +186,38 @@ def test_rewinding_crops_the_store_and_an_evicted_past_is_read_again() -> None:
 
 def test_a_policy_hears_no_queries_of_a_text_that_was_rewound() -> None:
     s = session(policy=Ragged(recent=12), every=20)
-    s.feed(families.prompt(1))  # nothing to read, so nothing is evicted before token 20
-    list(s.stream(19))
+    drive(s.read(families.prompt(1)))  # nothing to read, so nothing is evicted before token 20
+    list(events(s.stream(19)))
     text = s.ids[:15]
     s.resume(text)
-    s.feed(text[len(s.ids) :])
+    drive(s.read(text[len(s.ids) :]))
     fresh = session(policy=Ragged(recent=12), every=20)
-    fresh.feed(text)
+    drive(fresh.read(text))
     for ours, theirs in zip(s.heard._q, fresh.heard._q, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
 def test_a_text_that_was_not_read_to_its_end_cannot_be_continued() -> None:
     s = session(chunk=3)
-    next(iter(s.read(TRUTH[:12])))
+    next(iter(events(s.read(TRUTH[:12]))))
     with pytest.raises(AssertionError, match="read the text"):
-        s.step()
+        drive(s.step())
 
 
 def test_a_one_token_prompt_and_a_prompt_of_one_chunk_work() -> None:
     for n in (1, 2, 3):
         s = session(chunk=2)
-        s.feed(families.prompt(n))
-        list(s.stream(3))
+        drive(s.read(families.prompt(n)))
+        list(events(s.stream(3)))
         assert len(s.ids) == n + 3
 
 
 def test_reading_stopped_between_chunks_can_be_taken_up_again() -> None:
     s = session(chunk=3)
-    next(iter(s.read(TRUTH[:12])))
+    next(iter(events(s.read(TRUTH[:12]))))
     assert s.resume(TRUTH[:12]) == 3
-    s.feed(TRUTH[len(s.ids) : 12])
-    list(s.stream(10))
+    drive(s.read(TRUTH[len(s.ids) : 12]))
+    list(events(s.stream(10)))
     assert s.ids == TRUTH[:22]
 
 
@@ -230,8 +233,8 @@ def test_scouts_read_what_the_drafters_policy_keeps() -> None:
     for policy in (None, KeepAll(), Recent(last=3)):
         s = session(Scouting())
         s.view = policy and build.front(s.lm, s.kv, policy, 8)
-        s.feed(families.prompt(40))
-        step = s.step()
+        drive(s.read(families.prompt(40)))
+        step = drive(s.step())
         assert step.path == [0]
         assert step.new == [TRUTH_40]
         found[type(policy).__name__] = step.logits[1]
@@ -241,8 +244,8 @@ def test_scouts_read_what_the_drafters_policy_keeps() -> None:
 
 def _next_after(n: int) -> int:
     s = session()
-    s.feed(families.prompt(n))
-    return s.step().new[0]
+    drive(s.read(families.prompt(n)))
+    return drive(s.step()).new[0]
 
 
 TRUTH_40 = _next_after(40)

@@ -13,6 +13,7 @@ import torch
 from kvcli import build
 from kvcli.api import End, Event, Text
 from kvcli.drafts.base import Off
+from kvcli.engine import drive, events
 from kvcli.errors import BadConfig, DoesNotFit, ExitStatus
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder
@@ -65,8 +66,8 @@ def session(store: str, drafter: Any = None) -> Session:
 @cache
 def truth(store: str) -> tuple[int, ...]:
     s = session(store)
-    s.feed(prompt())
-    list(s.stream(40))
+    drive(s.read(prompt()))
+    list(events(s.stream(40)))
     return tuple(s.ids)
 
 
@@ -93,24 +94,24 @@ def allocations(s: Session, act: Callable[[Session], object]) -> int:
 def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: str, drafter: str) -> None:
     want = list(truth(store))
     before = session(store, None if drafter == "off" else DRAFTERS[drafter](want))
-    before.feed(prompt())
+    drive(before.read(prompt()))
     while before.boundary - before.committed > (2 if drafter == "right" else 1):
-        before.step(most=1)
+        drive(before.step(most=1))
     # the next step ends at a boundary, with a guess where those are right
-    total = allocations(before.fork(), Session.step)
+    total = allocations(before.fork(), lambda s: drive(s.step()))
     assert total > 100
     settled = 0
     for n in range(0, total, 1 if drafter == "right" else 7):
         s = before.fork()
         with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
-            s.step()
+            drive(s.step())
         is_due = mend(s)
         check(s)
         if is_due:
             settled += 1
-            s.settle()
+            drive(s.settle())
         s.drafter.start(s.ids, s.sampler)
-        list(s.stream(len(before.ids) + 4 - len(s.ids)))
+        list(events(s.stream(len(before.ids) + 4 - len(s.ids))))
         assert s.ids == want[: len(s.ids)]
     assert settled or store == "dense", "the sweep covers evicting and moving down"
 
@@ -118,7 +119,7 @@ def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: st
 @pytest.mark.parametrize("store", STORES)
 def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store: str) -> None:
     def read(s: Session) -> None:
-        s.feed(prompt()[len(s.ids) :])
+        drive(s.read(prompt()[len(s.ids) :]))
 
     total = allocations(session(store), read)
     assert total > 11
@@ -131,9 +132,9 @@ def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store:
         check(s)
         assert s.ids == want[: len(s.ids)]
         if is_due:
-            s.settle("read" if s.committed == len(prompt()) - 1 else "reading")
+            drive(s.settle("read" if s.committed == len(prompt()) - 1 else "reading"))
         read(s)
-        list(s.stream(3))
+        list(events(s.stream(3)))
         check(s)
         if s.policy is None:  # chunks begin elsewhere now; a policy that judges at their ends may keep others
             assert s.ids == want[: len(s.ids)] or store in ROUNDING
@@ -198,7 +199,7 @@ def test_steps_are_taken_in_order_until_one_helps(monkeypatch: pytest.MonkeyPatc
         "prefill.chunk=16 from here on",
         "prefill.chunk=-50% from here on",
     ]
-    assert m.session.chunk == m.profile.prefill.chunk == 8
+    assert m.session.chunk_rows == m.profile.prefill.chunk == 8
     assert m.profile.memory.ladder == ("context.limit=-25%",)
     assert m.limit == limit
 

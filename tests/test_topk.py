@@ -15,6 +15,7 @@ from kvcli import build
 from kvcli.drafts.base import Drafter, Off
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
+from kvcli.engine import drive, events
 from kvcli.errors import KvcliError
 from kvcli.kinds import SYSTEM, Span
 from kvcli.kv.dense import Dense
@@ -74,7 +75,7 @@ def headmap(tmp_path: Path) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_is_compressed_to_the_share_that_was_asked_for(name: str, alloc: str, headmap: str) -> None:
     s = session(name, keep=0.3, alloc=alloc, **({"headmap": headmap} if alloc == "headmap" else {}))
-    s.feed(families.prompt(201))
+    drive(s.read(families.prompt(201)))
 
     counts = [len(head) for head in heads(s)]
 
@@ -97,7 +98,7 @@ def test_what_is_kept_is_what_the_plan_of_memory_says(name: str) -> None:
     for share in ({"keep": 0.25}, {"budget": 30, "keep_new": 0}, {"keep": 1.0}, {"keep": 0.001}):
         for n in (1, 6, 150):
             s = session(name, **share)
-            s.feed(families.prompt(n + 1))
+            drive(s.read(families.prompt(n + 1)))
             settings = load_profile("exact").replace(
                 exactness="approx", policy={"name": name, **SMALL, **NAMES[name], **share}
             )
@@ -107,7 +108,7 @@ def test_what_is_kept_is_what_the_plan_of_memory_says(name: str) -> None:
 def test_kept_shares_free_memory() -> None:
     def size(keep: float) -> int:
         s = session("keydiff", keep=keep, alloc="uniform")
-        s.feed(families.prompt(481))
+        drive(s.read(families.prompt(481)))
         return sum(nbytes(s.kv).values())
 
     assert size(0.25) <= 0.28 * size(1.0)
@@ -118,7 +119,7 @@ def test_the_system_prompt_stays_and_counts(alloc: str) -> None:
     for protect in (True, False):
         s = session("snap", keep=0.3, alloc=alloc, protect=protect)
         s.spans = [Span(20, 45, SYSTEM), Span(90, 100, SYSTEM)]
-        s.feed(families.prompt(201))
+        drive(s.read(families.prompt(201)))
         assert all({*range(20, 45), *range(90, 100)} <= set(head) for head in heads(s)) == protect
         assert sum(len(head) for head in heads(s)) == L * K * 60
 
@@ -126,7 +127,7 @@ def test_the_system_prompt_stays_and_counts(alloc: str) -> None:
 def test_what_is_protected_stays_beyond_the_budget() -> None:
     s = session("snap", keep=0.1)
     s.spans = [Span(20, 80, SYSTEM)]
-    s.feed(families.prompt(201))
+    drive(s.read(families.prompt(201)))
     assert {tuple(head) for head in heads(s)} == {(0, 1, *range(20, 80), *range(195, 200))}
 
 
@@ -134,9 +135,9 @@ def test_what_is_protected_stays_beyond_the_budget() -> None:
 def test_the_answer_has_a_budget_of_its_own(name: str) -> None:
     every = 16
     s = session(name, keep=0.3, keep_new=20, every=every)
-    s.feed(families.prompt(121))
+    drive(s.read(families.prompt(121)))
     prompt = held(s)
-    for _ in s.stream(100):
+    for _ in events(s.stream(100)):
         new = [[p for p in head if p >= 120] for head in heads(s)]
         assert [[[p for p in head if p < 120] for head in layer] for layer in held(s)] == prompt
         assert max(len(one) for one in new) < 20 + every
@@ -147,18 +148,18 @@ def test_the_answer_has_a_budget_of_its_own(name: str) -> None:
 
 def test_without_one_the_answer_stays_whole() -> None:
     s = session("snap", keep=0.3, every=8)
-    s.feed(families.prompt(121))
-    list(s.stream(60))
+    drive(s.read(families.prompt(121)))
+    list(events(s.stream(60)))
     assert all(set(range(120, 180)) <= set(head) for head in heads(s))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_later_prompt_is_compressed_with_what_came_since(name: str) -> None:
     s = session(name, keep=0.3, alloc="uniform", keep_new=0)
-    s.feed(families.prompt(121))
+    drive(s.read(families.prompt(121)))
     before = held(s)
-    list(s.stream(20))
-    s.feed(families.prompt(100, seed=5))
+    list(events(s.stream(20)))
+    drive(s.read(families.prompt(100, seed=5)))
 
     for layer, was in zip(held(s), before, strict=True):
         for head, old in zip(layer, was, strict=True):
@@ -168,9 +169,9 @@ def test_a_later_prompt_is_compressed_with_what_came_since(name: str) -> None:
 
 def test_a_budget_is_of_all_prompts_together() -> None:
     s = session("snap", budget=40, alloc="uniform")
-    s.feed(families.prompt(121))
-    list(s.stream(20))
-    s.feed(families.prompt(100, seed=5))
+    drive(s.read(families.prompt(121)))
+    list(events(s.stream(20)))
+    drive(s.read(families.prompt(100, seed=5)))
     assert {len(head) for head in heads(s)} == {40}
 
 
@@ -178,7 +179,7 @@ def test_a_budget_is_of_all_prompts_together() -> None:
 @pytest.mark.parametrize("share", [{"keep": 0.25}, {"budget": 30}])
 def test_compressing_each_chunk_bounds_memory_while_reading(name: str, share: dict[str, Any]) -> None:
     s = session(name, chunk=50, per_chunk=True, alloc="uniform", **share)
-    for read in s.read(families.prompt(401)):
+    for read in events(s.read(families.prompt(401))):
         most = share.get("budget") or round(0.25 * read)
         assert {len(head) for head in heads(s)} == {most}
     assert s.committed == 400
@@ -188,7 +189,7 @@ def test_compressing_each_chunk_bounds_memory_while_reading(name: str, share: di
 def test_each_chunk_is_compressed_to_the_share_of_what_was_read(alloc: str, headmap: str) -> None:
     more = {"headmap": headmap} if alloc == "headmap" else {}
     s = session("snap", chunk=50, per_chunk=True, keep=0.3, alloc=alloc, **more)
-    for read in s.read(families.prompt(401)):
+    for read in events(s.read(families.prompt(401))):
         assert sum(len(head) for head in heads(s)) == L * K * round(0.3 * read)
     assert s.committed == 400
 
@@ -197,7 +198,7 @@ def test_each_chunk_is_compressed_to_the_share_of_what_was_read(alloc: str, head
 @pytest.mark.parametrize("alloc", ["ada", "global", "pyramid"])
 def test_sliding_layers_are_left_whole(name: str, alloc: str) -> None:
     s = session(name, SLIDING, keep=0.3, alloc=alloc)
-    s.feed(families.prompt(121))
+    drive(s.read(families.prompt(121)))
     counts = [[len(head) for head in layer] for layer in held(s)]
     for layer, window in enumerate(SLIDING.windows):
         if window is None:
@@ -209,7 +210,7 @@ def test_sliding_layers_are_left_whole(name: str, alloc: str) -> None:
 @pytest.mark.parametrize("unit", [4, 16])
 def test_chunks_stay_or_go_together(unit: int) -> None:
     s = session("snap", keep=0.4, unit=unit, alloc="uniform")
-    s.feed(families.prompt(201))
+    drive(s.read(families.prompt(201)))
     for head in heads(s):
         middle = [p for p in head if unit <= p < 195 // unit * unit]
         cut = [c for c in {p // unit for p in middle} if sum(p // unit == c for p in middle) < unit]
@@ -276,10 +277,10 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
         chunk=19,
     )
     phrase = families.prompt(9)
-    s.feed(families.prompt(40, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6])
-    list(s.stream(30))
-    s.feed(phrase)
-    list(s.stream(12))
+    drive(s.read(families.prompt(40, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]))
+    list(events(s.stream(30)))
+    drive(s.read(phrase))
+    list(events(s.stream(12)))
     return s.ids
 
 
@@ -294,24 +295,24 @@ def test_any_drafter_gives_the_text_of_plain_decoding(name: str, alloc: str, ful
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fork_and_an_undo_answer_alike(name: str) -> None:
     ids, s = families.prompt(90), session(name, keep=0.4)
-    s.feed(ids)
+    drive(s.read(ids))
     other = s.fork()
-    first = [token for step in s.stream(20) for token in step.new]
-    assert [token for step in other.stream(20) for token in step.new] == first
+    first = [token for step in events(s.stream(20)) for token in step.new]
+    assert [token for step in events(other.stream(20)) for token in step.new] == first
     assert s.resume(ids) == 0, "something was forgotten, so all is read again"
-    s.feed(ids)
-    assert [token for step in s.stream(20) for token in step.new] == first
+    drive(s.read(ids))
+    assert [token for step in events(s.stream(20)) for token in step.new] == first
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_taken_back_before_anything_was_forgotten_competes_again(name: str) -> None:
     s, fresh = session(name, keep=0.9), session(name, keep=0.9)
-    s.feed(families.prompt(7))
+    drive(s.read(families.prompt(7)))
     s.resume(families.prompt(4))
     ids = families.prompt(120, seed=8)
     shared = s.resume(ids)
-    s.feed(ids[len(s.ids) :])
-    fresh.feed(ids)
+    drive(s.read(ids[len(s.ids) :]))
+    drive(fresh.read(ids))
     assert shared == 0
     assert held(s) == held(fresh)
 
@@ -342,7 +343,7 @@ def test_expected_attention_refuses_a_session_that_shows_it_no_model() -> None:
     kv = Dense(L, K, TINY.head_dim, TINY.dtype)
     s = Session(TINY, kv, Off(), Sampler(), policy=policy, every=16)
     with pytest.raises(KvcliError, match="rotary frequencies"):
-        s.feed(families.prompt(40))
+        drive(s.read(families.prompt(40)))
 
 
 def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_find(
@@ -367,9 +368,9 @@ def test_the_shipped_profiles_halve_a_prompt(name: str) -> None:
     assert profile.policy.method == name
     assert profile.policy.slots(10_000) == 5000
     s = build.session(TINY, profile)
-    s.feed(families.prompt(301))
+    drive(s.read(families.prompt(301)))
     assert sum(len(head) for head in heads(s)) == L * K * 150
-    list(s.stream(8))
+    list(events(s.stream(8)))
 
 
 def test_a_head_that_was_emptied_by_a_map_still_keeps_what_is_protected(tmp_path: Path) -> None:
@@ -378,7 +379,7 @@ def test_a_head_that_was_emptied_by_a_map_still_keeps_what_is_protected(tmp_path
     rows[1][0] = 1.0
     path.write_text(f'{{"heads": {rows}}}')
     s = session("snap", keep=0.1, alloc="headmap", headmap=str(path), floor=0.0)
-    s.feed(families.prompt(201))
+    drive(s.read(families.prompt(201)))
     counts = [[len(head) for head in layer] for layer in held(s)]
     assert counts[1][0] == 20 * L * K - 7 * (L * K - 1)
     assert sum(map(sum, counts)) == 20 * L * K

@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
+from kvcli.engine import drive, events
 from kvcli.kv.slots import nbytes
 from kvcli.stats import Stats
 
@@ -60,7 +61,7 @@ class Rival:
 def read_once(model: Model, prompt: Sequence[int]) -> Session:
     """A session that has read the prompt and knows no drafter: turns start from copies of it."""
     session = build.session(model.lm, model.profile.replace(spec={"method": "off"}))
-    session.feed(prompt)
+    drive(session.read(prompt))
     return session
 
 
@@ -68,9 +69,9 @@ def decode(model: Model, profile: Profile, past: Session, new: int, clock: Calla
     """Continue what `past` has read by `new` tokens under the profile; the drafter starts knowing nothing."""
     session = build.session(model.lm, profile, model.costs)
     session.take(past.fork())
-    session.feed([])  # the drafter hears of the text
+    drive(session.read([]))  # the drafter hears of the text
     stats, first, last = Stats(), 0.0, 0.0
-    for step in session.stream(new):
+    for step in events(session.stream(new)):
         last = clock()
         first = first or last
         stats.fold(step)

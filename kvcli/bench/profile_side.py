@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcli.bench.side import Sample
+from kvcli.engine import drive, events
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.kv.slots import nbytes
 from kvcli.stats import Stats
@@ -93,8 +94,8 @@ class ProfileSide:
         session = self.model.open()
         stats, at = Stats(prompt=len(prompt)), list[float]()
         began = self.clock()
-        session.feed(prompt)
-        for step in session.stream(new):
+        drive(session.read(prompt))
+        for step in events(session.stream(new)):
             at += [self.clock() - began] * len(step.new)
             stats.fold(step)
         kv_bytes = sum(nbytes(session.kv, session.view).values())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli import build
+from kvcli.engine import drive
 from kvcli.kernels.gumbel import gumbel
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 def tie_at(model: Model, text: Sequence[int], a: int, b: int) -> Tie:
     """The plain model reads `text` (prompt and the part that both sides wrote) and says what it thinks of a and b."""
     session = build.session(model.lm, model.profile)
-    session.feed(text)
-    logits = session.step(most=1).logits[0]
+    drive(session.read(text))
+    logits = drive(session.step(most=1)).logits[0]
     noise = torch.zeros_like(logits, dtype=torch.float64)
     if temperature := session.sampler.temperature:
         ids = torch.arange(len(logits), device=logits.device)[None]

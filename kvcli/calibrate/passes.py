@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.calibrate.machine import settle
-from kvcli.forward import Pass, run
+from kvcli.engine import run
+from kvcli.feed import Feed
 from kvcli.kv.dense import Dense
 from kvcli.rows import Rows
 from kvcli.schemas.fit import PassTime
@@ -59,19 +60,18 @@ def filled(lm: LM, n: int) -> Dense:
     """A past of n tokens that nobody wrote: times do not depend on what is stored."""
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
     kv.reserve(n)
-    pos = torch.arange(n, device=lm.device)
     noise = torch.randn(lm.n_kv_heads, n, lm.head_dim, dtype=lm.dtype, device=lm.device)
     for layer in range(lm.n_layers):
-        kv.append(layer, noise, noise, pos)
+        kv.append(layer, noise, noise, 0)
     return kv
 
 
 def once(lm: LM, kv: Dense, rows: int, context: int) -> float:
     """Seconds of one pass over what `kv` holds; nothing is kept of it."""
-    built = Rows.chain([i % lm.vocab for i in range(rows)], context, lm.device)
-    want = torch.arange(rows if rows < ROWS[-1] else 0, device=lm.device)  # reading wants no logits
+    built = Rows.chain([i % lm.vocab for i in range(rows)], context)
+    want = range(rows if rows < ROWS[-1] else 0)  # reading wants no logits
     settle(lm.device)
     began = time.perf_counter()
-    run(lm, Pass(built, kv), want)
+    run([Feed(lm, built, kv, want=want)])
     settle(lm.device)
     return time.perf_counter() - began

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from kvcli.drafts.report import Report
+    from kvcli.feed import Asks, Glean
     from kvcli.rows import Draft
     from kvcli.sample import Sampler
     from kvcli.stats import Step
@@ -27,25 +28,32 @@ class Glance:
 
 
 class Drafter(Protocol):
-    """Proposes guesses. Nothing it does can change the text: the engine samples, then matches."""
+    """Proposes guesses. Nothing it does can change the text: the engine samples, then matches.
+
+    `start`, `propose` and `observe` may be generators, which ask for passes of a model of their own (kvcli.feed).
+    """
 
     @property
     def view(self) -> Glance | None:
         """How scouts read the past; None = they read all of it."""
 
+    @property
+    def glean(self) -> Glean | None:
+        """What it wants to know of each row's logits, by `Step.gleaned`; None = nothing."""
+
     def expect(self, costs: Costs) -> None:
         """What passes take, as measured on this machine before: a start, no more."""
 
-    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Asks[None] | None:
         """The committed text is now `ids` (a new prompt, or an earlier point after an undo).
 
         `sampler`: how its tokens will be drawn, for guesses to be drawn alike; None = greedily.
         """
 
-    def propose(self, ids: Sequence[int], room: int) -> Draft:
+    def propose(self, ids: Sequence[int], room: int) -> Asks[Draft] | Draft:
         """Guesses for what follows `ids`; no path deeper than `room` tokens. May be empty."""
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: Step) -> Asks[None] | None:
         """What one step made of the proposal; called once after each step, in order."""
 
     def report(self) -> Report | None:
@@ -77,6 +85,10 @@ class Off:
 
     @property
     def view(self) -> Glance | None:
+        return None
+
+    @property
+    def glean(self) -> Glean | None:
         return None
 
     def expect(self, costs: Costs) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.pool import Pool
     from kvcli.drafts.successors import Successors
     from kvcli.drafts.window import Window
+    from kvcli.feed import Glean
     from kvcli.rows import Draft, Scouts
     from kvcli.sample import Sampler
     from kvcli.stats import Step
@@ -58,6 +59,15 @@ class Mixer:
     @property
     def view(self) -> Glance | None:
         return self._view
+
+    @property
+    def glean(self) -> Glean | None:
+        """The likeliest tokens of each row, where a source learns from them."""
+        if not self._successors and self._window is None:
+            return None
+        from kvcli.drafts.successors import top  # late: it needs torch
+
+        return top
 
     def expect(self, costs: Costs) -> None:
         """Begin each text with these costs of passes, until they are measured here."""
@@ -168,16 +178,15 @@ class Mixer:
         """Harvest n-grams from the scouts' logits, and successors from those of the text's last row."""
         tree = step.rows.tree
         if self._window is not None and self._pool is not None and step.rows.n_rows > tree:
-            last: list[int] = step.logits[tree:].argmax(-1).tolist()
+            last = [int(step.gleaned(tree + i)[0]) for i in range(step.logits.shape[0] - tree)]
             for before, run in self._window.harvest(self._tail, last):
                 self._pool.put(before, run)
         if not self._successors:
             return
-        from kvcli.drafts.successors import top  # late: it needs torch
-
         # of the row that ended the path: what the others' rows led to was guessed, and so is known already
         row = step.path[-1]
-        ids, logp = top(step.logits[row])
+        found = step.gleaned(row)
+        ids, logp = [int(i) for i in found[: len(found) // 2]], found[len(found) // 2 :]
         before = [*self._tail, *step.new[:-1]]
         for source in self._successors:
             source.tell(before, ids, logp)

@@ -140,8 +140,12 @@ class Successors:
         return [token for _, token in ranked], [score for score, _ in ranked]
 
 
-def top(logits: Tensor) -> tuple[list[int], list[float]]:
-    """logits [V] -> the likeliest tokens, in order, and their log-probabilities [TOP] among the WIDE likeliest."""
-    best = logits.topk(min(WIDE, logits.shape[-1]))  # a sum over the whole vocabulary would take longer than the rest
-    logp = best.values[:TOP].float() - best.values.float().logsumexp(-1)
-    return best.indices[:TOP].tolist(), logp.tolist()
+def top(logits: Tensor) -> Tensor:
+    """logits [n, V] -> the likeliest tokens of each row, in order, and behind them their log-probabilities [n, 2 TOP]
+    among the WIDE likeliest: a sum over the whole vocabulary would take longer than the rest.
+    """
+    import torch  # late: reading a profile must not import it
+
+    best = logits.topk(min(WIDE, logits.shape[-1]))
+    logp = best.values[:, :TOP].double() - best.values.double().logsumexp(-1, keepdim=True)
+    return torch.cat((best.indices[:, :TOP].double(), logp), 1)

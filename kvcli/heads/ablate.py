@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from kvcli.forward import Pass, run
+from kvcli.engine import drive, run
+from kvcli.feed import Feed
 from kvcli.heads.blinkers import Blinkers, Reach
 from kvcli.heads.listen import whole
 
@@ -40,17 +41,17 @@ class Loss:
 def open_past(model: Model, sample: Sample) -> Session:
     """The text of a sample, read whole; its last token is pending."""
     session = whole(model).session
-    session.feed(sample.context)
+    drive(session.read(sample.context))
     return session
 
 
 def answers(session: Session, sample: Sample, past: Blinkers | Store | None = None) -> Tensor:
     """[n, V] float32 log-probabilities of each token of the values, in one pass that is not committed."""
-    rows = sample.rows(session.lm.device)
-    want = torch.tensor([row for row, _ in sample.scored()], device=session.lm.device)
+    rows = sample.rows()
+    want = [row for row, _ in sample.scored()]
     # a pass that is never committed asks a store for nothing but `dtype` and `attend`
-    logits = run(session.lm, Pass(rows, cast("Store", past or session.kv)), want)
-    return torch.log_softmax(logits.float(), dim=-1)
+    (made,) = run([Feed(session.lm, rows, cast("Store", past or session.kv), want=want)])
+    return torch.log_softmax(made.logits.float(), dim=-1)
 
 
 def ablate(session: Session, sample: Sample, heads: Sequence[tuple[int, int]], reach: Reach, tell: Tell) -> Tensor:

@@ -6,6 +6,7 @@ one pass after another, each with other heads in blinkers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import Sight, Slots, Store, compact
+from kvcli.kv.slots import Sight, Slots, Store, compact, opens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,9 @@ class Reach:
     sinks: int = 4  # first tokens
     recent: int = 64  # newest tokens, of those stored
 
-    def covers(self, pos: Tensor, rows: Tensor) -> Tensor:
+    def covers(self, pos: Tensor, rows: Sequence[int]) -> Tensor:
         """Which slots at positions [K, S] rows at positions [N] see: [K, N, S] bool."""
-        near = pos.unsqueeze(1) > (rows - self.recent).view(1, -1, 1)
+        near = pos.unsqueeze(1) > opens(rows, self.recent, pos.device)
         return (near | (pos < self.sinks).unsqueeze(1)) & (pos >= 0).unsqueeze(1)
 
 
@@ -36,7 +37,7 @@ class Blinkers:
         self.dtype = store.dtype
         self._store, self._blind, self._reach = store, blind, reach
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> the store's parts without these heads, and one of theirs."""
         parts = self._store.attend(layer, q, sight, pos)
         blind = self._blind[layer]  # [K]
@@ -50,16 +51,16 @@ class Blinkers:
             return left
         shown = self._reach.covers(few.pos, pos)
         if sight.window is not None:
-            shown &= few.pos.unsqueeze(1) > (pos - sight.window).view(1, -1, 1)
+            shown &= few.pos.unsqueeze(1) > opens(pos, sight.window, few.pos.device)
         seen = attend(q[rows], few.k, few.v, sight.scale, softcap=sight.softcap, mask=shown)
         out = torch.zeros_like(left[0].out)
         lse = torch.full_like(left[0].lse, -torch.inf)
         out[rows], lse[rows] = seen.out.to(out.dtype), seen.lse.to(lse.dtype)
         return [*left, Part(out, lse)]
 
-    def _near(self, s: Slots, pos: Tensor) -> Slots:
+    def _near(self, s: Slots, pos: Sequence[int]) -> Slots:
         """The slots that any of the rows sees."""
-        first = int(pos.min()) - self._reach.recent
+        first = min(pos) - self._reach.recent
         return compact(s, (s.pos < self._reach.sinks) | (s.pos > first))
 
 

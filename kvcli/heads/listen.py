@@ -58,5 +58,5 @@ def listening(
     plain = whole(model).session
     policy = Listen(rows, hear, recent=recent)
     return Session(
-        plain.lm, plain.kv, plain.drafter, Sampler(), policy=policy, chunk=plain.chunk, every=every, kinds=kinds
+        plain.lm, plain.kv, plain.drafter, Sampler(), policy=policy, chunk=plain.chunk_rows, every=every, kinds=kinds
     )

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.forward import Pass, run
+from kvcli.engine import run
+from kvcli.feed import Feed, Made
 from kvcli.heads.attention import bent
+from kvcli.kv.slots import opens
 
 if TYPE_CHECKING:
     from kvcli.heads.sample import Sample
@@ -25,30 +27,28 @@ OFFSETS = range(-4, 9)
 def needle(session: Session, sample: Sample) -> Tensor:
     """[L, H, O] weight of each query head at each of OFFSETS from the token its row has to write, mean over rows."""
     lm = session.lm
-    rows, scored = sample.rows(lm.device), [row for row, _ in sample.scored()]
-    p = Pass(rows, session.kv, hear=scored)
-    run(lm, p, torch.tensor(scored, device=lm.device))
+    rows, scored = sample.rows(), [row for row, _ in sample.scored()]
+    feed = Feed(lm, rows, session.kv, want=scored, hear=scored)
+    (made,) = run([feed])
     target = torch.tensor(sample.targets(), device=lm.device).unsqueeze(1)
     around = target + torch.tensor(OFFSETS, device=lm.device)  # [w, O]
-    return torch.stack([_around(session, p, layer, around) for layer in range(lm.n_layers)])
+    return torch.stack([_around(feed, made, layer, around) for layer in range(lm.n_layers)])
 
 
-def _around(session: Session, p: Pass, layer: int, around: Tensor) -> Tensor:
+def _around(feed: Feed, made: Made, layer: int, around: Tensor) -> Tensor:
     """[H, O] of one layer."""
-    assert p.hear is not None
-    sight, s = session.lm.sights[layer], session.kv.slots(layer)
-    q, pos = p.queries[layer].float(), p.rows.pos[p.hear]
-    sees = p.rows.sees
-    among = torch.ones(p.rows.n_rows, p.rows.n_rows, dtype=torch.bool).tril() if sees is None else sees
+    sight, s, rows, heard = feed.lm.sights[layer], feed.past.slots(layer), feed.rows, list(feed.hear)
+    q, pos = made.queries[layer].float(), [rows.pos[row] for row in heard]
+    among = torch.ones(rows.n_rows, rows.n_rows, dtype=torch.bool).tril() if rows.sees is None else rows.sees
     kv, found = s.k.shape[0], []
     for head in range(kv):
         group = q[head * (q.shape[0] // kv) : (head + 1) * (q.shape[0] // kv)]  # [G, w, D]
         past = _scores(group, s.k[head], sight)
-        hidden = (s.pos[head] < 0).expand(len(p.hear), -1)
+        hidden = (s.pos[head] < 0).expand(len(heard), -1)
         if sight.window is not None:
-            hidden = hidden | (s.pos[head] <= pos.unsqueeze(1) - sight.window)
+            hidden = hidden | (s.pos[head] <= opens(pos, sight.window, s.pos.device))
         past = past.masked_fill(hidden, -torch.inf)
-        fresh = _scores(group, p.fresh[layer][0][head], sight).masked_fill(~among[p.hear].to(q.device), -torch.inf)
+        fresh = _scores(group, made.fresh[layer][0][head], sight).masked_fill(~among[heard].to(q.device), -torch.inf)
         weight = torch.cat((past, fresh), -1).softmax(-1)[..., : past.shape[-1]]  # [G, w, S]
         slot = torch.searchsorted(s.pos[head].long(), around.clamp(min=0)).clamp(max=past.shape[-1] - 1)
         there = (s.pos[head][slot] == around).to(weight.dtype)  # [w, O]: an offset may lie outside the text

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from kvcli.engine import events
 from kvcli.heads.attention import Gaze, gaze
 from kvcli.heads.listen import listening
 from kvcli.policies.recovery import Criterion, Recovery, recover
@@ -86,7 +87,7 @@ def read_prompt(
             _later(found, s, at)
 
     session = listening(model, settings.probes, hear, kinds, recent=min(every, LAST), every=every or None)
-    for done in session.read(ids):
+    for done in events(session.read(ids)):
         tell(done)
     if every:
         _write(session, every, tell)
@@ -131,7 +132,7 @@ def _later(found: Reading, s: Slots, at: Moment) -> None:
 
 
 def _write(session: Session, every: int, tell: Tell) -> None:
-    for step in session.stream(min(AGAIN * every + 1, session.lm.limit - len(session.ids))):
+    for step in events(session.stream(min(AGAIN * every + 1, session.lm.limit - len(session.ids)))):
         tell(len(step.new))
 
 

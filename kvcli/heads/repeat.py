@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.engine import drive
 from kvcli.heads.attention import bent, normaliser
 from kvcli.heads.listen import listening
 from kvcli.text import special_ids
@@ -45,7 +46,7 @@ def repeat(model: Model, length: int, seed: int) -> Tensor:
             found[at.layer, where] = weight.mean(1).cpu()
 
     session = listening(model, lambda n: rows, hear)
-    session.feed(ids)
+    drive(session.read(ids))
     return found
 
 

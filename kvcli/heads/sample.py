@@ -47,9 +47,9 @@ class Sample:
             parent += [-1, *range(start, len(ids) - 1)]
         return Draft(ids, parent)
 
-    def rows(self, device: object) -> Rows:
+    def rows(self) -> Rows:
         """The pass that reads the questions, behind a text of which all but the last token is stored."""
-        return Rows.build(self.context[-1], len(self.context) - 1, self.draft(), device)  # type: ignore[arg-type]
+        return Rows.build(self.context[-1], len(self.context) - 1, self.draft())
 
     def scored(self) -> list[tuple[int, int]]:
         """(row of that pass, the token it has to name) for each token of each value."""

@@ -26,11 +26,11 @@ class Held(Protocol):
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
 
-    def attend(self, q: Tensor, sight: Sight, rows: Tensor, rotary: Rotary | None) -> list[Part]:
+    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """Rows over what is held, its keys rotated first if they lie un-rotated."""
 
-    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Store the same rows in all heads."""
+    def append(self, k: Tensor, v: Tensor, start: int) -> None:
+        """Store the same rows in all heads, at positions from `start` on."""
 
     def take(self, slots: Slots) -> bool:
         """Store slots of which heads bring different ones; False, and nothing done, if this form cannot."""
@@ -101,14 +101,16 @@ class Dense:
         ]
         assert len(self._rope) == n_layers, "one rotary embedding per layer"
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
         return self._slabs[layer].attend(q, sight, pos, self._rope[layer])
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Store k, v [K, M, D] at positions pos [M]; every head takes all of them."""
-        if pos.shape[0]:
-            self._slabs[layer].append(self._lying(layer, k, pos), v, pos)
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
+        if m := k.shape[1]:
+            if self._rope[layer] is not None:
+                k = self._lying(layer, k, torch.arange(start, start + m, device=k.device))
+            self._slabs[layer].append(k, v, start)
 
     def take(self, layer: int, slots: Slots) -> None:
         """Store slots that another tier let go."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
 from kvcli.kv.folder import temporary_folder
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Sight, Slots, Usage, compact, last, visible
+from kvcli.kv.slots import Sight, Slots, Usage, compact, last, run_of, visible
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class Disk:
                 new._store(layer, extent.slots)
         return new
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> one part for each extent."""
         parts = []
         for s in (extent.slots for extent in self._layers[layer] if extent.length):
@@ -90,9 +91,9 @@ class Disk:
             parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask))
         return parts
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Store k, v [K, M, D] at positions pos [M]; every head takes all of them."""
-        self.take(layer, Slots(k, v, pos.to(torch.int32).expand(k.shape[0], -1)))
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
+        self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
 
     def take(self, layer: int, slots: Slots) -> None:
         """Write these slots to the file. All of them are stored, or none and Shortage is raised."""

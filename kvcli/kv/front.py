@@ -8,6 +8,7 @@ is said.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -31,12 +32,13 @@ class Front:
         self._changes = [-1] * n_layers  # of the store, when the layer was copied
         self._seen = [0] * n_layers  # slots of the longest head in the store, copied or left out
         self._chosen = [0] * n_layers  # of them, when the layer was chosen
+        self._end = [0] * n_layers  # position behind the newest
 
     def over(self, store: Store) -> Front:
         """The same choice from another store, with nothing copied yet."""
         return Front(store, self._pick, self._every, **self._shape)
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""
         n = self._store.n_slots(layer)
         if not n:
@@ -57,8 +59,10 @@ class Front:
         self._copy.put(layer, kept)
         self._changes[layer] = self._store.changes
         self._seen[layer] = self._chosen[layer] = slots.n_slots
+        self._end[layer] = int(slots.pos.max()) + 1
 
     def _join(self, layer: int, fresh: Slots) -> None:
         """Append what was committed since: every head stores the same, at the end of its own slots."""
-        self._copy.append(layer, fresh.k, fresh.v, fresh.pos[0])
+        self._copy.append(layer, fresh.k, fresh.v, self._end[layer])
         self._seen[layer] += fresh.n_slots
+        self._end[layer] += fresh.n_slots

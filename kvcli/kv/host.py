@@ -8,6 +8,7 @@ they never travel again, and torch rounds a pinned allocation up to a power of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -64,15 +65,15 @@ class Host:
         self._tier, self._device = tier, torch.device(device)
         self.staging = Staging()
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N], on the device -> parts on the device."""
         if not self._tier.n_slots(layer):
             return []
-        parts = self._tier.attend(layer, q.cpu(), sight, pos.cpu())
+        parts = self._tier.attend(layer, q.cpu(), sight, pos)
         return [Part(p.out.to(q.device), p.lse.to(q.device)) for p in parts]
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        self._tier.append(layer, self.staging.down(k), self.staging.down(v), pos.cpu())
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        self._tier.append(layer, self.staging.down(k), self.staging.down(v), start)
 
     def take(self, layer: int, slots: Slots) -> None:
         """Slots of the device come down."""

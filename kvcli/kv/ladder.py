@@ -66,13 +66,13 @@ class Ladder:
         """Numbers that new rows are stored in: those of the top."""
         return self._top.dtype
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> the parts of every rung that holds something."""
         return [part for rung in self._rungs for part in rung.tier.attend(layer, q, sight, pos)]
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Store k, v [K, M, D] at positions pos [M] in the top."""
-        self._top.append(layer, k, v, pos)
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """Store k, v [K, M, D] at positions from `start` on in the top."""
+        self._top.append(layer, k, v, start)
 
     def take(self, layer: int, slots: Slots) -> None:
         """Store these slots and send the old ones down at once: how a past moves from one store to another."""

@@ -9,6 +9,8 @@ leaves attention as it is, apart from the rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from kvcli.kernels.attend_packed import PackedHead, attend_packed
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard
 from kvcli.kv.packed_head import Form, Head
-from kvcli.kv.slots import Sight, Slots, Usage, compact, empty_like
+from kvcli.kv.slots import Sight, Slots, Usage, compact, empty_like, opens, run_of
 
 
 class Packed:
@@ -52,7 +54,7 @@ class Packed:
         wide = self._empty.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
         self._turn = hadamard(head_dim, wide) if rotate == "hadamard" else None
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
         seen = [_seen(head, sight.window, pos) for head in self._layers[layer]]
         if not any(head.length for head, _ in seen):
@@ -63,9 +65,9 @@ class Packed:
         )
         return [Part(self._turned(part.out), part.lse)]
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Store k, v [K, M, D] at positions pos [M]; every head takes all of them."""
-        self.take(layer, Slots(k, v, pos.expand(k.shape[0], -1)))
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
+        self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
 
     def take(self, layer: int, slots: Slots) -> None:
         """Round and store these slots, after rotary embedding; each head those whose position is not -1."""
@@ -185,14 +187,14 @@ class Packed:
         return t if self._turn is None else t.to(self._turn.dtype) @ self._turn
 
 
-def _seen(head: Head, window: int | None, rows: Tensor) -> tuple[PackedHead, Tensor | None]:
+def _seen(head: Head, window: int | None, rows: Sequence[int]) -> tuple[PackedHead, Tensor | None]:
     """What rows at positions [N] see of a head: the slots to read, and which of them [N, S] or [1, S], None = all."""
     if not head.length:
         return head.since(0), None
     held = (head.pos >= 0).unsqueeze(0) if head.has_holes else None
     if window is None:
         return head.since(0), held
-    near = head.pos > (rows - window).unsqueeze(1)  # [N, S]
+    near = head.pos > opens(rows, window, head.pos.device)  # [N, S]
     near = near if held is None else near & held
     if bool(near.all()):
         return head.since(0), None

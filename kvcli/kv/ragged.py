@@ -18,7 +18,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.slab import rises, seen
-from kvcli.kv.slots import Sight, Slots, last
+from kvcli.kv.slots import Sight, Slots, last, run_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Ragged:
         """All that takes memory."""
         return [self.k, self.v, self.pos, self._ends, self._order, self._back]
 
-    def attend(self, q: Tensor, sight: Sight, rows: Tensor, rotary: Rotary | None) -> list[Part]:
+    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
         if not self.length:
             return []
@@ -92,16 +92,16 @@ class Ragged:
         out, lse = torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts])
         return [Part(self._moved(out, self._back), self._moved(lse, self._back))]
 
-    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """k, v [K, M, D] at positions pos [M], M > 0; every head takes all of them."""
-        m = pos.shape[0]
+    def append(self, k: Tensor, v: Tensor, start: int) -> None:
+        """k, v [K, M, D] at positions from `start` on, M > 0; every head takes all of them."""
+        m = k.shape[1]
         self._make_room([n + m for n in self._lengths])
-        at = (self._ends.unsqueeze(1) + torch.arange(m, device=pos.device)).flatten()
-        self._put(at, k.flatten(0, 1), v.flatten(0, 1), pos.repeat(len(self._lengths)))
+        at = (self._ends.unsqueeze(1) + torch.arange(m, device=k.device)).flatten()
+        self._put(at, k.flatten(0, 1), v.flatten(0, 1), run_of(start, m, len(self._lengths), k.device).flatten())
         self._ends += m
         self._lengths = [n + m for n in self._lengths]
-        self._ordered &= int(pos[0]) > self._highest
-        self._highest = max(self._highest, int(pos[-1]))
+        self._ordered &= start > self._highest
+        self._highest = max(self._highest, start + m - 1)
 
     def take(self, slots: Slots) -> bool:
         """Store these as well, whichever each head brings; always True."""
@@ -165,11 +165,12 @@ class Ragged:
             k = rotate(k, self.pos[piece].view(len(heads), room), rotary)
         return attend(q, k, v, sight.scale, softcap=sight.softcap, length=[self._lengths[head] for head in heads])
 
-    def _near(self, q: Tensor, head: int, sight: Sight, rows: Tensor, rotary: Rotary | None) -> Part:
+    def _near(self, q: Tensor, head: int, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> Part:
         """q [G, N, D] over what a sliding window shows of one head."""
         assert sight.window is not None
         first, end = self._extents.start[head], self._extents.start[head] + self._lengths[head]
-        start, mask = seen(self.pos[first:end], rows, sight.window, self._ordered)
+        stored = self.pos[first:end].cpu().numpy()
+        start, mask = seen(stored, rows, sight.window, self._ordered, q.device)
         k, v, pos = (t[first + start : end].unsqueeze(0) for t in (self.k, self.v, self.pos))
         if rotary is not None:
             k = rotate(k, pos, rotary)

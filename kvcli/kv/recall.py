@@ -10,7 +10,7 @@ same store, whatever was guessed. For the same reason a certificate weighs what 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,7 @@ class Recall:
         self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
         self.tally = Tally()
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, and what since."""
         pages = self._pages.get(layer)
         if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
@@ -83,11 +83,11 @@ class Recall:
             parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None)))
         return parts
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store accepted rows, which all rows read until the next boundary."""
-        self._tier.append(layer, k, v, pos)
+        self._tier.append(layer, k, v, start)
         if layer in self._late:
-            self._late[layer] += pos.shape[0]
+            self._late[layer] += k.shape[1]
 
     def take(self, layer: int, slots: Slots) -> None:
         """Store slots that another tier let go, behind those that are there, and summarize them: a boundary."""
@@ -187,7 +187,7 @@ class Recall:
             s = _here(self._source.head(layer, j, int(pages.ends[j])), rows)
             mine = refused[j]
             q = rows[j][:, mine]
-            mask = visible(s.pos, s.pos.new_zeros(q.shape[1]), None)
+            mask = visible(s.pos, range(q.shape[1]), None)
             full = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
             part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
-from kvcli.kv.slots import Sight, Slots, picked
+from kvcli.kv.slots import Sight, Slots, opens, picked
 
 
 @dataclass(slots=True)
@@ -18,11 +20,12 @@ class Slab:
     """Keys and values of all heads, with spare room at the end, which is read along and therefore holds finite numbers.
 
     Grows in steps of `step` slots. With a rotary embedding given, keys lie un-rotated and are rotated when read.
+    Positions lie on the host whatever the device: nothing has to be asked of it to know where a window opens.
     """
 
     k: Tensor  # [K, cap, D]
     v: Tensor  # [K, cap, D]
-    pos: Tensor  # [1, cap] int32, -1 = empty
+    pos: Tensor  # [1, cap] int32 on the CPU, -1 = empty
     step: int  # slots
     length: int = 0  # slots of each head
     highest: int = -1  # position
@@ -31,15 +34,15 @@ class Slab:
     @staticmethod
     def of(slots: Slots, step: int) -> Slab:
         """Slots that are the same in all heads; their keys and values become the slab's own."""
-        pos = slots.pos[0]
+        pos = slots.pos[:1].to("cpu", torch.int32, copy=True)
         return Slab(
             k=slots.k.contiguous(),
             v=slots.v.contiguous(),
-            pos=slots.pos[:1].to(torch.int32, copy=True),
+            pos=pos,
             step=step,
             length=slots.n_slots,
             highest=int(pos.max()) if slots.n_slots else -1,
-            ordered=rises(pos),
+            ordered=rises(pos[0]),
         )
 
     @property
@@ -47,45 +50,52 @@ class Slab:
         """All that takes memory."""
         return [self.k, self.v, self.pos]
 
-    def attend(self, q: Tensor, sight: Sight, rows: Tensor, rotary: Rotary | None) -> list[Part]:
+    @property
+    def at(self) -> np.ndarray:
+        """Positions [S] of what is held."""
+        return self.pos[0, : self.length].numpy()
+
+    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
         if self.length == 0:
             return []
         start, mask = 0, None
         if sight.window is not None:
-            start, mask = seen(self.pos[0, : self.length], rows, sight.window, self.ordered)
+            start, mask = seen(self.at, rows, sight.window, self.ordered, q.device)
         if start == 0 and mask is None:  # the slab in one piece
-            k = self.k if rotary is None else rotate(self.k, self.pos, rotary)
+            k = self.k if rotary is None else rotate(self.k, self.pos.to(q.device), rotary)
             return [attend(q, k, self.v, sight.scale, softcap=sight.softcap, length=self.length)]
         k, v = self.k[:, start : self.length], self.v[:, start : self.length]
         if rotary is not None:
-            k = rotate(k, self.pos[:, start : self.length], rotary)
+            k = rotate(k, self.pos[:, start : self.length].to(q.device), rotary)
         return [attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)]
 
-    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """k, v [K, M, D] at positions pos [M], M > 0."""
-        end = self.length + pos.shape[0]
+    def append(self, k: Tensor, v: Tensor, start: int) -> None:
+        """k, v [K, M, D] at positions from `start` on, M > 0."""
+        self._append(k, v, np.arange(start, start + k.shape[1]))
+
+    def _append(self, k: Tensor, v: Tensor, pos: np.ndarray) -> None:
+        first, end = self.length, self.length + len(pos)
         self.reserve(end)
         self.ordered &= int(pos[0]) > self.highest
-        self.highest = max(self.highest, int(pos[-1]))
-        self.k[:, self.length : end] = k
-        self.v[:, self.length : end] = v
-        self.pos[:, self.length : end] = pos
+        self.highest = max(self.highest, int(pos.max()))
+        self.k[:, first:end] = k
+        self.v[:, first:end] = v
         self.length = end
+        self.at[first:] = pos
 
     def take(self, slots: Slots) -> bool:
         """Store these as well, unless heads bring different ones: then nothing is stored, and the answer is False."""
         if not agree(slots):
             return False
-        pos = slots.pos[0]
-        self.append(slots.k, slots.v, pos)
+        pos = slots.pos[0].cpu()
+        self._append(slots.k, slots.v, pos.numpy())
         self.ordered &= rises(pos)
-        self.highest = max(self.highest, int(pos.max()))
         return True
 
     def slots(self) -> Slots:
         """What is held, as views."""
-        pos = self.pos[:, : self.length].expand(self.k.shape[0], -1)
+        pos = self.pos[:, : self.length].to(self.k.device).expand(self.k.shape[0], -1)
         return Slots(self.k[:, : self.length], self.v[:, : self.length], pos)
 
     def newest(self, n: int) -> Slots:
@@ -109,9 +119,9 @@ class Slab:
         """Forget positions n and later in place, if slots lie in order; else nothing, and the answer is False."""
         if not self.ordered:
             return False
-        was, self.length = self.length, int((self.pos[0, : self.length] < n).sum())
+        was, self.length = self.length, int(np.searchsorted(self.at, n))
         self.v[:, self.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
-        self.highest = int(self.pos[0, self.length - 1]) if self.length else -1
+        self.highest = int(self.at[-1]) if self.length else -1
         return True
 
     def reserve(self, n: int) -> None:
@@ -141,14 +151,16 @@ def rises(pos: Tensor) -> bool:
     return bool((pos[1:] > pos[:-1]).all())
 
 
-def seen(stored: Tensor, rows: Tensor, window: int, ordered: bool) -> tuple[int, Tensor | None]:
+def seen(
+    stored: np.ndarray, rows: Sequence[int], window: int, ordered: bool, device: torch.device
+) -> tuple[int, Tensor | None]:
     """Of slots at positions `stored` [S], where those in the window of rows at positions [N] begin, and the mask
     [N, S - start] of its ragged edge, if it has one.
 
     Reading only the window is what makes sliding layers cheap at long context; slots out of order are all read.
     """
-    first, last = int(rows.min()) - window + 1, int(rows.max()) - window + 1  # where the rows' windows open
-    start = int(torch.searchsorted(stored, first)) if ordered else 0
-    if ordered and last <= max(first, int(stored[start]) if start < stored.shape[0] else first):
+    first, last = min(rows) - window + 1, max(rows) - window + 1  # where the rows' windows open
+    start = int(np.searchsorted(stored, first)) if ordered else 0
+    if ordered and last <= max(first, int(stored[start]) if start < len(stored) else first):
         return start, None
-    return start, stored[start:] > (rows - window).unsqueeze(1)
+    return start, torch.from_numpy(stored[start:]).to(device) > opens(rows, window, device)

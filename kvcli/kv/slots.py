@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -57,8 +57,11 @@ Choose = Callable[[int, Slots], Tensor]  # layer, slots -> keep mask [K, S]
 class Readable(Protocol):
     """Something rows can attend to: a tier, a ladder, a view."""
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N] -> parts over what is stored; none if nothing is."""
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> parts over what is stored; none if nothing is.
+
+        Positions of rows are the host's: no pass waits for the device to say where it is.
+        """
 
     def usage(self) -> list[Usage]:
         """What is allocated, by layer; nothing where it only reads what another one holds."""
@@ -67,8 +70,8 @@ class Readable(Protocol):
 class Tier(Readable, Protocol):
     """One kind of storage on one device."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Store accepted rows: k, v [K, M, D], pos [M]."""
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """Store accepted rows: k, v [K, M, D] at positions start, start + 1, ..."""
 
     def take(self, layer: int, slots: Slots) -> None:
         """Store slots that another tier let go, after rotary embedding; heads may bring different numbers."""
@@ -165,7 +168,7 @@ def compact(s: Slots, mask: Tensor) -> Slots:
     return Slots(k, v, pos)
 
 
-def visible(pos: Tensor, rows: Tensor, window: int | None) -> Tensor | None:
+def visible(pos: Tensor, rows: Sequence[int], window: int | None) -> Tensor | None:
     """Which slots [K, S] rows at positions [N] may see: [K, N, S] bool, or None when all of them.
 
     Slots are older than rows by construction, so only empty slots and a sliding window hide anything.
@@ -173,6 +176,16 @@ def visible(pos: Tensor, rows: Tensor, window: int | None) -> Tensor | None:
     hidden = pos < 0
     shown = None if not bool(hidden.any()) else ~hidden.unsqueeze(1)
     if window is not None:
-        near = pos.unsqueeze(1) > (rows - window).view(1, -1, 1)
+        near = pos.unsqueeze(1) > opens(rows, window, pos.device)
         shown = near if shown is None else near & shown
-    return shown if shown is None else shown.expand(-1, rows.shape[0], -1)
+    return shown if shown is None else shown.expand(-1, len(rows), -1)
+
+
+def opens(rows: Sequence[int], window: int, device: torch.device) -> Tensor:
+    """[N, 1]: the last position that a sliding window hides from each row."""
+    return torch.tensor([row - window for row in rows], dtype=torch.int32, device=device).unsqueeze(1)
+
+
+def run_of(start: int, n: int, heads: int, device: torch.device) -> Tensor:
+    """[K, n]: positions from start on, the same in all heads."""
+    return torch.arange(start, start + n, dtype=torch.int32, device=device).expand(heads, -1)

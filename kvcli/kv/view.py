@@ -6,7 +6,7 @@ read and gathers. A view that must be fast keeps its slots as a dense prefix and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class View:
         """Nothing of its own."""
         return []
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""
         all_slots = self._store.slots(layer)
         s = compact(all_slots, self._pick(layer, q, all_slots))

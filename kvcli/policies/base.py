@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.feed import Asks
     from kvcli.kv.slots import Slots
     from kvcli.model import LM
 
@@ -70,7 +71,7 @@ class Moment:
 
 
 # slots to keep -> what that costs: nats by which the newest tokens of the prompt are predicted worse, on average
-Loss = Callable[[Callable[["Slots", Moment], "Tensor"]], float]
+Loss = Callable[[Callable[["Slots", Moment], "Tensor"]], "Asks[float]"]
 
 
 class Policy(Protocol):
@@ -121,8 +122,8 @@ class Policy(Protocol):
     def look(self, s: Slots, at: Moment) -> None:
         """A first sight of each layer in turn, before `keep` is asked of any; only if `looks`."""
 
-    def settle_on(self, loss: Loss) -> None:
-        """When a prompt has been read, and all layers looked at: try out choices; each `loss` runs a short pass."""
+    def settle_on(self, loss: Loss) -> Asks[None] | None:
+        """When a prompt has been read, and all layers looked at: try out choices; each `loss` asks for a short pass."""
 
     def keep(self, s: Slots, at: Moment) -> Tensor:
         """Slots to keep -> bool [K, S]; heads may keep different numbers."""
@@ -161,8 +162,8 @@ class Plain(Quiet):
     def look(self, s: Slots, at: Moment) -> None:
         return
 
-    def settle_on(self, loss: Loss) -> None:
-        return
+    def settle_on(self, loss: Loss) -> Asks[None] | None:
+        return None
 
 
 class Chosen(Protocol):

@@ -19,6 +19,7 @@ from kvcli.policies.knapsack import solve
 from kvcli.policies.recovery import Recovery, Sets, classes, recover, top
 
 if TYPE_CHECKING:
+    from kvcli.feed import Asks
     from kvcli.model import LM
     from kvcli.policies.fastgen import FastGen
 
@@ -93,7 +94,7 @@ class Heads(Plain):
             self._choose()
             self._unshared = self.replays > 0 and at.phase == "read"
 
-    def settle_on(self, loss: Loss) -> None:
+    def settle_on(self, loss: Loss) -> Asks[None]:
         """The lowest T that loses no more than it may, by halves: what was tried last and was enough, or everything."""
         if not self._unshared:  # nothing was measured
             return
@@ -101,7 +102,8 @@ class Heads(Plain):
         for _ in range(TRIALS):
             self.recovery = (low + high) / 2
             self._choose()
-            low, high = (low, self.recovery) if loss(self._tried) <= self.settings.kl_max else (self.recovery, high)
+            lost = yield from loss(self._tried)
+            low, high = (low, self.recovery) if lost <= self.settings.kl_max else (self.recovery, high)
         self.recovery = high
         self._choose()
         self._unshared = False

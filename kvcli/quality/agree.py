@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.engine import drive, run
 from kvcli.errors import BadInput, ContextOverflow, UsageError
-from kvcli.forward import Pass, run
+from kvcli.feed import Feed
 from kvcli.quality.answer import kept, open_session
 from kvcli.quality.controls import Row, full_profile, rows
 from kvcli.quality.run import Cancel, Tell
@@ -123,7 +124,7 @@ def _windows(
                 return
             tell(done, total, f"{row.name} · agreement")
             session = open_session(model.with_profile(row.at(len(cut.context), lot)))
-            session.feed(cut.context)
+            drive(session.read(cut.context))
             said = predicted(session, cut.scored)
             truth = said if truth is None else truth
             far.append(_Window.of(Far.of(said, truth, cut.scored), kept(session)))
@@ -170,10 +171,10 @@ def cuts(ids: list[int], context: int, scored: int, windows: int) -> list[Cut]:
 def predicted(session: Session, scored: Sequence[int]) -> Tensor:
     """[n, V] log-probabilities of each scored token given the ones before it. The session stays as it is."""
     lm, past = session.lm, session.kv
-    rows = Rows.chain([session.ids[-1], *scored[:-1]], session.committed, lm.device)
+    rows = Rows.chain([session.ids[-1], *scored[:-1]], session.committed)
     with torch.inference_mode():
-        logits = run(lm, Pass(rows, past, session.view), torch.arange(rows.n_rows, device=lm.device))
-        return torch.log_softmax(logits.float(), dim=-1)
+        (made,) = run([Feed(lm, rows, past, session.view, range(rows.n_rows))])
+        return torch.log_softmax(made.logits.float(), dim=-1)
 
 
 def _estimate(values: list[float], seed: int, *, least: float = -inf, most: float = inf) -> Estimate:

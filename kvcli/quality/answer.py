@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcli.engine import drive, events
 from kvcli.policies.base import Moment, Plain
 from kvcli.quality.partial import Answer
 from kvcli.quality.prompt import Prompts
@@ -68,12 +69,12 @@ def kept(session: Session) -> float:
 def _hidden(model: Model, job: Job) -> tuple[list[Answer], float]:
     """One past for all questions, each of which sees what the context alone has left."""
     session = open_session(model)
-    session.feed(job.ids)
+    drive(session.read(job.ids))
     held, said = kept(session), []
     for i, (question, ids) in enumerate(zip(job.context.questions, job.questions, strict=True)):
         one = session if i == len(job.questions) - 1 else session.fork()
         _hold(one)
-        one.feed(ids)
+        drive(one.read(ids))
         said.append(_answer(model, one, job.task, question))
     return said, held
 
@@ -83,7 +84,7 @@ def _visible(model: Model, job: Job) -> tuple[list[Answer], float]:
     said, held = [], 1.0
     for question, ids in zip(job.context.questions, job.questions, strict=True):
         session = open_session(model)
-        session.feed(job.ids + ids)
+        drive(session.read(job.ids + ids))
         held = kept(session)
         _hold(session)
         said.append(_answer(model, session, job.task, question))
@@ -97,22 +98,22 @@ def _dialogue(model: Model, prompts: Prompts, job: Job, is_visible: bool) -> tup
     policy, held = session.policy, 1.0
     said: list[Answer] = []
     if not is_visible:
-        session.feed(job.ids)
+        drive(session.read(job.ids))
         held = kept(session)
     for question, ids in zip(job.context.questions, job.questions, strict=True):
         if said:
             ids = prompts.next_question(question, session.ids[-1])
         if is_visible:
-            session.feed(ids if said else job.ids + ids)
+            drive(session.read(ids if said else job.ids + ids))
             held = held if said else kept(session)
             _hold(session)
         else:
             _hold(session)
-            session.feed(ids)
+            drive(session.read(ids))
         said.append(_answer(model, session, job.task, question))
         session.policy = policy
         if not is_visible:
-            session.settle()
+            drive(session.settle())
     return said, held
 
 
@@ -125,7 +126,7 @@ def _hold(session: Session) -> None:
 def _answer(model: Model, session: Session, task: Task, question: Question) -> Answer:
     """Decode and score."""
     stop = model.lm.stop_ids
-    new = [i for step in session.stream(question.max_new, stop) for i in step.new]
+    new = [i for step in events(session.stream(question.max_new, stop)) for i in step.new]
     text = question.prefix + decode(model.tokenizer, [i for i in new if i not in stop])
     detail = task.detail(text, question) if task.detail else {}
     return Answer(text, task.score(text, question), len(new), {**question.meta, **detail})

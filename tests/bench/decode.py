@@ -81,28 +81,30 @@ def theirs(model: Any, ids: list[int], new: int) -> tuple[float, list[float], li
 def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
     """The same by our engine, no drafting -> seconds to the first token, of each later token, the session."""
     from kvcli.drafts.base import Off
+    from kvcli.engine import drive, events
     from kvcli.kv.dense import Dense
     from kvcli.sample import Sampler
     from kvcli.session import Session
 
     session = Session(lm, Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype), Off(), Sampler())
     began = time.perf_counter()
-    session.feed(ids)
-    steps = [step.seconds for step in session.stream(1)]
+    drive(session.read(ids))
+    steps = [step.seconds for step in events(session.stream(1))]
     first = time.perf_counter() - began
-    steps = [step.seconds for step in session.stream(new - 1)]
+    steps = [step.seconds for step in events(session.stream(new - 1))]
     return first, steps, session
 
 
 def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], list[float]]:
     """Seconds of passes of 1 row and of `rows` rows on the same past, alternating; nothing is kept."""
-    from kvcli.forward import Pass, run
+    from kvcli.engine import run
+    from kvcli.feed import Feed
     from kvcli.rows import Draft, Rows
 
     def seconds(guesses: int) -> float:
         built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 9 + guesses))))
         began = time.perf_counter()
-        run(session.lm, Pass(built, session.kv), torch.arange(built.n_rows))
+        run([Feed(session.lm, built, session.kv, want=range(built.n_rows))])
         return time.perf_counter() - began
 
     pairs = [(seconds(0), seconds(rows - 1)) for _ in range(reps + 2)][2:]

@@ -20,10 +20,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kvcli
-from kvcli.forward import Pass, run
+from kvcli.engine import run
+from kvcli.feed import Feed
 from kvcli.kv.dense import Dense
 from kvcli.model import LM, quiet
 from kvcli.rows import Rows
+from kvcli.session import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 256  # rows
@@ -72,9 +74,10 @@ def logits(lm: LM, ids: list[int]) -> Tensor:
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
     made = []
     for a in range(0, len(ids), CHUNK):
-        p = Pass(Rows.chain(ids[a : a + CHUNK], a), kv)
-        made.append(run(lm, p, torch.arange(p.rows.n_rows)).float())
-        p.commit(list(range(p.rows.n_rows)))
+        rows = Rows.chain(ids[a : a + CHUNK], a)
+        (of,) = run([Feed(lm, rows, kv, want=range(rows.n_rows))])
+        made.append(of.logits.float())
+        commit(kv, rows, of, range(rows.n_rows))
     return torch.cat(made)
 
 

@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 from kvcli.build import view as view_of  # noqa: E402
 from kvcli.calibrate.passes import filled  # noqa: E402
 from kvcli.drafts.lookahead import Lookahead  # noqa: E402
-from kvcli.forward import Pass, run  # noqa: E402
+from kvcli.engine import run  # noqa: E402
+from kvcli.feed import Feed  # noqa: E402
 from kvcli.rows import Draft, Rows  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 
@@ -53,12 +54,12 @@ def measure(lm: Any, context: int, reps: int) -> dict[str, Any]:
     for rep in range(reps + 2):
         for name, (rows, reads) in sides.items():
             began = time.perf_counter()
-            run(lm, Pass(rows, kv, reads), rows.want)
+            run([Feed(lm, rows, kv, reads, rows.want)])
             if rep > 1:
                 seconds[name].append(time.perf_counter() - began)
         rows, fresh = sides["fafo"][0], view.over(kv)  # chosen anew, as every `refresh` tokens
         began = time.perf_counter()
-        run(lm, Pass(rows, kv, fresh), rows.want)
+        run([Feed(lm, rows, kv, fresh, rows.want)])
         if rep > 1:
             seconds["fafo_choosing"].append(time.perf_counter() - began)
     scouts = sides["fafo"][0].n_rows - sides["fafo"][0].tree

@@ -26,6 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from kvcli.engine import drive  # noqa: E402
 from kvcli.policies.base import Plain  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
@@ -93,11 +94,11 @@ def measure(side: str, n: int, chunk: int, pipe: Any) -> None:
     lm = ours_of(build())
     ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
     warm = session(lm, side, chunk)  # whatever is made once is made now
-    warm.feed(ids[: min(n, 2 * chunk)])
+    drive(warm.read(ids[: min(n, 2 * chunk)]))
     del warm
     before = live(), resident()
     one = session(lm, side, chunk)
-    one.feed(ids)
+    drive(one.read(ids))
     after = live(), resident()
     held = [int((one.kv.slots(layer).pos >= 0).sum()) for layer in range(lm.n_layers)]
     pipe.send(

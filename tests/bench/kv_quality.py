@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -36,8 +37,9 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli import load, source  # noqa: E402
 from kvcli.bench.texts import text_of  # noqa: E402
+from kvcli.engine import drive, run  # noqa: E402
+from kvcli.feed import Feed  # noqa: E402
 from kvcli.fetch import stands_for  # noqa: E402
-from kvcli.forward import Pass, run  # noqa: E402
 from kvcli.gguf import unpack  # noqa: E402
 from kvcli.heads.ask import Ask  # noqa: E402
 from kvcli.heads.run import probe  # noqa: E402
@@ -78,6 +80,7 @@ class Known:
 
     def __init__(self, path: Path) -> None:
         self.path, self._found = path, dict[str, Outcome]()
+        path.parent.mkdir(parents=True, exist_ok=True)
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 key, outcome = json.loads(line)
@@ -98,30 +101,28 @@ class Text:
 
     def __init__(self, model: Any, ids: list[int]) -> None:
         self.ids, self.n = ids, len(ids) - 1
-        self.rows = Rows.chain(self.ids[:-1], 0, model.lm.device)
-        self._pass = Pass(self.rows, model.open().kv, hear=list(range(self.n)))
-        run(model.lm, self._pass, self.rows.ids[:0])
+        self.rows = Rows.chain(self.ids[:-1], 0)
+        (self._made,) = run([Feed(model.lm, self.rows, model.open().kv, hear=range(self.n))])
 
     def read_by(self, session: Any) -> None:
-        """What `session.feed` does with a text of one chunk."""
-        assert self.n <= session.chunk
+        """What `session.read` does with a text of one chunk."""
+        assert self.n <= session.chunk_rows
         session.ids = list(self.ids)
         session.heard.begin(self.n)
-        own = Pass(self.rows, session.kv, hear=session.heard.of_chunk(0, self.n))
-        own.fresh = self._pass.fresh
-        own.queries = [q[:, own.hear] for q in self._pass.queries] if own.hear is not None else []
+        hear, made = session.heard.of_chunk(0, self.n), self._made
+        made = replace(made, queries=[q[:, hear] for q in made.queries] if hear else [])
         session.boundary = self.n
-        session._commit(own, list(range(self.n)))
-        session.settle("read")
+        session._commit(self.rows, hear, made, range(self.n))
+        drive(session.settle("read"))
 
 
 def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
     """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
     session = model.with_profile(model.profile.replace(exactness="approx", **changes)).session
     (text or Text(model, sample.context)).read_by(session)
-    rows, scored = sample.rows(model.lm.device), sample.scored()
-    logits = run(model.lm, Pass(rows, session.kv), torch.tensor([row for row, _ in scored]))
-    hits = (logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
+    rows, scored = sample.rows(), sample.scored()
+    (made,) = run([Feed(model.lm, rows, session.kv, want=[row for row, _ in scored])])
+    hits = (made.logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
     right = []
     for one in sample.asked:
         right.append(all(hits[: len(one.value)]))

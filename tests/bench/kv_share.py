@@ -30,7 +30,8 @@ from tests.bench.kv_speed import session  # noqa: E402
 
 def pass_seconds(session: Any) -> tuple[float, float]:
     """Processor seconds of one pass of one row, and those in the store; nothing of it is kept."""
-    from kvcli.forward import Pass, run
+    from kvcli.engine import run
+    from kvcli.feed import Feed
     from kvcli.rows import Draft, Rows
 
     kv, spent = session.kv, 0.0
@@ -45,9 +46,9 @@ def pass_seconds(session: Any) -> tuple[float, float]:
             spent += time.thread_time() - began
             return parts
 
-    built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.none(), session.lm.device)
+    built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.none())
     began = time.thread_time()
-    run(session.lm, Pass(built, Timed()), torch.arange(1))  # type: ignore[arg-type]
+    run([Feed(session.lm, built, Timed(), want=range(1))])  # type: ignore[arg-type]
     return time.thread_time() - began, spent
 
 

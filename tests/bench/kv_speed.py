@@ -25,6 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from kvcli.engine import drive  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.kv.disk import Disk  # noqa: E402
 from kvcli.kv.ladder import Ladder, Rung  # noqa: E402
@@ -122,19 +123,20 @@ def step_seconds(session: Any, steps: int) -> list[float]:
     found = []
     for _ in range(steps):
         began = time.perf_counter()
-        session.step()
+        drive(session.step())
         found.append(time.perf_counter() - began)
     return found
 
 
 def pass_seconds(session: Any, rows: int) -> float:
     """Seconds of one pass of so many rows; nothing of it is kept."""
-    from kvcli.forward import Pass, run
+    from kvcli.engine import run
+    from kvcli.feed import Feed
     from kvcli.rows import Draft, Rows
 
     built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 8 + rows))))
     began = time.perf_counter()
-    run(session.lm, Pass(built, session.kv), torch.arange(built.n_rows))
+    run([Feed(session.lm, built, session.kv, want=range(built.n_rows))])
     return time.perf_counter() - began
 
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
+from kvcli.engine import drive  # noqa: E402
 from kvcli.heads.listen import listening  # noqa: E402
 from kvcli.heads.sample import Sample, samples  # noqa: E402
 from kvcli.policies.fastgen import FastGen  # noqa: E402
@@ -50,7 +51,7 @@ def errors(model: Any, sample: Sample, counts: list[int]) -> dict[int, tuple[flo
             same = fmean(a == b for a, b in zip(chosen, right, strict=True))
             found[n].append((float((some - whole)[:-1].abs().mean()), same))
 
-    listening(model, lambda n: range(n // 2, n), hear).feed(sample.context)
+    drive(listening(model, lambda n: range(n // 2, n), hear).read(sample.context))
     return {n: (fmean(e for e, _ in each), fmean(s for _, s in each)) for n, each in found.items()}
 
 

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.drafts.base import Off  # noqa: E402
+from kvcli.engine import drive  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.policies.fastgen import FastGen  # noqa: E402
@@ -73,7 +74,7 @@ def read(lm: Any, ids: list[int], settings: FastGen | None) -> tuple[float, floa
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
     session = Session(lm, kv, Off(), Sampler(), policy=timed, every=settings.every if settings else None)  # type: ignore[arg-type]
     began = time.perf_counter()
-    session.feed(ids)
+    drive(session.read(ids))
     wait(lm.device)
     return time.perf_counter() - began, timed.seconds if timed else 0.0, session
 

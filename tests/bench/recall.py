@@ -25,6 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from kvcli.engine import drive, events
 from kvcli.kernels.merge import Part
 from kvcli.kv.dense import Dense
 from kvcli.kv.index import Index
@@ -140,7 +141,7 @@ def fill(args: argparse.Namespace) -> tuple[Dense, Tensor]:
     loud = torch.where(torch.rand(args.heads, 1, args.dim) < 0.1, 6.0, 1.0)
     store = Dense(1, args.heads, args.dim, torch.bfloat16)
     k = (torch.randn(args.heads, args.slots, args.dim) + torch.randn(args.heads, 1, args.dim)) * loud
-    store.append(0, k.bfloat16(), torch.randn(args.heads, args.slots, args.dim).bfloat16(), torch.arange(args.slots))
+    store.append(0, k.bfloat16(), torch.randn(args.heads, args.slots, args.dim).bfloat16(), 0)
     return store, loud
 
 
@@ -156,7 +157,7 @@ def over(kv: Watched, q: Tensor) -> dict[str, float | None]:
     """Each row of q [H, n, D] by itself."""
     kv.watch()
     for i in range(q.shape[1]):
-        kv.attend(0, q[:, i : i + 1], Sight(q.shape[2] ** -0.5), torch.tensor([kv.n_slots(0)]))
+        kv.attend(0, q[:, i : i + 1], Sight(q.shape[2] ** -0.5), [kv.n_slots(0)])
     return kv.figures()
 
 
@@ -182,8 +183,8 @@ def answer(model: Any, prompt: list[int], index: Index, budget: Budget) -> dict[
     kv = Watched(store, index, budget, range(lm.n_layers))
     kv.watch()
     session = Session(lm, kv, Off(), Sampler(), every=8)
-    session.feed(prompt)
-    list(session.stream(ANSWER))
+    drive(session.read(prompt))
+    list(events(session.stream(ANSWER)))
     return kv.figures()
 
 

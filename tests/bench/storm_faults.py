@@ -166,7 +166,7 @@ def _disk(folder: Path) -> tuple[int, str, str]:
     def take(layer: int, n: int) -> None:
         k = torch.arange(stored[layer], stored[layer] + n, dtype=torch.float32)[None, :, None].expand(2, n, 16)
         try:
-            tier.append(layer, k.contiguous(), -k, torch.arange(stored[layer], stored[layer] + n))
+            tier.append(layer, k.contiguous(), -k, stored[layer])
         except Shortage as error:
             said.append(str(error))
             return

@@ -57,7 +57,7 @@ def disk(rng: random.Random, bad: list[str]) -> None:
     def work() -> None:
         tier = Disk(2, 2, 16, torch.float32, 4 << 20, 1 << 30, folder)
         for i in range(40):
-            tier.append(i % 2, k, -k, torch.arange(64 * (i // 2), 64 * (i // 2 + 1)))
+            tier.append(i % 2, k, -k, 64 * (i // 2))
             if i % 8 == 7:
                 tier.keep(i % 2, torch.rand(2, tier.n_slots(i % 2)) < 0.5)
 

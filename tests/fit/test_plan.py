@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvcli import source
+from kvcli.engine import drive, events
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit.advice import changes
 from kvcli.fit.before import Outlook
@@ -45,7 +46,7 @@ def test_keys_and_values_are_what_the_store_allocates(demo, profile):
     with load("demo", profile, set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 256}) as model:
         ids = torch.arange(700).remainder(model.lm.vocab).tolist()
         most = 0
-        for _ in model.session.read(ids):
+        for _ in events(model.session.read(ids)):
             most = max(most, nbytes(model.session.kv)["cpu"])
         found = planned(demo, model.profile, 700)
         if profile != "streaming":  # which settles before anybody can look
@@ -58,7 +59,7 @@ def test_packed_keys_and_values_are_planned_as_they_lie(demo, bits):
     kv = {"kv.k_bits": bits[0], "kv.v_bits": bits[1], "exactness": "approx"}
     with load("demo", "exact", set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 16, **kv}) as model:
         ids = torch.arange(1400).remainder(model.lm.vocab).tolist()
-        most = max(sum(nbytes(model.session.kv).values()) for _ in model.session.read(ids))
+        most = max(sum(nbytes(model.session.kv).values()) for _ in events(model.session.read(ids)))
         found = planned(demo, model.profile, 1400).need.kv
         shape, number = (model.lm.n_kv_heads, model.lm.head_dim), model.lm.dtype.itemsize
         unpacked = demo.shape.layers * wide(*shape, number)
@@ -71,9 +72,11 @@ def test_weights_are_what_loading_leaves(demo, quant):
     with load(
         "demo", "exact", set={"load.quant": quant, "load.device": "cpu", "load.verify": False, "exactness": "approx"}
     ) as model:
-        held = sum({t.data_ptr(): t.nbytes for t in (*model.lm.model.parameters(), *model.lm.model.buffers())}.values())
-        # blocked layers hold their weights where no other code sees them
-        held += sum(getattr(m, "nbytes", 0) for m in model.lm.model.modules() if hasattr(m, "blocked"))
+        # layers with a layout of their own hold their weights where no other code sees them
+        own = [m.blocked for m in model.lm.model.modules() if hasattr(m, "blocked")]
+        plain = (*model.lm.model.parameters(), *model.lm.model.buffers(), *(t for t in own if not t.is_mkldnn))
+        held = sum({t.data_ptr(): t.nbytes for t in plain}.values())
+        held += sum(t.numel() * t.element_size() for t in own if t.is_mkldnn)
         found = planned(demo, model.profile)
     assert found.need.weights == pytest.approx(held, rel=0.02)
 
@@ -118,7 +121,7 @@ def test_the_index_of_recall_is_in_memory_too(demo):
     assert planned(demo, reads).need.kv == planned(demo, plain).need.kv + index
     kept = {"load.device": "cpu", "load.verify": False, "exactness": "approx", "recall.method": "sketch"}
     with load("demo", "exact", set=kept) as model:
-        model.session.feed(torch.arange(4096).remainder(model.lm.vocab).tolist())
+        drive(model.session.read(torch.arange(4096).remainder(model.lm.vocab).tolist()))
         found = nbytes(model.session.kv)
     assert index == pytest.approx(found["index"], rel=0.05)
 
@@ -159,7 +162,7 @@ def test_a_store_holds_the_longest_text_that_is_promised_and_no_longer_one(demo,
     def read(n):
         kept = {"load.device": "cpu", "load.verify": False, "context.limit": n + 1, **sets}
         with load("demo", profile, set=kept) as model:
-            model.session.feed(torch.arange(n).remainder(model.lm.vocab).tolist())
+            drive(model.session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
             assert model.session.committed == n - 1
 
     read(most - 1)

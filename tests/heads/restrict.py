@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvcli.engine import drive, events
 from kvcli.heads.blinkers import Reach
 from kvcli.heads.listen import whole
 from kvcli.heads.sample import Sample
@@ -38,13 +39,13 @@ def right_answers(model: Model, sample: Sample, heads: Collection[tuple[int, int
     """Each question of the sample: does greedy decoding write the value, token for token?"""
     session = whole(model).session
     session.policy = Restrict(frozenset(heads), reach)
-    session.feed(sample.context)
+    drive(session.read(sample.context))
     found = []
     for one in sample.asked:
         fork = session.fork()
         fork.policy = Hold(0)
-        fork.feed(one.ids[: one.value.start])
+        drive(fork.read(one.ids[: one.value.start]))
         wanted = [one.ids[i] for i in one.value]
-        new = [token for step in fork.stream(len(wanted)) for token in step.new]
+        new = [token for step in events(fork.stream(len(wanted))) for token in step.new]
         found.append(new == wanted)
     return found

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvcli.engine import drive
 from kvcli.errors import BadInput, BadModel
 from kvcli.heads import run as heads_run
 from kvcli.heads.ablate import Loss
@@ -88,7 +89,7 @@ def test_choices_are_those_of_the_policy_itself(model, changes):
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
     policy.meet(model.lm)
     session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=policy, kinds=kinds)
-    session.feed(found.reading.ids)
+    drive(session.read(found.reading.ids))
     names = [[made.policy.candidates[c] for c in row] for row in made.policy.chosen]
     assert names == [policy.chosen()[layer] for layer in range(model.lm.n_layers)]
 
@@ -103,7 +104,7 @@ def test_what_it_says_is_kept_is_what_is_kept(model):
     policy = settings.policy()
     policy.meet(model.lm)
     session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=policy, kinds=kinds)
-    session.feed(found.reading.ids)
+    drive(session.read(found.reading.ids))
     held = [[int(n) for n in (session.kv.slots(layer).pos >= 0).sum(1)] for layer in range(model.lm.n_layers)]
     said = [
         [made.policy.cost[c][layer][head] for head, c in enumerate(row)] for layer, row in enumerate(made.policy.chosen)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.forward import Pass, run
+from kvcli.engine import run
+from kvcli.feed import Feed
 from kvcli.heads.ablate import ablate, answers, open_past, right
 from kvcli.heads.attention import FAR, SHARES, gaze, normaliser
 from kvcli.heads.blinkers import Blinkers, Reach
@@ -102,7 +103,7 @@ def test_a_head_in_blinkers_sees_first_and_newest_tokens_only(sight):
     store, reach = Dense(2, K, D, torch.float32), Reach(sinks=2, recent=7)
     k, v, pos = drawn(K, S, D), drawn(K, S, D, seed=2), torch.arange(S)
     for layer in range(2):
-        store.append(layer, k, v, pos)
+        store.append(layer, k, v, 0)
     blind = torch.tensor([[False, False], [False, True]])
     q, rows = drawn(K * G, 3, D, seed=3), torch.tensor([S, S + 1, S + 4])
     in_window = torch.ones(3, S, dtype=torch.bool)
@@ -132,13 +133,12 @@ def test_samples_know_where_their_values_stand(model):
             value = [one.ids[i] for i in one.value]
             assert sample.context[one.needle : one.needle + len(value)] == value
             assert len(value) >= 5  # five digits
-        rows = sample.rows("cpu")
-        ids = rows.ids.tolist()
+        rows = sample.rows()
         for (row, token), target in zip(sample.scored(), sample.targets(), strict=True):
             assert sample.context[target] == token
-            at = int(rows.pos[row])
+            at = rows.pos[row]
             assert at >= len(sample.context) - 1
-            assert ids[row] == sample.context[-1] or at > len(sample.context) - 1
+            assert rows.ids[row] == sample.context[-1] or at > len(sample.context) - 1
 
 
 def test_all_questions_in_one_pass_are_as_each_alone(model):
@@ -148,9 +148,9 @@ def test_all_questions_in_one_pass_are_as_each_alone(model):
     alone = []
     for one in sample.asked:
         rows = Rows.chain([session.ids[-1], *one.ids[:-1]], session.committed)
-        want = torch.tensor(list(one.value))  # the row in front of each
-        logits = run(model.lm, Pass(rows, session.kv), want)
-        alone.append(torch.log_softmax(logits.float(), -1))
+        want = list(one.value)  # the row in front of each
+        (made,) = run([Feed(model.lm, rows, session.kv, want=want)])
+        alone.append(torch.log_softmax(made.logits.float(), -1))
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-3, rtol=1e-3)
     assert right(together, sample) == len(sample.asked)
 

@@ -1,0 +1,149 @@
+"""What a decoding step asks of the device: operations, waits of the host, tensors that come from it.
+
+    python tests/bench/waits.py [--layers 3,9] [--steps 4] [--out FILE]
+
+Tiny random models. A wait is an operation whose result the host needs before it can go on, as `.tolist()`, `int()` or
+`nonzero`; on a CPU it costs nothing, on a GPU each one empties the queue. They are counted as they are called, so the
+count is the same on any device; what the host knows by itself (numpy, lists) is none. With the name of the line
+that waits. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvcli.build import view  # noqa: E402
+from kvcli.drafts.base import Off  # noqa: E402
+from kvcli.drafts.lookahead import Lookahead  # noqa: E402
+from kvcli.drafts.ngram import Ngram  # noqa: E402
+from kvcli.engine import drive  # noqa: E402
+from kvcli.kv.dense import Dense  # noqa: E402
+from kvcli.model import LM  # noqa: E402
+from kvcli.policies.topk import Snap  # noqa: E402
+from kvcli.sample import Sampler  # noqa: E402
+from kvcli.session import Session  # noqa: E402
+from tests import families  # noqa: E402
+
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}
+COPIES = {"lift_fresh", "lift"}
+EVERY = 8  # tokens between two boundaries of a policy
+SIDES: dict[str, tuple[str, Any, bool]] = {  # family, drafter, whether a policy evicts
+    "dense": ("llama", Off(), False),
+    "dense, n-gram": ("llama", Ngram(adaptive=False, max=7), False),
+    "dense, fafo": ("llama", Lookahead(adaptive=False, view="stream", sinks=2, local=5, refresh=32), False),
+    "sliding": ("gemma3", Off(), False),
+    "sliding, n-gram": ("gemma3", Ngram(adaptive=False, max=7), False),
+    "dense, sampled": ("llama", Off(), False),
+    "dense, snap": ("llama", Off(), True),
+}
+
+
+class Count(TorchDispatchMode):
+    """Operations as they are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.waits: Counter[str] = Counter()
+        self.copies = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op.overloadpacket.__name__
+        self.operations += 1
+        self.copies += name in COPIES
+        if name in WAITS:
+            self.waits[_line()] += 1
+        return op(*args, **(kwargs or {}))
+
+
+class Asked(TorchFunctionMode):
+    """What comes over to the host without being dispatched where it is there already."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.cpu) or (func is torch.Tensor.to and "cpu" in args):
+            self.count.waits[_line()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _line() -> str:
+    """The line of ours that waits."""
+    for frame in reversed(traceback.extract_stack()[:-2]):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT) and path != Path(__file__):
+            return f"{path.relative_to(ROOT)}:{frame.lineno}"
+    return "transformers"
+
+
+def counted(side: str, layers: int, steps: int) -> dict[str, Any]:
+    family, drafts, is_evicting = SIDES[side]
+    lm = LM.of(families.build(family, torch.float32, **sized(family, layers)))
+    lm.is_apart = True  # as on a GPU
+    kv, drafter = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype), drafts.drafter()
+    policy = Snap(keep_new=70, every=EVERY).policy() if is_evicting else None
+    sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
+    every = EVERY if is_evicting else None
+    session = Session(lm, kv, drafter, sampler, view=view(lm, kv, drafter), policy=policy, every=every, chunk=64)
+    again = families.prompt(9)
+    drive(session.read([*families.prompt(17, seed=2), *again, *families.prompt(5, seed=3), *again[:6]]))
+    steps = EVERY if is_evicting else steps  # from boundary to boundary
+    for _ in range(3):
+        drive(session.step())
+    with Count() as count, Asked(count):
+        for _ in range(steps):
+            drive(session.step())
+    return {
+        "side": side,
+        "family": family,
+        "layers": lm.n_layers,
+        "operations": count.operations / steps,
+        "waits": count.waits.total() / steps,
+        "copies": count.copies / steps,
+        "where": {line: n / steps for line, n in count.waits.most_common()},
+    }
+
+
+def sized(family: str, layers: int) -> dict[str, Any]:
+    """Settings of a family with so many layers, of which it may name the kind of each."""
+    kinds = families.FAMILIES[family].config.get("layer_types")
+    more = {"layer_types": [kinds[i % len(kinds)] for i in range(layers)]} if kinds else {}
+    return {"num_hidden_layers": layers, **more}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default="3,9")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = [counted(side, int(n), args.steps) for side in SIDES for n in args.layers.split(",")]
+    print(f"{'':18}{'layers':>7}{'operations':>12}{'waits':>7}{'copies':>8}  a step")
+    for one in found:
+        print(f"{one['side']:18}{one['layers']:7}{one['operations']:12.0f}{one['waits']:7.1f}{one['copies']:8.1f}")
+        for line, n in one["where"].items():
+            print(f"{'':34}{n:5.1f}  {line}")
+    text = json.dumps({"torch": torch.__version__, "sides": found})
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The engine: what a pass breaks on reaches the work it concerns, and several texts share their passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli import engine as module
+from kvcli.drafts.base import Off
+from kvcli.engine import Engine, drive, events, run
+from kvcli.feed import Asks, Feed, Work
+from kvcli.kv.dense import Dense
+from kvcli.model import LM
+from kvcli.rows import Rows
+from kvcli.sample import Sampler
+from kvcli.session import Session
+from tests import families
+
+
+@cache
+def lm(name: str = "llama") -> LM:
+    return LM.of(families.build(name, torch.float64))
+
+
+def session(name: str = "llama", chunk: int = 13) -> Session:
+    model = lm(name)
+    return Session(
+        model, Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype), Off(), Sampler(), chunk=chunk
+    )
+
+
+def answer(text: Session, ids: list[int], new: int) -> Work[object, list[int]]:
+    yield from text.read(ids)
+    yield from text.stream(new)
+    return text.ids
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each pass over a model."""
+    counted: list[int] = []
+    call = module.call
+
+    def noted(model: Any, ids: Any, *args: Any, **more: Any) -> Any:
+        counted.append(len(ids))
+        return call(model, ids, *args, **more)
+
+    monkeypatch.setattr(module, "call", noted)
+    return counted
+
+
+def test_rows_of_several_texts_are_as_of_each_alone() -> None:
+    feeds = []
+    for seed, n in ((1, 5), (2, 1), (3, 9)):
+        text = session()
+        drive(text.read(families.prompt(20 + n, seed=seed)))
+        rows = Rows.chain(families.prompt(n, seed=9), text.committed)
+        feeds.append(Feed(text.lm, rows, text.kv, want=range(n), hear=range(0, n, 2)))
+    together = run(feeds)
+    for feed, made in zip(feeds, together, strict=True):
+        (alone,) = run([feed])
+        torch.testing.assert_close(made.logits, alone.logits)
+        torch.testing.assert_close(made.fresh[1][0], alone.fresh[1][0])
+        torch.testing.assert_close(made.queries[2], alone.queries[2])
+
+
+def test_texts_of_two_models_share_a_round(passes: list[int]) -> None:
+    many, texts = Engine(), [("llama", 1), ("llama", 2), ("gemma3", 3), ("llama", 4)]
+    tickets = [many.add(answer(session(name), families.prompt(20, seed=seed), 6)) for name, seed in texts]
+    while many.round():
+        pass
+    shared = len(passes)
+    alone = [drive(answer(session(name), families.prompt(20, seed=seed), 6)) for name, seed in texts]
+    assert [ticket.result() for ticket in tickets] == alone
+    assert shared == 2 * (2 + 6)  # two chunks and six tokens, for each model
+
+
+def test_a_prompt_among_texts_being_written_delays_them_by_a_chunk(passes: list[int]) -> None:
+    many, said = Engine(rows=13), list[str]()
+    many.add(answer(session(), families.prompt(30), 20), lambda event: said.append("long"))
+    for _ in range(3):
+        many.round()
+    late = many.add(answer(session(), families.prompt(27), 1), lambda event: said.append("late"))
+    more = many.add(answer(session(), families.prompt(27), 1))
+    before = len(said)
+    while not (late.is_over and more.is_over):
+        many.round()
+    assert max(passes[3:]) == 13 + 2  # one prompt's chunk, and a token of each text being written
+    assert said[before:].count("long") >= 4  # a token each round
+    assert 0 < said[before:].index("late") < 3
+
+
+def test_what_breaks_a_pass_is_thrown_where_its_feed_came_from() -> None:
+    text = session()
+    drive(text.read(families.prompt(9)))
+
+    def mended() -> Asks[str]:
+        try:
+            yield Feed(text.lm, Rows.chain([1], 8), None)  # type: ignore[arg-type]
+        except AttributeError:
+            made = yield Feed(text.lm, Rows.chain([1], 8), text.kv, want=[0])
+            return f"{made.logits.shape[0]} row"
+        return "nothing broke"
+
+    assert drive(mended()) == "1 row"
+    many = Engine()
+    tickets = [many.add(mended()), many.add(answer(session(), families.prompt(9), 3))]
+    while many.round():
+        pass
+    assert tickets[0].result() == "1 row"
+    assert tickets[1].result() == drive(answer(session(), families.prompt(9), 3))
+
+
+def test_closing_the_events_closes_the_work() -> None:
+    ended = []
+
+    def work() -> Iterator[Any]:
+        try:
+            yield from session().read(families.prompt(40))
+        finally:
+            ended.append(True)
+
+    saying = events(work())  # type: ignore[arg-type]
+    next(saying)
+    saying.close()
+    assert ended == [True]
+
+
+def test_a_cancelled_text_leaves_its_store_as_it_was() -> None:
+    many, text = Engine(), session()
+    ticket = many.add(answer(text, families.prompt(30), 20))
+    for _ in range(6):
+        many.round()
+    ticket.cancel()
+    assert not many.round()
+    n = len(text.ids)
+    assert text.committed == n - 1
+    list(events(text.stream(20 - (n - 30))))
+    assert text.ids == drive(answer(session(), families.prompt(30), 20))
