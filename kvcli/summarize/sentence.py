@@ -9,6 +9,7 @@ from kvcli.summarize.words import sentences, words
 # Share of a sentence's words that stand in the passage. Below it, nearly all that SmolLM2-135M said of 57 passages, in
 # four wordings, was about itself or "the text above", or made up
 LEAST = 0.6
+FEWEST = 4  # different words of a statement: "2.1." ends as one and says nothing
 _STATED = re.compile(r"[.!…\u3002\uff01][\"')\]”’»]*\Z")  # no heading, no question, no "as follows:"
 
 
@@ -18,6 +19,6 @@ def sentence_of(answer: str, passage: str) -> str:
     for start, end in sentences(answer):
         said = answer[start:end]
         told = {word.key for word in words(said)}
-        if told and len(told & there) >= LEAST * len(told) and _STATED.search(said):
+        if len(told) >= FEWEST and len(told & there) >= LEAST * len(told) and _STATED.search(said):
             return f"- {' '.join(said.split()).lstrip('-*•# ')}"
     return ""

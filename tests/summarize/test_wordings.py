@@ -59,6 +59,8 @@ def test_what_such_a_model_gets_wrong_is_marked():
     "answer",
     [
         "3.1 Depots\n\nThe depot",
+        "13.",  # a number that stands in the passage
+        "Depot Cor 13.",
         "What did the depots count?",
         "The text above summarizes the information in a concise manner.",
         "I'm ready to assist you.",
