@@ -20,9 +20,9 @@ from kvcli.api import ModelInfo
 from kvcli.errors import BadModel
 from kvcli.family import read_config
 from kvcli.gguf import quantizer
-from kvcli.kernels.linear_blocked import multiplies
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
+from kvcli.kernels.products import multiplies
 from kvcli.memory import give_back
 from kvcli.refusals import refuse_quant
 from kvcli.schema import Sample

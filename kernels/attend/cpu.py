@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend.reference import fold, within
-from kvcli.kernels.linear_blocked import multiplies
+from kvcli.kernels.products import multiplies
 
 FEW = 64  # rows with their group; beyond, the flash kernel's blocks pay
 MANY = 1024  # slots; fewer are over before the products' ten calls are made

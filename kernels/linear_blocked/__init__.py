@@ -10,22 +10,14 @@ a CPU; anything else stays as it is, and `why_not` says why.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from kvcli.kernels.products import multiplies
+
 LEAST = 4  # rows; oneDNN's kernels are slower below, so fewer rows are filled up; float32 pays from here on
 STRETCH = 1 << 19  # weights in float32 at a time: 2 MiB, small enough to stay in cache
-
-
-@cache
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU's matrix products take these numbers as they are."""
-    return dtype != torch.bfloat16 or (
-        hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
 
 
 def why_not(weight: Tensor) -> str:

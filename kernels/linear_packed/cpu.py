@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvcli.kernels.linear_blocked import multiplies
+from kvcli.kernels.products import multiplies
 
 MANY = {8: 16, 4: 64}  # rows from which unpacking wins
 _STRETCH = 1 << 21  # weights unpacked at a time: 4 MiB in bfloat16, small enough to stay in cache
@@ -75,9 +75,8 @@ def _many4(x: Tensor, group: int, data: Tensor, scale: Tensor) -> Tensor:
     n, k = data.shape[0], data.shape[1] * 2
     y, wide = x.new_empty(x.shape[0], n), _wide(x)
     block = _block()
-    s, zero = (
-        scale.to(wide.dtype).permute(2, 0, 1).unsqueeze(2).contiguous()
-    )  # [K // g, 1, N] each; strided operands cost 3x
+    # [K // g, 1, N] each; strided operands cost 3x
+    s, zero = scale.to(wide.dtype).permute(2, 0, 1).unsqueeze(2).contiguous()
     stretch = max(block, _STRETCH // k // block * block)
     for a in range(0, n, stretch):
         b = min(a + stretch, n)
