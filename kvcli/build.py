@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Slots, Store
     from kvcli.kv.tiers import Plan
     from kvcli.model import LM
-    from kvcli.policies.base import Policy
+    from kvcli.policies.base import EachLayer
     from kvcli.profile import Profile
     from kvcli.sample import Sampler
     from kvcli.session import Session
@@ -31,13 +31,13 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "window": "kvcli.policies.window:Window",
         "random": "kvcli.policies.random:Random",
         "fastgen": "kvcli.policies.fastgen:FastGen",
-        "snap": "kvcli.policies.topk:Snap",
-        "expected": "kvcli.policies.topk:Expected",
-        "keydiff": "kvcli.policies.topk:KeyDiff",
-        "knorm": "kvcli.policies.topk:KNorm",
-        "lag": "kvcli.policies.topk:Lag",
-        "tova": "kvcli.policies.topk:Tova",
-        "h2o": "kvcli.policies.topk:H2O",
+        "snap": "kvcli.policies.snap:Snap",
+        "expected": "kvcli.policies.expected:Expected",
+        "keydiff": "kvcli.policies.keydiff:KeyDiff",
+        "knorm": "kvcli.policies.knorm:KNorm",
+        "lag": "kvcli.policies.lag:Lag",
+        "tova": "kvcli.policies.tova:Tova",
+        "h2o": "kvcli.policies.h2o:H2O",
         "kvzip": "kvcli.policies.kvzip:KVzip",
     },
     "recall": {
@@ -134,15 +134,13 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes |
     drafter: Drafter = profile.spec.drafter(lm.stop_ids)
     if costs:
         drafter.expect(costs)
-    if (policy := profile.policy.policy()) is not None:
-        policy.meet(lm)
     return Session(
         lm,
         kv,
         drafter,
         sampler(lm, profile),
         view=view(lm, kv, drafter),
-        policy=policy,
+        policy=profile.policy.settings if profile.policy.every is not None else None,
         chunk=chunk(lm, profile),
         every=every(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
@@ -157,16 +155,16 @@ def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:
     return front(lm, kv, getattr(import_module(module), name)(**glance.settings), glance.every)
 
 
-def front(lm: LM, kv: Store, policy: Policy, every: int) -> Front:
+def front(lm: LM, kv: Store, policy: EachLayer, every: int) -> Front:
     """What `policy` keeps of `kv`, as a short dense copy chosen anew every `every` tokens."""
     from kvcli.kv.front import Front
     from kvcli.policies.base import Moment
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
-        now = s.pos.amax().long() + 1  # the rows stand behind all that is stored
-        nothing = s.pos < s.pos  # is protected, and no token is of a kind
-        heard = q, now.expand(q.shape[1])
-        return policy.keep(s, Moment.of(lm, layer, "answering", int(now), heard, s.pos[0, :0], nothing))
+        now = int(s.pos.amax()) + 1  # the rows stand behind all that is stored
+        heard = q, s.pos.new_full((q.shape[1],), now).long()
+        nothing = s.pos[0, :0], s.pos < s.pos  # is of a kind, or protected
+        return policy.mask(s, Moment.of(lm, layer, "answering", now, now, heard, *nothing))
 
     return Front(kv, pick, every, n_layers=lm.n_layers, n_kv_heads=lm.n_kv_heads, head_dim=lm.head_dim)
 

@@ -22,7 +22,7 @@ def clashes(profile: Profile) -> list[Clash]:
         found.append(Clash("exactness", "kv.dtype", cannot, "which may round keys and values"))
     found += memory_clashes(profile)
     found += idle_keys(profile)
-    if profile.exactness != "approx" and profile.policy.policy() is not None:
+    if profile.exactness != "approx" and profile.policy.every is not None:
         because = "which forgets part of the text"
         found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
     found += recall_clashes(profile)

@@ -129,7 +129,7 @@ class Model:
 
     def open(self) -> Session:
         """A session under this profile, with nothing read yet."""
-        if self._kinds is None and self.profile.policy.policy() is not None:
+        if self._kinds is None and self.profile.policy.every is not None:
             self._kinds = kinds_by_id(self.tokenizer, self.lm.vocab)
         return build.session(self.lm, self.profile, self.costs, self._kinds)
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.boundary import Boundary
 from kvcli.drafts.base import Drafter
 from kvcli.feed import Asks, Feed, Made, Work, asked
 from kvcli.heard import Heard
 from kvcli.kinds import Span, kinds_of
-from kvcli.kv.slots import Choose, Lens, Loss, Slots, Store
-from kvcli.policies.base import Phase, Policy
+from kvcli.kv.slots import Lens, Loss, Masks, Store
+from kvcli.policies.base import Phase, Policy, Wants
+from kvcli.policies.boundary import Boundary
 from kvcli.rows import Rows
 from kvcli.sample import Draw, Sampler, Seen
 from kvcli.stats import Step
@@ -60,7 +60,9 @@ class Session:
         self.boundary = self._next_boundary()
         self.seen = Seen(lm.vocab, lm.device)
         self.kinds, self.spans = kinds, list[Span]()  # by id; by position
-        self.heard = Heard(policy.recent, policy.probes) if policy else Heard(0, lambda n: ())
+        self._wants = policy.wants(lm) if policy is not None else Wants()
+        self.heard = Heard(self._wants.recent, self._wants.probes)
+        self.memory = self._wants.memory()  # the policy's, of this text
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # nothing was ever evicted, so the past may be rewound
 
@@ -130,12 +132,13 @@ class Session:
         """A boundary: the past may change now, and only now."""
         if phase != "answering":
             self._n_prompt = self.committed
-        choose = None
+        masks: Masks = ()
         if self.policy is not None:
-            choose = yield from self._choice(self.policy, phase)
-        self.kv.settle(choose)
+            masks = yield from self._at(phase).ask(self.policy)
+        was_whole, self._is_whole = self._is_whole, False  # should it fail half way
+        self._is_whole = not self.kv.settle(masks) and was_whole
         self.boundary = self._next_boundary()
-        if phase == "read" and self.policy is not None and not self.policy.lasting:
+        if phase == "read" and not self._wants.lasting:
             self.heard.forget()
 
     def rewind(self, n: int) -> int:
@@ -148,8 +151,7 @@ class Session:
         if not keep:
             self._is_whole, self._n_prompt = True, 0
             self.heard.clear()
-            if self.policy is not None:
-                self.policy.start()
+            self.memory = self._wants.memory()
         self.seen.clear()
         self.seen.add(self.ids)
         self.boundary = self._next_boundary()
@@ -166,7 +168,7 @@ class Session:
             if session.view is not None:
                 session.view = session.view.over(session.kv)
         self.heard, other.heard = other.heard, self.heard
-        self.policy, other.policy = other.policy, self.policy  # what it learned is about the past
+        self.memory, other.memory = other.memory, self.memory
         self._is_whole, self._n_prompt = other._is_whole, other._n_prompt
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
@@ -191,20 +193,13 @@ class Session:
             found.add("rounded")
         return found
 
-    def _choice(self, policy: Policy, phase: Phase) -> Asks[Choose]:
-        """What stays; notes whether anything goes, before it does."""
-        stored = self.ids[: self.committed]
-        is_told = policy.wants_kinds or bool(policy.guard.kinds)
+    def _at(self, phase: Phase) -> Boundary:
+        """What the policy is shown."""
+        wants, stored = self._wants, self.ids[: self.committed]
+        is_told = wants.kinds or bool(wants.guard.kinds)
         kinds = kinds_of(stored, self.kinds, self.spans) if is_told else kinds_of([], None, [])
-        boundary = Boundary(self.lm, self.kv, self.heard, stored, kinds, phase, self._n_prompt)
-        choose = yield from boundary.ask(policy)
-
-        def noted(layer: int, slots: Slots) -> Tensor:
-            mask = choose(layer, slots)
-            self._is_whole = self._is_whole and bool((mask | (slots.pos < 0)).all())
-            return mask
-
-        return noted
+        past = self.lm, self.kv, self.heard, wants.guard
+        return Boundary(*past, stored, kinds, phase, self._n_prompt, self._is_whole, self.memory)
 
     def _commit(self, rows: Rows, hear: Sequence[int], made: Made, path: Sequence[int]) -> None:
         """Store the accepted rows' keys and values; the others vanish with the pass."""

@@ -8,33 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcli.engine import drive
+from kvcli.feed import asked
 from kvcli.kv.slots import Slots
-from kvcli.policies.base import Moment, Plain
+from kvcli.policies.base import EachLayer, Everything, Moment, Phase, Policy, Wants
+
+
+class KeepAll(Everything):
+    pass
 
 
 @dataclass(frozen=True)
-class KeepAll(Plain):
-    def keep(self, s: Slots, at: Moment) -> Tensor:
-        return s.pos >= 0
-
-
-@dataclass(frozen=True)
-class Recent(Plain):
+class Recent(EachLayer):
     sinks: int = 2
     last: int = 13
 
-    def keep(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: Moment) -> Tensor:
         newest = s.pos.amax(dim=1, keepdim=True)
         return (s.pos >= 0) & ((s.pos < self.sinks) | (s.pos > newest - self.last))
 
 
 @dataclass(frozen=True)
-class Ragged(Plain):
+class Ragged(EachLayer):
     """Head j keeps the 9 + 4 j slots that the latest queries like most, and the last 5: unequal heads."""
 
     recent: int = 6
 
-    def keep(self, s: Slots, at: Moment) -> Tensor:
+    def wants(self, lm: object) -> Wants:
+        return Wants(self.recent)
+
+    def mask(self, s: Slots, at: Moment) -> Tensor:
         n_kv, q = s.k.shape[0], at.q
         assert q.shape[1] == at.q_pos.shape[0] <= self.recent
         rows = q.reshape(n_kv, -1, q.shape[2]).to(s.k.dtype)  # [K, G*w, D]
@@ -55,6 +58,7 @@ def moment(s: Slots, q: Tensor | None = None, layer: int = 0, **more: Any) -> Mo
         "layer": layer,
         "n_layers": 1,
         "phase": "answering",
+        "n": n,
         "n_prompt": n,
         "q": q,
         "q_pos": torch.arange(n - q.shape[1], n),
@@ -63,3 +67,44 @@ def moment(s: Slots, q: Tensor | None = None, layer: int = 0, **more: Any) -> Mo
         "scale": s.k.shape[2] ** -0.5,
     }
     return Moment(**found | more)
+
+
+@dataclass(frozen=True)
+class OneLayer:
+    """A boundary of a model of one layer, of which no more is there than this."""
+
+    s: Slots
+    at: Moment
+    is_whole: bool = True
+    layers = range(1)
+
+    @property
+    def open(self) -> list[int]:
+        return [] if self.at.window is not None else [0]
+
+    @property
+    def phase(self) -> Phase:
+        return self.at.phase
+
+    @property
+    def n_prompt(self) -> int:
+        return self.at.n_prompt
+
+    @property
+    def memory(self) -> Any:
+        return self.at.memory
+
+    def layer(self, i: int) -> tuple[Slots, Moment]:
+        return self.s, self.at
+
+
+def kept(policy: Policy, s: Slots, at: Moment) -> Tensor:
+    """What the policy keeps of one layer."""
+    (mask,) = drive(asked(policy.choose(OneLayer(s, at))))  # type: ignore[arg-type]
+    return s.pos >= 0 if mask is None else mask
+
+
+def masks(kv: Any, choose: Any, n_layers: int = 0) -> list[Tensor]:
+    """What to settle with: `choose` of each layer's slots."""
+    n_layers = n_layers or 1 + max(use.layer for use in kv.usage())
+    return [choose(layer, kv.slots(layer)) for layer in range(n_layers)]

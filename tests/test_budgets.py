@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcli.errors import KvcliError
-from kvcli.policies import budgets
-from kvcli.policies.allocs import Ask, Global, HeadMap, Pyramid
+from kvcli.policies import budgets, shares
 
 INF = torch.inf
 
@@ -79,37 +77,19 @@ def test_weights_are_followed_until_a_head_is_full() -> None:
 
 
 def test_all_layers_together_keep_the_sum() -> None:
-    alloc, held = Global(floor=0.5), [drawn(2, 30, seed) for seed in range(4)]
-    for layer, (score, pos) in enumerate(held):
-        alloc.see(layer, 4, score * (layer + 1), pos, Ask(8, 30))
+    held = [drawn(2, 30, seed) for seed in range(4)]
+    layers = [(score * (i + 1), pos) for i, (score, pos) in enumerate(held)]
 
-    masks = [alloc.choose(layer, None, pos, Ask(8, 30)) for layer, (_, pos) in enumerate(held)]
+    masks = list(shares.all_layers(layers, 8, 30, floor=0.5))
 
     assert sum(int(mask.sum()) for mask in masks) == 4 * 2 * 8
     assert min(int(mask.sum(1).min()) for mask in masks) >= 4
     assert int(masks[3].sum()) > int(masks[0].sum()), "the last layer has higher scores"
 
 
-def test_layers_that_keep_themselves_have_no_share() -> None:
-    pyramid, headmap = Pyramid(beta=10), HeadMap([[1, 1], [9, 9], [3, 1], [9, 9], [0, 0]], 0.0, "map.tsv")
-    for alloc in (pyramid, headmap):
-        for _ in range(2):  # two boundaries
-            kept = {}
-            held = {layer: drawn(2, 400, layer) for layer in (0, 2, 4)}
-            for layer, (_, pos) in held.items():
-                alloc.see(layer, 5, None, pos, Ask(50, 400))
-            for layer, (score, pos) in held.items():
-                kept[layer] = alloc.choose(layer, score, pos, Ask(50, 400)).sum(1).tolist()
-            assert sum(sum(counts) for counts in kept.values()) == 3 * 2 * 50
-        if alloc is pyramid:
-            assert kept == {0: [95, 95], 2: [50, 50], 4: [5, 5]}
-        else:
-            assert kept == {0: [50, 50], 2: [150, 50], 4: [0, 0]}
-
-
-def test_a_map_of_another_model_is_refused() -> None:
-    alloc = HeadMap([[1.0, 1.0], [1.0, 1.0]], 0.2, "map.tsv")
-    with pytest.raises(KvcliError, match=r"map.tsv is not of this model"):
-        alloc.see(0, 3, None, drawn(2, 9)[1], Ask(2, 9))
-    with pytest.raises(KvcliError, match=r"map.tsv is not of this model"):
-        alloc.see(0, 2, None, drawn(3, 9)[1], Ask(2, 9))
+def test_layers_and_heads_get_what_they_deserve() -> None:
+    held = [drawn(2, 400, seed) for seed in range(3)]
+    pyramid = partial(shares.pyramid, beta=10, n_layers=3)
+    headmap = partial(shares.headmap, heads=[[1, 1], [3, 1], [0, 0]], floor=0.0)
+    counts = [[mask.sum(1).tolist() for mask in share(held, 50, 400)] for share in (pyramid, headmap)]
+    assert counts == [[[95, 95], [50, 50], [5, 5]], [[50, 50], [150, 50], [0, 0]]]

@@ -23,17 +23,16 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
 from kvcli.kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, Span
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import Choose, Sight, Slots, Usage, compact
+from kvcli.kv.slots import Masks, Sight, Slots, Usage, compact
 from kvcli.model import LM
 from kvcli.policies.fastgen import FastGen
-from kvcli.policies.fastgen_heads import Heads
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.recovery import Sets
 from kvcli.profile import load_profile
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import drafters, families, head_zoo
-from tests.policies import moment
+from tests.policies import kept, moment
 
 torch.set_num_threads(1)
 STOP = 96
@@ -63,7 +62,7 @@ def session(
 ) -> Session:
     kv = store or Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
     if settings is not None:
-        more |= {"policy": settings.policy(), "every": settings.every}
+        more |= {"policy": settings, "every": settings.every}
     return Session(model, kv, drafter or Off(), more.pop("sampler", Sampler()), chunk=23, kinds=kinds(), **more)
 
 
@@ -121,8 +120,7 @@ def test_the_table_above_does_evict_and_heads_do_differ(name: str) -> None:
     s = session(SETTINGS[name], lm())
     drive(s.read(prompt()))
     assert sum(count(s)) < 0.9 * s.committed * 2 * 3
-    policy = s.policy
-    assert isinstance(policy, Heads)
+    policy = s.memory
     assert len({choice for layer in policy.chosen().values() for choice in layer}) > 1
 
 
@@ -164,14 +162,15 @@ class Masked:
     def slots(self, layer: int) -> Slots:
         return compact(self.all[layer], self.shown[layer])
 
-    def settle(self, choose: Choose | None) -> None:
-        assert choose is not None
-        for layer, s in enumerate(self.all):
+    def settle(self, masks: Masks = ()) -> bool:
+        for layer, (s, mask) in enumerate(zip(self.all, masks, strict=bool(masks))):
             shown = self.slots(layer)
-            mask = choose(layer, shown)
+            if mask is None:
+                continue
             for j in range(mask.shape[0]):
                 stay = set(shown.pos[j][mask[j]].tolist())
                 self.shown[layer][j] = torch.tensor([int(p) in stay for p in s.pos[j]])
+        return any(not bool(shown.all()) for shown in self.shown)
 
     def reserve(self, n: int) -> None:
         return
@@ -249,8 +248,7 @@ def test_special_tokens_system_text_and_the_newest_stay_in_every_head() -> None:
     s.spans = [Span(30, 40, SYSTEM)]
     drive(s.read([*ids[:50], 2, *ids[50:]]))
     list(events(s.stream(12)))
-    policy = s.policy
-    assert isinstance(policy, Heads)
+    policy = s.memory
     assert policy.chosen() == {i: ["special"] * 2 for i in range(3)}
     for i in range(3):
         for pos in s.kv.slots(i).pos:
@@ -278,8 +276,7 @@ def test_punctuation_of_the_answer_stays_where_heads_keep_punctuation() -> None:
 def test_a_long_later_prompt_is_measured_and_a_short_one_is_not() -> None:
     s = session(SMALL, lm())
     drive(s.read(prompt()))
-    policy = s.policy
-    assert isinstance(policy, Heads)
+    policy = s.memory
     first = policy.chosen()
     list(events(s.stream(6)))
     drive(s.read(families.prompt(5, seed=8)))
@@ -350,7 +347,7 @@ def test_scores_are_what_accepted_rows_looked_at() -> None:
 
 def test_frequent_tokens_grow_with_the_text_and_what_is_no_longer_looked_at_goes() -> None:
     own = FastGen(policies=("frequent",), recovery=0.0, sinks=0, guard=0, every=10, frequent_ratio=0.1, local_ratio=0.0)
-    policy = own.policy()
+    memory = own.wants(lm()).memory()
     before, after = [3, 17, 40, 41], [5, 60, 61, 70, 90, 91, 92, 93, 94, 95]
 
     def rows(targets: list[int], n: int, at: range) -> tuple[Tensor, Slots]:
@@ -363,15 +360,15 @@ def test_frequent_tokens_grow_with_the_text_and_what_is_no_longer_looked_at_goes
 
     probes = own.probes(100)
     q, s = rows(before, 100, range(100))
-    at = moment(s, q[:, probes], q_pos=torch.tensor(probes), scale=1.0, phase="read")
-    first = policy.keep(s, at)[0]
+    at = moment(s, q[:, probes], q_pos=torch.tensor(probes), scale=1.0, phase="read", memory=memory)
+    first = kept(own, s, at)[0]
     assert int(first.sum()) == 10
     assert bool(first[before].all())
     for n in range(110, 1200, 10):
         q, s = rows(after, n, range(n - 10, n))
         held = Slots(s.k, s.v, s.pos)
-        at = moment(held, q, q_pos=torch.arange(n - 10, n), scale=1.0, n_prompt=100)
-        mask = policy.keep(held, at)[0]
+        at = moment(held, q, q_pos=torch.arange(n - 10, n), scale=1.0, n_prompt=100, memory=memory)
+        mask = kept(own, held, at)[0]
         assert int(mask.sum()) == round(0.1 * n) + 10, "a batch of the newest is not judged yet"
     assert bool(mask[after].all())
 
@@ -384,15 +381,17 @@ def test_heads_choose_again_when_they_look_elsewhere() -> None:
     later, _ = head_zoo.layer(maps[[names.index("uniform")]])
     for every, want in ((50, "full"), (0, "special")):
         own = FastGen(recovery=0.9, guard=16, reprofile_every=every, probe_rows=40)
-        policy = own.policy()
+        wants = own.wants(lm())
+        memory = wants.memory()
         probes = [p for p in own.probes(n - 60) if p < n - 60]
         short = Slots(s.k[:, : n - 60], s.v[:, : n - 60], s.pos[:, : n - 60])
-        policy.keep(short, moment(short, q[:, probes], q_pos=torch.tensor(probes), scale=1.0, phase="read"))
-        assert isinstance(policy, Heads)
-        assert policy.chosen() == {0: ["special"]}
-        rows = range(n - policy.recent, n)
-        policy.keep(s, moment(s, later[:, list(rows)], q_pos=torch.tensor(rows), scale=1.0, n_prompt=n - 60))
-        assert policy.chosen() == {0: [want]}
+        at = moment(short, q[:, probes], q_pos=torch.tensor(probes), scale=1.0, phase="read", memory=memory)
+        kept(own, short, at)
+        assert memory.chosen() == {0: ["special"]}
+        rows = range(n - wants.recent, n)
+        at = moment(s, later[:, list(rows)], q_pos=torch.tensor(rows), scale=1.0, n_prompt=n - 60, memory=memory)
+        kept(own, s, at)
+        assert memory.chosen() == {0: [want]}
 
 
 # --- settings
@@ -411,8 +410,7 @@ def test_heads_of_a_head_map_keep_everything(tmp_path: Path, name: str, keep: fl
     own = dataclasses.replace(SMALL, headmap=heads_file(tmp_path, rows, name), recovery=0.0, keep=keep)
     s = session(own, lm())
     drive(s.read(prompt()))
-    policy = s.policy
-    assert isinstance(policy, Heads)
+    policy = s.memory
     full = {(i, j) for i, layer in policy.chosen().items() for j, choice in enumerate(layer) if choice == "full"}
     assert full >= {(0, 1), (1, 1)}
     assert keep > 0 or full == {(0, 1), (1, 1)}
@@ -421,7 +419,7 @@ def test_heads_of_a_head_map_keep_everything(tmp_path: Path, name: str, keep: fl
 def test_a_head_map_of_another_model_is_refused(tmp_path: Path) -> None:
     own = dataclasses.replace(SMALL, headmap=heads_file(tmp_path, [[0.0, 0.9]]))
     with pytest.raises(KvcliError, match="another model"):
-        own.policy().meet(lm())
+        own.wants(lm())
 
 
 def test_the_published_method_has_no_guard_to_set() -> None:
@@ -447,8 +445,7 @@ def test_a_prompt_inside_the_guard_is_no_evidence_and_its_answer_stays_whole(rec
     own = dataclasses.replace(SMALL, guard=24, recovery=recovery, kl_max=1e9, replay=8)
     s = session(own, lm())
     drive(s.read(prompt(20)))
-    policy = s.policy
-    assert isinstance(policy, Heads)
+    policy = s.memory
     list(events(s.stream(60)))
     assert policy.chosen() == {}
     assert count(s) == [2 * s.committed] * 3, "nobody was judged, so nobody forgets"
@@ -463,6 +460,5 @@ def test_what_no_head_may_forget_is_no_evidence() -> None:
         s = session(dataclasses.replace(SMALL, guard=24), lm())
         s.spans = [Span(0, end, SYSTEM)]
         drive(s.read([*families.prompt(60), 5]))
-        assert isinstance(s.policy, Heads)
-        measured.append(set(s.policy.chosen()))
+        measured.append(set(s.memory.chosen()))
     assert measured == [{0, 1, 2}, set()]

@@ -21,7 +21,7 @@ from kvcli.engine import drive, events, run
 from kvcli.feed import Feed
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
-from kvcli.policies.base import Plain
+from kvcli.policies.base import EachLayer
 from kvcli.rows import Draft, Rows, Scouts
 from kvcli.sample import Sampler
 from kvcli.session import Session
@@ -93,8 +93,8 @@ def test_every_size_of_window(window: int, ngram: int) -> None:
 
 
 def test_a_view_that_shows_nothing() -> None:
-    class Blind(Plain):
-        def keep(self, s, at):
+    class Blind(EachLayer):
+        def mask(self, s, at):
             return torch.zeros_like(s.pos, dtype=torch.bool)
 
     model = lm()

@@ -11,6 +11,7 @@ from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Sight, Slots, compact, last, nbytes
 from kvcli.kv.view import View
+from tests.policies import masks
 
 K, G, D, L = 3, 2, 8, 2
 H = K * G
@@ -103,17 +104,17 @@ def allocated(kv: Dense) -> int:
 def test_bytes_are_what_the_tensors_hold_and_evicting_gives_them_back() -> None:
     kv = filled(37, torch.float32)
     assert nbytes(kv)["cpu"] == allocated(kv) == L * Dense.STEP * (2 * K * D * 4 + 4)
-    kv.settle(lambda layer, s: s.pos < 10)
+    kv.settle(masks(kv, lambda layer, s: s.pos < 10))
     assert nbytes(kv)["cpu"] == allocated(kv) == L * 10 * (2 * K * D * 4 + 4)
 
 
 def test_unequal_heads_take_the_bytes_of_their_own_slots() -> None:
     kv, slot = filled(3000, torch.float32), 2 * D * 4 + 4
-    kv.settle(lambda layer, s: uneven(s))
+    kv.settle(masks(kv, lambda layer, s: uneven(s)))
     held = 3000 + 1500 + 1000
     assert nbytes(kv)["cpu"] == allocated(kv)
     assert held < allocated(kv) / (L * slot) < 1.05 * held
-    kv.settle(lambda layer, s: s.pos % 30 == 0)  # heads agree again, and share their positions again
+    kv.settle(masks(kv, lambda layer, s: s.pos % 30 == 0))  # heads agree again, and share their positions again
     assert nbytes(kv)["cpu"] == allocated(kv) == L * 100 * (2 * K * D * 4 + 4)
 
 
@@ -121,7 +122,7 @@ def test_keeping_all_is_a_no_op() -> None:
     kv = filled(37)
     before = [t.data_ptr() for t in (kv.slots(0).k, kv.slots(0).v)]
     fell = kv.keep(0, kv.slots(0).pos >= 0)
-    kv.settle(None)
+    kv.settle()
     assert [t.data_ptr() for t in (kv.slots(0).k, kv.slots(0).v)] == before
     assert fell.n_slots == 0
     assert kv.slots(0).n_slots == 37
@@ -164,7 +165,7 @@ def test_numbers_that_are_not_finite_go_with_their_text(n: int) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_store_emptied_after_an_eviction_is_as_good_as_new(ragged: bool) -> None:
     kv = filled(37)
-    kv.settle(lambda layer, s: uneven(s) if ragged else s.pos % 3 > 0)
+    kv.settle(masks(kv, lambda layer, s: uneven(s) if ragged else s.pos % 3 > 0))
     kv.crop(0)
     for at in (0, 1):
         kv.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvcli import build
 from kvcli.engine import drive, events, run
@@ -12,7 +13,7 @@ from kvcli.feed import Feed
 from kvcli.kernels.column_mass import column_mass
 from kvcli.kv.dense import Dense
 from kvcli.model import LM
-from kvcli.policies.kvzip_scorer import Repeated
+from kvcli.policies.kvzip import KVzip
 from kvcli.profile import load_profile
 from kvcli.rows import Rows
 from kvcli.session import Session, commit
@@ -28,9 +29,8 @@ def session(lm: LM = TINY, **more: object) -> Session:
     return build.session(lm, load_profile("exact").replace(exactness="approx", policy=policy, prefill={"chunk": 32}))
 
 
-def scored(s: Session) -> Repeated:
-    assert s.policy is not None
-    found: Repeated = s.policy._scorer  # type: ignore[attr-defined]
+def scored(s: Session) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = s.memory.own
     return found
 
 
@@ -50,7 +50,7 @@ def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
             pos = torch.cat((torch.tensor(there), where := torch.tensor(rows.pos))).expand(TINY.n_kv_heads, -1)
             every = column_mass(again.queries[layer], where, k, pos, TINY.sights[layer].scale, over="none")
             want = every.amax((1, 2))[:, [i for i, p in enumerate(there) if start <= p < end and p >= 2]]
-            torch.testing.assert_close(scored(s)._score[layer][:, max(2, start) : end], want)
+            torch.testing.assert_close(scored(s)[layer][:, max(2, start) : end], want)
 
 
 def test_nothing_of_the_repetition_is_stored() -> None:
@@ -67,7 +67,7 @@ def test_what_scores_highest_stays_over_all_layers_and_heads() -> None:
     for each in (s, whole):
         drive(each.read(families.prompt(N + 1)))
     kept, gone = [], []
-    for layer, score in scored(whole)._score.items():
+    for layer, score in scored(whole).items():
         for j, pos in enumerate(s.kv.slots(layer).pos):
             there = set(pos[pos >= 0].tolist())
             free = range(2, N - 4)
@@ -77,16 +77,15 @@ def test_what_scores_highest_stays_over_all_layers_and_heads() -> None:
     assert min(kept) >= max(gone)
 
 
-def test_a_second_prompt_repeats_only_what_came_since() -> None:
+def test_a_second_prompt_repeats_only_what_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
     s = session(keep=0.5)
     drive(s.read(families.prompt(N + 1)))
     list(events(s.stream(6)))
     seen = []
-    scorer = scored(s)
-    inner = scorer.rereads
-    scorer.rereads = lambda first, n: seen.append(inner(first, n)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+    inner = KVzip.pieces
+    monkeypatch.setattr(KVzip, "pieces", lambda *args: seen.append(inner(*args)) or seen[-1])
     drive(s.read(families.prompt(20, seed=4)))
-    assert seen == [[(58, 86), (83, 87)]]
+    assert seen == [[(61, 86), (86, 87)]]
 
 
 def test_a_text_that_leaves_no_room_behind_it_is_refused() -> None:
@@ -97,4 +96,4 @@ def test_a_text_that_leaves_no_room_behind_it_is_refused() -> None:
     assert refused.value.code == "context_overflow"
     fits = session(short)
     drive(fits.read(families.prompt(50)))
-    assert scored(fits)._pieces[0] == (0, 12), "pieces are as long as the room behind the text allows"
+    assert KVzip(piece=25, lead=3).pieces(0, 49, 64)[0] == (0, 12), "as long as the room behind the text allows"

@@ -28,7 +28,7 @@ from kvcli.model import LM
 from kvcli.session import Session
 from tests import families
 from tests.fake_device import Rounding
-from tests.policies import KeepAll, Ragged
+from tests.policies import KeepAll, Ragged, masks
 from tests.test_exact import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
 
 K, G, D, L = 3, 2, 8, 2
@@ -82,7 +82,7 @@ def fill(kv: Store, n: int, settle_at: int = 10) -> None:
             k, v = (torch.randn(K, 5, D, generator=g, dtype=torch.float64) for _ in "kv")
             kv.append(layer, k.to(kv.dtype), v.to(kv.dtype), at)
         if (at + 5) % settle_at == 0:
-            kv.settle(None)
+            kv.settle()
 
 
 def read(kv: Store, window: int | None = None, n: int = 40, layer: int = 1) -> Tensor:
@@ -126,11 +126,11 @@ def test_the_past_changes_at_boundaries_only() -> None:
     fill(kv, 40, settle_at=1000)
     assert [u.slots for u in kv.usage() if u.layer == 0] == [40, 0]
     before = kv.changes
-    kv.settle(None)
+    kv.settle()
     assert [u.slots for u in kv.usage() if u.layer == 0] == [12, 28]  # 2 sinks, 7 newest, and 3 that fill no group
     assert kv.changes > before
     before = kv.changes
-    kv.settle(None)
+    kv.settle()
     assert kv.changes == before
 
 
@@ -140,7 +140,7 @@ def test_a_long_rung_waits_until_moving_is_worth_it() -> None:
     for at in range(0, 80, 2):
         for layer in range(L):
             kv.append(layer, *torch.randn(2, K, 2, D, dtype=torch.float64).unbind(0), at)
-        kv.settle(None)
+        kv.settle()
         held.append(kv.usage()[0].slots)
     assert held == [*range(2, 68, 2), *[64, 66] * 3, 64]
 
@@ -172,7 +172,7 @@ def test_a_mask_over_all_rungs_is_split_by_rung(name: str) -> None:
     assert positions(kv) == want
     assert int((fell.pos >= 0).sum()) == 40 * K - sum(map(len, want))
     torch.testing.assert_close(read(kv), read(one))
-    kv.settle(lambda layer, s: s.pos % 4 == 0)
+    kv.settle(masks(kv, lambda layer, s: s.pos % 4 == 0))
     assert positions(kv) == [[p for p in row if p % 4 == 0] for row in want]
 
 

@@ -10,7 +10,7 @@ from kvcli.engine import drive, events
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots, nbytes
 from kvcli.model import LM
-from kvcli.policies.base import Chosen, Everything
+from kvcli.policies.base import Everything, Policy
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window
 from kvcli.profile import Profile, load_profile
@@ -27,7 +27,7 @@ def slots(n: int, n_kv: int = 3) -> Slots:
 
 
 def kept(policy: Window | Random, s: Slots, layer: int = 0) -> list[list[int]]:
-    mask = policy.keep(s, moment(s, layer=layer))
+    mask = policy.mask(s, moment(s, layer=layer))
     return [pos[m].tolist() for pos, m in zip(s.pos, mask, strict=True)]
 
 
@@ -78,7 +78,7 @@ def test_what_is_not_kept_is_freed(policy: dict[str, object]) -> None:
 
 
 def s_slots(policy: dict[str, object]) -> int:
-    settings: Chosen = load_profile("exact").replace(exactness="approx", policy=policy).policy.settings
+    settings: Policy = load_profile("exact").replace(exactness="approx", policy=policy).policy.settings
     return settings.slots(10_000)
 
 
@@ -140,7 +140,7 @@ def test_settings_that_cannot_be_kept_are_refused_by_name() -> None:
     with pytest.raises(KvcliError) as refused:
         load_profile("exact").replace(exactness="approx", policy={"name": "random", "budget": 5})
     assert "less than sinks + window" in "\n".join(refused.value.lines)
-    assert Everything().policy() is None
+    assert Everything().every is None
 
 
 def test_streaming_forgets_the_middle_and_says_so() -> None:

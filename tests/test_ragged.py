@@ -17,12 +17,12 @@ from kvcli.engine import drive, events
 from kvcli.kernels.merge import Part, merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.ragged import Extents
-from kvcli.kv.slots import Choose, Sight, Slots, Usage, empty_like, nbytes
+from kvcli.kv.slots import Masks, Sight, Slots, Usage, empty_like, nbytes
 from kvcli.model import LM
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import drafters, families
-from tests.policies import Ragged, Recent
+from tests.policies import Ragged, Recent, masks
 from tests.test_kv import allocated
 
 torch.set_num_threads(1)
@@ -91,10 +91,12 @@ class Listed:
     def reserve(self, n: int) -> None:
         return
 
-    def settle(self, choose: Choose | None) -> None:
-        if choose is not None:
-            for layer in range(len(self.held)):
-                self.keep(layer, choose(layer, self.slots(layer)))
+    def settle(self, masks: Masks = ()) -> bool:
+        before = sum(len(held) for heads in self.held for held in heads)
+        for layer, mask in enumerate(masks):
+            if mask is not None:
+                self.keep(layer, mask)
+        return sum(len(held) for heads in self.held for held in heads) < before
 
     def usage(self) -> list[Usage]:
         return []
@@ -153,7 +155,7 @@ def test_whatever_happens_a_store_is_a_list_per_head(data: st.DataObject) -> Non
         elif verb == "settle":
             window = data.draw(st.integers(1, 50))
             for store in (kv, plain):
-                store.settle(lambda each, s, first=at - window: (s.pos < 2) | (s.pos > first))
+                store.settle(masks(store, lambda each, s, first=at - window: (s.pos < 2) | (s.pos > first), 1))
         elif verb == "take":  # what another tier let go: any number a head, in any order, empty slots anywhere
             pos = torch.full((n_kv, 9), -1)
             for head in range(n_kv):
@@ -203,11 +205,11 @@ def test_heads_of_equal_length_are_read_at_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ragged, "attend", noted)
     kv = Dense(1, 3, 4, torch.float64)
     kv.append(0, torch.ones(3, 60, 4), torch.ones(3, 60, 4), 0)
-    kv.settle(lambda layer, s: (s.pos + torch.arange(3).view(-1, 1)) % 3 == 0)
+    kv.settle(masks(kv, lambda layer, s: (s.pos + torch.arange(3).view(-1, 1)) % 3 == 0))
     kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), Sight(1.0), [60])
     assert calls == [(3, None)]
     calls.clear()
-    kv.settle(lambda layer, s: (s.pos < 12) | (torch.arange(3).view(-1, 1) == 1))
+    kv.settle(masks(kv, lambda layer, s: (s.pos < 12) | (torch.arange(3).view(-1, 1) == 1)))
     kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), Sight(1.0), [60])
     assert sorted(calls) == [(1, None), (2, None)]
 
@@ -219,7 +221,7 @@ def test_numbers_that_are_not_finite_go_with_their_text() -> None:
     bad = ones.clone()
     bad[:, 30:] = torch.nan
     kv.append(0, bad, bad / 0, 0)
-    kv.settle(lambda layer, s: s.pos < 10 * (1 + torch.arange(3).view(-1, 1)))
+    kv.settle(masks(kv, lambda layer, s: s.pos < 10 * (1 + torch.arange(3).view(-1, 1))))
     kv.append(0, ones[:, :1], ones[:, :1] * torch.inf, 60)
     kv.crop(60)
     q = torch.ones(6, 1, 4, dtype=torch.float64)

@@ -37,7 +37,7 @@ from kvcli.model import LM
 from kvcli.profile import Profile, load_profile
 from kvcli.session import Session
 from tests import families, test_exact
-from tests.policies import Ragged
+from tests.policies import Ragged, masks
 
 torch.set_num_threads(1)
 K, G, D = 2, 3, 16
@@ -67,7 +67,7 @@ def recall(index: Index, budget: Budget = SMALL, dtype: torch.dtype = torch.floa
 def filled(index: Index, n: int, budget: Budget = SMALL, **more: Any) -> RecallStore:
     kv = recall(index, budget, **more)
     fill(kv, n)
-    kv.settle(None)
+    kv.settle()
     return kv
 
 
@@ -195,7 +195,7 @@ def test_rows_read_the_pages_with_the_best_scores_and_nothing_else(
 ) -> None:
     kv = filled(INDEXES[name], 83)
     if uneven:
-        kv.settle(keep_uneven)
+        kv.settle(masks(kv, keep_uneven))
     q, s = rows(n), kv.slots(0)
     read = chosen_by_definition(kv, INDEXES[name], q, sight, SMALL)
     assert not bool(read[:, 0].all())
@@ -211,7 +211,7 @@ def test_a_budget_that_covers_everything_reads_everything(name: str, uneven: boo
     for budget in (replace(SMALL, floor=75), replace(SMALL, fraction=1.0), replace(SMALL, recent=1000)):
         kv = filled(INDEXES[name], 83, budget)
         if uneven:
-            kv.settle(keep_uneven)
+            kv.settle(masks(kv, keep_uneven))
         fill(kv, 4, start=83)
         q = rows(3)
         got, want = (merge(store.attend(0, q, Sight(0.3), at(kv, 3))) for store in (kv, kv._tier))
@@ -256,7 +256,7 @@ def test_the_choice_does_not_depend_on_what_was_stored_since_the_boundary(name: 
     torch.testing.assert_close(after.out, before.out)
     torch.testing.assert_close(after.lse, before.lse)
     assert bool((since.lse > -torch.inf).all())
-    kv.settle(None)
+    kv.settle()
     (settled,) = kv.attend(0, q, Sight(0.3), at(kv, 2))
     assert not torch.allclose(settled.lse, after.lse)
 
@@ -290,7 +290,7 @@ def test_a_certified_row_never_misses_more_than_epsilon(
 ) -> None:
     kv = recall(BOUNDS[name], epsilon=epsilon)
     fill(kv, 61, seed=seed % 7)
-    kv.settle(keep_uneven if uneven else None)
+    kv.settle(masks(kv, keep_uneven) if uneven else ())
     fill(kv, seed % 5, start=61)
     q = rows(4, seed=seed, sharp=sharp)
     assert float(missed(kv, q, sight).max()) <= epsilon + 1e-9
@@ -303,7 +303,7 @@ def test_a_certified_row_never_misses_more_than_epsilon(
 def test_certificates_hold_in_the_numbers_that_models_use(dtype: torch.dtype) -> None:
     kv = recall(Certified(4), epsilon=0.02, dtype=dtype)
     fill(kv, 200, sharp=2.0)
-    kv.settle(None)
+    kv.settle()
     shares = []
     for seed in range(20):
         q, s = rows(3, seed=seed, sharp=4.0, dtype=dtype), kv.slots(0)
@@ -327,7 +327,7 @@ def test_keys_that_are_not_finite_are_not_certified() -> None:
     kv = recall(Certified(3), epsilon=0.5)
     fill(kv, 60)
     kv._tier.slots(0).k[:, 30, 2] = torch.inf
-    kv.settle(None)
+    kv.settle()
     kv.attend(0, rows(2, sharp=8.0), Sight(0.25), at(kv, 2))
     assert kv.tally.streamed == kv.tally.asked > 0
 
@@ -351,7 +351,7 @@ def test_pages_added_at_boundaries_are_those_made_at_once(cuts: list[int], name:
     grown = recall(INDEXES[name])
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), 97], strict=True):
         fill(grown, end - start, start=start)
-        grown.settle(None)
+        grown.settle()
     same_pages(grown, filled(INDEXES[name], 97))
 
 
@@ -363,12 +363,12 @@ def test_an_undo_leaves_the_pages_of_what_remains(name: str, n: int, uneven: boo
     fresh = recall(INDEXES[name])
     fill(fresh, min(n, 83))
     if uneven:
-        kv.settle(keep_uneven)
-        fresh.settle(keep_uneven)
+        kv.settle(masks(kv, keep_uneven))
+        fresh.settle(masks(fresh, keep_uneven))
     kv.crop(n)
     for store in (kv, fresh):
         fill(store, 80, start=n, seed=3)
-        store.settle(None)
+        store.settle()
     same_pages(kv, fresh)
     q = rows(3)
     got, want = (merge(store.attend(0, q, Sight(0.3), at(store, 3))) for store in (kv, fresh))
@@ -378,10 +378,10 @@ def test_an_undo_leaves_the_pages_of_what_remains(name: str, n: int, uneven: boo
 def test_a_sketch_learns_anew_while_it_knows_little() -> None:
     kv = recall(Sketch(3))
     fill(kv, 12)
-    kv.settle(None)
+    kv.settle()
     few = pages(kv).shared
     fill(kv, 71, start=12)
-    kv.settle(None)
+    kv.settle()
     assert not torch.equal(pages(kv).shared[0], few[0])
     same_pages(kv, filled(Sketch(3), 83))
 
@@ -426,7 +426,7 @@ def test_empty_slots_inside_a_page_weigh_nothing() -> None:
 def test_bytes_are_what_the_tensors_hold() -> None:
     kv = recall(Certified(4), dtype=torch.float32)
     fill(kv, 400)
-    kv.settle(None)
+    kv.settle()
     held = nbytes(kv)
     assert set(held) == {"cpu", "index"}
     assert held["index"] == sum({t.data_ptr(): t.untyped_storage().nbytes() for t in pages(kv).tensors}.values())
@@ -435,7 +435,7 @@ def test_bytes_are_what_the_tensors_hold() -> None:
     payload = K * 400 * (D + 4)
     assert payload <= held["index"] <= payload + K * 100 * (4 + 4 + 1 + 1) + 200
     kv.crop(0)
-    kv.settle(None)
+    kv.settle()
     assert nbytes(kv)["index"] < 200
 
 
@@ -489,7 +489,7 @@ def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     store = Dense(1, K, D, torch.float32)
     kv = chosen.over(store, store, [Sight(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), 0)
-    kv.settle(None)
+    kv.settle()
     kv.attend(0, rows(1, dtype=torch.float32), Sight(0.25), [4000])
     assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.per_slot(D, 4), rel=0.01)
 

@@ -14,12 +14,13 @@ from kvcli.engine import drive, events, run
 from kvcli.errors import BadConfig
 from kvcli.feed import Asks, Feed
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import Slots, compact
+from kvcli.kv.slots import Masks, Slots, compact
 from kvcli.model import LM
-from kvcli.policies.base import Guard, Loss, Moment, Plain
+from kvcli.policies.base import EachLayer, Everything, Guard, Moment, Wants
+from kvcli.policies.boundary import Boundary
 from kvcli.policies.fastgen import FastGen
-from kvcli.policies.fastgen_heads import Heads
 from kvcli.policies.recovery import recover
+from kvcli.policies.replay import Replay
 from kvcli.profile import load_profile
 from kvcli.rows import Rows
 from tests import families
@@ -32,20 +33,23 @@ AUTO = dataclasses.replace(SMALL, recovery="auto", replay=12, kl_max=1.0)
 # --- T by calibration
 
 
-class Trial(Plain):
-    """Keeps what `mask` says of positions [T], once the prompt is read, and notes what that loses."""
+class Trial(EachLayer):
+    """Keeps what `stay` says of positions [T], once the prompt is read, and notes what that loses."""
 
-    looks, replays = True, 9
+    replays = 9
 
-    def __init__(self, mask: Tensor) -> None:
-        self.mask, self.lost = mask, list[float]()
+    def __init__(self, stay: Tensor) -> None:
+        self.stay, self.lost = stay, list[float]()
 
-    def keep(self, s: Slots, at: Moment) -> Tensor:
-        return (self.mask[s.pos.clamp(min=0).long()] | (at.phase == "reading")) & (s.pos >= 0)
+    def mask(self, s: Slots, at: Moment) -> Tensor:
+        return (self.stay[s.pos.clamp(min=0).long()] | (at.phase == "reading")) & (s.pos >= 0)
 
-    def settle_on(self, loss: Loss) -> Asks[None]:
-        for pick in (self.keep, lambda s, at: s.pos >= 0):
-            self.lost.append((yield from loss(pick)))
+    def choose(self, at: Boundary) -> Asks[Masks]:  # type: ignore[override]
+        if at.phase == "read":
+            replay = Replay(at, self.replays)
+            for pick in (self.mask, lambda s, at: s.pos >= 0):
+                self.lost.append((yield from replay.loss(pick)))
+        return super().choose(at)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
@@ -74,62 +78,46 @@ def test_what_is_lost_is_the_kl_of_the_newest_tokens_by_the_past_that_is_left(fa
 
 
 @pytest.mark.parametrize("paper", [False, True])
-def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool) -> None:
+def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     own = dataclasses.replace(FastGen(paper=True, every=3, sinks=2) if paper else SMALL, recovery="auto", replay=12)
     kept = []
     for most in (1e-9, 0.05, 1.0, 1e9):
         s = session(dataclasses.replace(own, kl_max=most), lm())
         lost: list[float] = []
-        _note(s.policy, lost)
-        drive(s.read(prompt()))
-        assert isinstance(s.policy, Heads)
-        assert min(lost) <= most or s.policy.recovery == 1.0
+        with monkeypatch.context() as patch:
+            patch.setattr(Replay, "loss", noting(Replay.loss, lambda found: lost.append(found)))  # noqa: B023
+            drive(s.read(prompt()))
+        assert min(lost) <= most or s.memory.recovery == 1.0
         kept.append(sum(count(s)))
     assert kept == sorted(kept, reverse=True)
     assert kept[0] == s.committed * s.lm.n_layers * s.lm.n_kv_heads, "nothing may be lost, so nothing is"
     assert kept[-1] < kept[0] / 2
-    assert s.policy.recovery == 2.0**-6, "anything may be lost: as low as six halves go"
+    assert s.memory.recovery == 2.0**-6, "anything may be lost: as low as six halves go"
 
 
-def _note(policy: Any, lost: list[float]) -> None:
-    settle_on = policy.settle_on
+def noting(inner: Any, note: Any) -> Any:
+    def loss(self: Replay, pick: Any) -> Asks[float]:
+        found = yield from inner(self, pick)
+        note(found)
+        return found
 
-    def noting(loss: Loss) -> Asks[None]:
-        def noted(pick: Any) -> Asks[float]:
-            lost.append((yield from loss(pick)))
-            return lost[-1]
-
-        yield from settle_on(noted)
-
-    policy.settle_on = noting
+    return loss
 
 
-def test_what_is_tried_is_what_is_kept_in_the_end() -> None:
+def test_what_is_tried_is_what_is_kept_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     s = session(dataclasses.replace(AUTO, kl_max=0.05), lm())
-    policy = s.policy
-    assert isinstance(policy, Heads)
-    seen: dict[int, Tensor] = {}
-    tried = policy._tried
+    heads, seen = s.memory, dict[int, Tensor]()
+    tried = heads._tried
 
     def noted(slots: Slots, at: Moment) -> Tensor:
         seen[at.layer] = slots.pos[0][tried(slots, at)[0]]
         return tried(slots, at)
 
-    policy._tried = noted  # type: ignore[method-assign]
+    heads._tried = noted
     low: list[tuple[float, dict[int, Tensor]]] = []
-    settle_on = policy.settle_on
-
-    def noting(loss: Loss) -> Asks[None]:
-        def each(pick: Any) -> Asks[float]:
-            found = yield from loss(pick)
-            low.append((policy.recovery, dict(seen)))
-            return found
-
-        yield from settle_on(each)
-
-    policy.settle_on = noting  # type: ignore[method-assign]
+    monkeypatch.setattr(Replay, "loss", noting(Replay.loss, lambda found: low.append((heads.recovery, dict(seen)))))
     drive(s.read(prompt()))
-    (chosen,) = [masks for t, masks in low if t == policy.recovery]
+    (chosen,) = [masks for t, masks in low if t == heads.recovery]
     for layer, pos in chosen.items():
         held = s.kv.slots(layer).pos[0]
         assert sorted(held[held >= 0].tolist()) == sorted(pos.tolist())
@@ -156,7 +144,7 @@ def test_where_nothing_was_measured_nothing_is_predicted_again(monkeypatch: pyte
         return feed
 
     s = session(AUTO, lm())
-    monkeypatch.setattr("kvcli.replay.Feed", lambda *args, **more: counted(Feed(*args, **more)))
+    monkeypatch.setattr("kvcli.policies.replay.Feed", lambda *args, **more: counted(Feed(*args, **more)))
     drive(s.read(prompt()))
     assert len(passes) == 1 + 6, "once with everything, and six halves"
     list(events(s.stream(6)))
@@ -177,20 +165,19 @@ def test_a_budget_leaves_no_t_to_be_found() -> None:
 # --- what a policy is told
 
 
-class Ear(Plain):
+class Ear(Everything):
     """Keeps everything and notes each moment."""
 
     def __init__(self, **more: Any) -> None:
         self.heard: list[Moment] = []
-        for key, value in more.items():
-            setattr(self, key, value)
+        self.more = more
 
-    def probes(self, n: int) -> list[int]:
-        return list(range(0, n, 5))
+    def wants(self, lm: LM) -> Wants:
+        return Wants(probes=lambda n: range(0, n, 5), **self.more)
 
-    def keep(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: Moment) -> Tensor:
         self.heard.append(at)
-        return s.pos >= 0
+        return super().mask(s, at)
 
 
 def test_learned_sinks_take_attention_from_what_heads_recover() -> None:
@@ -223,8 +210,7 @@ def test_fastgen_judges_by_the_sinks_of_the_layer() -> None:
     for model in (sinking(), _deaf(sinking())):
         s = session(dataclasses.replace(SMALL, recovery=0.6), model)
         drive(s.read(prompt()))
-        assert isinstance(s.policy, Heads)
-        value.append(s.policy._layers[1].value)
+        value.append(s.memory._layers[1].value)
     aware, deaf = value
     assert bool((aware >= deaf - 1e-9).all())
     assert float((aware - deaf).max()) > 0.01
@@ -246,7 +232,7 @@ def _deaf(model: LM) -> LM:
 
 
 def test_kinds_are_told_only_to_who_asks() -> None:
-    for more, told in (({}, 0), ({"wants_kinds": True}, 59), ({"guard": Guard(kinds=frozenset({4}))}, 59)):
+    for more, told in (({}, 0), ({"kinds": True}, 59), ({"guard": Guard(kinds=frozenset({4}))}, 59)):
         s = session(None, lm(), policy=(ear := Ear(**more)))
         drive(s.read(prompt(60)))
         assert {at.kinds.shape[0] for at in ear.heard if at.phase == "read"} == {told}

@@ -17,7 +17,7 @@ from kvcli.rope import rotaries
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import drafters, families
-from tests.policies import Ragged
+from tests.policies import Ragged, masks
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -135,7 +135,7 @@ def test_evicting_again_and_again_rounds_a_key_once() -> None:
     once = kv.slots(0).k
     torch.testing.assert_close(once, k, atol=0.03, rtol=0.03)
     for n in range(59, 29, -1):
-        kv.settle(lambda layer, s, n=n: s.pos < n)
+        kv.settle(masks(kv, lambda layer, s, n=n: s.pos < n))
     assert torch.equal(kv.slots(0).k, once[:, :30])
 
 

@@ -10,9 +10,9 @@ import torch
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.slots import Slots
 from kvcli.model import LM
-from kvcli.policies import scores
+from kvcli.policies.expected import RECENT, Expected, expected
 from kvcli.policies.rotary import mean_turn
-from kvcli.policies.scorers import Expected
+from kvcli.policies.topk import Memory
 from tests import families
 from tests.policies import moment
 
@@ -21,9 +21,8 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_family_can_be_judged_by_queries_to_come(name: str) -> None:
-    scorer = Expected()
-    scorer.meet(LM.of(families.build(name)))
-    assert scorer._rotary is not None
+    model = LM.of(families.build(name))
+    assert len(Expected().wants(model).memory().own) == model.n_layers
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -46,10 +45,10 @@ def test_expected_attention_is_the_papers_formula(covariance: bool) -> None:
     k, v = (torch.randn(2, 30, 8, generator=r, dtype=torch.float64) for _ in "kv")
     s = Slots(k, v, torch.arange(30).expand(2, -1))
     rotary = Rotary(torch.tensor([1.0, 0.3, 0.01]))
-    scorer = Expected(samples=12, horizon=13, covariance=covariance, sinks=2, _rotary=[rotary])
+    scorer, memory = Expected(samples=12, horizon=13, covariance=covariance, sinks=2), Memory(own=[rotary])
     pos = torch.tensor(scorer.probes(30))
     q = torch.randn(4, len(pos), 8, generator=r, dtype=torch.float64)
-    at = moment(s, q, q_pos=pos, n_prompt=30)
+    at = moment(s, q, q_pos=pos, n=30, n_prompt=30, memory=memory)
 
     raw = torch.stack([unrotate(q[:, i : i + 1], pos[i : i + 1], rotary)[:, 0] for i in range(len(pos))], 1)
     eye = torch.eye(8, dtype=torch.float64)
@@ -57,24 +56,24 @@ def test_expected_attention_is_the_papers_formula(covariance: bool) -> None:
     turn = torch.stack(turns).mean(0)
     mean = torch.stack([turn @ raw[h].mean(0) for h in range(4)])
     cov = torch.stack([turn @ torch.cov(raw[h].T, correction=0) @ turn.T for h in range(4)])
-    want = scores.expected(s, mean, cov if covariance else None, at.scale, 0.0, 0.0)
+    want = expected(s, mean, cov if covariance else None, at.scale, 0.0, 0.0)
 
     assert pos[0] == 2
     assert len(pos) == 12
-    torch.testing.assert_close(scorer(s, at), want)
+    torch.testing.assert_close(scorer.score(s, at), want)
 
 
 def test_a_short_question_is_heard_whole() -> None:
-    scorer = Expected(samples=12, recent=5, covariance=False, _rotary=[None])
-    s = Slots(torch.randn(1, 40, 4), torch.ones(1, 40, 4), torch.arange(40).expand(1, -1))
+    scorer, n = Expected(samples=256, covariance=False), 2 * RECENT
+    s = Slots(torch.randn(1, n, 4), torch.ones(1, n, 4), torch.arange(n).expand(1, -1))
     q = torch.randn(1, 5, 4)
-    at = moment(s, q, q_pos=torch.arange(35, 40), n_prompt=40)
-    torch.testing.assert_close(scorer(s, at), scores.expected(s, q.mean(1), None, at.scale, 0.0, 0.0))
+    at = moment(s, q, q_pos=torch.arange(n - 5, n), n_prompt=n, memory=Memory(own=[None]))
+    torch.testing.assert_close(scorer.score(s, at), expected(s, q.mean(1), None, at.scale, 0.0, 0.0))
 
 
 def test_with_no_query_heard_only_values_count() -> None:
-    scorer = Expected(_rotary=[None])
+    scorer = Expected()
     s = Slots(torch.randn(1, 9, 4), torch.randn(1, 9, 4), torch.arange(9).expand(1, -1))
-    order = scorer(s, moment(s)).argsort(dim=1)
-    assert torch.equal(order, s.v.norm(dim=2).argsort(dim=1))
-    assert math.isclose(float(scorer(s, moment(s)).sum()), float(s.v.norm(dim=2).sum()) / 9, rel_tol=1e-5)
+    score = scorer.score(s, moment(s, memory=Memory(own=[None])))
+    assert torch.equal(score.argsort(dim=1), s.v.norm(dim=2).argsort(dim=1))
+    assert math.isclose(float(score.sum()), float(s.v.norm(dim=2).sum()) / 9, rel_tol=1e-5)

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.slots import Slots
-from kvcli.policies import scores, units
-from kvcli.policies.scorers import Cumulative
+from kvcli.policies import units
+from kvcli.policies.expected import expected
+from kvcli.policies.h2o import H2O, Sums
+from kvcli.policies.keydiff import KeyDiff
+from kvcli.policies.knorm import KNorm
+from kvcli.policies.lag import Lag
+from kvcli.policies.snap import Snap
+from kvcli.policies.topk import Memory
+from kvcli.policies.tova import Tova
 from tests.policies import moment
 
 K, G, D, N = 3, 2, 8, 23
@@ -70,7 +77,7 @@ def test_snap_is_the_smoothed_attention_of_the_newest_queries(kind: units.Poolin
         near = {p: [v for o, v in one.items() if abs(o - p) <= width // 2] for p in one}
         return {p: max(v) if kind == "max" else sum(v) / len(v) for p, v in near.items()}
 
-    same(scores.snap(s, at, 4, width, kind), s, want)
+    same(Snap(queries=4, pool=width, pooling=kind).score(s, at), s, want)
 
 
 def test_tova_is_the_attention_of_the_last_query_over_all_heads() -> None:
@@ -82,12 +89,12 @@ def test_tova_is_the_attention_of_the_last_query_over_all_heads() -> None:
         held = {p: [one[p] for one in by_head if p in one] for p in of(s, j)}
         return {p: sum(v) / len(v) for p, v in held.items()}
 
-    same(scores.tova(s, at), s, want)
+    same(Tova().score(s, at), s, want)
 
 
 def test_knorm_prefers_short_keys() -> None:
     s = ragged()
-    same(scores.knorm(s), s, lambda j: {p: -float(s.k[j, i].norm()) for p, i in of(s, j).items()})
+    same(KNorm().score(s, moment(s)), s, lambda j: {p: -float(s.k[j, i].norm()) for p, i in of(s, j).items()})
 
 
 def test_keydiff_prefers_keys_unlike_the_mean_direction() -> None:
@@ -98,7 +105,7 @@ def test_keydiff_prefers_keys_unlike_the_mean_direction() -> None:
         anchor = torch.stack(list(way.values())).mean(0)
         return {p: -float(one @ anchor / anchor.norm()) for p, one in way.items()}
 
-    same(scores.keydiff(s), s, want)
+    same(KeyDiff().score(s, moment(s)), s, want)
 
 
 @pytest.mark.parametrize("across", [False, True])
@@ -123,7 +130,7 @@ def test_lag_measures_a_part_in_the_range_of_the_next(sinks: int, size: int, acr
                 out[p] = float(spread[n] if across else ranks[n])
         return out
 
-    same(scores.lag(s, sinks, size, across), s, want)
+    same(Lag(sinks=sinks, part=size, across=across).score(s, moment(s)), s, want)
 
 
 @pytest.mark.parametrize("covariance", [False, True])
@@ -147,24 +154,24 @@ def test_expected_integrates_over_normal_queries(covariance: bool, softcap: floa
                 share[p] += z[p] / sum(z.values()) / G
         return {p: (share[p] + epsilon) * float(s.v[j, i].norm()) for p, i in of(s, j).items()}
 
-    same(scores.expected(s, mean, cov if covariance else None, scale, softcap, epsilon), s, want)
+    same(expected(s, mean, cov if covariance else None, scale, softcap, epsilon), s, want)
 
 
 def test_heavy_hitters_add_up_over_boundaries_and_count_each_query_once() -> None:
     s, q = ragged(), queries(9)
-    scorer = Cumulative(recent=6)
-    at = moment(s, q)
-    early = moment(s, q[:, :5], q_pos=at.q_pos[:5])
-    late = moment(s, q[:, 3:], q_pos=at.q_pos[3:])
+    sums = Sums()
+    memory = Memory(own=sums)
+    at = moment(s, q, memory=memory)
+    early = moment(s, q[:, :5], q_pos=at.q_pos[:5], memory=memory)
+    late = moment(s, q[:, 3:], q_pos=at.q_pos[3:], memory=memory)
     for one in (early, early, late, late):
-        scorer.hear(s, one)
+        sums.hear(s, one)
 
-    same(scorer(s, late), s, lambda j: {p: v * 9 for p, v in attention(s, q, at.q_pos, j, at.scale).items()})
+    same(H2O().score(s, late), s, lambda j: {p: v * 9 for p, v in attention(s, q, at.q_pos, j, at.scale).items()})
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
     moved = Slots(s.k[:, order], s.v[:, order], s.pos[:, order])
-    torch.testing.assert_close(scorer(moved, late), scorer(s, late)[:, order])
-    scorer.start()
-    assert not scorer(s, moment(s)).any()
+    torch.testing.assert_close(H2O().score(moved, late), H2O().score(s, late)[:, order])
+    assert not H2O().score(s, moment(s, memory=Memory(own=Sums()))).any()
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
@@ -180,7 +187,7 @@ def test_a_chunk_shares_its_mean_among_those_that_count(size: int) -> None:
             found[p] = sum(mine) / len(mine) if p in counted else float(score[j, i])
         return found
 
-    same(units.chunked(score, s.pos, size, among), s, want)
+    same(units.chunked(score, s.pos, int(s.pos.max()) + 1, size, among), s, want)
 
 
 @pytest.mark.parametrize("name", ["snap", "tova", "knorm", "keydiff", "lag", "expected"])
@@ -190,14 +197,14 @@ def test_heads_without_slots_and_layers_without_any_have_scores_without_nan(name
     bare.pos[1] = -1
     none = Slots(full.k[:, :0], full.v[:, :0], full.pos[:, :0])
     for s in (bare, none):
-        at = moment(s, queries(3), q_pos=torch.arange(20, 23))
+        at = moment(s, queries(3), q_pos=torch.arange(20, 23), n=28)
         score = {
-            "snap": lambda s=s, at=at: scores.snap(s, at, 2, 5, "avg"),
-            "tova": lambda s=s, at=at: scores.tova(s, at),
-            "knorm": lambda s=s: scores.knorm(s),
-            "keydiff": lambda s=s: scores.keydiff(s),
-            "lag": lambda s=s: scores.lag(s, 1, 4, False),
-            "expected": lambda s=s: scores.expected(s, torch.ones(K * G, D, dtype=torch.float64), None, 1.0, 0.0, 0.0),
+            "snap": lambda s=s, at=at: Snap(queries=2, pool=5, pooling="avg").score(s, at),
+            "tova": lambda s=s, at=at: Tova().score(s, at),
+            "knorm": lambda s=s: KNorm().score(s, moment(s)),
+            "keydiff": lambda s=s: KeyDiff().score(s, moment(s)),
+            "lag": lambda s=s: Lag(sinks=1, part=4).score(s, moment(s)),
+            "expected": lambda s=s: expected(s, torch.ones(K * G, D, dtype=torch.float64), None, 1.0, 0.0, 0.0),
         }[name]()
         assert score.shape == s.pos.shape
         assert not score[s.pos >= 0].isnan().any()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ from kvcli.kinds import SYSTEM, Span
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, nbytes
 from kvcli.model import LM
-from kvcli.policies import topk
+from kvcli.policies.keydiff import KeyDiff
 from kvcli.policies.kvzip import KVzip
+from kvcli.policies.snap import Snap
 from kvcli.profile import load_profile
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import drafters, families
-from tests.policies import moment
+from tests.policies import kept, moment
 
 torch.set_num_threads(1)
 TINY = LM.of(families.build("llama"))
@@ -227,12 +227,11 @@ def test_the_order_of_slots_decides_nothing(name: str) -> None:
     order = torch.randperm(60, generator=r)
     masks = []
     for s in (Slots(k, v, pos), Slots(k[:, order], v[:, order], pos[:, order])):
-        policy = _settings(name, keep=0.4).policy()
-        assert policy is not None
-        policy.meet(TINY)
-        guarded = policy.guard.covers(s, torch.zeros(0, dtype=torch.int8))
-        at = moment(s, q, phase="read", n_prompt=60, protected=guarded)
-        mask = policy.keep(s, at)
+        policy = _settings(name, keep=0.4)
+        wants = policy.wants(TINY)
+        guarded = wants.guard.covers(s, torch.zeros(0, dtype=torch.int8))
+        at = moment(s, q, phase="read", n_prompt=60, protected=guarded, memory=wants.memory())
+        mask = kept(policy, s, at)
         assert bool((mask | ~guarded).all())
         assert not bool((mask & (s.pos < 0)).any())
         masks.append(mask)
@@ -264,15 +263,13 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
     lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "every": 7}
     policy = _settings(name, keep=0.4, alloc=alloc, **new)
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
-    own = policy.policy()
-    own.meet(lm)
     s = Session(
         lm,
         kv,
         drafter,
         Sampler(0.8, seed=3),
         view=build.view(lm, kv, drafter),
-        policy=own,
+        policy=policy,
         every=policy.every,
         chunk=19,
     )
@@ -338,14 +335,6 @@ def test_settings_that_cannot_be_kept_are_refused_by_name(policy: dict[str, Any]
     assert says in "\n".join([str(refused.value), *refused.value.lines])
 
 
-def test_expected_attention_refuses_a_session_that_shows_it_no_model() -> None:
-    policy = topk.Expected(**SMALL).policy()
-    kv = Dense(L, K, TINY.head_dim, TINY.dtype)
-    s = Session(TINY, kv, Off(), Sampler(), policy=policy, every=16)
-    with pytest.raises(KvcliError, match="rotary frequencies"):
-        drive(s.read(families.prompt(40)))
-
-
 def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_find(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -356,8 +345,8 @@ def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_f
 
 
 def test_what_stays_is_said_in_words() -> None:
-    assert topk.Snap().keeps == "50% of a prompt, by what its end looks at"
-    assert topk.KeyDiff(budget=1024).keeps == "1,024 tokens a head of a prompt, by how unlike the others its keys are"
+    assert Snap().keeps == "50% of a prompt, by what its end looks at"
+    assert KeyDiff(budget=1024).keeps == "1,024 tokens a head of a prompt, by how unlike the others its keys are"
     assert KVzip(keep=0.25).keeps == "25% of a prompt, by what repeating it looks at"
 
 
@@ -410,7 +399,6 @@ def test_a_file_that_is_no_head_map_is_refused(what: str, tmp_path: Path) -> Non
 
 def test_moments_of_sliding_layers_are_judged_by_nobody() -> None:
     s = Slots(torch.randn(K, 9, 4), torch.randn(K, 9, 4), torch.arange(9).expand(K, -1))
-    policy = topk.Snap(**SMALL, keep=0.1).policy()
-    assert policy is not None
-    at = replace(moment(s, phase="read"), window=3)
-    assert policy.keep(s, at).all()
+    policy = Snap(**SMALL, keep=0.1)
+    at = moment(s, phase="read", window=3, memory=policy.wants(TINY).memory())
+    assert kept(policy, s, at).all()

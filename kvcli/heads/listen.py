@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.policies.base import Moment, Plain
+from kvcli.policies.base import Everything, Moment, Wants
 from kvcli.quality.controls import full_profile
 from kvcli.sample import Sampler
 from kvcli.session import Session
@@ -15,26 +16,27 @@ if TYPE_CHECKING:
 
     from kvcli.kv.slots import Slots
     from kvcli.local import Model
+    from kvcli.model import LM
 
 Hear = Callable[["Slots", Moment], None]
 Rows = Callable[[int], Sequence[int]]  # tokens of the prompt -> positions to hear, rising
 
 
-class Listen(Plain):
+@dataclass(frozen=True)
+class Listen(Everything):
     """Hands each layer's stored slots, with the queries at the probed positions, to `hear`; evicts nothing."""
 
-    lasting = wants_kinds = True
+    rows: Rows
+    hear: Hear
+    recent: int = 0
 
-    def __init__(self, rows: Rows, hear: Hear, *, recent: int = 0) -> None:
-        self._rows, self._hear, self.recent = rows, hear, recent
+    def wants(self, lm: LM) -> Wants:
+        return Wants(self.recent, self.rows, lasting=True, kinds=True)
 
-    def probes(self, n: int) -> Sequence[int]:
-        return self._rows(n)
-
-    def keep(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: Moment) -> Tensor:
         if at.phase != "reading":
-            self._hear(s, at)
-        return s.pos >= 0
+            self.hear(s, at)
+        return super().mask(s, at)
 
 
 def whole(model: Model) -> Model:
@@ -56,7 +58,7 @@ def listening(
     While it writes, each `every` tokens, it hears them and the `recent` newest ones.
     """
     plain = whole(model).session
-    policy = Listen(rows, hear, recent=recent)
+    policy = Listen(rows, hear, recent)
     return Session(
         plain.lm, plain.kv, plain.drafter, Sampler(), policy=policy, chunk=plain.chunk_rows, every=every, kinds=kinds
     )

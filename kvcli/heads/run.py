@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from kvcli.heads.prompt import Reading, read_prompt, scalar
 from kvcli.heads.repeat import repeat
 from kvcli.heads.retrieval import Fetched, check, fetch, full_sight
 from kvcli.heads.sample import Sample, samples
+from kvcli.policies.headmap import head_rows
 from kvcli.token_kinds import kinds_by_id
 
 if TYPE_CHECKING:
@@ -156,10 +157,9 @@ def _settled(model: Model, ask: Ask) -> FastGen:
 
     Raises BadInput for a head map of another model.
     """
-    policy: Any = ask.settings.policy()
-    policy.meet(model.lm)
-    settings: FastGen = policy.settings
-    return settings
+    if ask.settings.headmap:
+        head_rows(ask.settings.headmap, model.lm)
+    return ask.settings.of(model.lm)
 
 
 def _repeat(model: Model, ask: Ask, found: Findings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.ragged import Ragged
 from kvcli.kv.slab import Slab, agree
-from kvcli.kv.slots import Choose, Sight, Slots, Usage, compact, empty_like
+from kvcli.kv.slots import Masks, Sight, Slots, Usage, compact, empty_like, on_host
 
 
 class Held(Protocol):
@@ -21,6 +22,10 @@ class Held(Protocol):
     @property
     def length(self) -> int:
         """Slots of the longest head."""
+
+    @property
+    def total(self) -> int:
+        """Slots of all heads."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -181,12 +186,17 @@ class Dense:
         for held in self._slabs:
             held.reserve(n)
 
-    def settle(self, choose: Choose | None) -> None:
-        """Evict, layer by layer, what `choose` does not keep."""
-        if choose is not None:
-            for layer, held in enumerate(self._slabs):
-                before = held.slots()
-                self._forget(layer, before, choose(layer, self._turned(layer, before)))
+    def settle(self, masks: Masks = ()) -> bool:
+        """Evict, layer by layer, what the masks let go. The device is asked once, for all layers."""
+        chosen = {layer: mask for layer, mask in enumerate(masks) if mask is not None}
+        kept = {layer: self.positions(layer).int().where(mask, -1) for layer, mask in chosen.items()}
+        has_lost = False
+        for layer, pos in on_host(kept).items():
+            if np.count_nonzero(pos.numpy() >= 0) < self._slabs[layer].total:
+                slots = self._slabs[layer].slots()
+                self._hold(layer, compact(Slots(slots.k, slots.v, pos), pos >= 0))
+                has_lost = True
+        return has_lost
 
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer, spare room included."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcli.kernels.merge import Part
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Choose, Sight, Slots, Tier, Usage, compact, empty_like
+from kvcli.kv.slots import Masks, Sight, Slots, Tier, Usage, compact, empty_like
 
 SLACK = 16  # a rung with others below may hold this part more than it has to
 
@@ -129,12 +129,14 @@ class Ladder:
         holds = self._rungs[0].holds
         self._top.reserve(n if holds is None else min(n, self._sinks + holds))
 
-    def settle(self, choose: Choose | None) -> None:
-        """Evict what `choose` does not keep, then send down what is old, layer by layer."""
+    def settle(self, masks: Masks = ()) -> bool:
+        """Evict what the masks let go, then send down what is old, layer by layer."""
+        has_lost = False
         for layer in range(self.n_layers):
-            if choose is not None:
-                self.keep(layer, choose(layer, self.slots(layer)))
+            if masks and (mask := masks[layer]) is not None:
+                has_lost |= self.keep(layer, mask).n_slots > 0
             self._demote(layer)
+        return has_lost
 
     @property
     def n_layers(self) -> int:

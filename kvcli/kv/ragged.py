@@ -53,7 +53,7 @@ class Ragged:
 
     def __init__(self, slots: Slots, step: int) -> None:
         """Copies `slots`, which may have empty ones anywhere. `step`: what a head's room is a multiple of, at most."""
-        n_kv, device = slots.pos.shape[0], slots.pos.device
+        n_kv, device = slots.pos.shape[0], slots.k.device
         self._step = step
         self.k, self.v = slots.k.new_zeros(0, slots.k.shape[2]), slots.v.new_zeros(0, slots.v.shape[2])
         self.pos = torch.zeros(0, dtype=torch.int32, device=device)
@@ -67,6 +67,11 @@ class Ragged:
     def length(self) -> int:
         """Slots of the longest head."""
         return max(self._lengths)
+
+    @property
+    def total(self) -> int:
+        """Slots of all heads."""
+        return sum(self._lengths)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -105,19 +110,21 @@ class Ragged:
 
     def take(self, slots: Slots) -> bool:
         """Store these as well, whichever each head brings; always True."""
-        held = slots.pos >= 0
-        count = held.sum(1)
-        if not bool(count.any()):
+        pos = slots.pos.cpu()
+        held = pos >= 0
+        count = held.sum(1).tolist()
+        if not any(count):
             return True
-        lengths = [n + m for n, m in zip(self._lengths, count.tolist(), strict=True)]
+        lengths, device = [n + m for n, m in zip(self._lengths, count, strict=True)], self.pos.device
         self._make_room(lengths)
-        at = self._ends.unsqueeze(1) + held.cumsum(1) - 1
-        self._put(at[held], slots.k[held], slots.v[held], slots.pos[held])
-        self._ends += count
+        ends = [start + n for start, n in zip(self._extents.start, self._lengths, strict=True)]
+        at = torch.tensor(ends).unsqueeze(1) + held.cumsum(1) - 1
+        self._put(at[held].to(device), slots.k[held], slots.v[held], pos[held].to(device))
+        self._ends += torch.tensor(count, device=device)
         self._lengths = lengths
-        self._ordered &= int(slots.pos[held].min()) > self._highest
-        self._ordered &= all(rises(pos[mask]) for pos, mask in zip(slots.pos, held, strict=True))
-        self._highest = max(self._highest, int(slots.pos.max()))
+        self._ordered &= int(pos[held].min()) > self._highest
+        self._ordered &= all(rises(one[mask]) for one, mask in zip(pos, held, strict=True))
+        self._highest = max(self._highest, int(pos.max()))
         return True
 
     def slots(self) -> Slots:

@@ -10,7 +10,7 @@ import torch
 from kvcli.kv.index import Index
 from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
-from kvcli.kv.slots import Choose, Store
+from kvcli.kv.slots import Masks, Store
 
 
 class RecallStore(Recall):
@@ -35,11 +35,12 @@ class RecallStore(Recall):
         """Room for n slots a head."""
         self._store.reserve(n)
 
-    def settle(self, choose: Choose | None) -> None:
+    def settle(self, masks: Masks = ()) -> bool:
         """A boundary: what is stored now is what rows choose from."""
         before = self._store.changes
-        self._store.settle(choose)
+        has_lost = self._store.settle(masks)
         if self._store.changes != before:
             for pages in self._pages.values():
                 pages.clear()
         self._learn(self._pages)
+        return has_lost

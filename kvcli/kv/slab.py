@@ -46,6 +46,11 @@ class Slab:
         )
 
     @property
+    def total(self) -> int:
+        """Slots of all heads."""
+        return self.length * self.k.shape[0]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
         return [self.k, self.v, self.pos]

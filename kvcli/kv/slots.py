@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -51,7 +51,7 @@ class Usage:
     lost: Loss | None = None  # of these slots
 
 
-Choose = Callable[[int, Slots], Tensor]  # layer, slots -> keep mask [K, S]
+Masks = Sequence[Tensor | None]  # by layer: which of its slots stay, bool [K, S]; None = all of them
 
 
 class Readable(Protocol):
@@ -110,8 +110,8 @@ class Store(Tier, Protocol):
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later: an undo, not an eviction."""
 
-    def settle(self, choose: Choose | None) -> None:
-        """A boundary: forget what `choose` does not keep. Called at boundaries only."""
+    def settle(self, masks: Masks = ()) -> bool:
+        """A boundary: forget what the masks let go of what `slots` shows; () = nothing. True if anything was."""
 
 
 class Lens(Readable, Protocol):
@@ -155,17 +155,28 @@ def picked(s: Slots, index: Tensor) -> Slots:
 
 
 def compact(s: Slots, mask: Tensor) -> Slots:
-    """The slots whose mask [K, S] is True, in their order, padded to the longest head with pos = -1."""
+    """The slots whose mask [K, S] is True, in their order, padded to the longest head with pos = -1.
+
+    Mask and positions may lie on the host, for slots of any device: then nothing is asked of it.
+    """
     mask = mask & (s.pos >= 0)
     count = mask.sum(1)  # [K]
     longest = int(count.max()) if count.numel() else 0
     order = torch.argsort(~mask, dim=1, stable=True)[:, :longest]  # [K, longest], kept ones first
-    full = torch.arange(longest, device=mask.device) < count.unsqueeze(1)
-    pick = order.unsqueeze(-1)
+    pick = order.to(s.k.device).unsqueeze(-1)
     k = s.k.gather(1, pick.expand(-1, -1, s.k.shape[2]))
     v = s.v.gather(1, pick.expand(-1, -1, s.v.shape[2]))
-    pos = s.pos.gather(1, order).masked_fill(~full, -1)
+    pos = s.pos.gather(1, order).masked_fill(~mask.gather(1, order), -1)
     return Slots(k, v, pos)
+
+
+def on_host(of: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """These tensors of one type on the host, for which the device is waited for once."""
+    if not of:
+        return {}
+    flat = torch.cat([t.flatten() for t in of.values()]).cpu()
+    parts = torch.split(flat, [t.numel() for t in of.values()])
+    return {key: part.view_as(t) for (key, t), part in zip(of.items(), parts, strict=True)}
 
 
 def visible(pos: Tensor, rows: Sequence[int], window: int | None) -> Tensor | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.feed import Asks
-    from kvcli.kv.slots import Slots
+    from kvcli.kernels.column_mass import Over
+    from kvcli.kv.slots import Masks, Slots
     from kvcli.model import LM
+    from kvcli.policies.boundary import Boundary
 
 # a prompt is being read in chunks; it has been read; the answer is being written
 Phase = Literal["reading", "read", "answering"]
@@ -43,6 +45,7 @@ class Moment:
     layer: int
     n_layers: int
     phase: Phase
+    n: int  # tokens stored: every position is below
     n_prompt: int  # tokens stored when the last prompt had been read; while one is being read, so far
     q: Tensor  # [H, w, D] the queries that the policy asked for, after rotary embedding; w may be 0
     q_pos: Tensor  # [w] their positions, rising; a query sees slots up to its own position
@@ -52,6 +55,7 @@ class Moment:
     softcap: float = 0.0  # > 0: scores are bent by softcap * tanh(score / softcap)
     window: int | None = None  # tokens that this layer sees at all; None = all
     sink: Tensor | None = None  # [H] learned logits that take attention and give nothing (gpt-oss)
+    memory: Any = None  # what the policy remembers of the text
 
     @classmethod
     def of(
@@ -59,122 +63,58 @@ class Moment:
         lm: LM,
         layer: int,
         phase: Phase,
+        n: int,
         n_prompt: int,
         heard: tuple[Tensor, Tensor],
         kinds: Tensor,
         protected: Tensor,
+        memory: Any = None,
     ) -> Moment:
         """In a layer of this model; `heard`: queries and their positions."""
-        s, (q, pos) = lm.sights[layer], heard
-        bends = s.scale, s.softcap, s.window
-        return cls(layer, lm.n_layers, phase, n_prompt, q, pos, kinds, protected, *bends, lm.sinks[layer])
+        s, sink, (q, pos) = lm.sights[layer], lm.sinks[layer], heard
+        of_text = phase, n, n_prompt, q, pos, kinds, protected
+        return cls(layer, lm.n_layers, *of_text, s.scale, s.softcap, s.window, sink, memory)
+
+    def mass(self, s: Slots, first: int = 0, over: Over = "mean") -> Tensor:
+        """[K, S]: attention that slots get from the queries from row `first` on, computed again for these few."""
+        from kvcli.kernels.column_mass import column_mass
+
+        q, q_pos = self.q[:, first:], self.q_pos[first:]
+        return column_mass(q, q_pos, s.k, s.pos, self.scale, softcap=self.softcap, window=self.window, over=over)
 
 
-# slots to keep -> what that costs: nats by which the newest tokens of the prompt are predicted worse, on average
-Loss = Callable[[Callable[["Slots", Moment], "Tensor"]], "Asks[float]"]
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a policy is to be shown of the texts of one model, and what it begins to remember of each."""
+
+    recent: int = 0  # of the latest accepted queries
+    probes: Callable[[int], Sequence[int]] = lambda n: ()  # tokens of a prompt -> positions whose queries to hold
+    lasting: bool = False  # hold those also while the answer is written
+    kinds: bool = False  # tell it the kinds of tokens, beside its guard
+    guard: Guard = Guard()  # what stays whatever it says
+    memory: Callable[[], Any] = lambda: None  # what it knows of a text of which nothing was read
 
 
 class Policy(Protocol):
-    """Picks slots to keep. What happens to the rest (drop, demote, hide) is not its business."""
+    """Picks slots to keep. What happens to the rest (drop, demote, hide) is not its business.
 
-    @property
-    def recent(self) -> int:
-        """How many of the latest accepted queries it wants to see; 0 = none."""
-
-    @property
-    def lasting(self) -> bool:
-        """Does it need the queries at probed positions also while the answer is written?"""
-
-    @property
-    def guard(self) -> Guard:
-        """What stays whatever it says."""
-
-    @property
-    def wants_kinds(self) -> bool:
-        """Does it tell kinds of tokens apart, beside its guard?"""
-
-    @property
-    def looks(self) -> bool:
-        """Must it see all layers before it judges one?"""
-
-    @property
-    def replays(self) -> int:
-        """How many of the newest tokens of a prompt to predict again before it chooses; 0 = none."""
-
-    def probes(self, n: int) -> Sequence[int]:
-        """Positions of a prompt of n tokens whose queries it wants to see once that is read."""
-
-    def meet(self, lm: LM) -> None:
-        """The model whose texts it will judge, before the first of them; raises BadModel for one that it cannot."""
-
-    def start(self) -> None:
-        """Forget what was learned of a text: another one begins."""
-
-    def rereads(self, n: int) -> Sequence[tuple[int, int]]:
-        """Pieces (start, end) of a text of n tokens to run once more behind it when a prompt has been read.
-
-        Nothing of that is stored; `reread` hears of each piece before `look` and `keep`.
-        """
-
-    def reread(self, s: Slots, fresh: Slots, at: Moment) -> None:
-        """One layer of a piece run once more: what is stored, the piece's own keys and values, and its queries."""
-
-    def look(self, s: Slots, at: Moment) -> None:
-        """A first sight of each layer in turn, before `keep` is asked of any; only if `looks`."""
-
-    def settle_on(self, loss: Loss) -> Asks[None] | None:
-        """When a prompt has been read, and all layers looked at: try out choices; each `loss` asks for a short pass."""
-
-    def keep(self, s: Slots, at: Moment) -> Tensor:
-        """Slots to keep -> bool [K, S]; heads may keep different numbers."""
-
-
-class Quiet:
-    """Needs no query, knows no model, remembers nothing."""
-
-    recent = 0
-    lasting = False
-
-    def probes(self, n: int) -> Sequence[int]:
-        return ()
-
-    def meet(self, lm: LM) -> None:
-        return
-
-    def start(self) -> None:
-        return
-
-    def reread(self, s: Slots, fresh: Slots, at: Moment) -> None:
-        return
-
-
-class Plain(Quiet):
-    """A policy that also judges each layer by itself: what most start from."""
-
-    guard = Guard()
-    wants_kinds = False
-    looks = False
-    replays = 0
-
-    def rereads(self, n: int) -> Sequence[tuple[int, int]]:
-        return ()
-
-    def look(self, s: Slots, at: Moment) -> None:
-        return
-
-    def settle_on(self, loss: Loss) -> Asks[None] | None:
-        return None
-
-
-class Chosen(Protocol):
-    """What the `[policy]` table of a profile becomes: each method's frozen dataclass."""
+    A policy is the `[policy]` table of a profile: each method's frozen dataclass, shared by all texts. What it learns
+    of one lies in that text's memory, and goes when the text does.
+    """
 
     @property
     def every(self) -> int | None:
         """Tokens between two boundaries while decoding; None = the past never changes."""
 
-    def policy(self) -> Policy | None:
-        """The policy of these settings, new and knowing no text; None = everything stays."""
+    def wants(self, lm: LM) -> Wants:
+        """What it is to be shown. Raises BadModel for a model that it cannot judge, BadInput for a file that it cannot
+        read."""
+
+    def choose(self, at: Boundary) -> Asks[Masks] | Masks:
+        """At a boundary, slots to keep by layer: bool [K, S], heads may keep different numbers; None = all of them.
+
+        It may ask for passes of its own (kvcli.feed).
+        """
 
     def slots(self, n: int) -> int:
         """How many of n slots a head keeps at a boundary, averaged over heads: what memory is planned with."""
@@ -199,7 +139,12 @@ class Chosen(Protocol):
 
 
 class Usual:
-    """Settings under which a text is read once and forgotten from the start, alike in all heads."""
+    """What most share: nothing to be shown, a text read once, all heads alike."""
+
+    is_uneven = False
+
+    def wants(self, lm: LM) -> Wants:
+        return Wants()
 
     def slots(self, n: int) -> int:
         raise NotImplementedError
@@ -212,25 +157,28 @@ class Usual:
         """Nothing is read twice."""
         return 0
 
-    @property
-    def is_uneven(self) -> bool:
-        return False
+
+class EachLayer(Usual):
+    """A policy that judges each layer by itself, as a view of scouts must."""
+
+    def mask(self, s: Slots, at: Moment) -> Tensor:
+        """bool [K, S]: slots of one layer that stay."""
+        raise NotImplementedError
+
+    def choose(self, at: Boundary) -> Masks:
+        """Layer by layer."""
+        return [self.mask(*at.layer(i)) for i in at.layers]
 
 
 @dataclass(frozen=True)
-class Everything(Usual):
+class Everything(EachLayer):
     """Keep every token."""
 
-    @property
-    def every(self) -> int | None:
-        return None
+    every = None
+    keeps = ""
 
-    def policy(self) -> Policy | None:
-        return None
+    def mask(self, s: Slots, at: Moment) -> Tensor:
+        return s.pos >= 0
 
     def slots(self, n: int) -> int:
         return n
-
-    @property
-    def keeps(self) -> str:
-        return ""

@@ -12,14 +12,18 @@ keep, and T is the lowest that predicts them well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from kvcli.policies.base import Usual
+from kvcli.kinds import SYSTEM
+from kvcli.policies.base import Guard, Usual, Wants
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.policies.base import Policy
+    from kvcli.feed import Asks
+    from kvcli.kv.slots import Masks
+    from kvcli.model import LM
+    from kvcli.policies.boundary import Boundary
 
 Candidate = Literal[
     "special",
@@ -35,6 +39,7 @@ Ratio = Literal["auto"] | Annotated[float, Range(0, 1)]
 CANDIDATES: tuple[Candidate, ...] = get_args(Candidate)
 PAPER: tuple[Candidate, ...] = ("special", "punct", "punct+frequent", "punct+frequent+local")
 LAST = 32  # newest rows of a prompt that are probed each, at most as many as are spread
+ROWS_ON_CPU = 16  # spread over the second half of a prompt, and as many newest: more would be felt beside reading it
 ROWS = 128  # spread over its second half, on a GPU
 RATIO = 0.3  # of newest and of most looked-at tokens, as published
 PART = 0.4  # of the budget, where there is one: larger sets leave most heads with nothing but the guard
@@ -131,13 +136,34 @@ class FastGen(Usual):
         half, last = n // 2, max(n // 2, n - min(LAST, self.rows))
         return [*spread(half, last, self.rows), *range(last, n)]
 
-    def policy(self) -> Policy:
-        """A policy that has measured nothing yet. Raises BadInput for a head map that cannot be read."""
-        from kvcli.policies.fastgen_heads import Heads
-        from kvcli.policies.headmap import read_headmap
+    def of(self, lm: LM) -> FastGen:
+        """The same settings, as they are read for this model: how many rows `auto` is."""
+        is_auto = self.probe_rows == "auto" and not self.paper and lm.device.type == "cpu"
+        return replace(self, probe_rows=ROWS_ON_CPU) if is_auto else self
 
-        heads = read_headmap(self.headmap) if self.headmap else []
-        return Heads(self, [[value >= self.headmap_from for value in row] for row in heads])
+    def wants(self, lm: LM) -> Wants:
+        """Raises BadInput for a head map that cannot be read, or is of another model."""
+        from kvcli.policies.fastgen_heads import Heads
+        from kvcli.policies.headmap import head_rows
+
+        own = self.of(lm)
+        rows = head_rows(self.headmap, lm) if self.headmap else []
+        full = [[value >= self.headmap_from for value in row] for row in rows]
+        since = own.every if any("frequent" in name for name in own.candidates) else 0
+        again = own.rows if own.reprofile_every else 0  # of what is to be measured again
+        kinds = frozenset({SYSTEM}) if self.protect and not self.paper else frozenset()
+        return Wants(
+            recent=max(since, again),
+            probes=own.probes,
+            kinds=True,
+            guard=Guard(self.sinks, self.guarded, kinds),
+            memory=lambda: Heads(own, full),
+        )
+
+    def choose(self, at: Boundary) -> Asks[Masks]:
+        """What each head of this text chose, once a prompt has been read."""
+        found: Masks = yield from at.memory.choose(at)
+        return found
 
     def slots(self, n: int) -> int:
         """Of a prompt of n tokens, once it has been read; by recovery only the text itself can say, so all of them."""
@@ -147,9 +173,7 @@ class FastGen(Usual):
         """All of a prompt: heads are judged when it has been read."""
         return n
 
-    @property
-    def is_uneven(self) -> bool:
-        return True
+    is_uneven = True
 
     @property
     def keeps(self) -> str:

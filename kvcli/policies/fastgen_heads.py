@@ -3,76 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvcli.errors import BadInput
-from kvcli.kinds import SYSTEM
 from kvcli.kv.slots import Slots
-from kvcli.policies.base import Guard, Loss, Moment, Plain
+from kvcli.policies.base import Moment
 from kvcli.policies.fastgen_layer import Layer
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.knapsack import solve
 from kvcli.policies.recovery import Recovery, Sets, classes, recover, top
+from kvcli.policies.replay import Replay
 
 if TYPE_CHECKING:
     from kvcli.feed import Asks
-    from kvcli.model import LM
+    from kvcli.kv.slots import Masks
+    from kvcli.policies.boundary import Boundary
     from kvcli.policies.fastgen import FastGen
 
-ROWS_ON_CPU = 16  # spread over the second half of a prompt, and as many newest: more would be felt beside reading it
 TRIALS = 6  # of T; each is a short pass
 LEAST = 16  # rows below which a later prompt is not measured: heads stay with what they chose
 
 
-class Heads(Plain):
-    """The policy. It keeps everything while a prompt is read, then lets each head choose."""
-
-    wants_kinds = True
+class Heads:
+    """What is known of one text. Everything stays while a prompt is read, then each head chooses."""
 
     def __init__(self, settings: FastGen, full: Sequence[Sequence[bool]] = ()) -> None:
         """`full` [L][K]: heads that keep everything, whatever they look at."""
         self.settings = settings
-        kinds = frozenset({SYSTEM}) if settings.protect and not settings.paper else frozenset()
-        self.guard = Guard(settings.sinks, settings.guarded, kinds)
-        self.looks = settings.keep > 0 or settings.recovery == "auto"
-        self.replays = settings.replay if settings.recovery == "auto" else 0
         self.recovery = settings.least  # T in force
         self._full = full
         self._layers: dict[int, Layer] = {}
-        self._unshared = False  # measured, and no budget shared out since
 
-    @property
-    def recent(self) -> int:  # type: ignore[override]
-        """What came since the last boundary, for scores, or what is to be measured again."""
-        asked = any("frequent" in name for name in self.settings.candidates)
-        again = self.settings.rows if self.settings.reprofile_every else 0
-        return max(self.settings.every if asked else 0, again)
-
-    def probes(self, n: int) -> Sequence[int]:
-        """Rows of a prompt to measure."""
-        return self.settings.probes(n)
-
-    def meet(self, lm: LM) -> None:
-        """Raises BadInput where the head map is of a model of another shape."""
-        if self.settings.probe_rows == "auto" and not self.settings.paper and lm.device.type == "cpu":
-            self.settings = replace(self.settings, probe_rows=ROWS_ON_CPU)
-        shape = len(self._full), len(self._full[0]) if self._full else 0
-        if self._full and shape != (lm.n_layers, lm.n_kv_heads):
-            raise BadInput(
-                f"{self.settings.headmap} is of another model",
-                code="bad_headmap",
-                lines=[f"{shape[0]} layers x {shape[1]} KV heads, and this model has {lm.n_layers} x {lm.n_kv_heads}"],
-                try_=["kvcli profile-heads writes one of this model"],
-            )
-
-    def start(self) -> None:
-        """Another text."""
-        self._layers, self._unshared = {}, False
-        self.recovery = self.settings.least
+    def choose(self, at: Boundary) -> Asks[Masks]:
+        """What each head's choice keeps; a sliding layer everything."""
+        masks: list[Tensor | None] = [None] * len(at.layers)
+        if at.phase == "reading":
+            return masks
+        measured = [self.measure(*at.layer(i)) for i in at.open]  # all layers, before any is judged
+        if any(measured):
+            self._choose()
+            n = min(self.settings.replay, len(at.ids) // 2)
+            if n and at.phase == "read" and self.settings.recovery == "auto":
+                yield from self._settle_on(Replay(at, n))
+        for i in self._layers:
+            masks[i] = self.mask(*at.layer(i))
+        return masks
 
     def chosen(self) -> dict[int, list[str]]:
         """By layer, the candidate of each KV head; sliding layers and texts not yet read have none."""
@@ -85,34 +62,27 @@ class Heads(Plain):
         kept = sum(int(layer.cost[c, j]) for layer, chosen in some for j, c in enumerate(chosen))
         return kept / sum(int(layer.cost[-1].sum()) for layer, _ in some) if some else 1.0
 
-    def look(self, s: Slots, at: Moment) -> None:
-        """With a common budget, or a T to be found, heads of all layers are measured before any is judged."""
-        if self._is_due(s, at):
-            self._measure(s, at)
-            self._unshared = True
-        if self._unshared and at.layer == at.n_layers - 1:
-            self._choose()
-            self._unshared = self.replays > 0 and at.phase == "read"
+    def measure(self, s: Slots, at: Moment) -> bool:
+        """One layer, where there is anything to judge by."""
+        if is_due := self._is_due(s, at):
+            self._layers[at.layer] = self._measured(s, at)
+        return is_due
 
-    def settle_on(self, loss: Loss) -> Asks[None]:
+    def _settle_on(self, replay: Replay) -> Asks[None]:
         """The lowest T that loses no more than it may, by halves: what was tried last and was enough, or everything."""
-        if not self._unshared:  # nothing was measured
-            return
         low, high = 0.0, 1.0
         for _ in range(TRIALS):
             self.recovery = (low + high) / 2
             self._choose()
-            lost = yield from loss(self._tried)
+            lost = yield from replay.loss(self._tried)
             low, high = (low, self.recovery) if lost <= self.settings.kl_max else (self.recovery, high)
         self.recovery = high
         self._choose()
-        self._unshared = False
 
     def _tried(self, s: Slots, at: Moment) -> Tensor:
-        """What `keep` would keep by the choice under trial; remembers nothing of it."""
-        if at.window is not None or at.layer not in self._layers:
-            return s.pos >= 0
-        return self._layers[at.layer].fresh(s, at)
+        """What one layer would keep by the choice under trial; remembers nothing of it."""
+        layer = self._layers.get(at.layer)
+        return s.pos >= 0 if layer is None else layer.fresh(s, at)
 
     def _choose(self) -> None:
         """By the budget, or by T."""
@@ -121,21 +91,13 @@ class Heads(Plain):
         for i, layer in self._layers.items():
             layer.chosen = self._cheapest(layer, i, self.recovery)
 
-    def keep(self, s: Slots, at: Moment) -> Tensor:
-        """What each head's choice keeps; a sliding layer everything."""
-        if at.phase == "reading" or at.window is not None:
-            return s.pos >= 0
-        if not self.looks and self._is_due(s, at):
-            layer = self._measure(s, at)
-            layer.chosen = self._cheapest(layer, at.layer, self.recovery)
-        if at.layer not in self._layers:  # no prompt was ever read
-            return s.pos >= 0
-        return self._mask(self._layers[at.layer], s, at)
+    def mask(self, s: Slots, at: Moment) -> Tensor:
+        """What the choices of one layer keep [K, S]; nothing is forgotten of one that was never measured."""
+        layer = self._layers.get(at.layer)
+        return s.pos >= 0 if layer is None else self._mask(layer, s, at)
 
     def _is_due(self, s: Slots, at: Moment) -> bool:
         """Are there rows to measure, and slots to judge by?"""
-        if at.phase == "reading" or at.window is not None:
-            return False
         layer, pos = self._layers.get(at.layer), at.q_pos[self._rows(at)]
         if at.phase == "read":
             is_time = layer is None or int((pos >= layer.measured).sum()) >= LEAST
@@ -158,7 +120,7 @@ class Heads(Plain):
             return torch.isin(at.q_pos, wanted).nonzero()[:, 0]
         return torch.arange(at.q_pos.shape[0], device=at.q_pos.device)[-self.settings.rows :]
 
-    def _measure(self, s: Slots, at: Moment) -> Layer:
+    def _measured(self, s: Slots, at: Moment) -> Layer:
         settings, rows = self.settings, self._rows(at)
         q, q_pos = at.q[:, rows], at.q_pos[rows]
         found = recover(
@@ -174,7 +136,7 @@ class Heads(Plain):
             n_prompt=at.n_prompt,
         )
         sets = Sets.of(settings, at.kinds, at.n_prompt)
-        self._layers[at.layer] = Layer(
+        return Layer(
             sets=sets,
             value=found.value(settings.measure, settings.gqa),
             cost=found.cost,
@@ -182,7 +144,6 @@ class Heads(Plain):
             frequent=found.frequent,
             scores=self._scores(found, q_pos, at, sets),
         )
-        return self._layers[at.layer]
 
     def _scores(self, found: Recovery, q_pos: Tensor, at: Moment, sets: Sets) -> Scores:
         """What the measured rows looked at, as the beginning of what all later rows will."""

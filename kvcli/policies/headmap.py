@@ -10,8 +10,12 @@ import json
 import math
 from os.path import expanduser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput
+
+if TYPE_CHECKING:
+    from kvcli.model import LM
 
 
 def read_headmap(path: str | Path) -> list[list[float]]:
@@ -27,6 +31,19 @@ def read_headmap(path: str | Path) -> list[list[float]]:
         raise _bad(path, "its rows have different lengths, or there are none")
     if not all(math.isfinite(value) and value >= 0 for row in rows for value in row):
         raise _bad(path, "it holds numbers that are negative or not finite")
+    return rows
+
+
+def head_rows(path: str, lm: LM) -> list[list[float]]:
+    """The same, of this model. Raises BadInput where it has another shape."""
+    rows = read_headmap(path)
+    if (shape := (len(rows), len(rows[0]))) != (lm.n_layers, lm.n_kv_heads):
+        raise BadInput(
+            f"the head map {path} is of another model",
+            code="bad_headmap",
+            lines=[f"{shape[0]} layers x {shape[1]} KV heads, and this model has {lm.n_layers} x {lm.n_kv_heads}"],
+            try_=["kvcli profile-heads writes one of this model"],
+        )
     return rows
 
 

@@ -8,21 +8,29 @@ itself, as in the paper. The paper asks for the repetition in words; here a piec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvcli.policies.topk import Share, TopK
+from kvcli.errors import ContextOverflow
+from kvcli.policies.topk import Alloc, TopK
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.policies.scorers import Scorer
+    from torch import Tensor
+
+    from kvcli.feed import Asks
+    from kvcli.kv.slots import Masks, Slots
+    from kvcli.model import LM
+    from kvcli.policies.base import Moment, Wants
+    from kvcli.policies.boundary import Boundary
 
 
 @dataclass(frozen=True)
 class KVzip(TopK):
     """Keep what the model needs to repeat the text (KVzip): reads every prompt twice, suits any later question."""
 
-    alloc: Share = "global"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
+    alloc: Alloc = "global"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
     floor: Annotated[float, Range(0, 1)] = 0.0  # share of the average that ada, headmap and global leave every head
     piece: Annotated[int, Range(1)] = 512  # tokens repeated in one pass
     lead: Annotated[int, Range(0)] = 8  # tokens before a piece that it begins with
@@ -41,8 +49,57 @@ class KVzip(TopK):
         """All of it, piece by piece, and the tokens that each piece but the first begins with."""
         return n + (-(-n // self.piece) - 1) * self.lead if n else 0
 
-    def scorer(self) -> Scorer:
-        """Scores by what repeating the text looked at."""
-        from kvcli.policies.kvzip_scorer import Repeated
+    def wants(self, lm: LM) -> Wants:
+        """No queries: those that matter are made here. Remembered are scores by layer, 1/D of all keys and values."""
+        return self.want(lm, dict)
 
-        return Repeated(self.piece, self.lead, self.sinks)
+    def choose(self, at: Boundary) -> Asks[Masks]:
+        """As all, once the prompt was repeated. Raises ContextOverflow where none of it fits behind the text."""
+        done = at.memory.compressed(at)
+        if at.phase == "read":
+            for layer, score in at.memory.own.items():
+                at.memory.own[layer] = score[:, :done]
+            for start, end in self.pieces(done, len(at.ids), at.lm.limit):
+                yield from self._repeat(at, start, end)
+        return self.best(at, done)
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """What the repetition looked at."""
+        found: Tensor = at.memory.own[at.layer].gather(1, s.pos.clamp(min=0).long())
+        return found
+
+    def pieces(self, first: int, n: int, limit: int) -> Sequence[tuple[int, int]]:
+        """Of tokens `first` to n - 1, as large as fit behind all n of them."""
+        room = limit - n
+        size = min(self.piece, room - self.lead)
+        if size < 1:
+            raise ContextOverflow(
+                f'policy.name = "kvzip" repeats the text behind itself, but {n:,} tokens leave room for {room:,}',
+                lines=[f"the model takes {limit:,} tokens, and a repeated piece {self.lead + 1} at least"],
+                try_=["--set policy.name=expected", "a shorter text"],
+            )
+        return [(start, min(start + size, n)) for start in range(first, n, size)]
+
+    def _repeat(self, at: Boundary, start: int, end: int) -> Asks[None]:
+        """One pass; nothing of it is stored."""
+        import torch
+
+        from kvcli.feed import Feed
+        from kvcli.kernels.column_mass import column_mass
+        from kvcli.kv.slots import compact
+        from kvcli.rows import Rows
+
+        rows = Rows.chain(at.ids[max(0, start - self.lead) : end], len(at.ids))
+        made = yield Feed(at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True)
+        q_pos, scores = torch.tensor(rows.pos, device=at.lm.device), at.memory.own
+        for i in at.open:
+            (s, moment), q, fresh = at.layer(i), made.queries[i], made.fresh[i][0]
+            near = compact(s, (s.pos < self.sinks) | ((s.pos >= start) & (s.pos < end)))
+            k = torch.cat((near.k, fresh.to(near.k.dtype)), 1)
+            pos = torch.cat((near.pos, q_pos.to(near.pos.dtype).expand(near.pos.shape[0], -1)), 1)
+            mass = column_mass(q, q_pos, k, pos, moment.scale, softcap=moment.softcap, over="max")[:, : near.n_slots]
+            score = mass.new_zeros(mass.shape[0], end)
+            if (before := scores.get(i)) is not None:
+                score[:, : before.shape[1]] = before
+            where = near.pos.clamp(min=0).long()
+            scores[i] = score.scatter_reduce_(1, where, mass.masked_fill(near.pos < 0, 0.0), "amax")

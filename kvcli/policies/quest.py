@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.policies.base import Plain
+from kvcli.policies.base import EachLayer
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Quest(Plain):
+class Quest(EachLayer):
     """Keep sinks, the newest tokens, and the pages with the highest bound on a score."""
 
     page: Annotated[int, Range(1)] = 16  # tokens
@@ -29,7 +29,7 @@ class Quest(Plain):
     sinks: Annotated[int, Range(0)] = 16  # first tokens
     local: Annotated[int, Range(1)] = 64  # newest tokens
 
-    def keep(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: Moment) -> Tensor:
         """By the queries of the moment, which as a view's are those of the pass under way."""
         import torch
 

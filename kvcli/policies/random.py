@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.policies.base import Plain, Usual
+from kvcli.policies.base import EachLayer
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.kv.slots import Slots
-    from kvcli.policies.base import Moment, Policy
+    from kvcli.policies.base import Moment
 
 
 @dataclass(frozen=True)
-class Random(Usual, Plain):
+class Random(EachLayer):
     """Keep tokens drawn by lot in each head, beside the first and the newest: a control, not a method."""
 
     budget: Annotated[int, Range(1)] = 1024  # tokens kept a head, with the sinks and the window
@@ -29,10 +29,6 @@ class Random(Usual, Plain):
         if self.budget < self.sinks + self.window:
             raise ValueError(f"budget = {self.budget} is less than sinks + window = {self.sinks + self.window}")
 
-    def policy(self) -> Policy:
-        """These settings are the policy."""
-        return self
-
     def slots(self, n: int) -> int:
         """Of n tokens, the budget."""
         return min(n, self.budget)
@@ -41,7 +37,7 @@ class Random(Usual, Plain):
     def keeps(self) -> str:
         return f"{self.budget:,} tokens a head, drawn by lot"
 
-    def keep(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: Moment) -> Tensor:
         """The lot of a token is fixed by its position, so what fell out early would not have stayed later either."""
         import torch
 

@@ -1,34 +1,77 @@
-"""Keep what scores best: SnapKV, Expected Attention, KeyDiff and their like, one name each.
+"""Keep what scores best: what SnapKV, Expected Attention, KeyDiff and their like share. One file adds one score.
 
-All share who is protected, how much is kept, how it is shared among heads and what counts as one unit; each adds the
-keys of its own score. The scores and their papers are in `scores.py`, phases in `phases.py`, shares in `budgets.py`.
+All share who is protected, how much is kept, how it is shared among heads (shares.py) and what counts as one unit.
+
+The prompt and the answer are apart, each with a budget of its own (SCOPE, arXiv 2412.13649). A prompt is compressed
+once, when it has been read (or after each of its chunks, which bounds memory while reading), and then left alone. What
+is generated later has its own places, filled anew at each boundary: the newest tokens and, of the others, those that
+score best. A later prompt of a chat is compressed with what came since the one before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.policies.base import Usual
+from kvcli.kinds import SYSTEM
+from kvcli.policies.base import Guard, Usual, Wants
+from kvcli.policies.headmap import head_rows
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.policies.allocs import Alloc
-    from kvcli.policies.base import Policy
-    from kvcli.policies.scorers import Scorer
+    from torch import Tensor
 
-Share = Literal["uniform", "ada", "pyramid", "headmap", "global"]
+    from kvcli.feed import Asks
+    from kvcli.kv.slots import Masks, Slots
+    from kvcli.model import LM
+    from kvcli.policies.base import Moment
+    from kvcli.policies.boundary import Boundary
+    from kvcli.policies.shares import Share
+
+Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global"]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Who competes at a boundary, and for how much."""
+
+    first: int  # slots from this position on
+    each: int  # slots kept a head, on average
+    most: int  # slots that a head can hold of those
+    is_prompt: bool
+
+
+@dataclass(slots=True)
+class Memory:
+    """Of one text."""
+
+    heads: list[list[float]] = field(default_factory=list)  # [L][K] what the head map says, if there is one
+    done: int = 0  # tokens of the prompts that were compressed
+    asked: int = 0  # the same, should the last boundary have forgotten anything
+    own: Any = None  # what the score remembers
+
+    def compressed(self, at: Boundary) -> int:
+        """Tokens that compete no more; to be asked once a boundary.
+
+        While nothing was forgotten, a text may be taken back and go on in another way: then all of it competes again.
+        """
+        if self.asked and not at.is_whole:
+            self.done = self.asked
+        self.asked = at.n_prompt if at.phase == "read" else 0
+        return self.done
 
 
 @dataclass(frozen=True)
 class TopK(Usual):
-    """What all of them have in common."""
+    """What all of them have in common; each defines `score`."""
 
     keep: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a prompt's tokens kept, averaged over heads
     budget: Annotated[int, Range(0)] = 0  # tokens a head keeps of all prompts instead; 0 = by keep
     keep_new: Annotated[int, Range(0)] = 0  # tokens a head keeps of what was generated since; 0 = all
     per_chunk: bool = False  # compress after each chunk of a prompt: bounded memory while reading, poorer choice
-    alloc: Share = "ada"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
+    alloc: Alloc = "ada"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
     floor: Annotated[float, Range(0, 1)] = 0.2  # share of the average that ada, headmap and global leave every head
     beta: Annotated[float, Range(1)] = 20.0  # of pyramid: the last layer keeps 1 / beta of the average
     headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention with a number for each head
@@ -51,15 +94,41 @@ class TopK(Usual):
             needs = "headmap, the name of a file" if self.alloc == "headmap" else 'alloc = "headmap"'
             raise ValueError(f"{asked} needs {needs}")
 
-    def policy(self) -> Policy:
-        """A policy that has read no text yet. Raises BadInput for a head map that cannot be read."""
-        from kvcli.policies.phases import Phases
-
-        return Phases(self, self.scorer(), self._shared())
-
-    def scorer(self) -> Scorer:
-        """What says how much slots are worth."""
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """How much the slots of one layer are worth: [K, S], higher = more; whatever for empty ones."""
         raise NotImplementedError
+
+    def wants(self, lm: LM) -> Wants:
+        """Raises BadInput for a head map that cannot be read, or is of another model."""
+        return self.want(lm)
+
+    def want(self, lm: LM, own: Callable[[], Any] = lambda: None, **more: Any) -> Wants:
+        """What all of them want, and what this score wants: `own` is what it remembers of a text, `more` of Wants."""
+        heads = head_rows(self.headmap, lm) if self.headmap else []
+        guard = Guard(self.sinks, self.guard, frozenset({SYSTEM}) if self.protect else frozenset())
+        return Wants(guard=guard, memory=lambda: Memory(heads, own=own()), **more)
+
+    def choose(self, at: Boundary) -> Asks[Masks] | Masks:
+        """What competes now and wins, and all that does not compete."""
+        return self.best(at, at.memory.compressed(at))
+
+    def best(self, at: Boundary, done: int) -> Masks:
+        """The same, where so many tokens of the text compete no more. A sliding layer keeps itself."""
+        masks: list[Tensor | None] = [None] * len(at.layers)
+        if (now := self._round(at, done)) is None or not at.open:
+            return masks
+        shown: list[Tensor] = []
+
+        def scored() -> Iterator[tuple[Tensor, Tensor]]:
+            for i in at.open:
+                s, moment = at.layer(i)
+                shown.append(s.pos)
+                yield self._score(s, moment, now), s.pos
+
+        chosen = self._share(at, now)(scored(), now.each, now.most)
+        for i, mask, pos in zip(at.open, chosen, shown, strict=True):
+            masks[i] = (mask | (pos < now.first)) & (pos >= 0)
+        return masks
 
     def share(self, n: int) -> int:
         """Of n tokens of a prompt, how many a head keeps on average; what is protected may be more."""
@@ -74,7 +143,7 @@ class TopK(Usual):
         return self.slots(n) if self.per_chunk else n
 
     @property
-    def is_uneven(self) -> bool:
+    def is_uneven(self) -> bool:  # type: ignore[override]
         return self.alloc != "uniform"
 
     @property
@@ -82,144 +151,41 @@ class TopK(Usual):
         share = f"{self.budget:,} tokens a head of a prompt" if self.budget else f"{self.keep:.0%} of a prompt"
         return f"{share}, by {self.by}"
 
-    def _shared(self) -> Alloc:
-        from kvcli.policies import allocs
-        from kvcli.policies.headmap import read_headmap
+    def _round(self, at: Boundary, done: int) -> Round | None:
+        """None: nobody competes now."""
+        if at.phase == "answering":
+            now = Round(at.n_prompt, self.keep_new, self.keep_new, is_prompt=False)
+        elif at.phase == "reading" and not self.per_chunk:
+            return None
+        elif self.budget:  # of all prompts together
+            now = Round(0, self.budget, at.n_prompt, is_prompt=True)
+        else:
+            now = Round(done, self.share(at.n_prompt - done), at.n_prompt - done, is_prompt=True)
+        return now if now.each >= 1 and now.most >= 1 else None
 
+    def _score(self, s: Slots, at: Moment, now: Round) -> Tensor:
+        """[K, S]: -inf for those who do not compete, +inf for those who need not."""
+        from kvcli.policies import units
+
+        competes = s.pos >= max(0, now.first)
+        score = self.score(s, at)
+        score = units.chunked(score, s.pos, at.n, self.unit, competes & ~at.protected)
+        score = score.masked_fill(at.protected, float("inf"))
+        return score.masked_fill(~competes, float("-inf"))
+
+    def _share(self, at: Boundary, now: Round) -> Share:
+        from kvcli.policies import shares
+
+        if not now.is_prompt:
+            return shares.uniform
         match self.alloc:
             case "uniform":
-                return allocs.Uniform()
+                return shares.uniform
             case "ada":
-                return allocs.Ada(self.floor)
+                return partial(shares.ada, floor=self.floor)
             case "pyramid":
-                return allocs.Pyramid(self.beta)
+                return partial(shares.pyramid, beta=self.beta, n_layers=len(at.open))
             case "headmap":
-                return allocs.HeadMap(read_headmap(self.headmap), self.floor, self.headmap)
+                return partial(shares.headmap, heads=[at.memory.heads[i] for i in at.open], floor=self.floor)
             case "global":
-                return allocs.Global(self.floor)
-
-
-@dataclass(frozen=True)
-class Snap(TopK):
-    """Keep what the newest queries look at, with its neighbours (SnapKV, arXiv 2404.14469)."""
-
-    queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries vote
-    pool: Annotated[int, Range(1)] = 7  # positions over which a vote is spread; odd
-    pooling: Literal["max", "avg"] = "max"  # how
-
-    name: ClassVar[str] = "snap"
-    by: ClassVar[str] = "what its end looks at"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pool % 2 == 0:
-            raise ValueError(f"pool = {self.pool} has no middle: use an odd number")
-
-    def scorer(self) -> Scorer:
-        from kvcli.policies import scores
-        from kvcli.policies.scorers import Stateless
-
-        return Stateless(lambda s, at: scores.snap(s, at, self.queries, self.pool, self.pooling), self.queries)
-
-
-@dataclass(frozen=True)
-class Tova(TopK):
-    """Keep what the newest query looks at, the same in all heads of a layer (TOVA, arXiv 2401.06104)."""
-
-    alloc: Share = "uniform"
-
-    name: ClassVar[str] = "tova"
-    by: ClassVar[str] = "what its last token looks at"
-
-    def scorer(self) -> Scorer:
-        from kvcli.policies import scores
-        from kvcli.policies.scorers import Stateless
-
-        return Stateless(scores.tova, 1)
-
-
-@dataclass(frozen=True)
-class Expected(TopK):
-    """Keep what queries to come are expected to look at, by value norm (Expected Attention, arXiv 2510.00636)."""
-
-    samples: Annotated[int, Range(2)] = 256  # queries of the prompt that stand for those to come
-    horizon: Annotated[int, Range(1)] = 512  # positions ahead over which their rotation is averaged
-    covariance: bool = True  # count how queries vary, beside their mean
-    epsilon: Annotated[float, Range(0)] = 0.0  # added to an expected attention before it is weighed by the value
-
-    name: ClassVar[str] = "expected"
-    by: ClassVar[str] = "what later questions should look at"
-
-    def scorer(self) -> Scorer:
-        from kvcli.policies.scorers import Expected as Scorer_
-
-        return Scorer_(self.samples, self.horizon, self.covariance, self.epsilon, self.sinks)
-
-
-@dataclass(frozen=True)
-class KeyDiff(TopK):
-    """Keep keys that are unlike the others (KeyDiff, arXiv 2504.15364); needs no queries."""
-
-    name: ClassVar[str] = "keydiff"
-    by: ClassVar[str] = "how unlike the others its keys are"
-
-    def scorer(self) -> Scorer:
-        from kvcli.policies import scores
-        from kvcli.policies.scorers import Stateless
-
-        return Stateless(lambda s, at: scores.keydiff(s))
-
-
-@dataclass(frozen=True)
-class KNorm(TopK):
-    """Keep the shortest keys (L2 norm, arXiv 2406.11430): cheap, and weaker than lots on retrieval."""
-
-    alloc: Share = "uniform"
-
-    name: ClassVar[str] = "knorm"
-    by: ClassVar[str] = "how short its keys are"
-
-    def scorer(self) -> Scorer:
-        from kvcli.policies import scores
-        from kvcli.policies.scorers import Stateless
-
-        return Stateless(lambda s, at: scores.knorm(s))
-
-
-@dataclass(frozen=True)
-class Lag(TopK):
-    """Keep keys and values that stand out in the range of the part behind theirs (LagKV, arXiv 2504.04704)."""
-
-    alloc: Share = "uniform"
-    part: Annotated[int, Range(2)] = 128  # tokens of a part
-    across: bool = False  # compare tokens of different parts, instead of keeping the same share of each
-
-    name: ClassVar[str] = "lag"
-    by: ClassVar[str] = "how far it stands out"
-
-    def scorer(self) -> Scorer:
-        from kvcli.policies import scores
-        from kvcli.policies.scorers import Stateless
-
-        return Stateless(lambda s, at: scores.lag(s, self.sinks, self.part, self.across))
-
-
-@dataclass(frozen=True)
-class H2O(TopK):
-    """Keep what was looked at most so far: heavy hitters (H2O, arXiv 2306.14048; Scissorhands, 2305.17118)."""
-
-    keep_new: Annotated[int, Range(0)] = 512  # tokens a head keeps of what was generated since; 0 = all
-    queries: Annotated[int, Range(1)] = 64  # newest queries heard at a boundary; at least every, so that all count
-
-    name: ClassVar[str] = "h2o"
-    by: ClassVar[str] = "what was looked at most"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.queries < self.every:
-            raise ValueError(f"queries = {self.queries} is less than every = {self.every}: some would never be heard")
-
-    def scorer(self) -> Scorer:
-        from kvcli.policies.scorers import Cumulative
-
-        return Cumulative(recent=self.queries)
+                return partial(shares.all_layers, floor=self.floor)

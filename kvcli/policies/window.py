@@ -9,27 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.policies.base import Plain, Usual
+from kvcli.policies.base import EachLayer
 from kvcli.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.kv.slots import Slots
-    from kvcli.policies.base import Moment, Policy
+    from kvcli.policies.base import Moment
 
 
 @dataclass(frozen=True)
-class Window(Usual, Plain):
+class Window(EachLayer):
     """Keep the first tokens and the newest ones (StreamingLLM)."""
 
     sinks: Annotated[int, Range(0)] = 4  # first tokens, which every later one leans on
     window: Annotated[int, Range(1)] = 1020  # newest tokens
     every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
-
-    def policy(self) -> Policy:
-        """These settings are the policy."""
-        return self
 
     def slots(self, n: int) -> int:
         """Of n tokens, the sinks and the window."""
@@ -39,7 +35,7 @@ class Window(Usual, Plain):
     def keeps(self) -> str:
         return f"the first {self.sinks} tokens and the newest {self.window:,}"
 
-    def keep(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: Moment) -> Tensor:
         """The same in every layer and head: positions below `sinks`, and the last `window` of them."""
         newest = s.pos.amax(dim=1, keepdim=True)
         return (s.pos >= 0) & ((s.pos < self.sinks) | (s.pos > newest - self.window))

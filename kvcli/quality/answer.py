@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.engine import drive, events
-from kvcli.policies.base import Moment, Plain
 from kvcli.quality.partial import Answer
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.sample import Context, Question, Task
@@ -14,22 +13,8 @@ from kvcli.sample import Sampler
 from kvcli.text import decode
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvcli.kv.slots import Slots
     from kvcli.local import Model
     from kvcli.session import Session
-
-
-@dataclass(frozen=True)
-class Hold(Plain):
-    """Evicts nothing for a while, and goes on hearing the queries of the policy it stands in for."""
-
-    recent: int
-    lasting: bool = False
-
-    def keep(self, s: Slots, at: Moment) -> Tensor:
-        return s.pos >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +58,7 @@ def _hidden(model: Model, job: Job) -> tuple[list[Answer], float]:
     held, said = kept(session), []
     for i, (question, ids) in enumerate(zip(job.context.questions, job.questions, strict=True)):
         one = session if i == len(job.questions) - 1 else session.fork()
-        _hold(one)
+        one.policy = None  # nothing more is evicted: the question stays whole whatever the policy
         drive(one.read(ids))
         said.append(_answer(model, one, job.task, question))
     return said, held
@@ -86,7 +71,7 @@ def _visible(model: Model, job: Job) -> tuple[list[Answer], float]:
         session = open_session(model)
         drive(session.read(job.ids + ids))
         held = kept(session)
-        _hold(session)
+        session.policy = None
         said.append(_answer(model, session, job.task, question))
     return said, held
 
@@ -106,21 +91,15 @@ def _dialogue(model: Model, prompts: Prompts, job: Job, is_visible: bool) -> tup
         if is_visible:
             drive(session.read(ids if said else job.ids + ids))
             held = held if said else kept(session)
-            _hold(session)
+            session.policy = None
         else:
-            _hold(session)
+            session.policy = None
             drive(session.read(ids))
         said.append(_answer(model, session, job.task, question))
         session.policy = policy
         if not is_visible:
             drive(session.settle())
     return said, held
-
-
-def _hold(session: Session) -> None:
-    """From here on nothing is evicted, so that the question stays whole whatever the policy."""
-    if session.policy is not None:
-        session.policy = Hold(session.policy.recent, session.policy.lasting)
 
 
 def _answer(model: Model, session: Session, task: Task, question: Question) -> Answer:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.engine import drive  # noqa: E402
-from kvcli.policies.base import Plain  # noqa: E402
+from kvcli.policies.base import EachLayer  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
 GOLDEN = 0.6180339887498949  # its multiples are spread evenly, so every head keeps just its share
@@ -37,12 +37,12 @@ SIDES = ("full", "keep50", "keep25", *PACKED)
 
 
 @dataclass(frozen=True)
-class Shares(Plain):
+class Shares(EachLayer):
     """Head j of n keeps 2 (j + 1) / (n + 1) of `share`: unequal heads that keep `share` on average."""
 
     share: float
 
-    def keep(self, s: Any, at: Any) -> torch.Tensor:
+    def mask(self, s: Any, at: Any) -> torch.Tensor:
         n_kv = s.pos.shape[0]
         head = torch.arange(1, n_kv + 1).view(-1, 1)
         lot = (s.pos.double() * GOLDEN + 0.37 * head) % 1.0  # of a token, so what falls out early would not stay later

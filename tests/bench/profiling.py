@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.drafts.base import Off  # noqa: E402
 from kvcli.engine import drive  # noqa: E402
+from kvcli.feed import asked  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.policies.fastgen import FastGen  # noqa: E402
@@ -45,19 +46,13 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
 
-    def look(self, s: Any, at: Any) -> None:
-        self._timed(self._policy.look, s, at)
-
-    def keep(self, s: Any, at: Any) -> Any:
-        return self._timed(self._policy.keep, s, at)
-
-    def _timed(self, work: Any, *args: Any) -> Any:
+    def choose(self, at: Any) -> Any:
         wait(self._device)
         began = time.perf_counter()
-        out = work(*args)
+        masks = yield from asked(self._policy.choose(at))
         wait(self._device)
         self.seconds += time.perf_counter() - began
-        return out
+        return masks
 
 
 def wait(device: torch.device) -> None:
@@ -69,8 +64,7 @@ def read(lm: Any, ids: list[int], settings: FastGen | None) -> tuple[float, floa
     """Seconds to read the prompt, seconds of them spent in the policy, and the session."""
     timed = None
     if settings is not None:
-        timed = Timed(settings.policy(), lm.device)
-        timed.meet(lm)
+        timed = Timed(settings, lm.device)
     kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
     session = Session(lm, kv, Off(), Sampler(), policy=timed, every=settings.every if settings else None)  # type: ignore[arg-type]
     began = time.perf_counter()
@@ -92,7 +86,7 @@ def measure(lm: Any, n: int, reps: int, settings: FastGen) -> dict[str, Any]:
         inside.append(own)
     return {
         "prompt": n,
-        "rows": len(session.policy.probes(n - 1)),  # type: ignore[union-attr]
+        "rows": len(session.heard.probes(n - 1)),
         "prefill_s": round(median(plain), 4),
         "with_policy_s": round(median(whole), 4),
         "measuring_s": round(median(inside), 4),

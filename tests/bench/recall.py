@@ -116,7 +116,7 @@ def main() -> None:
     print(f"{'index':14}{'queries':10}{'bytes':>7}{'missed':>9}{'bound':>9}{'worst':>9}{'time':>7}")
     for name, make in INDEXES.items():
         kv = Watched(store, make(), budget, [0])
-        kv.settle(None)
+        kv.settle()
         held = nbytes(kv)["index"] / nbytes(store)["cpu"]
         for kind, spread in SPREADS.items():
             found = over(kv, queries(store, loud, spread, args.rows))

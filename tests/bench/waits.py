@@ -4,8 +4,8 @@
 
 Tiny random models. A wait is an operation whose result the host needs before it can go on, as `.tolist()`, `int()` or
 `nonzero`; on a CPU it costs nothing, on a GPU each one empties the queue. They are counted as they are called, so the
-count is the same on any device; what the host knows by itself (numpy, lists) is none. With the name of the line
-that waits. Prints a table, then JSON on the last line.
+count is the same on any device; what the host knows by itself (numpy, lists, what was made of tensors that came over)
+is none. With the name of the line that waits. Prints a table, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -32,7 +34,7 @@ from kvcli.drafts.ngram import Ngram  # noqa: E402
 from kvcli.engine import drive  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.model import LM  # noqa: E402
-from kvcli.policies.topk import Snap  # noqa: E402
+from kvcli.policies.snap import Snap  # noqa: E402
 from kvcli.sample import Sampler  # noqa: E402
 from kvcli.session import Session  # noqa: E402
 from tests import families  # noqa: E402
@@ -59,14 +61,23 @@ class Count(TorchDispatchMode):
         self.operations = 0
         self.waits: Counter[str] = Counter()
         self.copies = 0
+        self.host = WeakTensorKeyDictionary()  # tensors that came over, and what is made of them alone
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.overloadpacket.__name__
         self.operations += 1
         self.copies += name in COPIES
-        if name in WAITS:
+        given = tensors([args, kwargs])
+        is_here = bool(given) and all(t in self.host for t in given)
+        by_flags = name.startswith("index") and any(
+            t.dtype == torch.bool and t not in self.host for t in tensors(args[1])
+        )
+        if (name in WAITS and not is_here) or by_flags:
             self.waits[_line()] += 1
-        return op(*args, **(kwargs or {}))
+        made = op(*args, **(kwargs or {}))
+        for t in tensors(made) if is_here else ():
+            self.host[t] = True
+        return made
 
 
 class Asked(TorchFunctionMode):
@@ -78,8 +89,18 @@ class Asked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.tolist, torch.Tensor.cpu) or (func is torch.Tensor.to and "cpu" in args):
+            if args[0] in self.count.host:
+                return func(*args, **(kwargs or {}))
             self.count.waits[_line()] += 1
+            if func is not torch.Tensor.tolist:
+                here = args[0].clone()
+                self.count.host[here] = True
+                return func(here, *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def tensors(of: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(of) if isinstance(t, torch.Tensor)]
 
 
 def _line() -> str:
@@ -96,14 +117,14 @@ def counted(side: str, layers: int, steps: int) -> dict[str, Any]:
     lm = LM.of(families.build(family, torch.float32, **sized(family, layers)))
     lm.is_apart = True  # as on a GPU
     kv, drafter = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype), drafts.drafter()
-    policy = Snap(keep_new=70, every=EVERY).policy() if is_evicting else None
+    policy = Snap(sinks=2, guard=5, keep=0.5, keep_new=9, every=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
     every = EVERY if is_evicting else None
     session = Session(lm, kv, drafter, sampler, view=view(lm, kv, drafter), policy=policy, every=every, chunk=64)
     again = families.prompt(9)
     drive(session.read([*families.prompt(17, seed=2), *again, *families.prompt(5, seed=3), *again[:6]]))
     steps = EVERY if is_evicting else steps  # from boundary to boundary
-    for _ in range(3):
+    for _ in range(3 * EVERY):  # from here on every boundary evicts
         drive(session.step())
     with Count() as count, Asked(count):
         for _ in range(steps):

@@ -13,26 +13,25 @@ from kvcli.heads.listen import whole
 from kvcli.heads.sample import Sample
 from kvcli.kv.slots import Slots
 from kvcli.local import Model
-from kvcli.policies.base import Moment, Plain
-from kvcli.quality.answer import Hold
+from kvcli.policies.base import EachLayer, Moment
 
 
 @dataclass(frozen=True)
-class Restrict(Plain):
+class Restrict(EachLayer):
     """Evicts, once the text is read."""
 
     heads: frozenset[tuple[int, int]]
     reach: Reach
 
-    def keep(self, s: Slots, at: Moment) -> Tensor:
-        mask = s.pos >= 0
+    def mask(self, s: Slots, at: Moment) -> Tensor:
+        held = s.pos >= 0
         if at.phase == "reading":
-            return mask
-        few = mask & ((s.pos < self.reach.sinks) | (s.pos > s.pos.amax(dim=1, keepdim=True) - self.reach.recent))
+            return held
+        few = held & ((s.pos < self.reach.sinks) | (s.pos > s.pos.amax(dim=1, keepdim=True) - self.reach.recent))
         for head in range(s.pos.shape[0]):
             if (at.layer, head) in self.heads:
-                mask[head] = few[head]
-        return mask
+                held[head] = few[head]
+        return held
 
 
 def right_answers(model: Model, sample: Sample, heads: Collection[tuple[int, int]], reach: Reach) -> list[bool]:
@@ -43,7 +42,7 @@ def right_answers(model: Model, sample: Sample, heads: Collection[tuple[int, int
     found = []
     for one in sample.asked:
         fork = session.fork()
-        fork.policy = Hold(0)
+        fork.policy = None
         drive(fork.read(one.ids[: one.value.start]))
         wanted = [one.ids[i] for i in one.value]
         new = [token for step in events(fork.stream(len(wanted))) for token in step.new]

@@ -85,13 +85,12 @@ def test_choices_are_those_of_the_policy_itself(model, changes):
     ask = Ask(probes=("prompt",), context=400, settings=settings)
     found = probe(model, ask)
     made = document(model, ask, found)
-    plain, policy = whole(model).session, settings.policy()
+    plain = whole(model).session
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
-    policy.meet(model.lm)
-    session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=policy, kinds=kinds)
+    session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
     drive(session.read(found.reading.ids))
     names = [[made.policy.candidates[c] for c in row] for row in made.policy.chosen]
-    assert names == [policy.chosen()[layer] for layer in range(model.lm.n_layers)]
+    assert names == [session.memory.chosen()[layer] for layer in range(model.lm.n_layers)]
 
 
 def test_what_it_says_is_kept_is_what_is_kept(model):
@@ -101,9 +100,7 @@ def test_what_it_says_is_kept_is_what_is_kept(model):
     made = document(model, ask, found)
     plain = whole(model).session
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
-    policy = settings.policy()
-    policy.meet(model.lm)
-    session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=policy, kinds=kinds)
+    session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
     drive(session.read(found.reading.ids))
     held = [[int(n) for n in (session.kv.slots(layer).pos >= 0).sum(1)] for layer in range(model.lm.n_layers)]
     said = [

@@ -39,7 +39,7 @@ def moment(rows, softcap=0.0, window=None, seed=1):
     kinds = torch.tensor([0, SPECIAL, PUNCT, END, NEWLINE, 0, 0])[torch.arange(S) % 7].to(torch.int8)
     q, pos = 3 * drawn(K * G, len(rows), D, seed=seed), torch.tensor(rows)
     nothing = torch.zeros(K, S, dtype=torch.bool)
-    return Moment(0, 1, "read", S, q, pos, kinds, nothing, D**-0.5, softcap, window)
+    return Moment(0, 1, "read", S, S, q, pos, kinds, nothing, D**-0.5, softcap, window)
 
 
 def slots(seed=0):
@@ -119,9 +119,9 @@ def test_a_head_in_blinkers_sees_first_and_newest_tokens_only(sight):
 def test_listening_hears_the_rows_asked_for_and_keeps_everything():
     heard = []
     policy = Listen(lambda n: [n // 2, n - 1], lambda s, at: heard.append(at.phase))
-    assert policy.probes(40) == [20, 39]
+    assert policy.wants(None).probes(40) == [20, 39]
     s, at = slots(), moment([5])
-    assert bool(policy.keep(s, at).all())
+    assert bool(policy.mask(s, at).all())
     assert heard == ["read"]
 
 

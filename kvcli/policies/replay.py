@@ -1,0 +1,68 @@
+"""What a choice of slots costs in predictions: the newest tokens of a prompt run again, with and without the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.feed import Asks, Feed
+from kvcli.kernels.attend import attend
+from kvcli.kernels.merge import Part
+from kvcli.kv.slots import Sight, Slots, Usage, compact, visible
+from kvcli.policies.base import Moment
+from kvcli.rows import Rows
+
+if TYPE_CHECKING:
+    from kvcli.policies.boundary import Boundary
+
+Pick = Callable[[Slots, Moment], Tensor]  # one layer -> slots that stay [K, S]
+
+
+class Replay:
+    """Predictions for the newest `n` tokens, by a past of which only a part is kept.
+
+    The tokens run again see each other whole and, of what stands before them, what is kept. Nothing is stored.
+    """
+
+    def __init__(self, at: Boundary, n: int) -> None:
+        self._at, self._start = at, len(at.ids) - n
+        self._rows = Rows.chain(at.ids[self._start :], self._start)
+        self._whole: Tensor | None = None  # predicted with everything kept, once anything is compared with it
+
+    def loss(self, pick: Pick) -> Asks[float]:
+        """Mean KL, in nats a token, from what the whole past predicts to what the slots picked do.
+
+        Takes a pass, the first time two.
+        """
+        if (whole := self._whole) is None:
+            whole = self._whole = yield from self._predict(lambda s, at: s.pos >= 0)
+        some = yield from self._predict(pick)
+        return float((whole.exp() * (whole - some)).sum(-1).mean())
+
+    def _predict(self, pick: Pick) -> Asks[Tensor]:
+        """[N, V] logarithms of probabilities."""
+        past = _Before(self._at, self._start, pick)
+        made = yield Feed(self._at.lm, self._rows, past, want=range(self._rows.n_rows))  # type: ignore[arg-type]
+        return made.logits.to(torch.promote_types(made.logits.dtype, torch.float32)).log_softmax(-1)
+
+
+class _Before:
+    """Reads what stands before a position and is picked. For passes never committed."""
+
+    def __init__(self, at: Boundary, end: int, pick: Pick) -> None:
+        self.dtype = at.kv.dtype
+        self._at, self._end, self._pick = at, end, pick
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
+        s, at = self._at.layer(layer)
+        few = compact(s, (s.pos >= 0) & (s.pos < self._end) & self._pick(s, at))
+        if not few.n_slots:
+            return []
+        shown = visible(few.pos, pos, sight.window)
+        return [attend(q, few.k, few.v, sight.scale, softcap=sight.softcap, mask=shown)]
+
+    def usage(self) -> list[Usage]:
+        return []

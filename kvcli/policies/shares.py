@@ -1,0 +1,59 @@
+"""Who gets how much: one total, shared by the heads of a layer or of the whole model.
+
+Each takes layers one after the other, as scores and positions [K, S], and gives the slots that stay, bool [K, S]:
+`each` a head on average, of `most` that a head can hold. What is protected scores +inf and counts. The arithmetic is in
+`budgets.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.policies import budgets
+
+Scored = Iterable[tuple[Tensor, Tensor]]
+Share = Callable[[Scored, int, int], Iterable[Tensor]]
+
+
+def uniform(layers: Scored, each: int, most: int) -> Iterator[Tensor]:
+    """Every head keeps the same number."""
+    return (budgets.uniform(score, pos, each) for score, pos in layers)
+
+
+def ada(layers: Scored, each: int, most: int, *, floor: float) -> Iterator[Tensor]:
+    """The heads of a layer compete (AdaKV, arXiv 2407.11550); none goes below `floor` of the average."""
+    return (budgets.ada(score, pos, each, floor) for score, pos in layers)
+
+
+def pyramid(layers: Scored, each: int, most: int, *, beta: float, n_layers: int) -> Iterator[Tensor]:
+    """Lower layers keep more (PyramidKV, arXiv 2406.02069)."""
+    for i, (score, pos) in enumerate(layers):
+        yield budgets.uniform(score, pos, budgets.pyramid(n_layers, each, beta, most, _bound(score))[i])
+
+
+def headmap(
+    layers: Scored, each: int, most: int, *, heads: Sequence[Sequence[float]], floor: float
+) -> Iterator[Tensor]:
+    """Each head keeps what a file says that it deserves (HeadKV, arXiv 2410.19258; DuoAttention, 2410.10819)."""
+    flat = [weight for row in heads for weight in row]
+    for i, (score, pos) in enumerate(layers):
+        counts = budgets.by_weight(flat, each, floor, most, _bound(score))
+        first = i * len(heads[i])
+        yield budgets.top(score, pos, torch.tensor(counts[first : first + len(heads[i])], device=pos.device))
+
+
+def all_layers(layers: Scored, each: int, most: int, *, floor: float) -> Iterator[Tensor]:
+    """All heads of all layers compete, as in KVzip (arXiv 2505.23416)."""
+    held = [(budgets.safe(score, pos, each, floor), pos) for score, pos in layers]
+    flat, where = (torch.cat([t.flatten() for t in many]).unsqueeze(0) for many in zip(*held, strict=True))
+    mask = budgets.uniform(flat, where, sum(each * pos.shape[0] for _, pos in held))[0]
+    parts = torch.split(mask, [pos.numel() for _, pos in held])
+    return (part.view_as(pos) for part, (_, pos) in zip(parts, held, strict=True))
+
+
+def _bound(score: Tensor) -> int:
+    """Slots that the head with most of them cannot let go."""
+    return int((score == torch.inf).sum(1).max()) if score.numel() else 0

@@ -1,0 +1,44 @@
+"""SnapKV: what the newest queries look at stays, with its neighbours (Li et al., arXiv 2404.14469)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from kvcli.policies.topk import TopK
+from kvcli.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.kv.slots import Slots
+    from kvcli.model import LM
+    from kvcli.policies.base import Moment, Wants
+
+
+@dataclass(frozen=True)
+class Snap(TopK):
+    """Keep what the newest queries look at, with its neighbours (SnapKV, arXiv 2404.14469)."""
+
+    queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries vote
+    pool: Annotated[int, Range(1)] = 7  # positions over which a vote is spread; odd
+    pooling: Literal["max", "avg"] = "max"  # how
+
+    name: ClassVar[str] = "snap"
+    by: ClassVar[str] = "what its end looks at"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool = {self.pool} has no middle: use an odd number")
+
+    def wants(self, lm: LM) -> Wants:
+        """The queries that vote."""
+        return self.want(lm, recent=self.queries)
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """Mean attention of the newest `queries`, smoothed over `pool` positions."""
+        from kvcli.policies.units import pooled
+
+        votes = at.mass(s, max(0, at.q.shape[1] - self.queries))
+        return pooled(votes, s.pos, at.n, self.pool, self.pooling)
