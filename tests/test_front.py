@@ -28,7 +28,7 @@ def grown(kv: Dense, n: int, start: int = 0) -> None:
 
 
 def pick(policy):
-    return lambda layer, q, s: policy.keep(s, moment(s, q, layer))
+    return lambda layer, q, s: policy.mask(s, moment(s, q, layer))
 
 
 def pair(policy, every: int) -> tuple[Dense, Front, View]:

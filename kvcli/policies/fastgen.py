@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from kvcli.kinds import SYSTEM
 from kvcli.policies.base import Guard, Usual, Wants
 from kvcli.schema import Range
 
@@ -143,6 +142,7 @@ class FastGen(Usual):
 
     def wants(self, lm: LM) -> Wants:
         """Raises BadInput for a head map that cannot be read, or is of another model."""
+        from kvcli.kinds import SYSTEM
         from kvcli.policies.fastgen_heads import Heads
         from kvcli.policies.headmap import head_rows
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.kinds import SYSTEM
 from kvcli.policies.base import Guard, Usual, Wants
 from kvcli.policies.headmap import head_rows
 from kvcli.schema import Range
@@ -104,6 +103,8 @@ class TopK(Usual):
 
     def want(self, lm: LM, own: Callable[[], Any] = lambda: None, **more: Any) -> Wants:
         """What all of them want, and what this score wants: `own` is what it remembers of a text, `more` of Wants."""
+        from kvcli.kinds import SYSTEM
+
         heads = head_rows(self.headmap, lm) if self.headmap else []
         guard = Guard(self.sinks, self.guard, frozenset({SYSTEM}) if self.protect else frozenset())
         return Wants(guard=guard, memory=lambda: Memory(heads, own=own()), **more)
