@@ -159,19 +159,23 @@ class Ticket(Generic[E, T]):
 class Engine:
     """Several texts at once: each round is one pass over each model, the rows of all texts side by side.
 
-    Texts that are being written go first, then chunks of prompts up to a number of rows, so that a long prompt among
-    them delays a token by a chunk at most. The weights are read once a round, whoever shares it.
+    Texts that are being written go first, then chunks of prompts up to a number of rows. Behind a round with prompts
+    comes one without, as long as anybody writes: so a long prompt delays a token by a chunk at most, and the first
+    answer to a short question, too. The weights are read once a round, whoever shares it.
     """
 
     def __init__(self, rows: int = 2048) -> None:
         """`rows`: of prompts in a round; a larger chunk goes alone."""
         self._rows = rows
+        self._n_waiting = 0  # of the tickets, those in front
+        self._has_read = False  # were there prompts in the last round?
         self._tickets: list[Ticket[Any, Any]] = []
 
     def add(self, work: Work[E, T], outbox: Callable[[E], object] = lambda said: None) -> Ticket[E, T]:
         """Another text. `outbox` hears what its work says on the way, in the thread that runs the rounds."""
         ticket = Ticket(work, outbox)
-        self._tickets.append(ticket)
+        self._tickets.insert(self._n_waiting, ticket)  # before those that had the last round
+        self._n_waiting += 1
         return ticket
 
     def round(self) -> bool:
@@ -179,17 +183,20 @@ class Engine:
         self._tickets = [ticket for ticket in self._tickets if not ticket.is_over]
         if turn := self._turn():
             self._tickets.sort(key=turn.__contains__)  # who had to wait is first next time
+            self._n_waiting = len(self._tickets) - len(turn)
             self._pass(turn)
         return bool(turn)
 
     def _turn(self) -> list[Ticket[Any, Any]]:
-        found, room = list[Ticket[Any, Any]](), self._rows
-        for ticket in sorted(self._tickets, key=lambda ticket: ticket.feed.is_prompt):  # type: ignore[union-attr]
-            feed = ticket.feed
-            if feed is None or (feed.is_prompt and room < feed.rows.n_rows and found):
-                continue
-            found.append(ticket)
-            room -= feed.rows.n_rows if feed.is_prompt else 0
+        waiting = [(ticket, ticket.feed) for ticket in self._tickets if ticket.feed is not None]
+        found = [ticket for ticket, feed in waiting if not feed.is_prompt]
+        room = 0 if found and self._has_read else self._rows
+        self._has_read = False
+        for ticket, feed in waiting:
+            if feed.is_prompt and (room >= feed.rows.n_rows or not found):
+                found.append(ticket)
+                room -= feed.rows.n_rows
+                self._has_read = True
         return found
 
     def _pass(self, tickets: list[Ticket[Any, Any]]) -> None:

@@ -89,9 +89,21 @@ def test_a_prompt_among_texts_being_written_delays_them_by_a_chunk(passes: list[
     before = len(said)
     while not (late.is_over and more.is_over):
         many.round()
-    assert max(passes[3:]) == 13 + 2  # one prompt's chunk, and a token of each text being written
-    assert said[before:].count("long") >= 4  # a token each round
-    assert 0 < said[before:].index("late") < 3
+    assert max(passes[3:]) == 13 + 1  # one prompt's chunk, and a token of a text being written
+    assert max(passes[5::2]) <= 2  # behind each chunk a round without one
+    assert said[before:].count("long") >= 8  # a token each round
+    assert 0 < said[before:].index("late") < 5
+
+
+def test_a_short_question_is_answered_before_the_next_chunk_of_a_long_prompt(passes: list[int]) -> None:
+    many, said = Engine(rows=13), list[object]()
+    many.add(answer(session(), families.prompt(130), 1))
+    many.round()
+    many.add(answer(session(), families.prompt(6), 2), said.append)
+    del passes[:]
+    while len(said) < 3:  # it was read, and two tokens
+        many.round()
+    assert passes == [5, 1, 13 + 1]
 
 
 def test_what_breaks_a_pass_is_thrown_where_its_feed_came_from() -> None:
