@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -57,30 +57,6 @@ class Turn:
     finish: Finish
     stats: Stats
     loop: Loop | None = None  # in which it ended, where finish is "loop"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What was loaded."""
-
-    id: str  # as the user named it
-    path: str
-    family: str  # config.model_type
-    parameters: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    dtype: str  # bfloat16 | float16 | float32 | float64
-    quant: str  # none | int8 | int4 | nf4
-    backend: str  # what runs the linear layers, in words: "torch", "torch packed int8", "bitsandbytes nf4"
-    device: str
-    limit: int  # the model's own context limit, tokens
-    weight_bytes: int
-    load_seconds: float
-    revision: str = ""
-    notes: tuple[str, ...] = field(default=())  # what the user should know, one line each
 
 
 Cancel = Callable[[], bool]  # asked between passes; True ends the turn and keeps the text

@@ -19,11 +19,11 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from kvcli import __version__
 from kvcli.commands.log import start_log
 from kvcli.commands.options import take_common
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.outlet import Foreign
+from kvcli.version import __version__
 from kvcli.world import World
 
 COMMANDS = {

@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvcli.api import Cancel, End, Event, Events, Finish, ModelInfo, Prompt, Text, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Finish, Prompt, Text, Turn, turn_of
 from kvcli.documents import Document
 from kvcli.errors import BadInput, DoesNotFit
+from kvcli.info import ModelInfo
 from kvcli.text import Messages, decode, encode, render_text, resume_ids, special_ids
 from kvcli.transcript import Message, Opened, export_chat, open_chat, save_chat
 

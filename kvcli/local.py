@@ -16,10 +16,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
-from kvcli.api import Cancel, Events, ModelInfo, Prompt, Turn, turn_of
+from kvcli.api import Cancel, Events, Prompt, Turn, turn_of
 from kvcli.clashes import cautions
 from kvcli.engine import events
 from kvcli.errors import BadConfig, BadInput, BadModel
+from kvcli.info import ModelInfo
 from kvcli.schema import ORDER
 from kvcli.text import Messages, StopStrings
 from kvcli.token_kinds import chat_spans, kinds_by_id

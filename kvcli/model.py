@@ -16,10 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
 from kvcli import forward, seam, weights
-from kvcli.api import ModelInfo
 from kvcli.errors import BadModel
 from kvcli.family import read_config
 from kvcli.gguf import quantizer
+from kvcli.info import ModelInfo
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
 from kvcli.kernels.products import multiplies

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvcli.api import Cancel, End, Event, Finish, Live, ModelInfo, Read, Text, Turn
+from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
 from kvcli.errors import ContextOverflow
+from kvcli.info import ModelInfo
 from kvcli.loops import Loop
 from kvcli.stats import Stats
 

@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     set(names.split())
     for names in (
-        "errors kernels",
+        "errors kernels version",
         # words and files, no tensors
         "chat_file config demo documents family files foreign gguf headers hub layers outlet outside packages problems "
         "profile profile_file refusals resolve sandbox schema settings sizes small_file source template "
         "template_worker text tokenizer toml_places values",
-        "api feed heard kinds kv loops machine memory rows sample stats token_kinds verify",
+        "api feed heard info kinds kv loops machine memory rows sample stats token_kinds verify",
         "budget engine forward model policies readback rope seam weights",
         "drafts",
         "build chats clashes conversation kvcli local losses relief schemas session steady transcript turn "

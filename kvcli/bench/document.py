@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli import __version__
 from kvcli.bench.compare import acceptance, all_figures, paired, samples_of, unpaired
 from kvcli.bench.earlier import unlike
 from kvcli.bench.environment import environment
@@ -13,6 +12,7 @@ from kvcli.bench.fail_if import Condition
 from kvcli.bench.run import Bench, hash_of
 from kvcli.bench.same import first_difference
 from kvcli.schemas.bench import BenchDocument, BenchModel, BenchRow, Check, Ratio, Ratios, Same, Samples
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.bench.measure import Series

@@ -17,9 +17,9 @@ from kvcli.bench.workloads import prompt_of
 from kvcli.errors import ContextOverflow, KvcliError, UsageError
 
 if TYPE_CHECKING:
-    from kvcli.api import ModelInfo
     from kvcli.bench.side import Side
     from kvcli.documents import Document
+    from kvcli.info import ModelInfo
     from kvcli.local import Model
     from kvcli.profile import Profile
     from kvcli.schemas.bench import BenchArgs, BenchDocument, BenchRow

@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli import __version__
 from kvcli.calibrate.store import digest, folder_of, machine_fingerprint, save_calibration
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     import torch

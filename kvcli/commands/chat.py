@@ -204,13 +204,13 @@ def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[
 
 def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Screen, keeps: bool) -> int:
     """The interactive chat."""
-    from kvcli import __version__
     from kvcli.commands.keep import about
     from kvcli.commands.offer import find_model
     from kvcli.commands.repl import run_repl
     from kvcli.machine import threads
     from kvcli.render.figures import count
     from kvcli.render.summary import Opening, header
+    from kvcli.version import __version__
 
     world, profile = setup.world, run.profile
 

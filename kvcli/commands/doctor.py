@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvcli import __version__
 from kvcli.commands.config import places
 from kvcli.commands.show import print_json
 from kvcli.errors import ExitStatus
 from kvcli.machine import installed
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.schemas.listings import DoctorDocument

@@ -9,9 +9,9 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from kvcli import __version__
 from kvcli.errors import writing
 from kvcli.files import append, private_folder
+from kvcli.version import __version__
 from kvcli.world import World
 
 LARGEST = 1 << 20  # bytes; beyond that the older half goes

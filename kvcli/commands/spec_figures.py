@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from kvcli import __version__
 from kvcli.bench.drafting import in_turns, read_once
 from kvcli.schemas.spec import Difference, Kind, Range, ScoutFigures, SpecDocument, SpecTuneDocument, Tried
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival, Turn

@@ -32,7 +32,7 @@ def print_plans(job: Job) -> None:
             plan = make_plan([one.document for one in given], job.request, window, wording)
             if job.out.form == "json":
                 from kvcli.commands.summarize_read import facts
-                from kvcli.schemas.summary import plan_document
+                from kvcli.summarize.document import plan_document
 
                 job.out.json(plan_document(plan, facts(given, window.tokenizer)))
             else:

@@ -105,7 +105,7 @@ def _read(world: World, name: str, how: How) -> Document:
 
 def facts(given: Sequence[Given], tokenizer: Counter | None = None) -> list[SourceFacts]:
     """The sources of one summary, under the names of its citations; with their tokens if there is who counts them."""
-    from kvcli.schemas.summary import source_facts
+    from kvcli.summarize.document import source_facts
     from kvcli.summarize.parts import names_of
 
     return [

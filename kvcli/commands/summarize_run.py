@@ -52,7 +52,7 @@ def print_text(job: Job) -> int:
     given = job.shelf.given
     if job.out.form == "json":
         from kvcli.commands.summarize_read import facts
-        from kvcli.schemas.summary import extract_document
+        from kvcli.summarize.document import extract_document
 
         job.out.json(extract_document(facts(given), job.shelf.documents))
     for one in given:
@@ -168,7 +168,7 @@ def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], 
     from kvcli.render.stream import show_summary
     from kvcli.render.summarize import notes, totals
     from kvcli.render.summary import joined
-    from kvcli.schemas.summary import summary_document
+    from kvcli.summarize.document import summary_document
 
     summary, profile = view.summary, prepared.profile
     assert summary is not None

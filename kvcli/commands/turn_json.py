@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli import __version__
-from kvcli.api import End, Event, Live, ModelInfo, Read, Text, Turn, turn_of
+from kvcli.api import End, Event, Live, Read, Text, Turn, turn_of
 from kvcli.commands.show import print_json
+from kvcli.info import ModelInfo
 from kvcli.schemas.turn import (
     EndEvent,
     Memory,
@@ -23,6 +23,7 @@ from kvcli.schemas.turn import (
     Tokens,
     TurnDocument,
 )
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.stats import Stats

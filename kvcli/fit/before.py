@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from kvcli import __version__
 from kvcli.errors import DoesNotFit
 from kvcli.fit import program, runs
 from kvcli.fit.advice import changes
@@ -16,6 +15,7 @@ from kvcli.fit.plan import Facts, Plan, Subject, plan
 from kvcli.fit.program import BASE
 from kvcli.fit.room import Room, choose, rooms
 from kvcli.schemas.fit import RunEntry
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 
-from kvcli import __version__
 from kvcli.calibrate.store import FOLDER, digest
 from kvcli.errors import KvcliError
 from kvcli.files import private_folder, write_private
+from kvcli.version import __version__
 
 # Bytes that a command takes beyond its imports until it has answered, the model and its text aside: threads, compiled
 # products, pages of libraries that are touched late. Like the peak it is compared with, all of this is resident memory.

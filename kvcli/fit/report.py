@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli import __version__
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.speed import speed
 from kvcli.machine import kept_free
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.fit.before import Outlook

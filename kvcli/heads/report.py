@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli import __version__
 from kvcli.heads import tables
 from kvcli.heads.ask import Ask
 from kvcli.heads.choose import choose
@@ -30,6 +29,7 @@ from kvcli.schemas.heads import (
     HeadsSuggest,
 )
 from kvcli.text import decode
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.local import Model

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli import __version__
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.local import Model

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcli.api import ModelInfo, Turn
+from kvcli.api import Turn
+from kvcli.info import ModelInfo
 from kvcli.render import figures as f
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import folded

@@ -19,7 +19,7 @@ from kvcli.files import private_folder, write_private
 from kvcli.stats import Stats
 
 if TYPE_CHECKING:
-    from kvcli.api import ModelInfo
+    from kvcli.info import ModelInfo
     from kvcli.profile import Profile
 
 SCHEMA = "kvcli.part/1"

@@ -19,8 +19,8 @@ from kvcli.small_file import parse_object, read_small
 from kvcli.summarize.sentence import sentence_of
 
 if TYPE_CHECKING:
-    from kvcli.api import ModelInfo
     from kvcli.documents import Unit
+    from kvcli.info import ModelInfo
     from kvcli.source import Source
     from kvcli.summarize.request import Request, Style
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvcli.api import Cancel, End, Event, Finish, Live, ModelInfo, Read, Text, Turn
+from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
 from kvcli.documents import Document, Section
 from kvcli.documents.document import marked
+from kvcli.info import ModelInfo
 from kvcli.loops import Loop, Loops
 from kvcli.stats import Stats
 from tests.fake_model import FakeTokenizer, fake_info

@@ -6,7 +6,7 @@ import pytest
 
 from kvcli.commands.turn_json import Run, turn_document
 from kvcli.schemas.documents import DOCUMENTS, json_schema
-from kvcli.schemas.summary import plan_document, source_facts, summary_document
+from kvcli.summarize.document import plan_document, source_facts, summary_document
 from kvcli.summarize.plan import Window, make_plan
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summary_of

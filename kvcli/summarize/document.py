@@ -1,0 +1,133 @@
+"""A summary, or the plan of one, as the document that --json writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.schemas.summary import (
+    CiteFacts,
+    ExtractDocument,
+    Extracted,
+    PartFacts,
+    PointFacts,
+    SectionFacts,
+    SourceFacts,
+    SummaryDocument,
+    SummaryPlanDocument,
+    SummaryTurn,
+)
+from kvcli.version import __version__
+
+if TYPE_CHECKING:
+    from kvcli.documents import Document
+    from kvcli.schemas.turn import TurnDocument
+    from kvcli.summarize.cites import Place
+    from kvcli.summarize.plan import Plan
+    from kvcli.summarize.result import Cite, Point, Summary
+
+
+def extract_document(sources: Sequence[SourceFacts], documents: Sequence[Document]) -> ExtractDocument:
+    """`kvcli.extract/1`; `sources` are the facts of `documents` in order."""
+    return ExtractDocument(
+        kvcli=__version__,
+        documents=[
+            Extracted(
+                source=source,
+                sections=[SectionFacts(number=s.number, label=s.label, text=s.text) for s in document.sections],
+            )
+            for source, document in zip(sources, documents, strict=True)
+        ],
+    )
+
+
+def summary_document(
+    summary: Summary, sources: Sequence[SourceFacts], turns: Sequence[TurnDocument]
+) -> SummaryDocument:
+    """`kvcli.summary/1`; `turns` are the documents of `summary.turns` in order."""
+    told = [
+        SummaryTurn(parts=answered.parts, merge=answered.is_merge, cached=answered.is_cached, turn=turn)
+        for answered, turn in zip(summary.turns, turns, strict=True)
+    ]
+    return SummaryDocument(
+        kvcli=__version__,
+        source=sources[0] if len(sources) == 1 else None,
+        sources=list(sources),
+        mode=summary.mode,
+        parts=summary.n_parts,
+        text=summary.markdown(),
+        points=[_point(point, summary.checked) for point in summary.points],
+        unconfirmed=summary.unconfirmed,
+        corrected=summary.corrected,
+        notes=list(summary.notes),
+        turns=told,
+    )
+
+
+def plan_document(plan: Plan, sources: Sequence[SourceFacts]) -> SummaryPlanDocument:
+    parts = [
+        PartFacts(
+            part=part.number,
+            first=part.span[0].label,
+            last=part.span[1].label,
+            document=part.span[0].document or None,
+            prompt=prompt,
+        )
+        for part, prompt in zip(plan.parts, plan.prompts, strict=True)
+    ]
+    return SummaryPlanDocument(
+        kvcli=__version__,
+        sources=list(sources),
+        mode=plan.mode,
+        why=plan.why,
+        parts=parts,
+        merges=plan.merges,
+        tokens=plan.tokens,
+        answer=plan.answer,
+        limit=plan.limit,
+        seconds=plan.seconds,
+        estimate_bytes=plan.estimate or None,
+        available_bytes=plan.available or None,
+    )
+
+
+def source_facts(document: Document, path: str, tokens: int | None = None, *, name: str = "") -> SourceFacts:
+    """`name` is that of citations, if it is not the document's own."""
+    return SourceFacts(
+        path=path,
+        name=name or document.name,
+        sha256=document.sha256,
+        kind=document.kind,
+        title=document.title,
+        unit=document.unit,
+        pages=document.n_pages,
+        pages_without_text=list(document.without_text),
+        sections=len(document.sections),
+        tokens=tokens,
+        notes=list(document.notes),
+    )
+
+
+def _point(point: Point, checked: bool) -> PointFacts:
+    cites = [_cite(cite, checked) for cite in point.cites]
+    return PointFacts(
+        text=point.text, marked=point.marked, kind=point.kind, level=point.level, opens=point.opens, cites=cites
+    )
+
+
+def _cite(cite: Cite, checked: bool) -> CiteFacts:
+    return CiteFacts(
+        page=_page(cite.place),
+        unit=cite.place.unit,
+        label=cite.place.label,
+        document=cite.place.document or None,
+        confirmed=cite.confirmed if checked else None,
+        corrected=cite.corrected,
+        instead_of=cite.instead_of,
+        quote=cite.quote.text if cite.quote else None,
+        chars=(cite.quote.start, cite.quote.end) if cite.quote else None,
+    )
+
+
+def _page(place: Place) -> int | None:
+    return int(place.label) if place.unit == "page" and place.label.isdecimal() else None
