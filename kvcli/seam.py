@@ -113,7 +113,11 @@ def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
         _refuse(kind, f"layer {at.index} asks its attention for {', '.join(at.extras)}", ["which kvcli does not serve"])
     if at.mask == -1:
         _refuse(kind, f"layer {at.index} makes a mask of its own", ["kvcli serves full and sliding-window attention"])
-    if at.mask is not None and not _is_causal(probe.masks[at.mask], at.sight.window, limit):
+    if at.mask is None:
+        return
+    with blamed(lambda said: refusal(kind, f"the mask of layer {at.index} follows from more than positions", [said])):
+        is_causal = _is_causal(probe.masks[at.mask], at.sight.window, limit)
+    if not is_causal:
         what = "causal" if at.sight.window is None else f"a sliding window of {at.sight.window}"
         _refuse(kind, f"the mask of layer {at.index} is not {what}", ["as in chunked or bidirectional attention"])
 

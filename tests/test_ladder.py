@@ -27,9 +27,9 @@ from kvcli.kv.slots import Sight, Slots, Store, nbytes
 from kvcli.model import LM
 from kvcli.session import Session
 from tests import families
+from tests.exactness import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
 from tests.fake_device import Rounding
 from tests.policies import KeepAll, Ragged, masks
-from tests.test_exact import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
 
 K, G, D, L = 3, 2, 8, 2
 H = K * G

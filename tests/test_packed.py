@@ -19,7 +19,7 @@ from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.packed import Packed
 from kvcli.kv.slots import Sight, Slots, compact, nbytes, visible
 from kvcli.session import Session
-from tests.test_exact import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
+from tests.exactness import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
 
 K, G, D, L = 3, 2, 16, 2
 H = K * G

@@ -36,7 +36,7 @@ from kvcli.kv.slots import Sight, Slots, Store, nbytes
 from kvcli.model import LM
 from kvcli.profile import Profile, load_profile
 from kvcli.session import Session
-from tests import families, test_exact
+from tests import exactness, families
 from tests.policies import Ragged, masks
 
 torch.set_num_threads(1)
@@ -472,14 +472,14 @@ def test_a_promise_that_recall_cannot_keep_is_refused_by_name(exactness: str, me
 
 
 def test_a_profile_reads_through_its_table() -> None:
-    model = test_exact.lm("dense", "fp32")
+    model = exactness.lm("dense", "fp32")
     small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
     session = build.session(model, profile("certified", method="certified", epsilon=0.25, **small))
-    drive(session.read(test_exact.prompt()))
+    drive(session.read(exactness.prompt()))
     list(events(session.stream(30)))
     assert session.every == 8
     assert {use.layer for use in session.kv.usage() if use.tier == "index"} == {1, 2}
-    whole = build.session(test_exact.lm("sliding", "fp32"), profile(method="sketch", dense_layers=0))
+    whole = build.session(exactness.lm("sliding", "fp32"), profile(method="sketch", dense_layers=0))
     assert {use.layer for use in whole.kv.usage() if use.tier == "index"} == {1}, "gemma's other layers slide"
 
 
@@ -515,22 +515,22 @@ def past(model: LM, index: Index, budget: Budget, epsilon: float | None, on_ladd
 def text(
     name: str, dtype: str, sampler: str, uneven: bool, drafter: str, on_ladder: bool = False
 ) -> tuple[list[int], Store]:
-    model = test_exact.lm("dense", dtype)
+    model = exactness.lm("dense", dtype)
     epsilon = 0.3 if name == "certified" else None
     kv = past(model, INDEXES[name], replace(SMALL, floor=4), epsilon, on_ladder)
-    make: Callable[[list[int]], Drafter] = test_exact.DRAFTERS.get(drafter, lambda _: Off())
+    make: Callable[[list[int]], Drafter] = exactness.DRAFTERS.get(drafter, lambda _: Off())
     tool = make(text(name, dtype, sampler, uneven, "off", on_ladder)[0] if drafter != "off" else [])
     policy = Ragged() if uneven else None
     session = Session(
-        model, kv, tool, test_exact.SAMPLERS[sampler], view=view(model, kv, tool), policy=policy, every=11, chunk=13
+        model, kv, tool, exactness.SAMPLERS[sampler], view=view(model, kv, tool), policy=policy, every=11, chunk=13
     )
-    drive(session.read(test_exact.prompt()))
-    list(events(session.stream(test_exact.NEW, stop={test_exact.STOP})))
+    drive(session.read(exactness.prompt()))
+    list(events(session.stream(exactness.NEW, stop={exactness.STOP})))
     return session.ids, kv
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", test_exact.DRAFTERS)
+@pytest.mark.parametrize("drafter", exactness.DRAFTERS)
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", INDEXES)
 def test_any_drafter_gives_the_text_of_plain_decoding(name: str, dtype: str, drafter: str, sampler: str) -> None:
@@ -538,19 +538,19 @@ def test_any_drafter_gives_the_text_of_plain_decoding(name: str, dtype: str, dra
     assert text(name, dtype, sampler, False, drafter)[0] == want
 
 
-@pytest.mark.parametrize("drafter", test_exact.DRAFTERS)
+@pytest.mark.parametrize("drafter", exactness.DRAFTERS)
 @pytest.mark.parametrize("name", INDEXES)
 def test_any_drafter_gives_the_text_of_plain_decoding_with_unequal_heads(name: str, drafter: str) -> None:
     want, _ = text(name, "fp64", "greedy", True, "off")
     assert text(name, "fp64", "greedy", True, drafter)[0] == want
 
 
-@pytest.mark.parametrize("drafter", test_exact.DRAFTERS)
+@pytest.mark.parametrize("drafter", exactness.DRAFTERS)
 @pytest.mark.parametrize("name", INDEXES)
 def test_any_drafter_gives_the_text_of_plain_decoding_below_another_rung(name: str, drafter: str) -> None:
     want, _ = text(name, "fp64", "greedy", False, "off", on_ladder=True)
     assert text(name, "fp64", "greedy", False, drafter, on_ladder=True)[0] == want
-    assert want != test_exact.plain("dense", "all", "greedy", "fp64")
+    assert want != exactness.plain("dense", "all", "greedy", "fp64")
 
 
 @pytest.mark.parametrize("name", INDEXES)
@@ -560,14 +560,14 @@ def test_the_table_reads_a_part_and_changes_the_text(name: str) -> None:
     assert kv.tally.pages > 0
     if name == "certified":
         assert 0 < kv.tally.streamed < kv.tally.asked
-    assert ids != test_exact.plain("dense", "all", "greedy", "fp64")
+    assert ids != exactness.plain("dense", "all", "greedy", "fp64")
 
 
 @pytest.mark.parametrize("name", INDEXES)
 def test_a_fork_goes_on_alike(name: str) -> None:
-    model = test_exact.lm("dense", "fp64")
+    model = exactness.lm("dense", "fp64")
     kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
-    session = Session(model, kv, Off(), test_exact.SAMPLERS["greedy"], every=7)
+    session = Session(model, kv, Off(), exactness.SAMPLERS["greedy"], every=7)
     drive(session.read(families.prompt(60)))
     list(events(session.stream(10)))
     other = session.fork()
@@ -579,12 +579,12 @@ def test_a_fork_goes_on_alike(name: str) -> None:
 
 @pytest.mark.parametrize("name", BOUNDS)  # what a sketch learned depends on where the first boundaries were
 def test_an_undone_turn_leaves_no_trace(name: str) -> None:
-    model = test_exact.lm("dense", "fp64")
+    model = exactness.lm("dense", "fp64")
     first, second = families.prompt(60), families.prompt(90, seed=1)
     texts = []
     for with_undo in (False, True):
         kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
-        session = Session(model, kv, Off(), test_exact.SAMPLERS["greedy"], every=7, chunk=1000)
+        session = Session(model, kv, Off(), exactness.SAMPLERS["greedy"], every=7, chunk=1000)
         if with_undo:
             drive(session.read(first))
             list(events(session.stream(10)))
@@ -597,10 +597,10 @@ def test_an_undone_turn_leaves_no_trace(name: str) -> None:
 
 @pytest.mark.parametrize("name", INDEXES)
 def test_a_prompt_is_stored_as_if_nothing_were_left_out(name: str) -> None:
-    model, stores = test_exact.lm("dense", "fp64"), []
+    model, stores = exactness.lm("dense", "fp64"), []
     for with_recall in (False, True):
         kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
         read = RecallStore(kv, INDEXES[name], SMALL, range(model.n_layers)) if with_recall else kv
-        drive(Session(model, read, Off(), test_exact.SAMPLERS["greedy"], chunk=13).read(families.prompt(90)))
+        drive(Session(model, read, Off(), exactness.SAMPLERS["greedy"], chunk=13).read(families.prompt(90)))
         stores.append(kv.slots(2))
     torch.testing.assert_close(stores[0].k, stores[1].k)

@@ -34,7 +34,7 @@ from kvcli.model import LM
 from kvcli.profile import Profile, load_profile
 from kvcli.schema import Memory
 from kvcli.session import Session
-from tests import families, small_tokenizers, test_exact
+from tests import exactness, families, small_tokenizers
 from tests.policies import KeepAll, Ragged
 
 torch.set_num_threads(1)
@@ -261,7 +261,7 @@ POLICIES: dict[str, Any] = {"all": None, "ragged": Ragged()}
 
 @cache
 def lm(dtype: str) -> LM:
-    return test_exact.lm("dense", dtype)
+    return exactness.lm("dense", dtype)
 
 
 def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> tuple[list[int], Ladder]:
@@ -271,14 +271,14 @@ def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) 
         model,
         kv,
         drafter,
-        test_exact.SAMPLERS[sampler],
+        exactness.SAMPLERS[sampler],
         view=view(model, kv, drafter),
         policy=POLICIES[policy],
         every=8,
         chunk=13,
     )
-    drive(session.read(test_exact.prompt()))
-    list(events(session.stream(test_exact.NEW, stop={test_exact.STOP})))
+    drive(session.read(exactness.prompt()))
+    list(events(session.stream(exactness.NEW, stop={exactness.STOP})))
     return session.ids, kv
 
 
@@ -287,15 +287,15 @@ def plain(rungs: str, policy: str, sampler: str, dtype: str) -> list[int]:
     return decode(rungs, policy, sampler, dtype, Off())[0]
 
 
-@pytest.mark.parametrize("dtype", test_exact.DTYPES)
+@pytest.mark.parametrize("dtype", exactness.DTYPES)
 @pytest.mark.parametrize(("policy", "sampler"), [("all", "greedy"), ("all", "sampled"), ("ragged", "sampled")])
-@pytest.mark.parametrize("drafter", test_exact.DRAFTERS)
+@pytest.mark.parametrize("drafter", exactness.DRAFTERS)
 @pytest.mark.parametrize("rungs", RUNGS)
 def test_any_drafter_gives_the_text_of_plain_decoding(
     rungs: str, policy: str, drafter: str, sampler: str, dtype: str
 ) -> None:
     want = plain(rungs, policy, sampler, dtype)
-    assert decode(rungs, policy, sampler, dtype, test_exact.DRAFTERS[drafter](want))[0] == want
+    assert decode(rungs, policy, sampler, dtype, exactness.DRAFTERS[drafter](want))[0] == want
 
 
 @pytest.mark.parametrize("rungs", RUNGS)
@@ -321,7 +321,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
         kv = recall.over(dense, dense, model.sights)
         if rungs:
             kv = Ladder(dense, [Rung(recall.below(low, model.sights))], holds=5, group=4, sinks=1)
-        session = Session(model, kv, Off(), test_exact.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)
+        session = Session(model, kv, Off(), exactness.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)
         drive(session.read(families.prompt(90)))
         stores.append(kv.slots(2))
     a, b = stores
@@ -331,7 +331,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
 
 def test_a_policy_may_evict_below_what_recall_reads() -> None:
     ids, kv = decode("disk", "ragged", "greedy", "fp64", Off())
-    assert len(ids) == len(test_exact.prompt()) + test_exact.NEW
+    assert len(ids) == len(exactness.prompt()) + exactness.NEW
     assert kv.n_slots(1) < len(ids) - 5
 
 

@@ -27,9 +27,9 @@ from kvcli.relief import mend, stepped
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import families, small_tokenizers
+from tests.exactness import DRAFTERS, prompt
 from tests.fake_device import FakeDevice
 from tests.policies import Ragged
-from tests.test_exact import DRAFTERS, prompt
 from tests.test_ladder import PACKED, on_disk, rounding, three, two_dense
 from tests.test_recall_rungs import ladder as recalled
 

@@ -1,0 +1,323 @@
+"""Every text-generating class of transformers, tiny and random: is our text that of its own `generate`?
+
+    python -m tests.all_families [--only llama,gpt2] [--new 24] [--seconds 60] [--jobs 1] [--out FILE]
+
+Each class is built by its own config with the settings of TINY put in, has its weights sharpened, and writes greedily
+in float32: by `generate`, by kvcli, and by kvcli with an n-gram drafter. Each runs in a process of its own with a time
+limit. Prints a line per class, then JSON on the last line. Exit status 1 if a text is wrong or kvcli crashed. Outcomes:
+
+    equal    both of our texts are that of `generate`, or of `generate` without its cache where that writes another text
+    refused  kvcli says by name that it cannot serve the design, from its config or when it is loaded
+    wrong    a text differs
+    crashed  kvcli raised something else, or took too long
+    unbuilt  there is nothing to compare with: it cannot be built tiny, or its own `generate` fails
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvcli.drafts.base import Drafter, Off
+from kvcli.drafts.ngram import Ngram
+from kvcli.engine import drive, events
+from kvcli.errors import KvcliError
+from kvcli.kv.dense import Dense
+from kvcli.model import LM, quiet
+from kvcli.refusals import refuse
+from kvcli.sample import Sampler
+from kvcli.session import Session
+from tests.exactness import prompt
+from tests.families import WINDOW, sharpen
+
+OUTCOMES = ("equal", "refused", "wrong", "crashed", "unbuilt")
+LAYERS, HIDDEN, HEADS = 4, 48, 4
+LARGEST = 20_000_000  # numbers in a model that still counts as tiny
+SEEDS = 4  # of weights, to find some that do not write one token over and over
+
+# Put in wherever a config has a setting of that name, in the parts of a config too.
+TINY: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 97),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), HIDDEN),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp", "decoder_ffn_dim"), 56
+    ),
+    **dict.fromkeys(("encoder_ffn_dim", "dff", "shared_intermediate_size", "dense_intermediate_size"), 56),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(("encoder_layers", "num_encoder_layers", "num_decoder_layers"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), HEADS),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
+    "swa_num_attention_heads": HEADS,
+    **dict.fromkeys(("head_dim", "kv_channels", "swa_head_dim", "attention_head_size"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), 512),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "local_attention", "attention_window_size"), WINDOW),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
+    **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"qk_head_dim": 24, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
+    **{"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 1},
+    **{"num_nextn_predict_layers": 0, "is_decoder": True},
+}
+# What one class wants besides, or otherwise; None leaves a setting as the class has it.
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
+_DOTS = {"num_key_value_heads": HEADS}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA,
+    "blt": {"encoder_hash_byte_group_vocab": 97},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note": {"text_config": {**_DOTS, "model_type": "dots3_note_text"}},
+    "dots3_note_text": _DOTS,
+    "gemma3n_text": {
+        "num_hidden_layers": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "num_kv_shared_layers": 4,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 8,
+        "intermediate_size": [56] * 8,
+    },
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": _MAMBA,
+    "helium": {"head_dim": 12},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},  # by its defaults all its layers attend
+    "mamba2": {"num_heads": 8, "head_dim": 12},
+    "phimoe": {"sliding_window": None},
+    "reformer": {"axial_pos_embds_dim": [24, 24]},
+    "stablelm": {"hidden_size": 64},  # a quarter of a head is turned
+    "xlm": {"emb_dim": HIDDEN},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+NGRAM = Ngram(adaptive=False, max=7)
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"plain": Off, "ngram": NGRAM.drafter}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one class ended."""
+
+    kind: str  # model_type
+    outcome: str  # of OUTCOMES
+    why: str = ""
+    distinct: int = 0  # tokens among those written: one or two compare little
+    seconds: float = 0.0
+
+
+class Unbuilt(Exception):
+    """There is nothing to compare with."""
+
+
+def shrunk(given: dict[str, Any]) -> dict[str, Any]:
+    """Of all settings of a config those that make it tiny."""
+    made: dict[str, Any] = {"tie_word_embeddings": False}  # tied, a random model repeats one token for ever
+    n_layers = next((given[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if given.get(key)), 0)
+    for key, value in given.items():
+        if isinstance(value, dict) and key.endswith("_config") and key != "per_layer_config":
+            made[key] = {**shrunk(value), "model_type": value.get("model_type")}
+        elif key in TINY:
+            made[key] = TINY[key]
+        elif isinstance(value, list) and len(value) == n_layers > LAYERS:
+            made[key] = (list(dict.fromkeys(value)) * LAYERS)[:LAYERS]  # each kind of layer, in the order of the first
+    return made
+
+
+def config_of(kind: str) -> Any:
+    """The tiny config of a model_type. Raises Unbuilt."""
+    try:
+        wanted = shrunk(CONFIG_MAPPING[kind]().to_dict()) | OWN.get(kind, {})
+        return CONFIG_MAPPING[kind](**{k: v for k, v in wanted.items() if v is not None or k == "eos_token_id"})
+    except Exception as error:
+        raise Unbuilt(f"its config: {said(error)}") from error
+
+
+def build(config: Any) -> PreTrainedModel:
+    """The class of `config`, fp32, on the CPU. Raises Unbuilt."""
+    try:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        kind = kind[0] if isinstance(kind, tuple) else kind
+        with torch.device("meta"):
+            size = sum(p.numel() for p in kind._from_config(config).parameters())
+        if size > LARGEST:
+            raise Unbuilt(f"{size:,} weights with all that TINY says")
+        model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        return model.eval().requires_grad_(False)
+    except Unbuilt:
+        raise
+    except Exception as error:
+        raise Unbuilt(f"its class: {said(error)}") from error
+
+
+def lively(model: PreTrainedModel, new: int) -> list[int]:
+    """Sharpen the weights so that `generate` writes more than one or two tokens over and over -> what it writes."""
+    tried: dict[int, int] = {}
+    for seed in range(SEEDS):
+        sharpen(model, seed)
+        tried[seed] = len(set(theirs(model, prompt(), new)))
+        if tried[seed] > new // 4:
+            break
+    sharpen(model, max(tried, key=lambda seed: tried[seed]))
+    return theirs(model, prompt(), new)
+
+
+def theirs(model: PreTrainedModel, ids: list[int], new: int, **options: Any) -> list[int]:
+    """What `generate` writes. Raises Unbuilt."""
+    try:
+        if (settings := model.generation_config) is not None:  # some families bring stop tokens of their own
+            settings.eos_token_id = settings.forced_eos_token_id = None
+        ended = {"pad_token_id": 0, "do_sample": False, "min_new_tokens": new, "max_new_tokens": new, **options}
+        return model.generate(torch.tensor([ids]), **ended)[0, len(ids) :].tolist()
+    except Exception as error:
+        raise Unbuilt(f"its own generate: {said(error)}") from error
+
+
+def ours(lm: LM, drafter: Drafter, ids: list[int], new: int) -> list[int]:
+    session = Session(lm, Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype), drafter, Sampler(), chunk=13)
+    drive(session.read(ids))
+    for _ in events(session.stream(new)):
+        pass
+    return session.ids[len(ids) :]
+
+
+def judge(kind: str, new: int) -> Verdict:
+    """Build, write three times, compare."""
+    config = config_of(kind)
+    try:
+        refuse({**config.to_dict(), "architectures": [_class_name(config)]}, kind)
+    except KvcliError as error:
+        return Verdict(kind, "refused", f"{error.code}: {error.message}")
+    model = build(config)
+    try:
+        want: list[int] | Unbuilt = lively(model, new)
+    except Unbuilt as error:
+        want = error  # it may yet be refused
+    try:
+        lm = LM.of(model, id=kind, verify=True)
+    except KvcliError as error:
+        return Verdict(kind, "refused", "; ".join([f"{error.code}: {error.message}", *error.lines]))
+    if isinstance(want, Unbuilt):
+        raise want
+    texts, why = {name: ours(lm, drafter(), prompt(), new) for name, drafter in DRAFTERS.items()}, ""
+    if any(text != want for text in texts.values()):
+        why = "without its cache: with it, generate writes another text than its own forward"
+        model.set_attn_implementation("eager")
+        want = theirs(model, prompt(), new, use_cache=False)
+    for name, text in texts.items():
+        if text != want:
+            at = next(i for i, (a, b) in enumerate(zip(text, want, strict=True)) if a != b)
+            return Verdict(kind, "wrong", f"{name} parts at token {at + 1}", len(set(want)))
+    return Verdict(kind, "equal", why, len(set(want)))
+
+
+def _class_name(config: Any) -> str:
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "ForCausalLM"))
+
+
+def said(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)}"[:240]
+
+
+# ---- a process each ----
+
+
+def _child(kind: str, new: int, pipe: Connection) -> None:
+    os.setsid()
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    with quiet():
+        try:
+            verdict = judge(kind, new)
+        except Unbuilt as error:
+            verdict = Verdict(kind, "unbuilt", str(error))
+        except BaseException as error:
+            verdict = Verdict(kind, "crashed", said(error))
+    pipe.send({**asdict(verdict), "seconds": round(time.perf_counter() - began, 1)})
+
+
+def judged(kind: str, new: int, seconds: float) -> Verdict:
+    """`judge` in a process of its own, which may die or take for ever."""
+    fork = multiprocessing.get_context("fork")  # what is imported already is imported there
+    here, there = fork.Pipe(duplex=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a fork beside threads: they only wait
+        child = fork.Process(target=_child, args=(kind, new, there))
+        child.start()
+    there.close()
+    try:
+        if here.poll(seconds):
+            return Verdict(**here.recv())
+        os.kill(child.pid or 0, signal.SIGKILL)
+        return Verdict(kind, "crashed", f"not done after {seconds:g} s", seconds=seconds)
+    except EOFError:
+        child.join()
+        return Verdict(kind, "crashed", f"its process ended with {child.exitcode}")
+    finally:
+        child.join()
+
+
+def census(kinds: Sequence[str], new: int, seconds: float, jobs: int) -> Iterator[Verdict]:
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(lambda kind: judged(kind, new, seconds), kinds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="model types, by commas")
+    parser.add_argument("--new", type=int, default=24, help="tokens to write")
+    parser.add_argument("--seconds", type=float, default=60, help="for one class")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    kinds = args.only.split(",") if args.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    verdicts = []
+    for one in census(kinds, args.new, args.seconds, args.jobs):
+        verdicts.append(one)
+        print(f"{one.kind:26}{one.outcome:9}{one.seconds:6.1f} s {one.distinct:3}  {one.why}"[:240], flush=True)
+    counts = Counter(one.outcome for one in verdicts)
+    result = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "counts": {outcome: counts[outcome] for outcome in OUTCOMES},
+        # their logits were compared all the same, when they were loaded
+        "few_tokens": sorted(v.kind for v in verdicts if v.outcome == "equal" and v.distinct < 3),
+        "classes": {outcome: sorted(v.kind for v in verdicts if v.outcome == outcome) for outcome in OUTCOMES},
+    }
+    if args.out:
+        args.out.write_text(json.dumps({**result, "verdicts": [asdict(v) for v in verdicts]}, indent=1) + "\n")
+    print(json.dumps(result))
+    return 1 if counts["wrong"] or counts["crashed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
