@@ -73,7 +73,8 @@ class Clock:
 def theirs(model: Any, ids: list[int], new: int) -> tuple[float, list[float], list[int]]:
     """transformers' generate -> seconds to the first token, seconds of each later token, the tokens."""
     clock = Clock()
-    out = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0, streamer=clock)
+    given = torch.tensor([ids], device=model.device)
+    out = model.generate(given, max_new_tokens=new, do_sample=False, pad_token_id=0, streamer=clock)
     steps = [b - a for a, b in zip(clock.at, clock.at[1:], strict=False)]
     return steps[0], steps[1:], out[0, len(ids) :].tolist()
 

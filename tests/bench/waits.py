@@ -112,27 +112,37 @@ def _line() -> str:
     return "transformers"
 
 
-def counted(side: str, layers: int, steps: int) -> dict[str, Any]:
+def opened(side: str, layers: int, device: str = "cpu") -> Session:
+    """A session that has read its prompt and written until boundaries evict."""
     family, drafts, is_evicting = SIDES[side]
-    lm = LM.of(families.build(family, torch.float32, **sized(family, layers)))
+    lm = LM.of(families.build(family, torch.float32, **sized(family, layers)).to(device))
     lm.is_apart = True  # as on a GPU
-    kv, drafter = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype), drafts.drafter()
+    kv, drafter = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device), drafts.drafter()
     policy = Snap(sinks=2, guard=5, keep=0.5, keep_new=9, every=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
     every = EVERY if is_evicting else None
     session = Session(lm, kv, drafter, sampler, view=view(lm, kv, drafter), policy=policy, every=every, chunk=64)
     again = families.prompt(9)
     drive(session.read([*families.prompt(17, seed=2), *again, *families.prompt(5, seed=3), *again[:6]]))
-    steps = EVERY if is_evicting else steps  # from boundary to boundary
     for _ in range(3 * EVERY):  # from here on every boundary evicts
         drive(session.step())
+    return session
+
+
+def steps_of(side: str, steps: int) -> int:
+    """So many, or from boundary to boundary."""
+    return EVERY if SIDES[side][2] else steps
+
+
+def counted(side: str, layers: int, steps: int, device: str = "cpu") -> dict[str, Any]:
+    session, steps = opened(side, layers, device), steps_of(side, steps)
     with Count() as count, Asked(count):
         for _ in range(steps):
             drive(session.step())
     return {
         "side": side,
-        "family": family,
-        "layers": lm.n_layers,
+        "family": SIDES[side][0],
+        "layers": layers,
         "operations": count.operations / steps,
         "waits": count.waits.total() / steps,
         "copies": count.copies / steps,

@@ -1,0 +1,150 @@
+"""Everything that can only be found out on a GPU, in one command and a few minutes.
+
+    python -m tests.gpu --out FILE [--budget 520] [--only exact,steps] [--device cpu] [--list]
+
+Stage by stage, each in a process of its own with its share of the time, so that one which crashes, hangs or lacks a
+package takes nothing from the others. FILE is JSON, written anew after each stage; a line per stage is printed. Without
+a GPU it says so and ends with status 1; `--device cpu` tries every stage in a tiny form, which shows that it runs.
+
+A checkout and torch and transformers are enough to begin with: kvcli runs in place. What else it needs and the machine
+lacks may lie unpacked in `.gpu-wheels/` at the root of the checkout, where git ignores it. For a machine without
+a network (here Linux, x86-64, Python 3.12), fill it beforehand with
+
+    pip download -d .gpu-wheels/files --no-deps --only-binary=:all: --python-version 3.12 \\
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 \\
+        --platform manylinux_2_17_x86_64 pydantic pydantic-core annotated-types typing-inspection tomli tree-sitter \\
+        tree-sitter-toml platformdirs prompt-toolkit wcwidth gguf pypdfium2 bitsandbytes
+    pip install --target .gpu-wheels --no-deps --no-compile --no-index --only-binary=:all: --python-version 3.12 \\
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 \\
+        --platform manylinux_2_17_x86_64 .gpu-wheels/files/*.whl
+
+and, as one of bitsandbytes' libraries is enough, remove `.gpu-wheels/files` and all of
+`.gpu-wheels/bitsandbytes/libbitsandbytes_cuda*.so` but that of the machine's CUDA. `kernels`, `exact`, `waits` and the
+tiers of `offload` do without most of it; profiles (`chat`, `memory`) need tomli, pydantic and tree-sitter, `quantized`
+bitsandbytes for what is not kvcli's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("environment", "kernels", "exact", "waits", "chat", "quantized", "offload", "memory", "steps")
+# seconds of 520 each, for stages that cannot be imported to be asked
+SHARES = {
+    "environment": 40,
+    "kernels": 40,
+    "exact": 150,
+    "waits": 30,
+    "chat": 50,
+    "quantized": 40,
+    "offload": 40,
+    "memory": 60,
+    "steps": 70,
+}
+WHEELS = ROOT / ".gpu-wheels"
+
+
+def run_stage(name: str, device: str, seconds: float, folder: Path) -> dict[str, Any]:
+    """One stage in a process of its own -> how it ended, and what it found until then."""
+    rows, said = folder / f"{name}.jsonl", folder / f"{name}.txt"
+    paths = [str(ROOT), *([str(WHEELS)] if WHEELS.is_dir() else []), *os.environ.get("PYTHONPATH", "").split(":")]
+    more = {"PYTHONPATH": ":".join(filter(None, paths)), "KVCLI_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    began = time.monotonic()
+    with said.open("wb") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.stage", name, device, f"{seconds:.1f}", str(rows)],
+            cwd=ROOT,
+            env=os.environ | more,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that what it starts ends with it
+        )
+        try:
+            code, status = child.wait(seconds), "died"
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            code, status = child.wait(), "late"
+    lines = [json.loads(line) for line in rows.read_text().splitlines() if line.endswith("}")] if rows.exists() else []
+    why = f"ended after {seconds:.0f} s" if status == "late" else f"its process ended with {code}"
+    status, why = next((line["end"] for line in lines if "end" in line), (status, why))
+    took = round(time.monotonic() - began, 1)
+    found = {"status": status, "why": why, "seconds": took, "rows": [line["row"] for line in lines if "row" in line]}
+    tail = said.read_text(errors="replace")[-3000:]
+    return found if status in ("done", "missing") else {**found, "said": tail}
+
+
+def write(file: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.replace(file)
+
+
+def no_gpu(environment: dict[str, Any]) -> str:
+    """Why there is none; "" where there is one."""
+    gpu = next((row for row in environment["rows"] if row.get("what") == "gpu"), {"why": environment["why"]})
+    return "" if gpu.get("name") else str(gpu.get("why"))
+
+
+def measure(names: Sequence[str], device: str, budget: float, file: Path) -> dict[str, Any]:
+    """The stages in turn, each with its share of what is left."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    result: dict[str, Any] = {
+        "schema": "kvcli.gpu/1",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit.strip(),
+        "device": device,
+        "is_tiny": device == "cpu",
+        "stages": {},
+    }
+    until = time.monotonic() + budget
+    with tempfile.TemporaryDirectory() as folder:
+        for at, name in enumerate(names):
+            weights = [SHARES[other] for other in names[at:]]
+            seconds = max(1.0, (until - time.monotonic()) * weights[0] / sum(weights))
+            found = result["stages"][name] = run_stage(name, device, seconds, Path(folder))
+            write(file, result)
+            says = found["why"] or next((row["says"] for row in reversed(found["rows"]) if "says" in row), "")
+            print(f"{name:12} {found['status']:8} {found['seconds']:6.1f} s  {says}", flush=True)
+            if device != "cpu" and name == "environment" and (why := no_gpu(found)):
+                result["no_gpu"] = why
+                write(file, result)
+                break
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--budget", type=float, default=520, help="seconds for all stages")
+    parser.add_argument("--only", default="", help="stages, by commas")
+    parser.add_argument("--device", default="cuda", help="cpu tries every stage in a tiny form")
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args(argv)
+    if args.list:
+        print("\n".join(f"{name:12} {SHARES[name]:4} s of 520" for name in STAGES))
+        return 0
+    only = args.only.split(",") if args.only else STAGES
+    if args.out is None or set(only) - set(STAGES):
+        parser.error(f"--out FILE, and of --only {', '.join(STAGES)}")
+    names = [name for name in STAGES if name in only or (name == "environment" and args.device != "cpu")]
+    result = measure(names, args.device, args.budget, args.out)
+    if "no_gpu" in result:
+        print(f"no GPU here: {result['no_gpu']}. --device cpu tries every stage in a tiny form")
+        return 1
+    return 0 if all(found["status"] == "done" for found in result["stages"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Stores with tiers beside the device, and recall over them: the text of everything on the device, and what travels.
+
+Random models in float32 whose keys and values go down to the host or the disk every few tokens, so that nearly all that
+is read lies there; then the bundled model by the keys of a profile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kvcli.drafts.base import Off
+from kvcli.drafts.ngram import Ngram
+from kvcli.engine import drive, events
+from kvcli.kv.dense import Dense
+from kvcli.kv.disk import Disk
+from kvcli.kv.host import Host
+from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.packed import Packed
+from kvcli.kv.recall_settings import Certified, MinMax, Sketch
+from kvcli.kv.slots import Store
+from kvcli.model import LM
+from kvcli.session import Session
+from tests import exactness, families
+from tests.gpu.clock import runtime_calls
+from tests.gpu.stage import On, Row, why
+
+BIG = 1 << 30
+PART: dict[str, Any] = {
+    "fraction": 1.0,
+    "floor": 1,
+    "sinks": 1,
+    "recent": 4,
+    "dense_layers": 0,
+    "every": 8,
+}  # all of it
+Shape = tuple[int, int, int]
+
+
+def _stores(lm: LM) -> dict[str, tuple[Callable[[], Store], str]]:
+    """By name: how one is made, and which other one must give its text."""
+    of: Shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim)
+    cpu = torch.device("cpu")
+
+    def dense(device: torch.device = lm.device) -> Dense:
+        return Dense(*of, lm.dtype, device)
+
+    def packed(device: torch.device = lm.device) -> Packed:
+        return Packed(*of, lm.dtype, device, k_bits=8, v_bits=8, group=4, rotate="none")
+
+    def far(tier: Any) -> Host:
+        return Host(tier, lm.device)
+
+    def ladder(*below: Rung, group: int = 4) -> Ladder:
+        return Ladder(dense(), list(below), holds=6, group=group, sinks=2)
+
+    def disk() -> Host:
+        return far(Disk(*of, lm.dtype, BIG, BIG))
+
+    return {
+        "device": (dense, "device"),
+        "two tiers": (lambda: ladder(Rung(dense())), "device"),
+        "host": (lambda: ladder(Rung(far(dense(cpu)))), "device"),
+        "host and disk": (lambda: ladder(Rung(far(dense(cpu)), 8, 4), Rung(disk())), "device"),
+        "disk": (lambda: ladder(Rung(disk())), "device"),
+        "packed": (lambda: ladder(Rung(packed())), "packed"),
+        "packed, host": (lambda: ladder(Rung(far(packed(cpu)))), "packed"),
+        "recall of all, host": (lambda: ladder(Rung(MinMax(**PART).below(far(dense(cpu)), lm.sights))), "device"),
+        "sketch of all, host": (lambda: ladder(Rung(Sketch(**PART).below(far(dense(cpu)), lm.sights))), "device"),
+        "certified, device": (
+            lambda: ladder(Rung(Certified(**{**PART, "fraction": 0.2}, epsilon=0.0).below(dense(), lm.sights))),
+            "device",
+        ),
+    }
+
+
+def _written(lm: LM, kv: Store, drafts: bool, new: int) -> Session:
+    drafter = Ngram(adaptive=False, max=7).drafter() if drafts else Off()
+    session = Session(lm, kv, drafter, exactness.SAMPLERS["sampled"], every=8, chunk=13)
+    drive(session.read(exactness.prompt()))
+    list(events(session.stream(new)))
+    return session
+
+
+def _tried(lm: LM, name: str, want: list[int], make: Callable[[], Store], new: int, on: On) -> Row:
+    began = time.monotonic()
+    kv = make()
+    session = _written(lm, kv, False, new)
+    drafted = _written(lm, make(), True, new)
+    slots: dict[str, int] = {}
+    for use in kv.usage():
+        slots[use.tier] = slots.get(use.tier, 0) + use.slots
+    row: Row = {"store": name, "slots": slots, "seconds": round(time.monotonic() - began, 2)}
+    row |= {"same": not want or session.ids == want, "drafting_changes_nothing": drafted.ids == session.ids}
+    if not on.is_tiny:
+        row["calls_of_4_steps"] = runtime_calls(lambda: [drive(session.step()) for _ in range(4)])
+    return row | {"ids": session.ids}
+
+
+def _by_profile(on: On) -> Row:
+    """The bundled model with room on the device for a part of the report."""
+    import kvcli
+    from kvcli.demo import report_path
+    from kvcli.profile import Profile
+
+    load, texts = {"device": on.device, "dtype": "fp32"}, {}
+    for name, memory in (("device", {}), ("host", {"device": "2MiB", "host": "1GiB"})):
+        chosen = Profile.load("exact").replace(load=load, memory=memory, sample={"temperature": 0.0})
+        with kvcli.load("demo", chosen, offline=True) as model:
+            turn = model.generate(report_path().read_text(encoding="utf-8"), max_new_tokens=32)
+            texts[name] = (turn.ids, turn.stats.kv, turn.stats.decode)
+    same = texts["device"][0] == texts["host"][0]
+    return {"store": "demo, 2 MiB on the device", "same": same, "bytes": texts["host"][1], "decode": texts["host"][2]}
+
+
+def run(on: On) -> Iterator[Row]:
+    new, tried, good, faults = 8 if on.is_tiny else 40, 0, 0, 0
+    for family in ("llama",) if on.is_tiny else ("llama", "gemma3", "gpt_oss"):
+        lm = LM.of(families.build(family).to(on.device))
+        texts: dict[str, list[int]] = {}
+        for name, (make, like) in _stores(lm).items():
+            try:
+                row = _tried(lm, name, texts.get(like, []), make, new, on)
+            except Exception as error:
+                faults += 1
+                yield {"family": family, "store": name, "fault": why(error)}
+                continue
+            texts[name] = row.pop("ids")
+            tried, good = tried + 1, good + (row["same"] and row["drafting_changes_nothing"])
+            yield {"family": family, "like": like, **row}
+    if not on.is_tiny:  # a CPU has no host beside itself
+        try:
+            yield (row := _by_profile(on))
+            tried, good = tried + 1, good + row["same"]
+        except Exception as error:
+            faults += 1
+            yield {"store": "demo", "fault": why(error)}
+    yield {"says": f"{good} of {tried} stores give the text of the one beside them, drafting or not; {faults} faults"}

@@ -1,0 +1,78 @@
+"""What a stage is, and the process that one runs in: `python -m tests.gpu.stage NAME DEVICE SECONDS FILE`.
+
+A stage is a module of this folder with a function `run`, which yields rows as it finds them. Each row is appended to
+FILE as a line of JSON at once, so that what was found stays when the process hangs or dies.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class On:
+    """Where a stage runs, and for how long."""
+
+    device: str  # as torch names it; on a CPU everything is tiny, and figures mean nothing
+    seconds: float  # after which its process is ended
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def left(self) -> float:
+        """Seconds, less a few for what is under way."""
+        return 0.95 * self.seconds - (time.monotonic() - self.began)
+
+
+class Stage(Protocol):
+    """One file of this folder."""
+
+    def run(self, on: On) -> Iterator[Row]:
+        """Rows; `says` of the last one is printed."""
+
+
+def stage_of(name: str) -> Stage:
+    """The stage of that name; raises ImportError where a package is missing."""
+    return cast(Stage, import_module(f"tests.gpu.{name}"))
+
+
+def why(error: BaseException) -> str:
+    """The exception's class, its first line, and where it was raised."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:300]} ({Path(at.filename).name}:{at.lineno})"
+
+
+def main(name: str, device: str, seconds: str, file: str) -> None:
+    with open(file, "a", encoding="utf-8", buffering=1) as out:
+
+        def put(kind: str, value: object) -> None:
+            out.write(json.dumps({kind: value}, default=str) + "\n")
+
+        try:
+            for row in stage_of(name).run(On(device, float(seconds))):
+                put("row", row)
+        except ImportError as error:
+            put("end", ["missing", why(error)])
+        except BaseException as error:
+            traceback.print_exc()
+            put("end", ["failed", why(error)])
+        else:
+            put("end", ["done", ""])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,194 @@
+"""The command for a GPU machine, tried on a CPU: every stage in its tiny form, and what breaks one breaks no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import __main__ as command
+from tests.gpu import environment
+from tests.gpu.__main__ import SHARES, STAGES, main
+from tests.gpu.stage import On, Row, stage_of
+
+ROOT = Path(__file__).parents[1]
+HELPERS = {"__main__", "clock", "models", "stage"}
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def found(name: str) -> list[Row]:
+    rows = list(stage_of(name).run(On("cpu", 120)))
+    assert rows[-1]["says"]
+    assert [row for row in rows if "fault" in row or row.get("faults")] == []
+    assert json.loads(json.dumps(rows, default=str))
+    return rows
+
+
+def test_every_stage_has_a_file_and_a_share() -> None:
+    files = {path.stem for path in (ROOT / "tests" / "gpu").glob("*.py")}
+    assert files - HELPERS == set(STAGES) == set(SHARES)
+    assert sum(SHARES.values()) == 520
+
+
+def test_environment_says_what_can_be_imported() -> None:
+    rows = found("environment")
+    packages = {row["name"]: row["found"]["version"] for row in rows if row["what"] == "package"}
+    assert packages["torch"] == torch.__version__
+    (doctor,) = (row for row in rows if row["what"] == "doctor")
+    assert doctor["status"] == 0
+    assert doctor["out"].startswith('{"schema": "kvcli.doctor')
+
+
+def test_every_op_is_held_against_its_reference() -> None:
+    rows = found("kernels")
+    assert [row for row in rows[:-1] if not row["ok"]] == []
+    ops = {path.parent.name for path in (ROOT / "kernels").glob("*/__init__.py")}
+    assert {row["op"] for row in rows[:-1]} | set(rows[-1]["skipped"]) == ops
+    assert {row["dtype"] for row in rows[:-1]} == {"fp32", "bf16", "fp16"}
+
+
+def test_an_op_that_is_wrong_is_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.gpu import kernels
+
+    right = kernels.page_bounds
+    monkeypatch.setattr(
+        kernels,
+        "page_bounds",
+        lambda q, low, high: right(q, high, low) if q.dtype.itemsize < 8 else right(q, low, high),
+    )
+    wrong = {row["op"] for row in kernels.run(On("cpu", 120)) if not row.get("ok", True)}
+    assert wrong == {"page_bounds"}
+
+
+def test_the_table_is_equal_in_fp32_and_counted_in_bf16() -> None:
+    counts = found("exact")[-1]["counts"]
+    for kind in ("alone", "side by side"):
+        equal, tried, _ = counts[kind]
+        assert equal == tried > 0
+    assert counts["bf16"][1] > 0
+
+
+def test_waits_are_counted() -> None:
+    assert {row["waits"] for row in found("waits")[:-1]} == {1.0}
+
+
+def test_the_bundled_model_answers() -> None:
+    rows = found("chat")[:-1]
+    assert all(row["same"] and row["text"] and row["new"] for row in rows)
+
+
+def test_packed_weights_are_near_the_whole_ones_and_smaller() -> None:
+    whole, *rows = found("quantized")[:-1]
+    assert {row["weights"] for row in rows} == {f"load.quant = int{n}" for n in (8, 4)} | {
+        f"kvcli's {n} bits" for n in (8, 4)
+    }
+    for row in rows:
+        assert 0 < row["relative_error"] < 1
+        assert row["bytes"] < whole["bytes"]
+    by = {row["weights"]: row["relative_error"] for row in rows}
+    assert by["kvcli's 8 bits"] == pytest.approx(by["load.quant = int8"], rel=0.2)  # the same codes, another product
+    assert by["kvcli's 4 bits"] == pytest.approx(by["load.quant = int4"], rel=0.2)
+
+
+def test_tiers_are_used_and_change_no_text() -> None:
+    rows = found("offload")[:-1]
+    assert all(row["same"] and row["drafting_changes_nothing"] for row in rows)
+    used = {row["store"]: {tier for tier, n in row["slots"].items() if n} for row in rows}
+    assert used["host and disk"] == {"cpu", "host", "disk"}
+    assert "packed" in used["packed, host"]
+    assert "index" in used["sketch of all, host"]
+
+
+def test_a_peak_is_held_against_its_estimate() -> None:
+    (row,) = found("memory")[:-1]
+    assert row["measured"] > row["kv"] > 0
+    assert row["estimate"] >= row["weights"] + row["kv"]
+
+
+def test_passes_are_timed_beside_generate() -> None:
+    rows = found("steps")[:-1]
+    assert [row["rows"] for row in rows if row["what"] == "pass"] == [1, 2]
+    (beside,) = (row for row in rows if row["what"] == "side by side")
+    assert beside["kvcli"]["tokens_s"] > 0 < beside["transformers"]["tokens_s"]
+
+
+# ---- the command ----
+
+BROKEN = {
+    "lacks": "import a_package_that_nobody_has\n",
+    "raises": "def run(on):\n    yield {'n': 1}\n    raise ValueError('so it is')\n",
+    "dies": "import os\ndef run(on):\n    yield {'n': 1}\n    os._exit(7)\n",
+    "hangs": "import time\ndef run(on):\n    yield {'n': 1}\n    time.sleep(600)\n",
+    "ends": "def run(on):\n    yield {'n': 1, 'says': f'ran on {on.device}'}\n",
+}
+
+
+def test_a_stage_that_breaks_breaks_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)  # beside ours: neither folder is a package of its own
+    for name, code in BROKEN.items():
+        (tmp_path / "tests" / "gpu" / f"{name}.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(command, "STAGES", tuple(BROKEN))
+    monkeypatch.setattr(command, "SHARES", dict.fromkeys(BROKEN, 4) | {"hangs": 1})
+    assert main(["--out", str(tmp_path / "out.json"), "--device", "cpu", "--budget", "20"]) == 1
+    stages: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["stages"]
+    assert {name: stage["status"] for name, stage in stages.items()} == {
+        "lacks": "missing",
+        "raises": "failed",
+        "dies": "died",
+        "hangs": "late",
+        "ends": "done",
+    }
+    assert {name: len(stage["rows"]) for name, stage in stages.items()} == dict.fromkeys(BROKEN, 1) | {"lacks": 0}
+    assert "a_package_that_nobody_has" in stages["lacks"]["why"]
+    assert "so it is" in stages["raises"]["why"]
+    assert "Traceback" in stages["raises"]["said"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(BROKEN)
+    assert lines[-1].endswith("ran on cpu")
+
+
+def test_what_was_found_is_written_after_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def stage(name: str, *_: object) -> dict[str, Any]:
+        file = tmp_path / "out.json"
+        seen.append(list(json.loads(file.read_text())["stages"]) if file.exists() else [])
+        return {"status": "done", "why": "", "seconds": 0.0, "rows": []}
+
+    monkeypatch.setattr(command, "run_stage", stage)
+    assert main(["--out", str(tmp_path / "out.json"), "--device", "cpu", "--only", "steps,exact,waits"]) == 0
+    assert seen == [[], ["exact"], ["exact", "waits"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stage(name: str, device: str, *_: object) -> dict[str, Any]:
+        assert name == "environment"
+        rows = [{"what": "gpu", **environment.gpu(On(device, 60))}]
+        return {"status": "done", "why": "", "seconds": 0.0, "rows": rows}
+
+    monkeypatch.setattr(command, "run_stage", stage)
+    assert main(["--out", str(tmp_path / "out.json"), "--only", "steps"]) == 1
+    assert "no GPU here: torch" in capsys.readouterr().out
+    assert "sees no CUDA device" in json.loads((tmp_path / "out.json").read_text())["no_gpu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_all_of_it_on_a_gpu(tmp_path: Path) -> None:
+    assert main(["--out", str(tmp_path / "out.json")]) == 0
