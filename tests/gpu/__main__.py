@@ -7,21 +7,21 @@ package takes nothing from the others. FILE is JSON, written anew after each sta
 a GPU it says so and ends with status 1; `--device cpu` tries every stage in a tiny form, which shows that it runs.
 
 A checkout and torch and transformers are enough to begin with: kvcli runs in place. What else it needs and the machine
-lacks may lie unpacked in `.gpu-wheels/` at the root of the checkout, where git ignores it. For a machine without
-a network (here Linux, x86-64, Python 3.12), fill it beforehand with
+lacks may lie unpacked in `.gpu-wheels/` at the root of the checkout, where git ignores it; made for the Python that
+runs, it goes first. For a machine without a network (here Linux, x86-64, Python 3.12) fill it beforehand:
 
-    pip download -d .gpu-wheels/files --no-deps --only-binary=:all: --python-version 3.12 \\
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 \\
-        --platform manylinux_2_17_x86_64 pydantic pydantic-core annotated-types typing-inspection tomli tree-sitter \\
-        tree-sitter-toml platformdirs prompt-toolkit wcwidth gguf pypdfium2 bitsandbytes
-    pip install --target .gpu-wheels --no-deps --no-compile --no-index --only-binary=:all: --python-version 3.12 \\
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 \\
-        --platform manylinux_2_17_x86_64 .gpu-wheels/files/*.whl
+    to="--no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64"
+    to="$to --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
+    pip download -d /tmp/wheels $to pydantic pydantic-core annotated-types typing-inspection typing-extensions tomli \
+        tree-sitter tree-sitter-toml platformdirs prompt-toolkit wcwidth gguf pypdfium2 bitsandbytes
+    pip install --target .gpu-wheels --no-compile --no-index $to /tmp/wheels/*.whl
 
-and, as one of bitsandbytes' libraries is enough, remove `.gpu-wheels/files` and all of
-`.gpu-wheels/bitsandbytes/libbitsandbytes_cuda*.so` but that of the machine's CUDA. `kernels`, `exact`, `waits` and the
-tiers of `offload` do without most of it; profiles (`chat`, `memory`) need tomli, pydantic and tree-sitter, `quantized`
-bitsandbytes for what is not kvcli's own.
+That is 190 MiB, nearly all of it libraries of bitsandbytes for other versions of CUDA. With 13.0 this leaves 40 MiB:
+
+    find .gpu-wheels/bitsandbytes -name 'libbitsandbytes_cuda*' ! -name '*130*' -delete
+
+Without any of it `kernels` and `steps` run whole, `exact`, `quantized` and `offload` in part: n-gram drafting (`waits`)
+needs pydantic, profiles (`chat`, `memory`) tree-sitter too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ WHEELS = ROOT / ".gpu-wheels"
 def run_stage(name: str, device: str, seconds: float, folder: Path) -> dict[str, Any]:
     """One stage in a process of its own -> how it ended, and what it found until then."""
     rows, said = folder / f"{name}.jsonl", folder / f"{name}.txt"
-    paths = [str(ROOT), *([str(WHEELS)] if WHEELS.is_dir() else []), *os.environ.get("PYTHONPATH", "").split(":")]
+    carried = [str(WHEELS)] if any(WHEELS.rglob(f"*{sys.implementation.cache_tag}*")) else []
+    paths = [str(ROOT), *carried, *os.environ.get("PYTHONPATH", "").split(":")]
     more = {"PYTHONPATH": ":".join(filter(None, paths)), "KVCLI_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
     began = time.monotonic()
     with said.open("wb") as out:

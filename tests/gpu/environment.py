@@ -81,6 +81,8 @@ def _importable(name: str, package: str) -> dict[str, str]:
     """Its version, "" where it cannot be imported, and why not."""
     try:
         found = import_module(name)
+        if found.__name__ != name:
+            return {"version": "", "why": f"{found.__name__} stands in for it"}
     except BaseException as error:
         return {"version": "", "why": why(error)}
     try:

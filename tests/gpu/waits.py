@@ -23,9 +23,13 @@ def run(on: On) -> Iterator[Row]:
             if on.left < 0:
                 yield {"says": f"out of time at {side}"}
                 return
-            row: Row = {**counted(side, layers, STEPS, on.device), "kind": "called"}
-            if not on.is_tiny:
-                row |= _on_cuda(side, layers, on.device)
+            try:
+                row: Row = counted(side, layers, STEPS, on.device)
+                if not on.is_tiny:
+                    row |= _on_cuda(side, layers, on.device)
+            except Exception as error:
+                yield {"side": side, "layers": layers, "fault": why(error)}
+                continue
             yield row
             most["called"] = max(most.get("called", 0.0), row["waits"])
             most["torch says"] = max(most.get("torch says", 0.0), row.get("said", 0.0))
