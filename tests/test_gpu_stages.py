@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvcli.kv import tiers
+from kvcli.kv.slots import Sight
+from kvcli.profile import Profile
 from tests.gpu import __main__ as command
 from tests.gpu import environment
 from tests.gpu.__main__ import SHARES, STAGES, main
@@ -106,6 +109,19 @@ def test_tiers_are_used_and_change_no_text() -> None:
     assert used["host and disk"] == {"cpu", "host", "disk"}
     assert "packed" in used["packed, host"]
     assert "index" in used["sketch of all, host"]
+
+
+def test_the_bundled_model_is_given_room_for_a_part_of_the_report() -> None:
+    """By the plan for a GPU, as none is here; 4,400 tokens of 6 layers, 2 heads of 64."""
+    from tests.gpu.offload import BEHIND, CHUNK
+
+    chosen = Profile.load("exact").replace(memory=BEHIND)
+    of_slot, sights = (2, 64, 4), [Sight(1.0)] * 6
+    free: dict[str, Any] = {"is_cpu": False, "free": 1 << 36, "host": 1 << 36}
+    room = tiers.room(chosen.kv, chosen.memory, chosen.recall.settings, sights, of_slot, chunk=CHUNK, **free)
+    assert 0 < room.on_device < 2_000
+    assert room.in_host is not None
+    assert room.in_host > 4_400
 
 
 def test_a_peak_is_held_against_its_estimate() -> None:

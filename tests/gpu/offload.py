@@ -29,6 +29,7 @@ from tests.gpu.clock import runtime_calls
 from tests.gpu.stage import On, Row, why
 
 BIG = 1 << 30
+BEHIND, CHUNK = {"device": "8MiB", "host": "1GiB"}, 256  # of the bundled model's 4,400 tokens, 900 stay on the device
 PART: dict[str, Any] = {
     "fraction": 1.0,
     "floor": 1,
@@ -110,13 +111,14 @@ def _by_profile(on: On) -> Row:
     from kvcli.profile import Profile
 
     load, texts = {"device": on.device, "dtype": "fp32"}, {}
-    for name, memory in (("device", {}), ("host", {"device": "2MiB", "host": "1GiB"})):
-        chosen = Profile.load("exact").replace(load=load, memory=memory, sample={"temperature": 0.0})
+    for name, memory in (("device", {}), ("host", BEHIND)):
+        more = {"load": load, "prefill": {"chunk": CHUNK}, "sample": {"temperature": 0.0}}
+        chosen = Profile.load("exact").replace(**more, memory=memory)
         with kvcli.load("demo", chosen, offline=True) as model:
             turn = model.generate(report_path().read_text(encoding="utf-8"), max_new_tokens=32)
             texts[name] = (turn.ids, turn.stats.kv, turn.stats.decode)
     same = texts["device"][0] == texts["host"][0]
-    return {"store": "demo, 2 MiB on the device", "same": same, "bytes": texts["host"][1], "decode": texts["host"][2]}
+    return {"store": "demo, mostly in host memory", "same": same, "bytes": texts["host"][1], "decode": texts["host"][2]}
 
 
 def run(on: On) -> Iterator[Row]:
