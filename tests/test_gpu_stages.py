@@ -120,7 +120,6 @@ def test_the_bundled_model_is_given_room_for_a_part_of_the_report() -> None:
     free: dict[str, Any] = {"is_cpu": False, "free": 1 << 36, "host": 1 << 36}
     room = tiers.room(chosen.kv, chosen.memory, chosen.recall.settings, sights, of_slot, chunk=CHUNK, **free)
     assert 0 < room.on_device < 2_000
-    assert room.in_host is not None
     assert room.in_host > 4_400
 
 
