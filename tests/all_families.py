@@ -179,14 +179,19 @@ def build(config: Any) -> PreTrainedModel:
 
 def lively(model: PreTrainedModel, new: int) -> list[int]:
     """Sharpen the weights so that `generate` writes more than one or two tokens over and over -> what it writes."""
+    fresh = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    def written(seed: int) -> list[int]:
+        model.load_state_dict(fresh)
+        sharpen(model, seed)
+        return theirs(model, prompt(), new)
+
     tried: dict[int, int] = {}
     for seed in range(SEEDS):
-        sharpen(model, seed)
-        tried[seed] = len(set(theirs(model, prompt(), new)))
+        tried[seed] = len(set(text := written(seed)))
         if tried[seed] > new // 4:
-            break
-    sharpen(model, max(tried, key=lambda seed: tried[seed]))
-    return theirs(model, prompt(), new)
+            return text
+    return written(max(tried, key=lambda seed: tried[seed]))
 
 
 def theirs(model: PreTrainedModel, ids: list[int], new: int, **options: Any) -> list[int]:
