@@ -97,9 +97,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
 
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
     return tiers.Plan(
-        lm.n_layers,
-        lm.n_kv_heads,
-        lm.head_dim,
+        lm.shapes,
         dtype,
         lm.device,
         profile.kv,
@@ -166,7 +164,7 @@ def front(lm: LM, kv: Store, policy: EachLayer, every: int) -> Front:
         nothing = s.pos[0, :0], s.pos < s.pos  # is of a kind, or protected
         return policy.mask(s, Moment.of(lm, layer, "answering", now, now, heard, *nothing))
 
-    return Front(kv, pick, every, n_layers=lm.n_layers, n_kv_heads=lm.n_kv_heads, head_dim=lm.head_dim)
+    return Front(kv, pick, every, lm.shapes)
 
 
 def sampler(lm: LM, profile: Profile) -> Sampler:

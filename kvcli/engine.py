@@ -26,6 +26,8 @@ def run(feeds: Sequence[Feed]) -> list[Made]:
 
 
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
+    if any(feed.pruner is not None for feed in feeds):
+        lm.meet_pruner()
     passes = [Pass(feed) for feed in feeds]
     logits = _forward(lm, feeds, SideBySide(passes) if len(passes) > 1 else passes[0])
     each = torch.split(logits, [len(feed.want) for feed in feeds])

@@ -6,7 +6,7 @@ never calls a model itself. So one text, or many side by side, run the same code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isgenerator
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.gate import Pruner
     from kvcli.kv.slots import Readable, Store
     from kvcli.model import LM
     from kvcli.rows import Rows
@@ -38,6 +39,16 @@ class Feed:
     glean: Glean | None = None  # what else the host is to learn of each wanted row's logits
     hear: Sequence[int] = ()  # rows whose queries are handed back
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
+    pruner: Pruner | None = None  # which rows go on from layer to layer; None = all
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Keys and values that a pass made in one layer; never in the store."""
+
+    k: Tensor  # [K, n, D]
+    v: Tensor  # [K, n, D]
+    rows: Sequence[int] | None = None  # the n rows that reached the layer, rising; None = all
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +58,7 @@ class Made:
     logits: Tensor  # [len(want), V]
     drawn: Callable[[int], int]  # tree row -> the token behind it; raises BadModel where the logits are no numbers
     gleaned: Callable[[int], list[float]]  # index into want -> what was gleaned
-    fresh: Sequence[tuple[Tensor, Tensor]]  # per layer k, v [K, N, D], never in the store
+    fresh: Mapping[int, Fresh]  # by layer; of a layer that shares the slots of another there is none
     queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
 
 

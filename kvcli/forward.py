@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvcli.feed import Fresh
+from kvcli.gate import Live, narrowed
 from kvcli.kernels.attend_fresh import attend_fresh
 from kvcli.kernels.merge import Part, merge
 from kvcli.kv.slots import Sight
-from kvcli.rows import Rows
+from kvcli.rows import Rows, places
 
 if TYPE_CHECKING:
     from kvcli.feed import Feed
@@ -32,26 +34,55 @@ class Pass:
     last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
 
     def __init__(self, feed: Feed) -> None:
-        self._feed, self.rows = feed, feed.rows
-        self.fresh: list[tuple[Tensor, Tensor]] = []  # per layer k, v [K, N, D], never in the store
+        self._feed = feed
+        self.rows = feed.rows  # those on their way
+        self.live: Sequence[int] | None = None  # which of the feed's these are, rising; None = all
+        self.fresh: dict[int, Fresh] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[int | None, Tensor | None] = {}  # by window, on the device
 
+    @property
+    def n_rows(self) -> int:
+        """All that the pass began with."""
+        return self._feed.rows.n_rows
+
+    @property
+    def prunes(self) -> bool:
+        return self._feed.pruner is not None
+
+    def narrow(self, layer: int, hidden: Tensor) -> Tensor:
+        """Before a layer: hidden states [n, E] of the rows on their way -> of those that go on."""
+        feed = self._feed
+        if feed.pruner is None:
+            return hidden
+        before = self.live or range(self.n_rows)
+        live = Live(before, self.fresh.get(layer - 1), self.queries[-1] if self.queries else None)
+        rows, hidden = narrowed(feed.pruner, layer, live, hidden)
+        if rows is not before:
+            assert {*feed.want, *feed.hear} <= set(rows), "rows that are wanted or heard go through every layer"
+            self.live = None if len(rows) == self.n_rows else rows
+            self.rows = feed.rows if self.live is None else feed.rows.only(rows)
+            self._hear, self._seen = None, {}
+        return hidden
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
-        """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
+        """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding, of the rows on their way -> [H, N, D].
 
         No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
         read in the store's numbers: a guess must see its ancestors as it will once they are stored.
         """
         feed, past = self._feed, self._feed.past
         q, k, v = (t.to(past.dtype) for t in (q, k, v))
-        assert layer == len(self.fresh), "layers run in order, once"
-        self.fresh.append((k, v))
+        assert layer not in self.fresh, "a layer runs once"
+        if (source := feed.lm.shapes[layer].shares) is None:
+            self.fresh[layer] = Fresh(k, v, self.live)
+        else:
+            k, v = self._of(self.fresh[source])
         tree, pos = self.rows.tree, self.rows.pos
         if feed.hear:
             if self._hear is None:
-                self._hear = torch.tensor(feed.hear, device=q.device)
+                self._hear = torch.tensor(places(feed.hear, self.live), device=q.device)
             self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
         if layer == self.last:
             raise Enough
@@ -68,6 +99,13 @@ class Pass:
             parts.append(Part(torch.zeros_like(parts[-1].out), lse))
         return merge(parts)
 
+    def _of(self, shared: Fresh) -> tuple[Tensor, Tensor]:
+        """What another layer made of the rows on their way, all of which have been there."""
+        if shared.rows is self.live:
+            return shared.k, shared.v
+        rows = places(self.live or range(self.n_rows), shared.rows)
+        return shared.k[:, rows], shared.v[:, rows]
+
     def _sees(self, window: int | None, device: torch.device) -> Tensor | None:
         """Which fresh rows a row sees in a layer with this window; None = plain causal."""
         if window not in self._seen:
@@ -83,6 +121,24 @@ class SideBySide:
 
     def __init__(self, passes: Sequence[Pass]) -> None:
         self._passes = passes
+        self.prunes = any(p.prunes for p in passes)
+        self.n_rows = sum(p.n_rows for p in passes)
+
+    @property
+    def live(self) -> Sequence[int] | None:
+        """Which rows are on their way, counted from the first text's on; None = all."""
+        if all(p.live is None for p in self._passes):
+            return None
+        found, start = list[int](), 0
+        for p in self._passes:
+            found += (start + row for row in p.live or range(p.n_rows))
+            start += p.n_rows
+        return found
+
+    def narrow(self, layer: int, hidden: Tensor) -> Tensor:
+        """As of one pass, each text by its own pruner."""
+        each = torch.split(hidden, [p.rows.n_rows for p in self._passes])
+        return torch.cat([p.narrow(layer, own) for p, own in zip(self._passes, each, strict=True)])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As of one pass, their rows one text behind the other."""

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
-from kvcli import forward, seam, weights
+from kvcli import forward, gate, seam, weights
 from kvcli.errors import BadModel
 from kvcli.family import read_config
 from kvcli.gguf import quantizer
@@ -45,6 +45,7 @@ class LM:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
+        self.shapes = shape.stored  # per layer
         self.sights = shape.sights  # per layer
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
@@ -52,6 +53,7 @@ class LM:
         self.stop_ids = _stop_ids(model, info.id)
         self.generation = _generation(model, info.id)  # the model's own sampling settings, only those it states
         self.info = info
+        self._takes_pruners = False  # known to
 
     @staticmethod
     def of(
@@ -65,7 +67,7 @@ class LM:
         verify: bool = False,
         notes: tuple[str, ...] = (),
     ) -> LM:
-        """Wrap a transformers causal LM that is already built; its layers are left as they are.
+        """Wrap a transformers causal LM that is already built; its layers are left as they are, behind gates.
 
         With `quant` the decoder's linear layers are packed here, by what serves `device` (None: where the model is).
         Raises BadModel for a model whose attention is not one we serve.
@@ -103,6 +105,7 @@ class LM:
             revision=revision,
             notes=(*notes, *of_limit, *of_rope, *of_layers),
         )
+        gate.install(list(_decoder_layers(model, shape) or ()))
         lm = LM(model, shape, info)
         if verify:
             seam.compare(lm, lambda: _attention(model, "eager"), id)
@@ -145,6 +148,12 @@ class LM:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
         return self.dtype.itemsize < 4
 
+    def meet_pruner(self) -> None:
+        """Raises BadModel where rows cannot be narrowed between layers; asked when a feed first wants that."""
+        if not self._takes_pruners:
+            seam.compare_narrowed(self, self.info.id)
+            self._takes_pruners = True
+
     def block(self) -> None:
         """Have bf16 linear layers on a CPU multiplied as that CPU does it fastest. Same numbers."""
         if done := block_(self.model, give_back):
@@ -165,6 +174,7 @@ def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tu
         said = "torch packed int4" if method == quantizer.METHOD else getattr(method, "value", method)
         return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
     layers = _decoder_layers(model, shape)
+    assert layers is not None, "attention modules that stand in no list of layers"
     if device.type == "cpu":
         swap, backend = quantize_(layers, 8 if quant == "int8" else 4, give_back), f"torch packed {quant}"
     else:
@@ -174,14 +184,14 @@ def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tu
     return backend, _swap_notes(swap, model, quant)
 
 
-def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.Module:
-    """The list of decoder layers: embeddings, head and whatever reads pictures are not in it."""
+def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.ModuleList | None:
+    """The list of decoder layers, if the model has one: embeddings, head and whatever reads pictures are not in it."""
     for part in model.modules():
         if isinstance(part, nn.ModuleList) and len(part) == len(shape.attentions):
             pairs = zip(part, shape.attentions, strict=True)
             if all(any(inner is attention for inner in layer.modules()) for layer, attention in pairs):
                 return part
-    raise AssertionError("attention modules that stand in no list of layers")
+    return None
 
 
 def _swap_notes(swap: Swap, model: nn.Module, quant: str) -> tuple[str, ...]:

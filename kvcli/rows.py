@@ -103,6 +103,16 @@ class Rows:
             wanted=tuple(tree + i for i in draft.scouts.wanted) if draft.scouts else (),
         )
 
+    def only(self, rows: Sequence[int]) -> Rows:
+        """These rows alone, rising: each sees those of them that it saw. A tree with gaps has no parents to walk."""
+        return Rows(
+            ids=[self.ids[row] for row in rows],
+            pos=[self.pos[row] for row in rows],
+            sees=None if self.sees is None else self.sees[list(rows)][:, list(rows)],
+            tree=sum(row < self.tree for row in rows),
+            parent=(),
+        )
+
     def children(self) -> list[list[int]]:
         """children()[i] lists the tree rows whose parent is row i."""
         below: list[list[int]] = [[] for _ in range(self.tree)]
@@ -118,6 +128,14 @@ class Rows:
             found.append(row)
             row = self.parent[row]
         return found
+
+
+def places(rows: Sequence[int], among: Sequence[int] | None) -> list[int]:
+    """Where these rows lie among others; None = among all."""
+    if among is None:
+        return list(rows)
+    at = {row: i for i, row in enumerate(among)}
+    return [at[row] for row in rows]
 
 
 def _ancestors(parent: Sequence[int]) -> Tensor:

@@ -14,9 +14,10 @@ from kvcli.engine import call, run
 from kvcli.errors import BadModel
 from kvcli.feed import Feed
 from kvcli.foreign import blamed
-from kvcli.forward import sight_of
+from kvcli.forward import Pass, sight_of
+from kvcli.gate import Live
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import Sight
+from kvcli.kv.slots import LayerShape, Sight
 from kvcli.rows import Rows
 
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
@@ -81,6 +82,7 @@ class Shape:
     sights: tuple[Sight, ...]
     sinks: tuple[Tensor | None, ...]
     attentions: tuple[nn.Module, ...]
+    stored: tuple[LayerShape, ...]
 
 
 def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
@@ -102,7 +104,8 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
         _refuse(kind, "its layers differ in their heads", [f"(heads, KV heads, key size, value size): {heads}"])
     h, k, d, _ = heads[0]
     sights, sinks, modules = zip(*((at.sight, at.sink, at.module) for at in layers), strict=True)
-    return Shape(h, k, d, sights, sinks, modules)
+    stored = tuple(LayerShape(*at.heads[1:]) for at in layers)
+    return Shape(h, k, d, sights, sinks, modules, stored)
 
 
 def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
@@ -154,8 +157,7 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
         if not bool(theirs.isfinite().all()):
             _refuse(kind, f"its own forward gives NaN or infinity in {lm.info.dtype}", [], ["--set load.dtype=fp32"])
         mine = _ours(lm, ids)
-        off = ((mine - theirs).square().mean(1) / theirs.square().mean(1).clamp_min(1e-30)).sqrt()  # [N]
-        worst = float(off.nan_to_num(torch.inf).sort(descending=True).values[n // 2 if is_half else 0])
+        worst = _apart(mine, theirs, n // 2 if is_half else 0)
         if worst <= bound:
             return
     largest = float((mine - theirs).abs().nan_to_num(torch.inf).max())
@@ -170,6 +172,56 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
     )
 
 
+def compare_narrowed(lm: Any, name: str) -> None:
+    """Rows that stay behind before the first layer, against a pass without them; raises BadModel where they differ.
+
+    Every layer is then given a part of the rows, so whatever carries rows past a gate shows.
+    """
+    n = min(17, lm.limit)
+    on = [*range(0, n - 1, 3), n - 1]
+    ids = torch.randint(0, lm.vocab, (n,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole, empty = Rows.chain(ids, 0), Dense(lm.shapes, lm.dtype, lm.device)
+    kind, said = f"{name} ({lm.info.family})", list[Tensor]()
+    for feed in (
+        Feed(lm, whole, empty, want=on, pruner=_Leaving(on)),
+        Feed(lm, whole.only(on), empty, want=range(len(on))),
+    ):
+        with blamed(lambda why: _unpruned(kind, why)):
+            said.append(call(lm.model, feed.rows.ids, feed.rows.pos, feed.want, kvcli_pass=Pass(feed)).double().cpu())
+    off = _apart(said[0], said[1], len(on) // 2 if lm.dtype.itemsize < 4 else 0)
+    if off > _WITHIN.get(lm.dtype, 0.05):
+        raise _unpruned(kind, f"a pass with {len(on)} of {n} rows between its layers is off by {off:.2g}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Lets `rows` on into the first layer, and all of them from there on."""
+
+    rows: list[int]
+
+    def before(self, layer: int, live: Live) -> Sequence[int] | None:
+        return self.rows if layer == 0 else None
+
+    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None: ...
+
+    def revive(self, layer: int) -> None: ...
+
+
+def _unpruned(kind: str, why: str) -> BadModel:
+    return BadModel(
+        f"rows of {kind} cannot be left out between its layers",
+        code="no_pruning",
+        lines=[why],
+        try_=["a profile without a pruner"],
+    )
+
+
+def _apart(mine: Tensor, theirs: Tensor, nth: int) -> float:
+    """Relative RMS between rows of logits [N, V]: that of the row that is off the most but `nth`."""
+    off = ((mine - theirs).square().mean(1) / theirs.square().mean(1).clamp_min(1e-30)).sqrt()  # [N]
+    return float(off.nan_to_num(torch.inf).sort(descending=True).values[nth])
+
+
 def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
     """Logits [N, V] of one call with the attention that is in place."""
     return call(lm.model, ids).double().cpu()
@@ -177,7 +229,7 @@ def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
 
 def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
     """Logits [N, V] of two passes, the second reading what the first stored."""
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    kv = Dense(lm.shapes, lm.dtype, lm.device)
     half = len(ids) // 2
     logits = []
     for a, b in ((0, half), (half, len(ids)))[half == 0 :]:  # a window of one token has no half
@@ -185,8 +237,8 @@ def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
         last_first = range(b - a - 1, -1, -1)  # a model that ignores it gives other rows
         (made,) = run([Feed(lm, rows, kv, want=last_first)])
         logits.append(made.logits[: b - a].flip(0))
-        for layer, (k, v) in enumerate(made.fresh):
-            kv.append(layer, k, v, a)
+        for layer, fresh in made.fresh.items():
+            kv.append(layer, fresh.k, fresh.v, a)
     return torch.cat(logits).double().cpu()
 
 

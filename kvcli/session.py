@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from kvcli.kinds import Span, kinds_of
 from kvcli.kv.slots import Lens, Loss, Masks, Store
 from kvcli.policies.base import Phase, Policy, Wants
 from kvcli.policies.boundary import Boundary
-from kvcli.rows import Rows
+from kvcli.rows import Rows, places
 from kvcli.sample import Draw, Sampler, Seen
 from kvcli.stats import Step
 from kvcli.verify import walk
@@ -213,10 +214,24 @@ class Session:
 
 
 def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
-    """Store keys and values of these rows, each of which continues the one before."""
-    if not path:
-        return
-    is_run = path[-1] - path[0] == len(path) - 1
-    taken = slice(path[0], path[-1] + 1) if is_run else torch.tensor(path, device=made.fresh[0][0].device)
-    for layer, (k, v) in enumerate(made.fresh):
-        kv.append(layer, k[:, taken], v[:, taken], rows.pos[path[0]])
+    """Store keys and values of these rows, in each layer of those that reached it."""
+    found: dict[int, list[tuple[Tensor | slice, int]]] = {}  # layers that were reached by the same share one list
+    for layer, fresh in made.fresh.items():
+        if id(fresh.rows) not in found:
+            found[id(fresh.rows)] = list(_runs(rows.pos, fresh.rows, path, fresh.k.device))
+        for taken, start in found[id(fresh.rows)]:
+            kv.append(layer, fresh.k[:, taken], fresh.v[:, taken], start)
+
+
+def _runs(
+    pos: Sequence[int], reached: Sequence[int] | None, path: Sequence[int], device: torch.device
+) -> Iterator[tuple[Tensor | slice, int]]:
+    """Rows of a path by runs of positions: where they lie among those that reached a layer (None = all), and where
+    each run begins."""
+    there = path if reached is None else sorted(set(path).intersection(reached))
+    at = places(there, reached)
+    ends = [i for i in range(1, len(there)) if pos[there[i]] != pos[there[i - 1]] + 1]
+    for a, b in pairwise([0, *ends, len(there)]):
+        if a < b:
+            is_slice = at[b - 1] - at[a] == b - a - 1
+            yield slice(at[a], at[b - 1] + 1) if is_slice else torch.tensor(at[a:b], device=device), pos[there[a]]

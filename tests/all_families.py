@@ -206,7 +206,7 @@ def theirs(model: PreTrainedModel, ids: list[int], new: int, **options: Any) -> 
 
 
 def ours(lm: LM, drafter: Drafter, ids: list[int], new: int) -> list[int]:
-    session = Session(lm, Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype), drafter, Sampler(), chunk=13)
+    session = Session(lm, Dense(lm.shapes, lm.dtype), drafter, Sampler(), chunk=13)
     drive(session.read(ids))
     for _ in events(session.stream(new)):
         pass

@@ -84,7 +84,7 @@ def opened(storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter
     model = lm(storage, dtype, device)
     keep, every = POLICIES[policy]
     stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
-    kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, stored, model.device)
+    kv = Dense(model.shapes, stored, model.device)
     reads = view(model, kv, drafter)
     return Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
 
@@ -142,6 +142,6 @@ def broken(session: Session) -> Work[object, list[int]]:
             raise MemoryError("no room")
 
     model = session.lm
-    torn = Torn(model.n_layers, model.n_kv_heads, model.head_dim, session.kv.dtype, model.device)
+    torn = Torn(model.shapes, session.kv.dtype, model.device)
     yield Feed(session.lm, Rows.chain([1], len(session.ids)), torn)
     raise AssertionError("it went on")

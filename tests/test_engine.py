@@ -28,9 +28,7 @@ def lm(name: str = "llama") -> LM:
 
 def session(name: str = "llama", chunk: int = 13) -> Session:
     model = lm(name)
-    return Session(
-        model, Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype), Off(), Sampler(), chunk=chunk
-    )
+    return Session(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=chunk)
 
 
 def answer(text: Session, ids: list[int], new: int) -> Work[object, list[int]]:
@@ -64,7 +62,7 @@ def test_rows_of_several_texts_are_as_of_each_alone() -> None:
     for feed, made in zip(feeds, together, strict=True):
         (alone,) = run([feed])
         torch.testing.assert_close(made.logits, alone.logits)
-        torch.testing.assert_close(made.fresh[1][0], alone.fresh[1][0])
+        torch.testing.assert_close(made.fresh[1].k, alone.fresh[1].k)
         torch.testing.assert_close(made.queries[2], alone.queries[2])
 
 

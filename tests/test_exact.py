@@ -82,7 +82,7 @@ def test_reading_in_other_chunks_gives_the_same_text(sampler: str) -> None:
     texts = []
     for chunk in (1, 7, 13, 512):
         model = lm("sliding", "fp64")
-        kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        kv = Dense(model.shapes, model.dtype)
         session = Session(model, kv, Off(), SAMPLERS[sampler], chunk=chunk)
         drive(session.read(prompt()))
         list(events(session.stream(20)))
@@ -96,7 +96,7 @@ def test_another_turn_after_an_undo_gives_the_same_text(drafter: str) -> None:
     first, second = prompt(), [*prompt(), *families.prompt(8, seed=9)]
 
     def fresh(maker: Make, truth: Sequence[int]) -> Session:
-        kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        kv = Dense(model.shapes, model.dtype)
         return Session(model, kv, maker(truth), Sampler(), chunk=13)
 
     alone = fresh(lambda _: Off(), [])

@@ -60,7 +60,7 @@ def kinds(vocab: int = 97) -> Tensor:
 def session(
     settings: FastGen | None, model: LM, drafter: Drafter | None = None, store: Any = None, **more: Any
 ) -> Session:
-    kv = store or Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    kv = store or Dense(model.shapes, model.dtype)
     if settings is not None:
         more |= {"policy": settings, "every": settings.every}
     return Session(model, kv, drafter or Off(), more.pop("sampler", Sampler()), chunk=23, kinds=kinds(), **more)

@@ -23,7 +23,7 @@ FLOORS = [
         "profile profile_file refusals resolve sandbox schema settings sizes small_file source template "
         "template_worker text tokenizer toml_places values",
         "api feed heard info kinds kv loops machine memory rows sample stats token_kinds verify",
-        "budget engine forward model policies readback rope seam weights",
+        "budget engine forward gate model policies readback rope seam weights",
         "drafts",
         "build chats clashes conversation kvcli local losses relief schemas session steady transcript turn "
         "window world",

@@ -8,7 +8,7 @@ import torch
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.front import Front
-from kvcli.kv.slots import Sight
+from kvcli.kv.slots import Sight, alike
 from kvcli.kv.view import View
 from kvcli.policies.quest import Quest
 from kvcli.policies.window import Window
@@ -32,9 +32,9 @@ def pick(policy):
 
 
 def pair(policy, every: int) -> tuple[Dense, Front, View]:
-    kv = Dense(LAYERS, HEADS, DIM, torch.float32)
-    shape = {"n_layers": LAYERS, "n_kv_heads": HEADS, "head_dim": DIM}
-    return kv, Front(kv, pick(policy), every, **shape), View(kv, pick(policy))
+    kv = Dense(alike(LAYERS, HEADS, DIM), torch.float32)
+    shapes = alike(LAYERS, HEADS, DIM)
+    return kv, Front(kv, pick(policy), every, shapes), View(kv, pick(policy))
 
 
 def same(front: Front, view: View, at: int) -> None:
@@ -91,7 +91,7 @@ def test_slots_that_hold_nothing_are_never_read():
     grown(kv, 30)
     same(front, view, 30)
     for dense in (kv, front._copy):
-        for slab in dense._slabs:
+        for slab in dense._slabs.values():
             slab.k[:, slab.length :] = 1e4
             slab.v[:, slab.length :] = 1e4
     same(front, view, 30)
@@ -104,7 +104,7 @@ def test_an_empty_store_has_nothing_to_show():
 
 
 def test_quest_reads_the_page_that_the_query_wants():
-    kv = Dense(1, HEADS, DIM, torch.float32)
+    kv = Dense(alike(1, HEADS, DIM), torch.float32)
     k = 0.01 * rand(HEADS, 64, DIM)
     q = rand(4, 1, DIM)
     k[0, 21] = 3 * q[0, 0]  # head 0 of two; queries 0 and 1 are its group
@@ -115,7 +115,7 @@ def test_quest_reads_the_page_that_the_query_wants():
 
 
 def test_a_page_that_a_head_has_lost_is_not_chosen():
-    kv = Dense(1, HEADS, DIM, torch.float32)
+    kv = Dense(alike(1, HEADS, DIM), torch.float32)
     kv.append(0, rand(HEADS, 64, DIM), rand(HEADS, 64, DIM), 0)
     held = torch.ones(HEADS, 64, dtype=torch.bool)
     held[0, :8] = False  # its padding must not pass for the first page
@@ -129,7 +129,7 @@ def test_over_another_store_it_shows_that_one():
     kv, front, view = pair(Window(sinks=2, window=90), every=50)
     grown(kv, 40)
     same(front, view, 40)
-    other = Dense(LAYERS, HEADS, DIM, torch.float32)
+    other = Dense(alike(LAYERS, HEADS, DIM), torch.float32)
     grown(other, 40)
     moved, reference = front.over(other), view.over(other)
     same(moved, reference, 40)

@@ -48,7 +48,7 @@ def prompt() -> list[int]:
 
 def decode(drafter: Any, sampler: Sampler = GREEDY, new: int = NEW, stop: frozenset[int] = frozenset(), **more: Any):
     model = lm()
-    kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    kv = Dense(model.shapes, model.dtype)
     session = Session(model, kv, drafter, sampler, view=view(model, kv, drafter), chunk=13, **more)
     drive(session.read(prompt()))
     steps = list(events(session.stream(new, stop)))
@@ -98,7 +98,7 @@ def test_a_view_that_shows_nothing() -> None:
             return torch.zeros_like(s.pos, dtype=torch.bool)
 
     model = lm()
-    kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    kv = Dense(model.shapes, model.dtype)
     blind = front(model, kv, Blind(), 4)
     session = Session(model, kv, Lookahead(adaptive=False).drafter(), GREEDY, view=blind, chunk=13)
     drive(session.read(prompt()))
@@ -160,7 +160,7 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
     """Huge keys and values in all spare room of the store and of the view, before each step: FAFO's released code,
     which lets rows attend ten empty slots, would not survive it."""
     model = lm()
-    kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    kv = Dense(model.shapes, model.dtype)
     drafter = Lookahead(adaptive=False, refresh=4, **shown).drafter()
     kept: dict[str, Any] = {"policy": policy, "every": 16 if policy else None}
     session = Session(model, kv, drafter, GREEDY, view=view(model, kv, drafter), chunk=13, **kept)
@@ -168,7 +168,7 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
     want, poisoned = decode(Off(), **kept)[0], 0
     while len(session.ids) < len(want):
         with torch.inference_mode():
-            for slab in [*kv._slabs, *session.view._copy._slabs]:
+            for slab in [*kv._slabs.values(), *session.view._copy._slabs.values()]:
                 empty = (slab.pos < 0).expand(slab.k.shape[:-1])  # spare room, and holes of heads that hold less
                 slab.k[empty] = slab.v[empty] = 1e6
                 poisoned += int(empty.sum())
@@ -179,7 +179,7 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
 
 def test_tree_rows_see_neither_scouts_nor_other_branches() -> None:
     model = lm()
-    kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    kv = Dense(model.shapes, model.dtype)
     session = Session(model, kv, Off(), GREEDY, chunk=13)
     drive(session.read(prompt()))
     sees = torch.ones(3, 3, dtype=torch.bool).tril()
@@ -258,7 +258,7 @@ def test_the_text_of_a_seed_has_the_law_of_the_model() -> None:
     start = prompt()
 
     def session(drafter: Any, seed: int) -> Session:
-        kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        kv = Dense(model.shapes, model.dtype)
         return Session(model, kv, drafter, Sampler(temperature=1.0, top_k=3, seed=seed), chunk=64)
 
     def law(text: list[int], depth: int) -> dict[tuple[int, ...], float]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from kvcli import build
+from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import Sight, Slots, compact, last, nbytes
+from kvcli.kv.front import Front
+from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, last, nbytes
+from kvcli.kv.tiers import narrow, wide
 from kvcli.kv.view import View
+from kvcli.model import LM
+from kvcli.profile import load_profile
+from tests import families
 from tests.policies import masks
 
 K, G, D, L = 3, 2, 8, 2
@@ -19,7 +29,7 @@ H = K * G
 
 def filled(n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Dense:
     g = torch.Generator().manual_seed(seed)
-    kv = Dense(L, K, D, dtype)
+    kv = Dense(alike(L, K, D), dtype)
     at = 0
     for m in (1, n // 3, n - n // 3 - 1):
         for layer in range(L):
@@ -50,7 +60,7 @@ def test_shuffling_slots_changes_nothing() -> None:
     want = read(kv, q, pos)
     slots = kv.slots(1)
     order = torch.randperm(37, generator=torch.Generator().manual_seed(1))
-    shuffled = Dense(L, K, D, torch.float64)
+    shuffled = Dense(alike(L, K, D), torch.float64)
     for i in order.tolist():
         shuffled.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], int(slots.pos[0, i]))
     torch.testing.assert_close(read(shuffled, q, pos), want)
@@ -63,7 +73,7 @@ def test_a_sliding_window_hides_what_is_too_old(window: int, n: int, shuffle: bo
     kv = filled(37)
     if shuffle:
         slots, order = kv.slots(1), torch.randperm(37, generator=torch.Generator().manual_seed(2))
-        kv = Dense(L, K, D, torch.float64)
+        kv = Dense(alike(L, K, D), torch.float64)
         for i in order.tolist():
             kv.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], int(slots.pos[0, i]))
     q, pos = rows(n, 37)
@@ -93,7 +103,7 @@ def test_unequal_heads_read_their_own_slots_and_take_more() -> None:
 def allocated(kv: Dense) -> int:
     """Bytes of every tensor that the store holds on to, found by looking, each storage once."""
     held: dict[int, int] = {}
-    for slab in kv._slabs:
+    for slab in kv._slabs.values():
         names = slab.__slots__ if hasattr(slab, "__slots__") else vars(slab)
         for t in (getattr(slab, name) for name in names):
             if isinstance(t, Tensor):
@@ -129,7 +139,7 @@ def test_keeping_all_is_a_no_op() -> None:
 
 
 def test_reserved_room_is_counted_and_never_moves() -> None:
-    kv = Dense(L, K, D, torch.float32)
+    kv = Dense(alike(L, K, D), torch.float32)
     kv.reserve(100)
     at = kv.slots(0).k.untyped_storage().data_ptr()
     for i in range(100):
@@ -154,7 +164,7 @@ def test_cropping_forgets_the_newest(ragged: bool) -> None:
 
 @pytest.mark.parametrize("n", [2, 1100])  # long runs are read with the spare room behind them
 def test_numbers_that_are_not_finite_go_with_their_text(n: int) -> None:
-    kv, ones = Dense(1, K, D, torch.float32), torch.ones(K, n, D)
+    kv, ones = Dense(alike(1, K, D), torch.float32), torch.ones(K, n, D)
     kv.append(0, ones, ones, 0)
     kv.append(0, ones[:, :2] / 0, ones[:, :2] * torch.nan, n)
     kv.crop(n)
@@ -276,3 +286,105 @@ def test_compacting_keeps_order_and_pads_with_empty_slots() -> None:
     kept = compact(s, mask)
     assert kept.pos.tolist() == [[0, 2, 3, 6, -1, -1, -1], [-1] * 7, list(range(7))]
     torch.testing.assert_close(kept.k[0, 1], s.k[0, 2])
+
+
+# ---- layers that are not alike ----
+
+UNEVEN = (LayerShape(3, 8, 12), LayerShape(1, 16, 4), LayerShape(3, 8, 12, shares=0), LayerShape(6, 5, 5))
+
+
+def test_layers_may_differ_in_heads_and_sizes_and_share_their_slots() -> None:
+    kv, twin, noise = Dense(UNEVEN, torch.float64), Dense(UNEVEN, torch.float64), torch.Generator().manual_seed(0)
+    owners = {layer: shape for layer, shape in enumerate(UNEVEN) if shape.shares is None}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=noise, dtype=torch.float64)
+
+    def same(keep: Callable[[Tensor], Tensor]) -> None:
+        """Each layer reads what is kept of its own slots, or of those that it shares."""
+        for layer, shape in enumerate(UNEVEN):
+            source, q = layer if shape.shares is None else shape.shares, random(6, 4, shape.k_dim)
+            s = kv.slots(layer)
+            pos = torch.arange(held[source][0].shape[1]).expand(shape.n_kv_heads, -1)
+            mask = keep(pos).unsqueeze(1).expand(-1, 4, -1)
+            out, _ = specified(q, *held[source], 0.3, 0.0, mask, pos.shape[1])
+            torch.testing.assert_close(merge(kv.attend(layer, q, Sight(0.3), range(90, 94))), out)
+            assert (*s.k.shape[::2], s.v.shape[2]) == (shape.n_kv_heads, shape.k_dim, shape.v_dim)
+            assert kv.n_slots(layer) == s.n_slots == int(keep(pos).sum(1).max())
+
+    held = {i: (random(s.n_kv_heads, 40, s.k_dim), random(s.n_kv_heads, 40, s.v_dim)) for i, s in owners.items()}
+    for layer, (k, v) in held.items():
+        kv.append(layer, k, v, 0)
+    same(lambda pos: pos >= 0)
+    mask = [s.pos % (torch.arange(s.pos.shape[0]).view(-1, 1) + 1) == 0 for s in map(kv.slots, range(4))]
+    kv.settle([m if layer in owners else None for layer, m in enumerate(mask)])  # heads of unequal length
+    same(lambda pos: pos % (torch.arange(pos.shape[0]).view(-1, 1) + 1) == 0)
+    for layer in owners:
+        twin.take(layer, kv.slots(layer))
+    assert torch.equal(twin.slots(2).k, kv.slots(2).k)
+    kv.crop(10)
+    same(lambda pos: (pos % (torch.arange(pos.shape[0]).view(-1, 1) + 1) == 0) & (pos < 10))
+    kv.reserve(77)
+    size = sum(s.n_kv_heads * (s.k_dim + s.v_dim) * 8 for s in owners.values())
+    assert nbytes(kv)["cpu"] == allocated(kv) >= 77 * size
+
+
+def test_what_shares_slots_stores_none() -> None:
+    kv = Dense(UNEVEN, torch.float64)
+    kv.append(0, torch.ones(3, 4, 8), torch.ones(3, 4, 12), 0)
+    with pytest.raises(KeyError):
+        kv.append(2, torch.ones(3, 4, 8), torch.ones(3, 4, 12), 4)
+    with pytest.raises(AssertionError, match="another's slots"):
+        kv.put(2, kv.slots(2))
+    with pytest.raises(AssertionError, match="slots of its own"):
+        Dense([*UNEVEN, LayerShape(3, 8, 12, shares=2)], torch.float64)
+
+
+def test_a_view_chooses_for_each_layer_even_where_slots_are_shared() -> None:
+    kv = Dense(UNEVEN, torch.float64)
+    for layer, shape in enumerate(UNEVEN):
+        if shape.shares is None:
+            k, v = (torch.randn(shape.n_kv_heads, 9, d, dtype=torch.float64) for d in (shape.k_dim, shape.v_dim))
+            kv.append(layer, k, v, 0)
+
+    def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
+        return s.pos % 2 == layer // 2 % 2
+
+    front, view = Front(kv, pick, 4, UNEVEN), View(kv, pick)
+    for layer, shape in enumerate(UNEVEN):
+        q = torch.randn(6, 2, shape.k_dim, dtype=torch.float64)
+        torch.testing.assert_close(
+            merge(front.attend(layer, q, Sight(0.3), [9, 9])), merge(view.attend(layer, q, Sight(0.3), [9, 9]))
+        )
+
+
+MORE = {
+    "kv.k_bits": {"kv": {"k_bits": 8}},
+    "kv.v_bits": {"kv": {"v_bits": 4}},
+    "memory.disk": {"memory": {"disk": "1GiB", "device": "1GiB"}},
+    "memory.device": {"memory": {"device": "1GiB"}},
+    "recall.method": {"recall": {"method": "minmax", "dense_layers": 0}},
+}
+
+
+@pytest.mark.parametrize("key", [None, *MORE])
+def test_what_takes_layers_alike_refuses_others_by_name(key: str | None) -> None:
+    """And gives the key that turns it off; all of it takes layers that are alike."""
+    profile = load_profile("exact").replace(exactness="approx", **MORE.get(key, {}))
+    plan = build.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
+    plan.store()
+    for shapes in (UNEVEN, (LayerShape(2, 16, 8),) * 4):
+        uneven_plan = replace(plan, shapes=shapes)
+        if key is None:
+            assert uneven_plan.store().slots(1).v.shape[2] == shapes[1].v_dim
+            continue
+        with pytest.raises(BadConfig, match=key) as caught:
+            uneven_plan.store()
+        assert caught.value.code == "uneven_layers"
+        assert caught.value.try_[0].startswith(f"--set {key}=")
+
+
+def test_room_is_counted_layer_by_layer() -> None:
+    kv = load_profile("exact").kv
+    assert [wide(shape, 2) for shape in UNEVEN] == [2 * 3 * 20 + 4, 2 * 20 + 4, 0, 2 * 60 + 4]
+    assert narrow(kv, UNEVEN[0], 2) == wide(UNEVEN[0], 2)

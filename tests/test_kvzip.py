@@ -39,14 +39,14 @@ def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
     drive(s.read(ids))
 
     for start, end in ((0, 25), (25, 50), (50, N)):
-        kv = Dense(TINY.n_layers, TINY.n_kv_heads, TINY.head_dim, TINY.dtype)
+        kv = Dense(TINY.shapes, TINY.dtype)
         first = Rows.chain(ids[:N], 0)
         commit(kv, first, *run([Feed(TINY, first, kv)]), range(N))
         rows = Rows.chain(ids[max(0, start - 3) : end], N)
         (again,) = run([Feed(TINY, rows, kv, hear=range(rows.n_rows))])
         for layer in range(TINY.n_layers):
             there = [p for p in range(N) if p < 2 or start <= p < end]
-            k = torch.cat((kv.slots(layer).k[:, there], again.fresh[layer][0]), 1)
+            k = torch.cat((kv.slots(layer).k[:, there], again.fresh[layer].k), 1)
             pos = torch.cat((torch.tensor(there), where := torch.tensor(rows.pos))).expand(TINY.n_kv_heads, -1)
             every = column_mass(again.queries[layer], where, k, pos, TINY.sights[layer].scale, over="none")
             want = every.amax((1, 2))[:, [i for i, p in enumerate(there) if start <= p < end and p >= 2]]

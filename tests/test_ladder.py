@@ -23,7 +23,7 @@ from kvcli.kv.host import Host, Staging
 from kvcli.kv.ladder import Ladder, Rung, oldest
 from kvcli.kv.packed import Packed
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Sight, Slots, Store, nbytes
+from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
 from kvcli.model import LM
 from kvcli.session import Session
 from tests import families
@@ -38,20 +38,22 @@ BIG = 1 << 30
 
 
 def two_dense(shape: Shape, dtype: torch.dtype) -> Ladder:
-    return Ladder(Dense(*shape, dtype), [Rung(Dense(*shape, dtype, step=5))], holds=7, group=4, sinks=2)
+    return Ladder(Dense(alike(*shape), dtype), [Rung(Dense(alike(*shape), dtype, step=5))], holds=7, group=4, sinks=2)
 
 
 def rounding(shape: Shape, dtype: torch.dtype) -> Ladder:
-    return Ladder(Dense(*shape, dtype, step=8), [Rung(Rounding(*shape, dtype))], holds=5, group=3, sinks=1)
+    return Ladder(
+        Dense(alike(*shape), dtype, step=8), [Rung(Rounding(alike(*shape), dtype))], holds=5, group=3, sinks=1
+    )
 
 
 def three(shape: Shape, dtype: torch.dtype) -> Ladder:
-    below = [Rung(Rounding(*shape, dtype), 8, 4), Rung(Host(Dense(*shape, dtype), "cpu"))]
-    return Ladder(Dense(*shape, dtype), below, holds=4, group=4, sinks=3)
+    below = [Rung(Rounding(alike(*shape), dtype), 8, 4), Rung(Host(Dense(alike(*shape), dtype), "cpu"))]
+    return Ladder(Dense(alike(*shape), dtype), below, holds=4, group=4, sinks=3)
 
 
 def on_disk(shape: Shape, dtype: torch.dtype) -> Ladder:
-    return Ladder(Dense(*shape, dtype), [Rung(Disk(*shape, dtype, BIG, BIG))], holds=6, group=2)
+    return Ladder(Dense(alike(*shape), dtype), [Rung(Disk(*shape, dtype, BIG, BIG))], holds=6, group=2)
 
 
 LADDERS: dict[str, Callable[[Shape, torch.dtype], Ladder]] = {
@@ -66,7 +68,7 @@ EXACT = ("two_dense", "on_disk")  # those that round nothing
 def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, torch.dtype], Ladder]:
     def make(shape: Shape, dtype: torch.dtype) -> Ladder:
         low = Packed(*shape, dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
-        return Ladder(Dense(*shape, dtype), [Rung(low)], holds=6, group=4, sinks=2)
+        return Ladder(Dense(alike(*shape), dtype), [Rung(low)], holds=6, group=4, sinks=2)
 
     return make
 
@@ -98,7 +100,7 @@ def positions(kv: Store, layer: int = 1) -> list[list[int]]:
 @pytest.mark.parametrize("window", [None, 1, 9, 33])
 @pytest.mark.parametrize("name", EXACT)
 def test_rungs_of_equal_numbers_are_one_tier(name: str, window: int | None) -> None:
-    one, ladder = Dense(L, K, D, torch.float64), LADDERS[name]((L, K, D), torch.float64)
+    one, ladder = Dense(alike(L, K, D), torch.float64), LADDERS[name]((L, K, D), torch.float64)
     fill(one, 40)
     fill(ladder, 40)
     assert len([u for u in ladder.usage() if u.layer == 1 and u.slots]) > 1
@@ -107,7 +109,7 @@ def test_rungs_of_equal_numbers_are_one_tier(name: str, window: int | None) -> N
 
 
 def test_one_rung_is_the_bare_tier() -> None:
-    one, ladder = Dense(L, K, D, torch.float64), Ladder(Dense(L, K, D, torch.float64))
+    one, ladder = Dense(alike(L, K, D), torch.float64), Ladder(Dense(alike(L, K, D), torch.float64))
     fill(one, 40)
     fill(ladder, 40)
     assert torch.equal(read(ladder), read(one))
@@ -135,7 +137,7 @@ def test_the_past_changes_at_boundaries_only() -> None:
 
 
 def test_a_long_rung_waits_until_moving_is_worth_it() -> None:
-    kv = Ladder(Dense(L, K, D, torch.float64), [Rung(Dense(L, K, D, torch.float64))], holds=64, group=2)
+    kv = Ladder(Dense(alike(L, K, D), torch.float64), [Rung(Dense(alike(L, K, D), torch.float64))], holds=64, group=2)
     held = []
     for at in range(0, 80, 2):
         for layer in range(L):
@@ -146,7 +148,7 @@ def test_a_long_rung_waits_until_moving_is_worth_it() -> None:
 
 
 def test_rounding_reaches_what_went_down_and_nothing_else() -> None:
-    one, ladder = Dense(L, K, D, torch.float64), rounding((L, K, D), torch.float64)
+    one, ladder = Dense(alike(L, K, D), torch.float64), rounding((L, K, D), torch.float64)
     fill(one, 40)
     fill(ladder, 40)
     want, got = one.slots(1), ladder.slots(1)
@@ -158,7 +160,7 @@ def test_rounding_reaches_what_went_down_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", LADDERS)
 def test_a_mask_over_all_rungs_is_split_by_rung(name: str) -> None:
-    kv, one = LADDERS[name]((L, K, D), torch.float64), Dense(L, K, D, torch.float64)
+    kv, one = LADDERS[name]((L, K, D), torch.float64), Dense(alike(L, K, D), torch.float64)
     fill(kv, 40)
     for s in [kv.slots(1)]:
         one.take(1, s)
@@ -190,7 +192,7 @@ def test_cropping_reaches_every_rung(name: str) -> None:
 
 @pytest.mark.parametrize("name", LADDERS)
 def test_a_past_moves_from_one_store_to_another(name: str) -> None:
-    one, kv = Dense(L, K, D, torch.float64), LADDERS[name]((L, K, D), torch.float64)
+    one, kv = Dense(alike(L, K, D), torch.float64), LADDERS[name]((L, K, D), torch.float64)
     fill(one, 40)
     for layer in range(L):
         kv.take(layer, one.slots(layer))
@@ -214,8 +216,8 @@ def positions_of(s: Slots) -> list[list[int]]:
 @pytest.mark.parametrize("below", [True, False])
 def test_the_last_rung_says_when_it_is_full_and_keeps_what_it_has(below: bool) -> None:
     shape = (L, K, D)
-    rungs = [Rung(Dense(*shape, torch.float64), 14)] if below else []
-    kv = Ladder(Dense(*shape, torch.float64), rungs, holds=10 if below else 22, group=2 if below else 1)
+    rungs = [Rung(Dense(alike(*shape), torch.float64), 14)] if below else []
+    kv = Ladder(Dense(alike(*shape), torch.float64), rungs, holds=10 if below else 22, group=2 if below else 1)
     with pytest.raises(Shortage, match="outgrown"):
         fill(kv, 40)
     kv.crop(20)
@@ -228,7 +230,7 @@ def test_the_last_rung_says_when_it_is_full_and_keeps_what_it_has(below: bool) -
 
 
 def test_a_host_tier_answers_rows_of_its_device_and_counts_as_host() -> None:
-    one, host = Dense(L, K, D, torch.float64), Host(Dense(L, K, D, torch.float64), "cpu")
+    one, host = Dense(alike(L, K, D), torch.float64), Host(Dense(alike(L, K, D), torch.float64), "cpu")
     for layer in range(L):
         host.append(layer, *(t := torch.randn(2, K, 9, D, dtype=torch.float64)).unbind(0), 0)
         one.append(layer, *t.unbind(0), 0)
@@ -267,7 +269,7 @@ def test_the_file_is_private_and_has_no_name() -> None:
 
 
 def test_slots_come_back_from_the_disk_as_they_went() -> None:
-    kv, one = a_disk(), Dense(L, K, D, torch.float64)
+    kv, one = a_disk(), Dense(alike(L, K, D), torch.float64)
     for at, n in ((0, 1), (1, 299), (300, 5000)):
         s = some(n, at)
         kv.take(1, s)
@@ -409,7 +411,7 @@ def test_sliding_layers_and_sinks_too(name: str, model: str, drafter: str) -> No
 @pytest.mark.parametrize("name", EXACT)
 def test_rungs_that_round_nothing_give_the_text_of_one_tier(name: str, model: str) -> None:
     found = lm(model, "fp64")
-    session = Session(found, Dense(found.n_layers, found.n_kv_heads, found.head_dim, found.dtype), Off(),
+    session = Session(found, Dense(found.shapes, found.dtype), Off(),
                       SAMPLERS["sampled"], chunk=13)  # fmt: skip
     drive(session.read(prompt()))
     list(events(session.stream(NEW, stop={STOP})))

@@ -17,7 +17,7 @@ from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.packed import Packed
-from kvcli.kv.slots import Sight, Slots, compact, nbytes, visible
+from kvcli.kv.slots import Sight, Slots, alike, compact, nbytes, visible
 from kvcli.session import Session
 from tests.exactness import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
 
@@ -109,7 +109,7 @@ def test_the_cpu_reads_the_same_in_sixteen_bits(bits: tuple[int, int], n: int, e
 
 @pytest.mark.parametrize(("bits", "off"), [((16, 16), 1e-12), ((8, 8), 0.02), ((4, 4), 0.25), ((2, 2), 0.9)], ids=str)
 def test_the_error_is_that_of_the_rounding(bits: tuple[int, int], off: float) -> None:
-    whole, s = Dense(L, K, D, torch.float64), made(N)
+    whole, s = Dense(alike(L, K, D), torch.float64), made(N)
     whole.append(1, s.k, s.v, int(s.pos[0, 0]))
     q, pos = rows(5)
     want = merge(whole.attend(1, q, Sight(0.3), pos))
@@ -304,7 +304,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
     def text(drafter: Drafter) -> list[int]:
         shape = (model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
         packed = Packed(*shape, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
-        kv = Ladder(Dense(*shape), [Rung(packed)], holds=7, group=GROUP, sinks=2)
+        kv = Ladder(Dense(model.shapes, model.dtype), [Rung(packed)], holds=7, group=GROUP, sinks=2)
         chosen = {"view": view(model, kv, drafter), "policy": keep, "every": every or 16, "chunk": 13}
         session = Session(model, kv, drafter, SAMPLERS["sampled"], **chosen)
         drive(session.read(prompt()))

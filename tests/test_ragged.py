@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,7 @@ from kvcli.engine import drive, events
 from kvcli.kernels.merge import Part, merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.ragged import Extents
-from kvcli.kv.slots import Masks, Sight, Slots, Usage, empty_like, nbytes
+from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, alike, empty_like, nbytes
 from kvcli.model import LM
 from kvcli.sample import Sampler
 from kvcli.session import Session
@@ -32,9 +33,9 @@ Slot = tuple[int, Tensor, Tensor]  # position, k [D], v [D]
 class Listed:
     """The plainest store: for each layer and head a list of slots, as they were stored. Attends one row at a time."""
 
-    def __init__(self, n_layers: int, n_kv: int, dim: int, dtype: torch.dtype) -> None:
-        self.dtype, self.dim, self.changes = dtype, dim, 0
-        self.held: list[list[list[Slot]]] = [[[] for _ in range(n_kv)] for _ in range(n_layers)]
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype) -> None:
+        self.dtype, self.dim, self.changes = dtype, shapes[0].k_dim, 0
+        self.held: list[list[list[Slot]]] = [[[] for _ in range(shape.n_kv_heads)] for shape in shapes]
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
         group, (h, n, _) = q.shape[0] // len(self.held[layer]), q.shape
@@ -128,8 +129,8 @@ def reads_the_same(kv: Dense, plain: Listed, layer: int, q: Tensor, sight: Sight
 def test_whatever_happens_a_store_is_a_list_per_head(data: st.DataObject) -> None:
     n_kv, group, dim, layers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2)), 4, 2
     noise = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    kv = Dense(layers, n_kv, dim, torch.float64, step=data.draw(st.sampled_from([1, 4, 64, 256])))
-    plain = Listed(layers, n_kv, dim, torch.float64)
+    kv = Dense(alike(layers, n_kv, dim), torch.float64, step=data.draw(st.sampled_from([1, 4, 64, 256])))
+    plain = Listed(alike(layers, n_kv, dim), torch.float64)
     at = 0
 
     def rand(*shape: int) -> Tensor:
@@ -203,7 +204,7 @@ def test_heads_of_equal_length_are_read_at_once(monkeypatch: pytest.MonkeyPatch)
         return attend(q, k, *args, **more)
 
     monkeypatch.setattr(ragged, "attend", noted)
-    kv = Dense(1, 3, 4, torch.float64)
+    kv = Dense(alike(1, 3, 4), torch.float64)
     kv.append(0, torch.ones(3, 60, 4), torch.ones(3, 60, 4), 0)
     kv.settle(masks(kv, lambda layer, s: (s.pos + torch.arange(3).view(-1, 1)) % 3 == 0))
     kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), Sight(1.0), [60])
@@ -216,7 +217,7 @@ def test_heads_of_equal_length_are_read_at_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_numbers_that_are_not_finite_go_with_their_text() -> None:
     """Spare room is read along: what was there must not come back."""
-    kv = Dense(1, 3, 4, torch.float64)
+    kv = Dense(alike(1, 3, 4), torch.float64)
     ones = torch.ones(3, 60, 4, dtype=torch.float64)
     bad = ones.clone()
     bad[:, 30:] = torch.nan
@@ -245,7 +246,7 @@ def text(
     name: str, kind: type[Dense] | type[Listed], drafter: Drafter, keep: object, every: int, chunk: int
 ) -> Session:
     model = lm(name)
-    kv = kind(model.n_layers, model.n_kv_heads, model.head_dim, torch.float64)
+    kv = kind(model.shapes, torch.float64)
     session = Session(model, kv, drafter, Sampler(), policy=keep, every=every, chunk=chunk)  # type: ignore[arg-type]
     drive(session.read(families.prompt(30)))
     for _ in events(session.stream(16)):

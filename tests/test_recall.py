@@ -32,7 +32,7 @@ from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget, Pages
 from kvcli.kv.recall_source import Whole
 from kvcli.kv.recall_store import RecallStore
-from kvcli.kv.slots import Sight, Slots, Store, nbytes
+from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
 from kvcli.model import LM
 from kvcli.profile import Profile, load_profile
 from kvcli.session import Session
@@ -61,7 +61,7 @@ def fill(kv: Dense | Recall, n: int, start: int = 0, seed: int = 0, sharp: float
 
 
 def recall(index: Index, budget: Budget = SMALL, dtype: torch.dtype = torch.float64, **more: Any) -> RecallStore:
-    return RecallStore(Dense(1, K, D, dtype), index, budget, [0], **more)
+    return RecallStore(Dense(alike(1, K, D), dtype), index, budget, [0], **more)
 
 
 def filled(index: Index, n: int, budget: Budget = SMALL, **more: Any) -> RecallStore:
@@ -486,7 +486,7 @@ def test_a_profile_reads_through_its_table() -> None:
 @pytest.mark.parametrize("method", INDEXES)
 def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     chosen = profile(method=method, floor=64, page=4, dense_layers=0).recall.settings
-    store = Dense(1, K, D, torch.float32)
+    store = Dense(alike(1, K, D), torch.float32)
     kv = chosen.over(store, store, [Sight(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), 0)
     kv.settle()
@@ -503,7 +503,7 @@ def test_the_yardstick_of_a_benchmark_recalls_nothing() -> None:
 
 def past(model: LM, index: Index, budget: Budget, epsilon: float | None, on_ladder: bool) -> Store:
     """All but the first layer recall: over the whole past, or over the lower rung of a ladder."""
-    shape = (model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+    shape = (model.shapes, model.dtype)
     layers = range(1, model.n_layers)
     if not on_ladder:
         return RecallStore(Dense(*shape), index, budget, layers, epsilon=epsilon)
@@ -599,7 +599,7 @@ def test_an_undone_turn_leaves_no_trace(name: str) -> None:
 def test_a_prompt_is_stored_as_if_nothing_were_left_out(name: str) -> None:
     model, stores = exactness.lm("dense", "fp64"), []
     for with_recall in (False, True):
-        kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        kv = Dense(model.shapes, model.dtype)
         read = RecallStore(kv, INDEXES[name], SMALL, range(model.n_layers)) if with_recall else kv
         drive(Session(model, read, Off(), exactness.SAMPLERS["greedy"], chunk=13).read(families.prompt(90)))
         stores.append(kv.slots(2))

@@ -28,7 +28,7 @@ from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
 from kvcli.kv.recall_source import Shelf, Whole
 from kvcli.kv.room import Room
-from kvcli.kv.slots import Sight, Slots, nbytes
+from kvcli.kv.slots import Sight, Slots, alike, nbytes
 from kvcli.local import Model
 from kvcli.model import LM
 from kvcli.profile import Profile, load_profile
@@ -50,7 +50,7 @@ def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Make:
 
 
 SHELVES: dict[str, Make] = {
-    "dense": lambda shape, dtype: Dense(*shape, dtype, step=8),
+    "dense": lambda shape, dtype: Dense(alike(*shape), dtype, step=8),
     "packed_8": packed(8, 8),
     "packed_4_2": packed(4, 2, "hadamard"),
     "packed_16_4": packed(16, 4),
@@ -252,7 +252,7 @@ def ladder(shape: Shape, dtype: torch.dtype, index: str, rungs: str) -> Ladder:
         ]
     else:
         below = [Rung(read(SHELVES[rungs]))]
-    return Ladder(Dense(*shape, dtype), below, holds=5, group=4, sinks=1)
+    return Ladder(Dense(alike(*shape), dtype), below, holds=5, group=4, sinks=1)
 
 
 RUNGS = {"packed_8": "certified", "packed_4_2": "sketch", "host": "minmax", "disk": "certified", "three": "minmax"}
@@ -317,7 +317,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
         profile = load_profile("exact").replace(exactness="approx", recall={"method": method} | settings)
         recall = profile.recall.settings
         low = Disk(*shape, model.dtype, BIG, BIG)
-        dense = Dense(*shape, model.dtype)
+        dense = Dense(alike(*shape), model.dtype)
         kv = recall.over(dense, dense, model.sights)
         if rungs:
             kv = Ladder(dense, [Rung(recall.below(low, model.sights))], holds=5, group=4, sinks=1)

@@ -64,7 +64,7 @@ def test_what_is_lost_is_the_kl_of_the_newest_tokens_by_the_past_that_is_left(fa
     def predicted(kept: Tensor | None) -> Tensor:
         full = session(None, model)
         drive(full.read([*ids[:start], 0]))
-        kv = Dense(model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        kv = Dense(model.shapes, model.dtype)
         for layer in range(model.n_layers):
             held = full.kv.slots(layer)
             kv.put(layer, compact(held, held.pos >= 0 if kept is None else kept[held.pos.long()]))

@@ -12,6 +12,7 @@ from kvcli.engine import drive, events
 from kvcli.errors import BadModel
 from kvcli.kernels.rotate import Rotary
 from kvcli.kv.dense import Dense
+from kvcli.kv.slots import alike
 from kvcli.model import LM
 from kvcli.rope import rotaries
 from kvcli.sample import Sampler
@@ -34,8 +35,7 @@ def lm(name: str, dtype: torch.dtype = torch.float64) -> LM:
 
 
 def store(model: LM, rope: bool) -> Dense:
-    shape = (model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
-    return Dense(*shape, rope=rotaries(model) if rope else None)
+    return Dense(model.shapes, model.dtype, rope=rotaries(model) if rope else None)
 
 
 def read(model: LM, rope: bool) -> Session:
@@ -129,7 +129,7 @@ def test_what_falls_out_and_what_is_taken_in_is_rotated() -> None:
 
 def test_evicting_again_and_again_rounds_a_key_once() -> None:
     rotary = Rotary(100.0 ** (-torch.arange(0, 8, 2) / 8))
-    kv = Dense(1, 1, 8, torch.bfloat16, rope=[rotary])
+    kv = Dense(alike(1, 1, 8), torch.bfloat16, rope=[rotary])
     k = torch.randn(1, 60, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     kv.append(0, k, k, 0)
     once = kv.slots(0).k

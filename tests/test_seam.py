@@ -45,7 +45,7 @@ def stock_logits(name: str, dtype: torch.dtype) -> Tensor:
 
 def our_logits(lm: LM, ids: list[int], chunk: int) -> Tensor:
     """[N, V] of passes of at most `chunk` rows, each committed before the next."""
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+    kv = Dense(lm.shapes, lm.dtype)
     logits = []
     for a in range(0, len(ids), chunk):
         rows = Rows.chain(ids[a : a + chunk], a)
@@ -94,7 +94,7 @@ def test_greedy_text_equals_generate(name: str):
     theirs = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, PROMPT:].tolist()
     lm = LM.of(model)
     for chunk in (64, 7):
-        kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+        kv = Dense(lm.shapes, lm.dtype)
         session = Session(lm, kv, Off(), Sampler(), chunk=chunk)
         drive(session.read(ids))
         for _ in events(session.stream(NEW)):

@@ -28,7 +28,7 @@ TINY = LM.of(families.build("llama"))
 
 
 def session(drafter: object = None, **options: object) -> Session:
-    kv = Dense(TINY.n_layers, TINY.n_kv_heads, TINY.head_dim, TINY.dtype)
+    kv = Dense(TINY.shapes, TINY.dtype)
     return Session(TINY, kv, drafter or Off(), Sampler(), **options)  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ def test_right_guesses_end_where_the_window_does() -> None:
     short.limit = 30
     s = Session(
         short,
-        Dense(TINY.n_layers, TINY.n_kv_heads, TINY.head_dim, TINY.dtype),
+        Dense(TINY.shapes, TINY.dtype),
         drafters.Right(TRUTH, 97, -1),
         Sampler(),
     )

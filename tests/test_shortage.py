@@ -18,7 +18,7 @@ from kvcli.errors import BadConfig, DoesNotFit, ExitStatus
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.shortage import Shortage, as_shortage
-from kvcli.kv.slots import Store, nbytes
+from kvcli.kv.slots import Store, alike, nbytes
 from kvcli.local import Model
 from kvcli.model import LM
 from kvcli.policies.base import Policy
@@ -37,8 +37,8 @@ torch.set_num_threads(1)
 SAMPLED = Sampler(temperature=0.9, repetition_penalty=1.2, seed=3)
 Make = Callable[[tuple[int, int, int], torch.dtype], Store]
 STORES: dict[str, tuple[Make, Policy | None]] = {
-    "dense": (lambda shape, dtype: Dense(*shape, dtype), None),
-    "evicting": (lambda shape, dtype: Dense(*shape, dtype), Ragged()),
+    "dense": (lambda shape, dtype: Dense(alike(*shape), dtype), None),
+    "evicting": (lambda shape, dtype: Dense(alike(*shape), dtype), Ragged()),
     "two_dense": (two_dense, None),
     "rounding": (rounding, Ragged()),
     "three": (three, None),

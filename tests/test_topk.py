@@ -262,7 +262,7 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
     """Two turns of a chat."""
     lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "every": 7}
     policy = _settings(name, keep=0.4, alloc=alloc, **new)
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+    kv = Dense(lm.shapes, lm.dtype)
     s = Session(
         lm,
         kv,

@@ -1,9 +1,10 @@
 """Attention of rows over stored slots, with the log-sum-exp that lets parts merge.
 
-Layouts: q [H, N, D], k [K, S, D], v [K, S, D]; query head h reads KV head h // (H // K). No copy of K/V per query head
-is made. `mask` allows: [N, S] for all heads or [K, N, S]; None = every row sees every slot, which is the usual case, as
-stored slots are older than every row. What a mask hides must still be finite numbers. Results: out [H, N, D] and
-lse [H, N]; a row that sees nothing has lse = -inf and out = 0. Strides of k and v are free, but D is contiguous.
+Layouts: q [H, N, D], k [K, S, D], v [K, S, E], where E may be D; query head h reads KV head h // (H // K). No copy of
+K/V per query head is made. `mask` allows: [N, S] for all heads or [K, N, S]; None = every row sees every slot, which is
+the usual case, as stored slots are older than every row. What a mask hides must still be finite numbers. Results: out
+[H, N, E] and lse [H, N]; a row that sees nothing has lse = -inf and out = 0. Strides of k and v are free, but D and E
+are contiguous.
 """
 
 from __future__ import annotations

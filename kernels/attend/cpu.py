@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvcli.kernels.attend.reference import fold, within
 from kvcli.kernels.products import multiplies
@@ -75,6 +76,20 @@ def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, ends: Sequence[int]
     return out.view(h, n, -1), lse.view(h, n)
 
 
+def square(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """torch's kernel, which wants keys and values of one size: the smaller ones are filled up with zeros."""
+    d, d_v = k.shape[3], v.shape[3]
+    if d != d_v:
+        q, k = (pad(t, (0, max(d, d_v) - d)) for t in (q, k))
+        v = pad(v, (0, max(d, d_v) - d_v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
+    return out[..., :d_v], lse
+
+
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """torch's flash kernel with the group folded into the rows; no scores of all rows and slots exist at once."""
     h, n, d = q.shape
@@ -84,9 +99,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) ->
     if mask is not None:
         shown = fold(mask, kv, h // kv)  # [K or 1, G*N, S]
         bias = torch.zeros(shown.shape, dtype=q.dtype, device=q.device).masked_fill_(~shown, -torch.inf).unsqueeze(0)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows, k.unsqueeze(0), v.unsqueeze(0), 0.0, False, attn_mask=bias, scale=scale
-    )
+    out, lse = square(rows, k.unsqueeze(0), v.unsqueeze(0), scale, is_causal=False, bias=bias)
     out, lse = out[0].reshape(h, n, -1), lse[0].reshape(h, n)
     if mask is not None:
         blind = ~fold(mask.any(-1, keepdim=True), kv, h // kv).expand(kv, -1, 1).reshape(h, n)

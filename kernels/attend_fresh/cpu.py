@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend.cpu import flash
+from kvcli.kernels.attend.cpu import flash, square
 
 MANY = 64  # rows with a mask; beyond, the flash kernel
 
@@ -26,9 +26,7 @@ def attend_fresh(
         lse = (q.view(kv, h // kv, d).to(wide) * k).sum(-1) * scale  # [K, G]
         return v.expand(kv, h // kv, v.shape[2]).reshape(h, 1, -1), lse.view(h, 1)
     if sees is None:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, True, scale=scale
-        )
+        out, lse = square(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scale, is_causal=True)
         return out[0], lse[0]
     if n > MANY:
         return flash(q, k, v, scale, sees)

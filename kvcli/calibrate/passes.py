@@ -58,7 +58,7 @@ def _rows_of(times: dict[int, list[float]], context: int) -> Iterator[PassTime]:
 
 def filled(lm: LM, n: int) -> Dense:
     """A past of n tokens that nobody wrote: times do not depend on what is stored."""
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    kv = Dense(lm.shapes, lm.dtype, lm.device)
     kv.reserve(n)
     noise = torch.randn(lm.n_kv_heads, n, lm.head_dim, dtype=lm.dtype, device=lm.device)
     for layer in range(lm.n_layers):

@@ -14,7 +14,7 @@ from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.fit.shape import Shape, of_source
 from kvcli.kv import tiers
-from kvcli.kv.slots import Sight
+from kvcli.kv.slots import LayerShape, Sight
 from kvcli.kv.tiers import POSITION, index_bytes, is_packed, layer_bytes, narrow
 from kvcli.machine import kept_free
 from kvcli.refusals import refuse_quant
@@ -120,15 +120,15 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         subject.held, shape, number=number, quant=load.quant, device=room.kind, given=subject.is_quantized
     )
     usable = room.available - kept_free(room.available)
-    of_slot = (shape.kv_heads, shape.head_dim, kv_number)
-    below = narrow(profile.kv, *of_slot)
+    of_layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
+    below = narrow(profile.kv, of_layer, kv_number)
     run = memory.Run(
         device=room.kind,
         number=number,
         kv_number=kv_number,
-        layer=partial(layer_bytes, profile.kv, profile.memory, *of_slot),
+        layer=partial(layer_bytes, profile.kv, profile.memory, of_layer, kv_number),
         index=_index(profile, shape, kv_number),
-        caps=_caps(profile, shape, room, of_slot, usable),
+        caps=_caps(profile, shape, room, of_layer, kv_number, usable),
         chunk=profile.prefill.chunk,
         rows=profile.spec.rows,
         slots=profile.policy.slots,
@@ -161,14 +161,15 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
 
 
-def _caps(profile: Profile, shape: Shape, room: Room, of_slot: tuple[int, int, int], free: int) -> Caps:
+def _caps(profile: Profile, shape: Shape, room: Room, of_layer: LayerShape, number: int, free: int) -> Caps:
     def found(chunk: int, left: int) -> kv_room.Room:
         return tiers.room(
             profile.kv,
             profile.memory,
             profile.recall.settings,
             _sights(shape),
-            of_slot,
+            [of_layer] * shape.layers,
+            number,
             chunk=chunk,
             is_cpu=room.kind == "cpu",
             free=left,

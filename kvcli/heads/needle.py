@@ -48,7 +48,7 @@ def _around(feed: Feed, made: Made, layer: int, around: Tensor) -> Tensor:
         if sight.window is not None:
             hidden = hidden | (s.pos[head] <= opens(pos, sight.window, s.pos.device))
         past = past.masked_fill(hidden, -torch.inf)
-        fresh = _scores(group, made.fresh[layer][0][head], sight).masked_fill(~among[heard].to(q.device), -torch.inf)
+        fresh = _scores(group, made.fresh[layer].k[head], sight).masked_fill(~among[heard].to(q.device), -torch.inf)
         weight = torch.cat((past, fresh), -1).softmax(-1)[..., : past.shape[-1]]  # [G, w, S]
         slot = torch.searchsorted(s.pos[head].long(), around.clamp(min=0)).clamp(max=past.shape[-1] - 1)
         there = (s.pos[head][slot] == around).to(weight.dtype)  # [w, O]: an offset may lie outside the text

@@ -13,7 +13,7 @@ from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.ragged import Ragged
 from kvcli.kv.slab import Slab, agree
-from kvcli.kv.slots import Masks, Sight, Slots, Usage, compact, empty_like, on_host
+from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty_like, on_host
 
 
 class Held(Protocol):
@@ -67,7 +67,8 @@ class Dense:
 
     While all heads of a layer hold the same slots they share one row of positions; once they differ, each head takes
     the room of its own. Grows in small steps, one layer at a time: the spare room is read along with the slots (finite,
-    hidden by their place), so there is little of it. Refuses nothing: any device, any float type.
+    hidden by their place), so there is little of it. Refuses nothing: any device, any float type, layers of any shape.
+    A layer that shares another's slots reads them and holds none; nothing may be stored in it, or taken from it.
 
     With `rope`, one Rotary per layer (None = that layer turns no keys), keys are stored as they were before rotary
     embedding and rotated whenever they are read, which costs several times what attending to them does. Whoever hands
@@ -80,35 +81,36 @@ class Dense:
 
     def __init__(
         self,
-        n_layers: int,
-        n_kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[LayerShape],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         *,
         step: int = STEP,
         rope: Sequence[Rotary | None] | None = None,
     ) -> None:
-        """`step`: slots by which a layer grows."""
+        """`shapes`: by layer; `step`: slots by which a layer grows."""
         self.dtype = dtype
         self.changes = 0
         self._step = step
         self._name = "cpu" if torch.device(device).type == "cpu" else torch.device(device).type
-        self._rope = list(rope) if rope is not None else [None] * n_layers
-        self._slabs: list[Held] = [
-            Slab(
-                k=torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device),
-                v=torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device),
+        self._holder = [layer if shape.shares is None else shape.shares for layer, shape in enumerate(shapes)]
+        self._rope = [rope[holder] if rope is not None else None for holder in self._holder]
+        self._slabs: dict[int, Held] = {
+            layer: Slab(
+                k=torch.empty(shape.n_kv_heads, 0, shape.k_dim, dtype=dtype, device=device),
+                v=torch.empty(shape.n_kv_heads, 0, shape.v_dim, dtype=dtype, device=device),
                 pos=torch.empty(1, 0, dtype=torch.int32, device=device),
                 step=step,
             )
-            for _ in range(n_layers)
-        ]
-        assert len(self._rope) == n_layers, "one rotary embedding per layer"
+            for layer, shape in enumerate(shapes)
+            if shape.shares is None
+        }
+        assert rope is None or len(rope) == len(shapes), "one rotary embedding per layer"
+        assert all(holder in self._slabs for holder in self._holder), "a shared layer has slots of its own"
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
-        return self._slabs[layer].attend(q, sight, pos, self._rope[layer])
+        return self._read(layer).attend(q, sight, pos, self._rope[layer])
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
@@ -130,23 +132,23 @@ class Dense:
 
     def n_slots(self, layer: int) -> int:
         """Slots of the longest head."""
-        return self._slabs[layer].length
+        return self._read(layer).length
 
     def slots(self, layer: int, *, rotated: bool = True) -> Slots:
         """What this layer holds: views of the slab, or a copy if heads differ or keys had to be rotated.
 
         Not `rotated`: keys as they lie, before rotary embedding where the tier was given one.
         """
-        held = self._slabs[layer].slots()
+        held = self._read(layer).slots()
         return self._turned(layer, held) if rotated else held
 
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last."""
-        return self._turned(layer, self._slabs[layer].newest(n))
+        return self._turned(layer, self._read(layer).newest(n))
 
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots, -1 = empty."""
-        return self._slabs[layer].positions()
+        return self._read(layer).positions()
 
     def final(self, layer: int, n: Tensor) -> Tensor:
         """All n [K] slots: nothing is rounded."""
@@ -154,11 +156,11 @@ class Dense:
 
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none: a copy."""
-        return self._turned(layer, self._slabs[layer].gather(index))
+        return self._turned(layer, self._read(layer).gather(index))
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head."""
-        return self._turned(layer, self._slabs[layer].head(head, n))
+        return self._turned(layer, self._read(layer).head(head, n))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False and give their memory back; returns what fell out."""
@@ -176,14 +178,14 @@ class Dense:
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later, keeping the memory for what follows: an undo, not an eviction."""
         self.changes += 1
-        for layer, held in enumerate(self._slabs):
+        for layer, held in self._slabs.items():
             if not held.crop(n):
                 before = held.slots()
                 self._forget(layer, before, before.pos < n)
 
     def reserve(self, n: int) -> None:
         """Room for n slots a head in all layers, so that reading that many moves nothing."""
-        for held in self._slabs:
+        for held in self._slabs.values():
             held.reserve(n)
 
     def settle(self, masks: Masks = ()) -> bool:
@@ -202,8 +204,11 @@ class Dense:
         """Slots and bytes of each layer, spare room included."""
         return [
             Usage(layer, self._name, held.length, sum(t.untyped_storage().nbytes() for t in held.tensors))
-            for layer, held in enumerate(self._slabs)
+            for layer, held in self._slabs.items()
         ]
+
+    def _read(self, layer: int) -> Held:
+        return self._slabs[self._holder[layer]]
 
     def _forget(self, layer: int, before: Slots, mask: Tensor) -> None:
         if self._loses(before, mask):
@@ -214,6 +219,7 @@ class Dense:
 
     def _hold(self, layer: int, raw: Slots) -> None:
         """In the form that fits; `raw` has keys as they are to lie."""
+        assert layer in self._slabs, "this layer reads another's slots"
         self._slabs[layer] = Slab.of(raw, self._step) if agree(raw) else Ragged(raw, self._step)
         self.changes += 1
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcli.kernels.merge import Part
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import Sight, Slots, Store, Usage, compact
+from kvcli.kv.slots import LayerShape, Sight, Slots, Store, Usage, compact
 from kvcli.kv.view import Pick
 
 
@@ -24,11 +24,11 @@ class Front:
 
     STEP = 64  # slots by which a layer of the copy grows
 
-    def __init__(self, store: Store, pick: Pick, every: int, *, n_layers: int, n_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, store: Store, pick: Pick, every: int, shapes: Sequence[LayerShape]) -> None:
         self._store, self._pick, self._every = store, pick, every
-        self._shape = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+        self._shapes, n_layers = shapes, len(shapes)
         device = store.slots(0).k.device
-        self._copy = Dense(n_layers, n_kv_heads, head_dim, store.dtype, device, step=self.STEP)
+        self._copy = Dense([replace(shape, shares=None) for shape in shapes], store.dtype, device, step=self.STEP)
         self._changes = [-1] * n_layers  # of the store, when the layer was copied
         self._seen = [0] * n_layers  # slots of the longest head in the store, copied or left out
         self._chosen = [0] * n_layers  # of them, when the layer was chosen
@@ -36,7 +36,7 @@ class Front:
 
     def over(self, store: Store) -> Front:
         """The same choice from another store, with nothing copied yet."""
-        return Front(store, self._pick, self._every, **self._shape)
+        return Front(store, self._pick, self._every, self._shapes)
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""

@@ -13,11 +13,26 @@ from kvcli.kernels.merge import Part
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores of a token."""
+
+    n_kv_heads: int
+    k_dim: int  # numbers of a key
+    v_dim: int  # of a value
+    shares: int | None = None  # an earlier layer, whose slots this one reads: it stores none of its own
+
+
+def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
+    """Layers that all store the same."""
+    return (LayerShape(n_kv_heads, head_dim, head_dim),) * n_layers
+
+
+@dataclass(frozen=True, slots=True)
 class Slots:
     """What one layer of a tier holds. Slot order means nothing; position means everything."""
 
     k: Tensor  # [K, S, D]
-    v: Tensor  # [K, S, D]
+    v: Tensor  # [K, S, D], of a size of their own where a layer's values have one
     pos: Tensor  # [K, S] int, -1 = empty (heads may hold different numbers of slots)
 
     @property

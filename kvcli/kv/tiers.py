@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvcli.kv.recall_settings import Chosen
     from kvcli.kv.recall_source import Shelf
-    from kvcli.kv.slots import Sight, Store
+    from kvcli.kv.slots import LayerShape, Sight, Store
     from kvcli.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
@@ -32,9 +32,7 @@ POSITION = 4  # bytes
 class Plan:
     """What a store is made for."""
 
-    n_layers: int
-    n_kv_heads: int
-    head_dim: int
+    shapes: Sequence[LayerShape]  # by layer
     dtype: torch.dtype  # of newly stored rows
     device: torch.device  # that computes
     kv: Kv
@@ -49,6 +47,8 @@ class Plan:
         if self.device.type == "cpu":
             self._refuse_host()
         self._check_steps()
+        if self.recall.layers(self.sights):
+            self._one_shape("recall.method", "none")
         if not is_ladder(self.kv, self.memory):
             dense = self._dense(self.device)
             return self.recall.over(dense, dense, self.sights)
@@ -59,6 +59,7 @@ class Plan:
             below.append(self._rung(self._host(), self.room.in_host, self.kv.group))
         if size_of(self.memory.disk):
             below.append(self._rung(self._disk(), self.room.on_disk))
+        self._one_shape(*(("memory.host", "0GiB") if below else ("memory.device", "auto")))
         holds = self.kv.residual if self.is_packed else self.room.on_device
         ladder = Ladder(top, below, holds=holds, group=self.kv.group if below else 1, sinks=self.kv.sinks)
         return ladder if below else self.recall.over(ladder, top, self.sights)
@@ -83,7 +84,7 @@ class Plan:
             key, _, value = step.partition("=")
             if key in ("kv.k_bits", "kv.v_bits"):
                 bits: dict[str, Any] = {key.removeprefix("kv."): int(value)}
-                replace(self, kv=replace(self.kv, **bits), n_layers=1)._packed(self.device)
+                replace(self, kv=replace(self.kv, **bits), shapes=self.shapes[:1])._packed(self.device)
 
     @property
     def is_packed(self) -> bool:
@@ -102,23 +103,37 @@ class Plan:
             self.memory,
             self.recall,
             self.sights,
-            (self.n_kv_heads, self.head_dim, self.dtype.itemsize),
+            self.shapes,
+            self.dtype.itemsize,
             chunk=self.chunk,
             is_cpu=self.device.type == "cpu",
             free=free - kept_free(free),
             host=behind,
         )
 
+    def _one_shape(self, key: str, off: str) -> tuple[int, int, int]:
+        """Layers, KV heads and the size of a key and of a value, for what takes layers that are all alike.
+
+        Raises BadConfig where they are not: the setting that asks for it by name, and how to turn it off.
+        """
+        first = self.shapes[0]
+        if any(shape != first for shape in self.shapes) or first.k_dim != first.v_dim:
+            raise BadConfig(
+                f"{key} is not for this model: its layers store keys and values of different shapes",
+                code="uneven_layers",
+                lines=["such keys and values stay in full precision on the device that computes, and are read in full"],
+                try_=[f"--set {key}={off}"],
+            )
+        return len(self.shapes), first.n_kv_heads, first.k_dim
+
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
-        return Dense(self.n_layers, self.n_kv_heads, self.head_dim, self.dtype, device, step=step)
+        return Dense(self.shapes, self.dtype, device, step=step)
 
     def _packed(self, device: torch.device) -> Shelf:
         from kvcli.kv.packed import Packed
 
         return Packed(
-            self.n_layers,
-            self.n_kv_heads,
-            self.head_dim,
+            *self._one_shape("kv.k_bits" if self.kv.k_bits < 16 else "kv.v_bits", "16"),
             self.dtype,
             device,
             k_bits=self.kv.k_bits,
@@ -138,7 +153,7 @@ class Plan:
         from kvcli.kv.host import Host
 
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
-        disk = Disk(self.n_layers, self.n_kv_heads, self.head_dim, self.dtype, most, writes)
+        disk = Disk(*self._one_shape("memory.disk", "0GiB"), self.dtype, most, writes)
         return disk if self.device.type == "cpu" else Host(disk, self.device)
 
 
@@ -147,7 +162,8 @@ def room(
     memory: Memory,
     recall: Chosen,
     sights: Sequence[Sight],
-    of_slot: tuple[int, int, int],
+    shapes: Sequence[LayerShape],
+    number: int,
     *,
     chunk: int,
     is_cpu: bool,
@@ -156,19 +172,19 @@ def room(
 ) -> Room:
     """Room for keys and values under these tables.
 
-    `of_slot`: KV heads of a layer, numbers of one, bytes of a number as it comes. `chunk`: tokens read in one pass, at
-    most. `free`, `host`: bytes where no size is given; a CPU has no memory beside its own.
+    `number`: bytes of a number as it comes. `chunk`: tokens read in one pass, at most. `free`, `host`: bytes where no
+    size is given; a CPU has no memory beside its own.
     """
-    heads, dim, number = of_slot
-    indexed = len(recall.layers(sights)) * heads
-    index, near = indexed * recall.per_slot(dim, number), indexed * recall.near(dim, number)
+    read = [shapes[layer] for layer in recall.layers(sights)]
+    index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
+    near = sum(shape.n_kv_heads * recall.near(shape.k_dim, number) for shape in read)
     newest, packs = max(chunk, EVERY), is_packed(kv)
     always = kv.sinks + (kv.residual if packs else 0)
     return Room(
         memory=replace(memory, host="auto") if is_cpu else memory,
         layers=len(sights),
-        wide=len(sights) * wide(*of_slot),
-        narrow=len(sights) * narrow(kv, *of_slot),
+        wide=sum(wide(shape, number) for shape in shapes),
+        narrow=sum(narrow(kv, shape, number) for shape in shapes),
         index=round(index),
         far=round(index if is_cpu else index + near),
         between=always + kv.group + newest + STEP,
@@ -190,13 +206,13 @@ def is_ladder(kv: Kv, memory: Memory) -> bool:
     return not is_plain or memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
 
 
-def layer_bytes(kv: Kv, memory: Memory, heads: int, dim: int, number: int, slots: int, fresh: int) -> int:
-    """What a layer of `heads` KV heads of `dim` takes in memory with so many slots a head, for planning.
+def layer_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, slots: int, fresh: int) -> int:
+    """What a layer takes in memory with so many slots a head, for planning.
 
     `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
     """
     step, top = (STEP if is_ladder(kv, memory) else Dense.STEP), in_top(kv, slots, fresh)
-    return -(-top // step) * step * wide(heads, dim, number) + (slots - top) * narrow(kv, heads, dim, number)
+    return -(-top // step) * step * wide(shape, number) + (slots - top) * narrow(kv, shape, number)
 
 
 def index_bytes(kv: Kv, per_slot: float, heads: int, slots: int, fresh: int) -> int:
@@ -213,16 +229,19 @@ def in_top(kv: Kv, slots: int, fresh: int) -> int:
     return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if is_packed(kv) else slots
 
 
-def wide(heads: int, dim: int, number: int) -> int:
-    """Bytes of a dense slot of all heads."""
-    return 2 * heads * dim * number + POSITION
+def wide(shape: LayerShape, number: int) -> int:
+    """Bytes of a dense slot of all heads of a layer; none where it reads another's."""
+    return 0 if shape.shares is not None else shape.n_kv_heads * (shape.k_dim + shape.v_dim) * number + POSITION
 
 
-def narrow(kv: Kv, heads: int, dim: int, number: int) -> int:
+def narrow(kv: Kv, shape: LayerShape, number: int) -> int:
     """Bytes of a slot of all heads below the top: with 8 bits a scale of 16 bit each, with fewer two per group."""
     if not is_packed(kv):
-        return wide(heads, dim, number)
-    bits = 0.0
-    for b, group in ((kv.k_bits, kv.group), (kv.v_bits, min(kv.group, dim))):
-        bits += 8 * number if b == 16 else 8 + 16 / dim if b == 8 else b + 32 / group
-    return int(heads * dim * bits / 8) + POSITION
+        return wide(shape, number)
+    bits = 0.0  # of all numbers of a key and a value
+    for b, dim, group in (
+        (kv.k_bits, shape.k_dim, kv.group),
+        (kv.v_bits, shape.v_dim, min(kv.group, shape.v_dim)),
+    ):
+        bits += 8 * dim * number if b == 16 else 8 * dim + 16 if b == 8 else dim * (b + 32 / group)
+    return int(shape.n_kv_heads * bits / 8) + POSITION

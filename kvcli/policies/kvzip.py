@@ -93,7 +93,7 @@ class KVzip(TopK):
         made = yield Feed(at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True)
         q_pos, scores = torch.tensor(rows.pos, device=at.lm.device), at.memory.own
         for i in at.open:
-            (s, moment), q, fresh = at.layer(i), made.queries[i], made.fresh[i][0]
+            (s, moment), q, fresh = at.layer(i), made.queries[i], made.fresh[i].k
             near = compact(s, (s.pos < self.sinks) | ((s.pos >= start) & (s.pos < end)))
             k = torch.cat((near.k, fresh.to(near.k.dtype)), 1)
             pos = torch.cat((near.pos, q_pos.to(near.pos.dtype).expand(near.pos.shape[0], -1)), 1)

@@ -87,7 +87,7 @@ def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
     from kvcli.sample import Sampler
     from kvcli.session import Session
 
-    session = Session(lm, Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype), Off(), Sampler())
+    session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
     began = time.perf_counter()
     drive(session.read(ids))
     steps = [step.seconds for step in events(session.stream(1))]

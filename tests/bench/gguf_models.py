@@ -71,7 +71,7 @@ def text() -> str:
 
 def logits(lm: LM, ids: list[int]) -> Tensor:
     """[N, V] of our engine, in chunks, each stored before the next."""
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+    kv = Dense(lm.shapes, lm.dtype)
     made = []
     for a in range(0, len(ids), CHUNK):
         rows = Rows.chain(ids[a : a + CHUNK], a)

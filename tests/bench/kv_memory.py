@@ -54,13 +54,13 @@ def store(lm: Any, side: str) -> Any:
 
     shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
     if side not in PACKED:
-        return Dense(*shape)
+        return Dense(lm.shapes, lm.dtype)
     from kvcli.kv.ladder import Ladder, Rung
     from kvcli.kv.packed import Packed
 
     k_bits, v_bits = PACKED[side]
     packed = Packed(*shape, lm.device, k_bits=k_bits, v_bits=v_bits, group=GROUP)
-    return Ladder(Dense(*shape), [Rung(packed)], holds=RESIDUAL, group=GROUP, sinks=SINKS)
+    return Ladder(Dense(lm.shapes, lm.dtype), [Rung(packed)], holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
 
 def live() -> int:

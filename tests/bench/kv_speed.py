@@ -40,7 +40,7 @@ QUARTER = (0.1, 0.2, 0.3, 0.4)  # what heads keep in turn, a quarter on average
 
 
 def dense(lm: Any) -> Any:
-    return Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+    return Dense(lm.shapes, lm.dtype)
 
 
 def two(lm: Any) -> Any:

@@ -65,7 +65,7 @@ def read(lm: Any, ids: list[int], settings: FastGen | None) -> tuple[float, floa
     timed = None
     if settings is not None:
         timed = Timed(settings, lm.device)
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    kv = Dense(lm.shapes, lm.dtype, lm.device)
     session = Session(lm, kv, Off(), Sampler(), policy=timed, every=settings.every if settings else None)  # type: ignore[arg-type]
     began = time.perf_counter()
     drive(session.read(ids))

@@ -34,7 +34,7 @@ from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.recall_pages import Budget, padded
 from kvcli.kv.recall_store import RecallStore
-from kvcli.kv.slots import Sight, nbytes
+from kvcli.kv.slots import Sight, alike, nbytes
 
 SPREADS = {"diffuse": 1.0, "mixed": 2.5, "peaked": 5.0}  # standard deviation of scores
 INDEXES: dict[str, Callable[[], Index]] = {
@@ -139,7 +139,7 @@ def fill(args: argparse.Namespace) -> tuple[Dense, Tensor]:
     """A bf16 store of one layer, and how loud its channels are: a tenth of them six times the others."""
     torch.manual_seed(0)
     loud = torch.where(torch.rand(args.heads, 1, args.dim) < 0.1, 6.0, 1.0)
-    store = Dense(1, args.heads, args.dim, torch.bfloat16)
+    store = Dense(alike(1, args.heads, args.dim), torch.bfloat16)
     k = (torch.randn(args.heads, args.slots, args.dim) + torch.randn(args.heads, 1, args.dim)) * loud
     store.append(0, k.bfloat16(), torch.randn(args.heads, args.slots, args.dim).bfloat16(), 0)
     return store, loud
@@ -179,7 +179,7 @@ def answer(model: Any, prompt: list[int], index: Index, budget: Budget) -> dict[
     from kvcli.session import Session
 
     lm = model.lm
-    store = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+    store = Dense(lm.shapes, lm.dtype)
     kv = Watched(store, index, budget, range(lm.n_layers))
     kv.watch()
     session = Session(lm, kv, Off(), Sampler(), every=8)

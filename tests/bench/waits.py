@@ -117,7 +117,7 @@ def opened(side: str, layers: int, device: str = "cpu") -> Session:
     family, drafts, is_evicting = SIDES[side]
     lm = LM.of(families.build(family, torch.float32, **sized(family, layers)).to(device))
     lm.is_apart = True  # as on a GPU
-    kv, drafter = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device), drafts.drafter()
+    kv, drafter = Dense(lm.shapes, lm.dtype, lm.device), drafts.drafter()
     policy = Snap(sinks=2, guard=5, keep=0.5, keep_new=9, every=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
     every = EVERY if is_evicting else None

@@ -21,7 +21,7 @@ from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS, working_bytes
 from kvcli.kernels.pack import LANES, pack_keys, pack_values
 from kvcli.kv.room import EVERY
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import nbytes
+from kvcli.kv.slots import LayerShape, nbytes
 from kvcli.kv.tiers import POSITION, STEP, narrow, wide
 from kvcli.local import _nested, load
 from kvcli.profile import Profile
@@ -61,8 +61,8 @@ def test_packed_keys_and_values_are_planned_as_they_lie(demo, bits):
         ids = torch.arange(1400).remainder(model.lm.vocab).tolist()
         most = max(sum(nbytes(model.session.kv).values()) for _ in events(model.session.read(ids)))
         found = planned(demo, model.profile, 1400).need.kv
-        shape, number = (model.lm.n_kv_heads, model.lm.head_dim), model.lm.dtype.itemsize
-        unpacked = demo.shape.layers * wide(*shape, number)
+        number = model.lm.dtype.itemsize
+        unpacked = sum(wide(shape, number) for shape in model.lm.shapes)
     # at most one chunk, one group and one step of growth lie unpacked, which nobody sees who looks behind a boundary
     assert most <= found <= most + (EVERY + model.profile.kv.group + STEP) * unpacked
 
@@ -357,4 +357,4 @@ def test_a_slot_in_8_bits_has_its_scales():
     keys, values = pack_keys(x, 8, slots), pack_values(x, 8, slots)
     real = sum(t.nbytes for r in (keys, values) for t in (r.codes, r.scale, r.zero) if t is not None)
     kv = PROFILES["exact"].replace(kv={"k_bits": 8, "v_bits": 8}, exactness="approx").kv
-    assert slots * (narrow(kv, heads, dim, 2) - POSITION) == heads * real
+    assert slots * (narrow(kv, LayerShape(heads, dim, dim), 2) - POSITION) == heads * real

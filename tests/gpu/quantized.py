@@ -43,7 +43,7 @@ def _ours(on: On, bits: Any) -> LM:
 def _logits(lm: LM, n: int) -> Tensor:
     """[n, V] of a pass over random tokens, and nothing is kept."""
     ids = families.prompt(n, vocab=lm.vocab)
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    kv = Dense(lm.shapes, lm.dtype, lm.device)
     (made,) = run_feeds([Feed(lm, Rows.chain(ids, 0), kv, want=range(n))])
     return made.logits.float()
 

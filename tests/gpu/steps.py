@@ -34,7 +34,7 @@ NEW = 64
 
 def _filled(lm: LM, n: int) -> Dense:
     """n random slots a head."""
-    kv = Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device)
+    kv = Dense(lm.shapes, lm.dtype, lm.device)
     kv.reserve(n)
     noise = torch.Generator(lm.device).manual_seed(0)
     for layer in range(lm.n_layers):
@@ -53,7 +53,7 @@ def _pass(lm: LM, kv: Dense, n_rows: int, at: int) -> None:
 
 def _ours(lm: LM, n: int, new: int) -> tuple[float, float]:
     """Seconds to the first token, and of each later one, of plain decoding."""
-    session = Session(lm, Dense(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device), Off(), Sampler())
+    session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device), Off(), Sampler())
     (first,) = times(lambda: drive(session.read(families.prompt(n, vocab=lm.vocab))), str(lm.device), 1, warm=0)
     steps = [step.seconds for step in events(session.stream(new))]
     return first + steps[0], statistics.median(steps[1:])

@@ -18,7 +18,7 @@ from kvcli.kernels.attend.reference import attend
 from kvcli.kernels.merge import merge
 from kvcli.kinds import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import Sight, Slots
+from kvcli.kv.slots import Sight, Slots, alike
 from kvcli.local import load
 from kvcli.policies.base import Moment
 from kvcli.rows import Rows
@@ -100,7 +100,7 @@ def test_the_normaliser_is_that_of_the_whole_row():
 
 @pytest.mark.parametrize("sight", [Sight(0.3), Sight(0.3, softcap=2.0), Sight(0.3, window=13)])
 def test_a_head_in_blinkers_sees_first_and_newest_tokens_only(sight):
-    store, reach = Dense(2, K, D, torch.float32), Reach(sinks=2, recent=7)
+    store, reach = Dense(alike(2, K, D), torch.float32), Reach(sinks=2, recent=7)
     k, v, pos = drawn(K, S, D), drawn(K, S, D, seed=2), torch.arange(S)
     for layer in range(2):
         store.append(layer, k, v, 0)

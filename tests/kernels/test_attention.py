@@ -25,10 +25,11 @@ def of(op: str, name: str):  # type: ignore[no-untyped-def]
     return getattr(import_module(f"kvcli.kernels.{op}.{name}"), op)
 
 
-def inputs(k: int, g: int, n: int, s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(k: int, g: int, n: int, s: int, d: int, dtype: torch.dtype, e: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """`e`: numbers of a value; 0 = as many as of a key."""
     r = torch.Generator().manual_seed(k * 1000 + s)
     q, key, v = (
-        torch.randn(shape, generator=r, dtype=torch.float64) for shape in ((k * g, n, d), (k, s, d), (k, s, d))
+        torch.randn(shape, generator=r, dtype=torch.float64) for shape in ((k * g, n, d), (k, s, d), (k, s, e or d))
     )
     return q.to(dtype), key.to(dtype), v.to(dtype)
 
@@ -54,9 +55,12 @@ def softmax_attention(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("masked", ["none", "rows", "heads"])
-def test_attend_is_softmax_attention(name: str, shape: tuple[int, ...], dtype: torch.dtype, masked: str) -> None:
+@pytest.mark.parametrize("e", [0, 5, 40])
+def test_attend_is_softmax_attention(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, masked: str, e: int
+) -> None:
     k, _, n, s, _ = shape
-    q, key, v = inputs(*shape, dtype)
+    q, key, v = inputs(*shape, dtype, e)
     r = torch.Generator().manual_seed(9)
     mask = None if masked == "none" else torch.rand((n, s) if masked == "rows" else (k, n, s), generator=r) < 0.6
     if mask is not None:
@@ -81,10 +85,11 @@ def test_soft_capped_scores_are_bent(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("k", "g", "n", "d"), [(1, 1, 1, 8), (2, 3, 1, 16), (2, 2, 7, 8), (3, 1, 67, 16)])
 @pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("e", [0, 5, 40])
 def test_attend_fresh_is_masked_attention(
-    name: str, k: int, g: int, n: int, d: int, tree: bool, dtype: torch.dtype
+    name: str, k: int, g: int, n: int, d: int, tree: bool, dtype: torch.dtype, e: int
 ) -> None:
-    q, key, v = inputs(k, g, n, n, d, dtype)
+    q, key, v = inputs(k, g, n, n, d, dtype, e)
     sees = torch.ones(n, n, dtype=torch.bool).tril()
     if tree:
         sees = (torch.rand(n, n, generator=torch.Generator().manual_seed(4)) < 0.4) | torch.eye(n, dtype=torch.bool)
@@ -95,8 +100,9 @@ def test_attend_fresh_is_masked_attention(
 
 
 @pytest.mark.parametrize("cuts", [(), (0,), (3, 3), (1, 64, 65, 130), (131,)])
-def test_merged_parts_equal_one_attention(cuts: tuple[int, ...]) -> None:
-    q, k, v = inputs(2, 3, 5, 131, 16, torch.float64)
+@pytest.mark.parametrize("e", [0, 5])
+def test_merged_parts_equal_one_attention(cuts: tuple[int, ...], e: int) -> None:
+    q, k, v = inputs(2, 3, 5, 131, 16, torch.float64, e)
     edges = [0, *cuts, 131]
     parts = [attend_op(q, k[:, a:b], v[:, a:b], 0.3) for a, b in itertools.pairwise(edges)]
     whole = attend_op(q, k, v, 0.3)
