@@ -16,7 +16,7 @@ from kvcli.feed import Made
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
 from kvcli.model import LM
-from kvcli.policies.base import Guard, Moment
+from kvcli.policies.base import Guard, Moment, Wants
 from kvcli.rows import Draft, Rows, Scouts
 from kvcli.sample import Sampler
 from kvcli.session import Session
@@ -143,9 +143,10 @@ def test_who_takes_a_past_over_knows_that_some_of_it_is_gone() -> None:
 
 def test_what_a_guard_covers_stays_whatever_the_policy_says() -> None:
     class Nothing(KeepAll):
-        guard = Guard(sinks=2, recent=3)
+        def wants(self, lm: LM) -> Wants:
+            return Wants(guard=Guard(sinks=2, recent=3))
 
-        def keep(self, s: Slots, at: Moment) -> torch.Tensor:
+        def mask(self, s: Slots, at: Moment) -> torch.Tensor:
             return s.pos < 0
 
     s = session(policy=Nothing(), every=8)

@@ -47,7 +47,7 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], Store], str]]:
     cpu = torch.device("cpu")
 
     def dense(device: torch.device = lm.device) -> Dense:
-        return Dense(*of, lm.dtype, device)
+        return Dense(lm.shapes, lm.dtype, device)
 
     def packed(device: torch.device = lm.device) -> Packed:
         return Packed(*of, lm.dtype, device, k_bits=8, v_bits=8, group=4, rotate="none")
