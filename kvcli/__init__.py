@@ -17,6 +17,7 @@ from kvcli.version import __version__
 if TYPE_CHECKING:
     from kvcli.conversation import Chat
     from kvcli.documents import Document, read_document
+    from kvcli.engine import together
     from kvcli.errors import KvcliError
     from kvcli.local import Model, load
     from kvcli.profile import Profile
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "load": "kvcli.local",
     "Model": "kvcli.local",
+    "together": "kvcli.engine",
     "Chat": "kvcli.conversation",
     "Document": "kvcli.documents",
     "read_document": "kvcli.documents",
@@ -31,7 +33,7 @@ _HOMES = {
     "Profile": "kvcli.profile",
 }
 
-__all__ = ["Chat", "Document", "KvcliError", "Model", "Profile", "__version__", "load", "read_document"]
+__all__ = ["Chat", "Document", "KvcliError", "Model", "Profile", "__version__", "load", "read_document", "together"]
 
 
 def __getattr__(name: str) -> Any:

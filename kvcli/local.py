@@ -10,23 +10,21 @@ The library never prints and never exits; the commands do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
-from kvcli.api import Cancel, Events, Prompt, Turn, turn_of
+from kvcli.api import Events, Prompt, Turn
 from kvcli.clashes import cautions
-from kvcli.engine import events
-from kvcli.errors import BadConfig, BadInput, BadModel
+from kvcli.engine_thread import EngineThread
+from kvcli.errors import BadConfig
 from kvcli.info import ModelInfo
-from kvcli.schema import ORDER
-from kvcli.text import Messages, StopStrings
-from kvcli.token_kinds import chat_spans, kinds_by_id
+from kvcli.open_text import OpenText
+from kvcli.token_kinds import kinds_by_id
 from kvcli.tokenizer import load_tokenizer
-from kvcli.turn import Answering, Asked
-from kvcli.window import Window
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,30 +91,25 @@ def load(
 
 
 class Model:
-    """A loaded model under a profile. A context manager; closing frees the past and the weights."""
+    """Weights, tokenizer and facts, shared by all texts over them, and the profile of those that name none.
+
+    A context manager; closing frees the past of its own text. The weights go with the last who holds them.
+    """
 
     def __init__(
-        self,
-        lm: LM,
-        tokenizer: PreTrainedTokenizerBase,
-        profile: Profile,
-        *,
-        load_seconds: float = 0.0,
-        kinds: bytes | None = None,
+        self, lm: LM, tokenizer: PreTrainedTokenizerBase, profile: Profile, *, load_seconds: float = 0.0
     ) -> None:
-        """`kinds`: kvcli.token_kinds.kinds_by_id of the tokenizer, where somebody has it; else made when needed."""
         self.lm, self.tokenizer = lm, tokenizer
         self.profile, self._unkept = build.settled(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
+        self.engine = EngineThread()  # of the texts that event loops ask
         self.costs: Costs | None = None  # what passes take here; None = nobody measured it
         self.time_passes: Callable[[Model], Costs | None] | None = None  # finds out what passes take; set by who may
-        self._kinds = kinds
-        self.session = self.open()
         # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
         # profile -> tokens for which memory has room, by that estimate; None = nobody looked
         self.fits: Callable[[Profile], int] | None = None
-        self.answering: object = None  # the stream whose answer the session holds
+        self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
 
     def __enter__(self) -> Model:
         return self
@@ -125,25 +118,38 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free the keys and values; the weights go with the last model that shares them."""
-        self.session = self.open()
+        """Free the keys and values of its own text; one that was opened is closed by who opened it."""
+        self.text.close()
 
-    def open(self) -> Session:
-        """A session under this profile, with nothing read yet."""
-        if self._kinds is None and self.profile.policy.every is not None:
-            self._kinds = kinds_by_id(self.tokenizer, self.lm.vocab)
-        return build.session(self.lm, self.profile, self.costs, self._kinds)
+    @cached_property
+    def text(self) -> OpenText:
+        """Its own text, that of `generate`, `stream` and `chat`."""
+        return OpenText(self)
 
-    def expect(self, costs: Costs | None) -> None:
-        """What passes were measured to take here. With nothing read yet."""
-        self.costs = costs
-        if costs is not None:
-            self.session.drafter.expect(costs)
+    def open(self, profile: str | Profile | None = None, set: Mapping[str, object] | None = None) -> OpenText:
+        """Another text over the same weights, with nothing read yet; a context manager.
+
+        `profile` and `set` as of `kvcli.load`; without, under the model's. Refuses a change of `load`, and raises
+        DoesNotFit where there is no room for its past.
+        """
+        chosen = self.profile if profile is None else profile
+        if isinstance(chosen, str):  # what it does not say about loading stays as it was loaded
+            chosen = type(self.profile).load(chosen)
+            said = {key: value for key, value in asdict(self.profile.load).items() if _is_open(chosen, f"load.{key}")}
+            chosen = chosen.replace(load=said)
+        if set:
+            chosen = chosen.replace(**_nested(set))
+        return OpenText(self if chosen is self.profile else self.with_profile(chosen))
+
+    def new_session(self) -> Session:
+        """A session under this profile, with nothing read yet: ids in, ids out, for those who need no words."""
+        kinds = self._kinds() if self.profile.policy.every is not None else None
+        return build.session(self.lm, self.profile, self.costs, kinds)
 
     def prepare(self) -> None:
-        """Find out what passes take here, if the profile drafts and nobody has found out yet."""
+        """Find out what passes take here, if the profile drafts and nobody has found out yet. Before texts open."""
         if self.costs is None and self.profile.spec.method != "off" and self.time_passes is not None:
-            self.expect(self.time_passes(self))
+            self.costs = self.time_passes(self)
 
     @property
     def limit(self) -> int:
@@ -162,7 +168,7 @@ class Model:
         return build.promise(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:
-        """The same weights under another profile, with nothing read yet. Refuses a change of `load`."""
+        """The same under another profile. Refuses a change of `load`."""
         if profile.load != self.profile.load:
             raise BadConfig(
                 "the weights are loaded already, and this changes how",
@@ -170,27 +176,20 @@ class Model:
                 lines=_changes(asdict(self.profile.load), asdict(profile.load)),
                 try_=["leave and start again with --profile or --set"],
             )
-        changed = Model(self.lm, self.tokenizer, profile, load_seconds=self.info.load_seconds, kinds=self._kinds)
-        changed.info, changed.time_passes = self.info, self.time_passes
-        changed.foretell, changed.fits = self.foretell, self.fits
-        changed.expect(self.costs)
+        changed = self.under(profile)
         changed.prepare()
         return changed
 
-    def take_past(self, other: Model) -> bool:
-        """Go on with what `other` has read, if both profiles read and keep it alike; `other` then has nothing read."""
-        kept = [table for table in ORDER if table not in ("spec", "sample", "context")]  # these leave the past alone
-        if other.lm is not self.lm or any(getattr(self.profile, t) != getattr(other.profile, t) for t in kept):
-            return False
-        other.answering = None  # a stream of it that is under way ends with an error that says why
-        self.session.take(other.session)
-        return True
+    def under(self, profile: Profile) -> Model:
+        """The same, with nothing refused or measured: for a text that has to go on."""
+        changed = copy(self)
+        changed.profile, changed._unkept = build.settled(self.lm, profile)
+        vars(changed).pop("text", None)
+        return changed
 
     def chat(self, system: str | None = None) -> Chat:
-        """A conversation with this model."""
-        from kvcli.conversation import Chat
-
-        return Chat(self, system)
+        """A conversation with this model, in its own text."""
+        return self.text.chat(system)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt: text becomes one user message of the chat template, ids stay as they are."""
@@ -201,54 +200,16 @@ class Model:
         return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
-        """One answer, all at once. Options are those of `stream`."""
-        return turn_of(self.stream(prompt, max_new_tokens=max_new_tokens, **options))
+        """One answer in its own text, all at once. Options are those of `OpenText.answer`."""
+        return self.text.generate(prompt, max_new_tokens, **options)
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        ignore_eos: bool = False,
-        stop: Sequence[str] = (),
-        cancel: Cancel | None = None,
-        messages: Messages = (),
-        **sample: object,
-    ) -> Events:
-        """One answer in events: Live and Read first, then Text as it comes, End last.
+    def stream(self, prompt: Prompt, **options: Any) -> Events:
+        """The same in events: Live and Read first, then Text as it comes, End last."""
+        return self.text.stream(prompt, **options)
 
-        `sample`: settings of the profile's table of that name for this answer alone, `temperature=0.2, seed=7`; None
-        leaves one as it is. Raises BadConfig for one that does not exist, or cannot have that value. `messages`: what
-        the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
-        What the store already holds of the prompt is not read again. Raises ContextOverflow before reading anything.
-        """
-        ids = self.encode(prompt)
-        if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}]
-        if outside := [i for i in ids if not 0 <= i < self.lm.vocab]:
-            kind = BadModel if messages else BadInput  # of text, the tokenizer made it
-            raise kind(f"token {outside[0]} is none of the model's {self.lm.vocab:,}", code="no_such_token")
-        profile = self.profile
-        if changes := {key: value for key, value in sample.items() if value is not None}:
-            profile = profile.changed({"sample": changes}, "what was asked of an answer")
-        fits = partial(self.fits, self.profile) if self.fits is not None else None
-        window = Window(self.limit, self.lm.limit, self.profile.context.reserve, fits)
-        asked = Asked(
-            ids,
-            chat_spans(self.tokenizer, messages, ids) if messages and self.session.policy is not None else [],
-            window.room(len(ids), profile.sample.max_new_tokens),
-            () if ignore_eos else self.lm.stop_ids,
-            StopStrings([stop] if isinstance(stop, str) else stop),
-            cancel or (lambda: False),
-            build.sampler(self.lm, profile),
-            0 if ignore_eos else profile.sample.stop_loops,
-        )
-        return events(Answering(self, asked).events())
 
-    def kv_table(self) -> list[dict[str, object]]:
-        """Slots and bytes by layer and tier, and what scouts read as one more."""
-        view = self.session.view.usage() if self.session.view is not None else []
-        table = [asdict(use) for use in [*self.session.kv.usage(), *view]]
-        return [{key: value for key, value in row.items() if key != "lost"} for row in table]
+def _is_open(profile: Profile, key: str) -> bool:
+    return profile.origins[key] == "default"
 
 
 def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

@@ -6,7 +6,7 @@ What a pass was about to add is lost with it and made again; what was added befo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvcli import build
 from kvcli.errors import KvcliError
@@ -15,74 +15,64 @@ from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.kv.slots import nbytes
 from kvcli.policies.base import Phase
 from kvcli.profile import Profile
-from kvcli.relief import relieve
 from kvcli.schema import size_of
 from kvcli.session import Session
 from kvcli.stats import Stats
 
-
-class Owner(Protocol):
-    """Who has a session and the profile it runs under; both may be others after a lack of memory."""
-
-    session: Session
-    profile: Profile
-
-    @property
-    def limit(self) -> int: ...
+if TYPE_CHECKING:
+    from kvcli.open_text import OpenText
 
 
 class Steady:
     """One answer under way: its passes, each made again after a lack of memory."""
 
-    def __init__(self, owner: Owner, prompt: int, new: int, stats: Stats) -> None:
+    def __init__(self, text: OpenText, prompt: int, new: int, stats: Stats) -> None:
         """A prompt of so many tokens, and at most `new` of an answer, for which the ways out leave room."""
         self.said: list[str] = []  # the answer in words, as far as it goes; an error hands it back
-        self._owner, self._prompt, self._end, self._stats = owner, prompt, prompt + new, stats
+        self._text, self._prompt, self._end, self._stats = text, prompt, prompt + new, stats
         self._lack: Shortage | None = None  # that ended the last pass, behind what that pass added
 
     def chunk(self, ids: Sequence[int]) -> Asks[bool]:
         """Have the session read on in `ids`, by a chunk; False once all is read."""
-        owner = self._owner
+        session = self._text.session
         while True:
-            session = owner.session
             try:
                 return (yield from session.chunk(ids))
             except Exception as error:
                 lack = _lack(error)
             yield from self._relieve(lack, "read" if session.committed == len(ids) - 1 else "reading")
-            if len(ids) >= owner.limit:
+            if len(ids) >= self._text.limit:
                 raise self._explained(lack)
 
-    def step(self, text: Sequence[int], stop: Collection[int]) -> Asks[Sequence[int]]:
-        """One pass behind `text`: the tokens that it added; none if memory has no room for more."""
-        owner, session = self._owner, self._owner.session
-        while len(text) < self._end:
+    def step(self, ids: Sequence[int], stop: Collection[int]) -> Asks[Sequence[int]]:
+        """One pass behind `ids`: the tokens that it added; none if memory has no room for more."""
+        session = self._text.session
+        while len(ids) < self._end:
             if self._lack is None:
                 try:
-                    if len(session.ids) < len(text):  # the past was lost; the last token is pending again after this
-                        while (yield from session.chunk(text)):
+                    if len(session.ids) < len(ids):  # the past was lost; the last token is pending again after this
+                        while (yield from session.chunk(ids)):
                             pass
-                    step = yield from session.step(stop, self._end - len(text))
+                    step = yield from session.step(stop, self._end - len(ids))
                     self._stats.fold(step)
                     return step.new
                 except Exception as error:
                     self._lack = _lack(error)
-            if rest := session.ids[len(text) :]:  # added by the pass that broke, which nobody heard of
+            if rest := session.ids[len(ids) :]:  # added by the pass that broke, which nobody heard of
                 self._stats.passes += 1
                 self._stats.new += len(rest)
                 return rest
             lack, self._lack = self._lack, None
             yield from self._relieve(lack, "answering")
-            self._end = min(self._end, owner.limit)
+            self._end = min(self._end, self._text.limit)
         return ()
 
     def _relieve(self, lack: Shortage, phase: Phase) -> Asks[None]:
         """Take the next steps and say so; raises the lack, explained, when there are none."""
-        owner, stats = self._owner, self._stats
-        at = owner.session.committed if phase == "reading" else len(owner.session.ids)
-        found = yield from relieve(owner.session, owner.profile, owner.limit, phase)
-        owner.profile = found.profile
-        stats.limit = owner.limit
+        session, stats = self._text.session, self._stats
+        at = session.committed if phase == "reading" else len(session.ids)
+        found = yield from self._text.relieve(phase)
+        stats.limit = self._text.limit
         if found.steps:
             stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(found.steps)} from here on")
         if not found.is_over:
@@ -90,7 +80,7 @@ class Steady:
 
     def _explained(self, lack: Shortage) -> Shortage:
         """The lack with what there was room for, and what has room for the whole text."""
-        session, profile = self._owner.session, self._owner.profile
+        session, profile = self._text.session, self._text.profile
         held = sum(nbytes(session.kv, session.view).values())
         lines = list(lack.lines)
         if session.committed:

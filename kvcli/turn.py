@@ -7,8 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
-from kvcli.errors import BadInput
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Turn
 from kvcli.feed import Work
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import nbytes
@@ -21,7 +20,7 @@ from kvcli.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from kvcli.kinds import Span
-    from kvcli.local import Model
+    from kvcli.open_text import OpenText
     from kvcli.sample import Sampler
 
 MEASURE_EVERY = 0.1  # seconds
@@ -42,55 +41,48 @@ class Asked:
 
 
 class Answering:
-    """One answer under way: the last one that a model began is the only one that may go on."""
+    """One answer under way."""
 
-    def __init__(self, model: Model, asked: Asked) -> None:
-        self._model, self._asked = model, asked
-        self._stats = Stats(prompt=len(asked.ids), limit=model.limit, load=model.info.load_seconds)
-        self._steady = Steady(model, len(asked.ids), asked.new, self._stats)
+    def __init__(self, text: OpenText, asked: Asked) -> None:
+        self._text, self._asked = text, asked
+        self._stats = Stats(prompt=len(asked.ids), limit=text.limit, load=text.info.load_seconds)
+        self._steady = Steady(text, len(asked.ids), asked.new, self._stats)
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # when memory was last looked at
 
-    def events(self) -> Work[Event, None]:
-        """Live and Read first, then Text as it comes, End last. The session survives whatever ends it."""
-        model, session = self._model, self._model.session
-        model.answering = self
+    def events(self) -> Work[Event, Turn]:
+        """Live and Read first, then Text as it comes. The session survives whatever ends it."""
+        session = self._text.session
         try:
             session.sampler = self._asked.sampler
             self._stats.cached = session.resume(self._asked.ids)
             session.spans = self._asked.spans
-            yield from self._say(Live(self._stats))
+            yield Live(self._stats)
             yield from self._read()
-            yield from self._write()
+            return (yield from self._write())
         except (GeneratorExit, Shortage):  # the session survives a lack of memory
             raise
         except BaseException:
-            if model.answering is self:
-                session.rewind(0)  # whatever broke, the next question starts from a past that is right
+            session.rewind(0)  # whatever broke, the next question starts from a past that is right
             raise
-
-    def _say(self, event: Event) -> Work[Event, None]:
-        yield event
-        if self._model.answering is not self:
-            raise BadInput("another answer began before this one ended", code="interleaved")
 
     def _read(self) -> Work[Event, None]:
         stats, began = self._stats, time.perf_counter()
         while (yield from self._steady.chunk(self._asked.ids)):
             stats.read = time.perf_counter() - began
             self._measure()
-            yield from self._say(Read(self._model.session.committed, stats.prompt, stats.cached, stats.read))
+            yield Read(self._text.session.committed, stats.prompt, stats.cached, stats.read)
             if self._cancel():
                 return
         stats.read = time.perf_counter() - began
         self._measure(at_once=True)
-        yield from self._say(Read(stats.prompt, stats.prompt, stats.cached, stats.read))
+        yield Read(stats.prompt, stats.prompt, stats.cached, stats.read)
 
-    def _write(self) -> Work[Event, None]:
+    def _write(self) -> Work[Event, Turn]:
         stats, asked = self._stats, self._asked
-        words, said = Detokenizer(self._model.tokenizer), self._steady.said
+        words, said = Detokenizer(self._text.tokenizer), self._steady.said
         text, answer = list(asked.ids), list[int]()
-        before = self._model.session.drafter.report()
+        before = self._text.session.drafter.report()
         loops, loop = Loops(asked.stop_loops, asked.ids), None
         finish: Finish = "length"
         shown = 0  # tokens of the answer that went out with a piece
@@ -110,33 +102,34 @@ class Answering:
                     break
             if piece:
                 said.append(piece)
-                yield from self._say(Text(piece, tuple(answer[shown:])))
+                yield Text(piece, tuple(answer[shown:]))
                 shown = len(answer)
             if asked.strings.is_hit or loop or answer[-1] in asked.stops:
                 finish = "loop" if loop else "stop"
                 break
-        if finish == "length" and len(answer) < min(asked.new, self._model.limit - stats.prompt):
+        if finish == "length" and len(answer) < min(asked.new, self._text.limit - stats.prompt):
             finish = "interrupted"
         rest = asked.strings.push(words.finish()) + asked.strings.finish()
         if rest:
             said.append(rest)
-            yield from self._say(Text(rest, tuple(answer[shown:])))
+            yield Text(rest, tuple(answer[shown:]))
         self._measure(at_once=True)
-        if self._model.foretell is not None:
-            stats.estimate, stats.available = self._model.foretell(self._model.profile, stats.context)
-        if (report := self._model.session.drafter.report()) is not None and before is not None:
+        if (foretell := self._text.foretell) is not None:
+            stats.estimate, stats.available = foretell(self._text.profile, stats.context)
+        if (report := self._text.session.drafter.report()) is not None and before is not None:
             stats.hear(before, report)
-        yield End(Turn("".join(said), tuple(answer), finish, stats, loop))
+        return Turn("".join(said), tuple(answer), finish, stats, loop)
 
     def _measure(self, at_once: bool = False) -> None:
         """Memory as it is now; as often as people can read it, since asking takes a tenth of a small model's pass."""
-        stats, lm, session = self._stats, self._model.lm, self._model.session
+        stats, session = self._stats, self._text.session
+        lm = session.lm
         stats.context = len(session.ids)
         if not at_once and time.perf_counter() - self._measured < MEASURE_EVERY:
             return
         self._measured = time.perf_counter()
         if at_once:
-            stats.approx = approx(self._model.profile, session.lost)
+            stats.approx = approx(self._text.profile, session.lost)
         stats.kv = nbytes(session.kv, session.view)
         stats.kv_fp16 = 2 * 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * session.committed
         stats.peak = peak_bytes(lm.device)

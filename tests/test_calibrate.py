@@ -247,7 +247,7 @@ def test_costs_stay_with_a_model_and_change_no_text(demo):
     for known in ({}, {2: 1.01, 16: 1.1}, {2: 5.0, 16: 40.0}):
         costs = partial(lambda known, context: known, known)
         model = demo.with_profile(Profile.load("ngram").replace(load={"device": "cpu"}))
-        model.expect(costs)
+        model.costs = costs
         texts.append(model.generate(prompt, 48, ignore_eos=True).ids)
         assert model.with_profile(model.profile).costs == costs
     assert texts[0] == texts[1] == texts[2]

@@ -23,10 +23,10 @@ FLOORS = [
         "profile profile_file refusals resolve sandbox schema settings sizes small_file source template "
         "template_worker text tokenizer toml_places values",
         "api feed heard info kinds kv loops machine memory rows sample stats token_kinds verify",
-        "budget engine forward gate model policies readback rope seam weights",
+        "budget engine engine_thread forward gate model policies readback rope seam weights",
         "drafts",
-        "build chats clashes conversation kvcli local losses relief schemas session steady transcript turn "
-        "window world",
+        "build chats clashes conversation kvcli local losses open_text relief schemas session steady transcript "
+        "turn window world",
         "bench calibrate fetch fit heads quality summarize",  # what measures, foretells, fetches, asks on
         "__main__ cli commands render",
     )

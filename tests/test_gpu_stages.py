@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcli.kv import tiers
-from kvcli.kv.slots import Sight
+from kvcli.kv.slots import Sight, alike
 from kvcli.profile import Profile
 from tests.gpu import __main__ as command
 from tests.gpu import environment
@@ -116,9 +116,9 @@ def test_the_bundled_model_is_given_room_for_a_part_of_the_report() -> None:
     from tests.gpu.offload import BEHIND, CHUNK
 
     chosen = Profile.load("exact").replace(memory=BEHIND)
-    of_slot, sights = (2, 64, 4), [Sight(1.0)] * 6
+    shapes, sights = alike(6, 2, 64), [Sight(1.0)] * 6
     free: dict[str, Any] = {"is_cpu": False, "free": 1 << 36, "host": 1 << 36}
-    room = tiers.room(chosen.kv, chosen.memory, chosen.recall.settings, sights, of_slot, chunk=CHUNK, **free)
+    room = tiers.room(chosen.kv, chosen.memory, chosen.recall.settings, sights, shapes, 4, chunk=CHUNK, **free)
     assert 0 < room.on_device < 2_000
     assert room.in_host > 4_400
 

@@ -15,6 +15,7 @@ from kvcli.kv.slots import nbytes
 from kvcli.layers import builtin_files
 from kvcli.local import Model
 from kvcli.model import LM
+from kvcli.open_text import OpenText
 from kvcli.profile import Profile
 from tests import drafters, families, small_tokenizers
 
@@ -43,8 +44,8 @@ def long_text(profile: str, seed: int | None, **spec: str) -> tuple[list[int], i
     return turn.ids, turn.stats.kv_bytes
 
 
-def model(profile: str = "exact", **changes: Any) -> Model:
-    return Model(lm(), small_tokenizers.demo(), Profile.load(profile).replace(**changes))
+def model(profile: str = "exact", **changes: Any) -> OpenText:
+    return Model(lm(), small_tokenizers.demo(), Profile.load(profile).replace(**changes)).open()
 
 
 def prompt(n: int = 40) -> list[int]:
@@ -222,7 +223,7 @@ def test_what_an_overflow_proposes_is_enough_when_typed() -> None:
         (most, most, 0, []),
     ):
         m = model(context={"limit": limit, "reserve": 16})
-        m.fits = (lambda _, fits=fits: fits) if fits else None
+        m.model.fits = (lambda _, fits=fits: fits) if fits else None
         m = m.with_profile(m.profile)  # as /profile does in a chat
         with pytest.raises(ContextOverflow) as caught:
             m.stream(prompt(length), max_new_tokens=1000)
@@ -272,7 +273,7 @@ def test_a_turn_that_breaks_leaves_a_past_that_is_right(monkeypatch: pytest.Monk
 def test_another_profile_shares_the_weights_and_another_load_is_refused() -> None:
     m = model()
     other = m.with_profile(Profile.load("ngram"))
-    assert other.lm is m.lm
+    assert other.model.lm is m.model.lm
     assert other.generate(prompt(), max_new_tokens=12).ids == m.generate(prompt(), max_new_tokens=12).ids
     with pytest.raises(BadConfig) as caught:
         m.with_profile(m.profile.replace(load={"dtype": "fp16"}))

@@ -21,6 +21,7 @@ from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.kv.slots import Store, alike, nbytes
 from kvcli.local import Model
 from kvcli.model import LM
+from kvcli.open_text import OpenText
 from kvcli.policies.base import Policy
 from kvcli.profile import Profile
 from kvcli.relief import mend, stepped
@@ -143,16 +144,16 @@ def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store:
 # steps of a profile
 
 
-def model(**changes: Any) -> Model:
+def model(**changes: Any) -> OpenText:
     found = LM.of(families.build("llama", vocab_size=2048))
-    return Model(found, small_tokenizers.demo(), Profile.load("exact").replace(exactness="approx", **changes))
+    return Model(found, small_tokenizers.demo(), Profile.load("exact").replace(exactness="approx", **changes)).open()
 
 
 def text(n: int = 60) -> list[int]:
     return families.prompt(n, 2048)
 
 
-def failing(m: Model, monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> None:
+def failing(m: OpenText, monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> None:
     """Appending runs out of memory from call `at` on, `times` times."""
     calls, real = iter(range(10**9)), Dense.append
 
@@ -232,8 +233,8 @@ def test_without_a_step_the_error_says_what_fits_and_hands_back_the_answer(
     assert shorter.ids == want.ids[:room]
 
 
-def check_model(m: Model) -> None:
-    for layer in range(m.lm.n_layers):
+def check_model(m: OpenText) -> None:
+    for layer in range(m.session.lm.n_layers):
         pos = m.session.kv.slots(layer).pos[0]
         assert sorted(pos[pos >= 0].tolist()) == list(range(m.session.committed))
 

@@ -91,7 +91,7 @@ class ProfileSide:
         """Continue `prompt`; drafting starts knowing nothing, as in the first question of a process."""
         self._check(prompt, new)
         torch.set_num_threads(self.threads)
-        session = self.model.open()
+        session = self.model.new_session()
         stats, at = Stats(prompt=len(prompt)), list[float]()
         began = self.clock()
         drive(session.read(prompt))

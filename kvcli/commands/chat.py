@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcli.commands.outlook import Prepared
     from kvcli.commands.setup import Setup
     from kvcli.conversation import Chat
-    from kvcli.local import Model
+    from kvcli.open_text import OpenText
     from kvcli.profile import Profile
     from kvcli.render.screen import Screen
     from kvcli.transcript import Opened
@@ -126,16 +126,16 @@ def answer(
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
-    run, model = load_model(setup, profile, wanted, screen)
+    run, text = load_model(setup, profile, wanted, screen)
     from kvcli.conversation import Chat
 
-    talk = Chat(model, folder=world.paths.chats, holds=True, called=setup.lasting_name)
-    with model, closing(talk):
+    talk = Chat(text, folder=world.paths.chats, holds=True, called=setup.lasting_name)
+    with text, closing(talk):
         begin(world, talk, question, opened, keeps)
-        for note in (*run.notes, *model.cautions, *model.info.notes):
+        for note in (*run.notes, *text.cautions, *text.info.notes):
             tell(world, note)
         if question.text is None:
-            return converse(setup, run, model, talk, screen, keeps)
+            return converse(setup, run, text, talk, screen, keeps)
         if opened is not None:
             tell(world, f"goes on with {about(talk)}")
         try:
@@ -202,7 +202,7 @@ def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[
         yield event
 
 
-def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Screen, keeps: bool) -> int:
+def converse(setup: Setup, run: Prepared, text: OpenText, talk: Chat, screen: Screen, keeps: bool) -> int:
     """The interactive chat."""
     from kvcli.commands.keep import about
     from kvcli.commands.offer import find_model
@@ -222,12 +222,12 @@ def converse(setup: Setup, run: Prepared, model: Model, talk: Chat, screen: Scre
         opening = Opening(
             __version__,
             profile.name,
-            model.promise,
-            context=model.limit,
+            text.promise,
+            context=text.limit,
             estimate=run.estimate,
             threads=threads(),
         )
-        lines = header(model.info, opening, screen.err.width)
+        lines = header(text.info, opening, screen.err.width)
         lines += [f"goes on with {about(talk)}"] if talk.messages else []
         lines += [f"attached {d.name} · {count(d.lines)} lines" for d in talk.documents]
         for line in lines:

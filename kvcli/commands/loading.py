@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvcli.commands.outlook import Prepared, Wanted
     from kvcli.commands.setup import Setup
-    from kvcli.local import Model
+    from kvcli.open_text import OpenText
     from kvcli.profile import Profile
     from kvcli.render.screen import Screen
 
 
-def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -> tuple[Prepared, Model]:
-    """The model, and the run as it was found to fit; its profile may have a narrower window. Raises DoesNotFit."""
+def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -> tuple[Prepared, OpenText]:
+    """A text over the model, and the run as it was found to fit, perhaps in a narrower window. Raises DoesNotFit."""
     from kvcli.commands.interrupt import insisting
     from kvcli.commands.outlook import prepare
     from kvcli.render.stream import busy_word
@@ -29,4 +29,4 @@ def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -
         model = setup.load(run.profile, tell)
     run.profile = model.profile  # as this model can keep it
     model.foretell, model.fits = run.foretell, run.fits
-    return run, model
+    return run, model.open()

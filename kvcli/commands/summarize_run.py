@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcli.commands.outlook import Prepared
     from kvcli.commands.summarize_job import Job
     from kvcli.commands.summarize_read import Given
-    from kvcli.local import Model
+    from kvcli.open_text import OpenText
     from kvcli.render.summarize_view import SummaryView
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan, Window
@@ -85,19 +85,19 @@ def _summarize(job: Job) -> int:
     from kvcli.summarize.plan import Window
     from kvcli.summarize.wording import wording_of
 
-    prepared, model = load_model(job.setup, job.profile, job.wanted, job.screen)
+    prepared, text = load_model(job.setup, job.profile, job.wanted, job.screen)
     cancel = Interrupt(job.setup.world.clock)  # heard while the model works; before that Ctrl-C ends the command
-    with model:
-        for note in (*prepared.notes, *model.cautions, *model.info.notes):
+    with text:
+        for note in (*prepared.notes, *text.cautions, *text.info.notes):
             job.tell(note)
-        wording = wording_of(model.info)
-        wording.refuse(job.request, model.info.id)
-        window = Window.of(model, job.setup.pass_times(model))
+        wording = wording_of(text.info)
+        wording.refuse(job.request, text.info.id)
+        window = Window.of(text, job.setup.pass_times(text.model))
         for given in job.groups:
             if job.each and len(job.groups) > 1:
                 job.out.begin(given[0].heading)
             with job.attempt(given):
-                _one(job, prepared, model, given, window, wording, cancel)
+                _one(job, prepared, text, given, window, wording, cancel)
             if cancel():
                 return ExitStatus.INTERRUPTED
     return job.status
@@ -106,7 +106,7 @@ def _summarize(job: Job) -> int:
 def _one(
     job: Job,
     prepared: Prepared,
-    model: Model,
+    text: OpenText,
     given: Sequence[Given],
     window: Window,
     wording: Wording,
@@ -126,10 +126,10 @@ def _one(
         said = _plan(job, given, plan, window)
     for line in said:
         job.screen.err.line((line, ""))
-    cache = Cache.of(job.setup.world.paths.cache, model.info, prepared.profile, is_fresh=job.fresh)
+    cache = Cache.of(job.setup.world.paths.cache, text.info, prepared.profile, is_fresh=job.fresh)
     look = Look(prepared.profile.name, stopping=cancel)
     view = SummaryView(job.screen, look, plan, job.out.live(), tells=job.tells)
-    events = summarize(model, documents, cache=cache, cancel=cancel, plan=plan)
+    events = summarize(text, documents, cache=cache, cancel=cancel, plan=plan)
     with cancel, view.running(), closing(cast("Generator[Event]", events)):
         for event in events:
             view.on(event)
@@ -139,11 +139,11 @@ def _one(
     if not view.summary.points:
         is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
         raise NothingSaid(
-            f"{model.info.id} wrote no summary",
+            f"{text.info.id} wrote no summary",
             lines=["its answer went round in a loop" if is_loop else "its answer is empty"],
             try_=["-m with another model", "--fresh"],
         )
-    _finish(job, prepared, model, given, view)
+    _finish(job, prepared, text, given, view)
 
 
 def _plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> list[str]:
@@ -161,7 +161,7 @@ def _tell_stopped(job: Job, view: SummaryView) -> None:
         err.line((line, ""))
 
 
-def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], view: SummaryView) -> None:
+def _finish(job: Job, prepared: Prepared, text: OpenText, given: Sequence[Given], view: SummaryView) -> None:
     """The document, the notes, the figures, and a line in the log of memory."""
     from kvcli.commands.summarize_read import facts
     from kvcli.commands.turn_json import Run, turn_document
@@ -172,9 +172,9 @@ def _finish(job: Job, prepared: Prepared, model: Model, given: Sequence[Given], 
 
     summary, profile = view.summary, prepared.profile
     assert summary is not None
-    under = Run(profile.name, profile.spec.method, profile.hash, model.promise, cautions=model.cautions)
-    sources = facts(given, model.tokenizer)
-    made = summary_document(summary, sources, [turn_document(a.turn, model.info, under) for a in summary.turns])
+    under = Run(profile.name, profile.spec.method, profile.hash, text.promise, cautions=text.cautions)
+    sources = facts(given, text.tokenizer)
+    made = summary_document(summary, sources, [turn_document(a.turn, text.info, under) for a in summary.turns])
     if not job.each:
         made.notes += [f"{name} is left out: {error.message}" for name, error in job.shelf.failed]
     job.out.end(made, summary.points)

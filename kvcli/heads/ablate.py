@@ -40,7 +40,7 @@ class Loss:
 
 def open_past(model: Model, sample: Sample) -> Session:
     """The text of a sample, read whole; its last token is pending."""
-    session = whole(model).session
+    session = whole(model)
     drive(session.read(sample.context))
     return session
 

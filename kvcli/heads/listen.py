@@ -39,9 +39,9 @@ class Listen(Everything):
         return super().mask(s, at)
 
 
-def whole(model: Model) -> Model:
-    """The model with nothing evicted and no drafts, whatever its profile."""
-    return model.with_profile(full_profile(model.profile))
+def whole(model: Model) -> Session:
+    """A session with nothing evicted and no drafts, whatever the model's profile."""
+    return model.with_profile(full_profile(model.profile)).new_session()
 
 
 def listening(
@@ -57,7 +57,7 @@ def listening(
 
     While it writes, each `every` tokens, it hears them and the `recent` newest ones.
     """
-    plain = whole(model).session
+    plain = whole(model)
     policy = Listen(rows, hear, recent)
     return Session(
         plain.lm, plain.kv, plain.drafter, Sampler(), policy=policy, chunk=plain.chunk_rows, every=every, kinds=kinds

@@ -20,7 +20,7 @@ def kv_bytes(
 ) -> HeadsKv:
     """What `context` tokens take. Policies grow as their sets do: shares of the text in proportion, the guard not."""
     lm = model.lm
-    token = 2 * lm.head_dim * model.session.kv.dtype.itemsize  # of one head
+    token = 2 * lm.head_dim * model.new_session().kv.dtype.itemsize  # of one head
     whole = torch.tensor([[float(_seen(context, w))] * lm.n_kv_heads for w in lm.windows])
     least = torch.minimum(whole, torch.tensor(float(suggest.sinks + suggest.window)))
     mapped = least.clone()

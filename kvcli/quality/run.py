@@ -55,7 +55,7 @@ def run_quality(
     _check(model, lengths, n)
     table = rows(profiles, full_profile(model.profile), lengths)
     for row in table:
-        model.with_profile(row.at(min(lengths)))  # refuses now what it would refuse later
+        model.with_profile(row.at(min(lengths))).new_session()  # refuses now what it would refuse later
     suite = _Suite(model, table, Prompts(model.tokenizer), Partial(partial), fingerprint(model), query_visible)
     draws = list(_draws(kinds, lengths, n, seed, Prose(haystack)))
     for task, draw in draws[: len(kinds) * len(lengths)]:  # the first round has each task at each length

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvcli.documents import Document, Unit
     from kvcli.local import Model
+    from kvcli.open_text import OpenText
     from kvcli.profile import Profile
     from kvcli.schemas.fit import PassTime
     from kvcli.summarize.result import Mode
@@ -40,7 +41,7 @@ class Window:
     drafts: bool = False  # it drafts, so passes of one row are an upper end
 
     @classmethod
-    def of(cls, model: Model, passes: Sequence[PassTime] = ()) -> Window:
+    def of(cls, model: Model | OpenText, passes: Sequence[PassTime] = ()) -> Window:
         foretell, profile = model.foretell, model.profile
         ask = (lambda tokens: foretell(profile, tokens)) if foretell is not None else None
         return cls(

@@ -35,12 +35,13 @@ from kvcli.text import decode, render_prompt, render_text
 if TYPE_CHECKING:
     from kvcli.documents import Document
     from kvcli.local import Model
+    from kvcli.open_text import OpenText
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.parts import Part
 
 
 def summarize(
-    model: Model,
+    model: Model | OpenText,
     documents: Sequence[Document],
     request: Request | None = None,
     *,
@@ -63,7 +64,7 @@ def summarize(
 
 
 def summary_of(
-    model: Model, documents: Sequence[Document], request: Request | None = None, **options: object
+    model: Model | OpenText, documents: Sequence[Document], request: Request | None = None, **options: object
 ) -> Summary:
     """The same, all at once."""
     for event in summarize(model, documents, request, **options):  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ class _Cancelled(Exception):
 class _Run:
     """One summary under way."""
 
-    model: Model
+    model: Model | OpenText
     plan: Plan
     names: list[str]  # that may stand in citations
     cache: Cache | None

@@ -75,7 +75,7 @@ class Window:
 
     def read(self, changes: Changes) -> Any:
         """A session under a changed profile, its past compressed."""
-        session = self.model.with_profile(self.model.profile.replace(exactness="approx", **changes)).session
+        session = self.model.with_profile(self.model.profile.replace(exactness="approx", **changes)).new_session()
         self.text.read_by(session)
         return session
 

@@ -98,7 +98,7 @@ def tasks(names: list[str]) -> list[Task]:
 def looked_at(model: Model) -> Model:
     """With what passes take here, as a chat finds out when it first loads a model."""
     passes = quick_times(model.lm)
-    model.expect(lambda context: units(passes, context))
+    model.costs = lambda context: units(passes, context)
     return model
 
 

@@ -102,7 +102,7 @@ class Text:
     def __init__(self, model: Any, ids: list[int]) -> None:
         self.ids, self.n = ids, len(ids) - 1
         self.rows = Rows.chain(self.ids[:-1], 0)
-        (self._made,) = run([Feed(model.lm, self.rows, model.open().kv, hear=range(self.n))])
+        (self._made,) = run([Feed(model.lm, self.rows, model.new_session().kv, hear=range(self.n))])
 
     def read_by(self, session: Any) -> None:
         """What `session.read` does with a text of one chunk."""
@@ -118,7 +118,7 @@ class Text:
 
 def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
     """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
-    session = model.with_profile(model.profile.replace(exactness="approx", **changes)).session
+    session = model.with_profile(model.profile.replace(exactness="approx", **changes)).new_session()
     (text or Text(model, sample.context)).read_by(session)
     rows, scored = sample.rows(), sample.scored()
     (made,) = run([Feed(model.lm, rows, session.kv, want=[row for row, _ in scored])])

@@ -81,7 +81,7 @@ def storm(runs: int, seed: int = 0) -> dict[str, int]:
             wanted = conversation(plain, i)
             drafting = Profile.load(PROFILES[i % len(PROFILES)])
             model = loaded.with_profile(drafting.replace(load=load, sample=sample, spec={"strict": True}))
-            model.expect(costs(rng))
+            model.costs = costs(rng)
             with jumping_clock(rng):
                 found = conversation(model, i)
             bad += [turn.ids for turn in found] != [turn.ids for turn in wanted]

@@ -145,7 +145,7 @@ def test_a_drawn_token_has_the_highest_sum_of_logit_and_noise():
     profile = plain(drawing(Profile.load("exact").replace(load={"dtype": "fp32"}), 0.8, seed=3))
     with kvcli.load("demo", profile) as model:
         text = model.tokenizer.encode("The depot")
-        session = model.open()
+        session = model.new_session()
         drive(session.read(text))
         ids = [i for step in events(session.stream(12)) for i in step.new]
         margins = [tie_at(model, [*text, *ids[:n]], i, i).margin for n, i in enumerate(ids)]

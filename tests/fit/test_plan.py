@@ -46,8 +46,8 @@ def test_keys_and_values_are_what_the_store_allocates(demo, profile):
     with load("demo", profile, set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 256}) as model:
         ids = torch.arange(700).remainder(model.lm.vocab).tolist()
         most = 0
-        for _ in events(model.session.read(ids)):
-            most = max(most, nbytes(model.session.kv)["cpu"])
+        for _ in events(model.text.session.read(ids)):
+            most = max(most, nbytes(model.text.session.kv)["cpu"])
         found = planned(demo, model.profile, 700)
         if profile != "streaming":  # which settles before anybody can look
             assert found.need.kv == most
@@ -59,7 +59,7 @@ def test_packed_keys_and_values_are_planned_as_they_lie(demo, bits):
     kv = {"kv.k_bits": bits[0], "kv.v_bits": bits[1], "exactness": "approx"}
     with load("demo", "exact", set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 16, **kv}) as model:
         ids = torch.arange(1400).remainder(model.lm.vocab).tolist()
-        most = max(sum(nbytes(model.session.kv).values()) for _ in events(model.session.read(ids)))
+        most = max(sum(nbytes(model.text.session.kv).values()) for _ in events(model.text.session.read(ids)))
         found = planned(demo, model.profile, 1400).need.kv
         number = model.lm.dtype.itemsize
         unpacked = sum(wide(shape, number) for shape in model.lm.shapes)
@@ -121,8 +121,8 @@ def test_the_index_of_recall_is_in_memory_too(demo):
     assert planned(demo, reads).need.kv == planned(demo, plain).need.kv + index
     kept = {"load.device": "cpu", "load.verify": False, "exactness": "approx", "recall.method": "sketch"}
     with load("demo", "exact", set=kept) as model:
-        drive(model.session.read(torch.arange(4096).remainder(model.lm.vocab).tolist()))
-        found = nbytes(model.session.kv)
+        drive(model.text.session.read(torch.arange(4096).remainder(model.lm.vocab).tolist()))
+        found = nbytes(model.text.session.kv)
     assert index == pytest.approx(found["index"], rel=0.05)
 
 
@@ -162,8 +162,8 @@ def test_a_store_holds_the_longest_text_that_is_promised_and_no_longer_one(demo,
     def read(n):
         kept = {"load.device": "cpu", "load.verify": False, "context.limit": n + 1, **sets}
         with load("demo", profile, set=kept) as model:
-            drive(model.session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
-            assert model.session.committed == n - 1
+            drive(model.text.session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
+            assert model.text.session.committed == n - 1
 
     read(most - 1)
     with pytest.raises(Shortage):

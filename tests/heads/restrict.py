@@ -36,7 +36,7 @@ class Restrict(EachLayer):
 
 def right_answers(model: Model, sample: Sample, heads: Collection[tuple[int, int]], reach: Reach) -> list[bool]:
     """Each question of the sample: does greedy decoding write the value, token for token?"""
-    session = whole(model).session
+    session = whole(model)
     session.policy = Restrict(frozenset(heads), reach)
     drive(session.read(sample.context))
     found = []

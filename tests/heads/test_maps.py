@@ -85,7 +85,7 @@ def test_choices_are_those_of_the_policy_itself(model, changes):
     ask = Ask(probes=("prompt",), context=400, settings=settings)
     found = probe(model, ask)
     made = document(model, ask, found)
-    plain = whole(model).session
+    plain = whole(model)
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
     session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
     drive(session.read(found.reading.ids))
@@ -98,7 +98,7 @@ def test_what_it_says_is_kept_is_what_is_kept(model):
     ask = Ask(probes=("prompt",), context=400, settings=settings)
     found = probe(model, ask)
     made = document(model, ask, found)
-    plain = whole(model).session
+    plain = whole(model)
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
     session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
     drive(session.read(found.reading.ids))
