@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Generic
 
 import torch
@@ -124,7 +125,7 @@ class Ticket(Generic[E, T]):
         return self.feed is None
 
     def result(self) -> T:
-        """What came of it, once it is over; raises what ended it."""
+        """What came of it, once it is over; raises what ended it, CancelledError if somebody did."""
         assert self.is_over, "not over yet"
         if self.error is not None:
             raise self.error
@@ -132,8 +133,9 @@ class Ticket(Generic[E, T]):
 
     def cancel(self) -> None:
         """End it between two passes; what it has stored stays as it is."""
-        self._work.close()
-        self.feed = None
+        if not self.is_over:
+            self._work.close()
+            self.feed, self.error = None, CancelledError()
 
     def send(self, made: Made) -> None:
         """Its feed was run."""
@@ -145,7 +147,6 @@ class Ticket(Generic[E, T]):
 
     def go_on(self, step: Callable[[], Feed | E]) -> None:
         """To the next feed, handing out what the work says on the way."""
-        self.feed = None
         try:
             said = step()
             while not isinstance(said, Feed):
@@ -153,9 +154,9 @@ class Ticket(Generic[E, T]):
                 said = next(self._work)
             self.feed = said
         except StopIteration as end:
-            self._found = end.value
+            self._found, self.feed = end.value, None
         except Exception as error:  # of this text; the others go on
-            self.error = error
+            self.error, self.feed = error, None
 
 
 class Engine:
@@ -203,6 +204,7 @@ class Engine:
 
     def _pass(self, tickets: list[Ticket[Any, Any]]) -> None:
         """Those together, or, where that fails, by halves: a lack of memory concerns whom it hits alone."""
+        tickets = [ticket for ticket in tickets if not ticket.is_over]  # an outbox may have cancelled one
         try:
             made = run([ticket.feed for ticket in tickets if ticket.feed is not None])
         except Exception as error:

@@ -135,8 +135,8 @@ class Model:
         chosen = self.profile if profile is None else profile
         if isinstance(chosen, str):  # what it does not say about loading stays as it was loaded
             chosen = type(self.profile).load(chosen)
-            said = {key: value for key, value in asdict(self.profile.load).items() if _is_open(chosen, f"load.{key}")}
-            chosen = chosen.replace(load=said)
+            loaded, origins = asdict(self.profile.load), chosen.origins
+            chosen = chosen.replace(load={key: loaded[key] for key in loaded if origins[f"load.{key}"] == "default"})
         if set:
             chosen = chosen.replace(**_nested(set))
         return OpenText(self if chosen is self.profile else self.with_profile(chosen))
@@ -206,10 +206,6 @@ class Model:
     def stream(self, prompt: Prompt, **options: Any) -> Events:
         """The same in events: Live and Read first, then Text as it comes, End last."""
         return self.text.stream(prompt, **options)
-
-
-def _is_open(profile: Profile, key: str) -> bool:
-    return profile.origins[key] == "default"
 
 
 def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

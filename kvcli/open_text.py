@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
-from kvcli.api import Cancel, End, Event, Events, ModelInfo, Prompt, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
 from kvcli.engine import events
 from kvcli.errors import BadInput, BadModel
-from kvcli.feed import Asks, Work
-from kvcli.relief import Relieved, relieve
+from kvcli.feed import Work
 from kvcli.schema import ORDER
 from kvcli.text import Messages, StopStrings
 from kvcli.token_kinds import chat_spans
@@ -20,11 +19,8 @@ from kvcli.turn import Answering, Asked
 from kvcli.window import Window
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvcli.conversation import Chat
     from kvcli.local import Model
-    from kvcli.policies.base import Phase
     from kvcli.profile import Profile
 
 
@@ -35,7 +31,7 @@ class OpenText:
     """
 
     def __init__(self, model: Model) -> None:
-        self.model = model  # under the text's profile: another one after a lack of memory
+        self.go_under(model)
         self.session = model.new_session()
         self._answer: Work[Event, Turn | None] | None = None  # the last that began
 
@@ -50,34 +46,11 @@ class OpenText:
         self._end()
         self.session = self.model.new_session()
 
-    @property
-    def info(self) -> ModelInfo:
-        return self.model.info
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.model.tokenizer
-
-    @property
-    def profile(self) -> Profile:
-        return self.model.profile
-
-    @property
-    def limit(self) -> int:
-        """The window in use, tokens."""
-        return self.model.limit
-
-    @property
-    def foretell(self) -> Callable[[Profile, int], tuple[int, int]] | None:
-        return self.model.foretell
-
-    @property
-    def cautions(self) -> list[str]:
-        return self.model.cautions
-
-    @property
-    def promise(self) -> str:
-        return self.model.promise
+    def go_under(self, model: Model) -> None:
+        """Go on over the same weights under another profile, for which the session was made ready."""
+        self.model, self.profile, self.limit = model, model.profile, model.limit
+        self.info, self.tokenizer = model.info, model.tokenizer
+        self.cautions, self.promise, self.foretell = model.cautions, model.promise, model.foretell
 
     def with_profile(self, profile: Profile) -> OpenText:
         """A text over the same weights under another profile, with nothing read yet. Refuses a change of `load`."""
@@ -153,12 +126,6 @@ class OpenText:
             0 if ignore_eos else profile.sample.stop_loops,
         )
         return self._only(Answering(self, asked).events())
-
-    def relieve(self, phase: Phase) -> Asks[Relieved]:
-        """Go on after a lack of memory, under what the next steps of `memory.ladder` leave of the profile."""
-        found = yield from relieve(self.session, self.profile, self.limit, phase)
-        self.model = self.model.under(found.profile)
-        return found
 
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier, and what scouts read as one more."""

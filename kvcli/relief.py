@@ -7,7 +7,6 @@ saved are computed again from them.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli import build
@@ -18,18 +17,10 @@ from kvcli.kv.slots import nbytes
 if TYPE_CHECKING:
     from kvcli.feed import Asks
     from kvcli.kv.slots import Store
+    from kvcli.open_text import OpenText
     from kvcli.policies.base import Phase
     from kvcli.profile import Profile
     from kvcli.session import Session
-
-
-@dataclass(frozen=True, slots=True)
-class Relieved:
-    """What came of it."""
-
-    steps: tuple[str, ...]  # taken, in order
-    profile: Profile  # after them, with the steps that are left
-    is_over: bool  # the session is ready for its next pass; else no step is left
 
 
 def mend(session: Session) -> bool:
@@ -44,27 +35,27 @@ def mend(session: Session) -> bool:
     return is_due
 
 
-def relieve(session: Session, profile: Profile, limit: int, phase: Phase) -> Asks[Relieved]:
+def relieve(text: OpenText, phase: Phase) -> Asks[tuple[list[str], bool]]:
     """Mend the session, then take steps of the profile's `memory.ladder` until one leaves it ready for a pass.
 
-    `limit`: the window in use, tokens. Where the past could not be saved the session has forgotten it, and the caller
-    reads its ids again.
+    The steps, and whether one did. Where the past could not be saved the session has forgotten it, and the caller reads
+    its ids again.
     """
+    session, taken, is_due = text.session, list[str](), False
     free_caches()
-    is_due = False
     try:
         is_due = mend(session)
     except Exception as error:
         _only_shortage(error)
-        _restart(session, profile)
-    taken: list[str] = []
-    while profile.memory.on_shortage == "degrade" and profile.memory.ladder:
-        before, profile = profile, stepped(profile, limit)
-        if _apply(session, before, profile):
+        _restart(session, text.profile)
+    while text.profile.memory.on_shortage == "degrade" and text.profile.memory.ladder:
+        before = text.profile
+        text.go_under(text.model.under(stepped(before, text.limit)))
+        if _apply(session, before, text.profile):
             taken.append(before.memory.ladder[0])
             if (yield from _is_ready(session, is_due, phase)):
-                return Relieved(tuple(taken), profile, True)
-    return Relieved(tuple(taken), profile, False)
+                return taken, True
+    return taken, False
 
 
 def stepped(profile: Profile, limit: int) -> Profile:

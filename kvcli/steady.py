@@ -15,6 +15,7 @@ from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.kv.slots import nbytes
 from kvcli.policies.base import Phase
 from kvcli.profile import Profile
+from kvcli.relief import relieve
 from kvcli.schema import size_of
 from kvcli.session import Session
 from kvcli.stats import Stats
@@ -71,11 +72,11 @@ class Steady:
         """Take the next steps and say so; raises the lack, explained, when there are none."""
         session, stats = self._text.session, self._stats
         at = session.committed if phase == "reading" else len(session.ids)
-        found = yield from self._text.relieve(phase)
+        steps, is_over = yield from relieve(self._text, phase)
         stats.limit = self._text.limit
-        if found.steps:
-            stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(found.steps)} from here on")
-        if not found.is_over:
+        if steps:
+            stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(steps)} from here on")
+        if not is_over:
             raise self._explained(lack)
 
     def _explained(self, lack: Shortage) -> Shortage:

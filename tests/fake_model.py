@@ -128,6 +128,9 @@ class FakeModel:
             yield Text(piece, tuple(map(ord, piece)))
         return said
 
+    def open(self) -> FakeModel:
+        return self
+
     def with_profile(self, profile: FakeProfile) -> FakeModel:
         return FakeModel(**(vars(self) | {"profile": profile}))
 
