@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvcli import build
 from kvcli.feed import asked
-from kvcli.kv.shortage import as_shortage, free_caches
+from kvcli.kv.shortage import free_caches, lacking
 from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:
@@ -43,10 +43,9 @@ def relieve(text: OpenText, phase: Phase) -> Asks[tuple[list[str], bool]]:
     """
     session, taken, is_due = text.session, list[str](), False
     free_caches()
-    try:
+    with lacking() as lacks:
         is_due = mend(session)
-    except Exception as error:
-        _only_shortage(error)
+    if lacks:
         _restart(session, text.profile)
     while text.profile.memory.on_shortage == "degrade" and text.profile.memory.ladder:
         before = text.profile
@@ -75,18 +74,16 @@ def stepped(profile: Profile, limit: int) -> Profile:
 def _apply(session: Session, old: Profile, new: Profile) -> bool:
     """Have the session go on under `new`; False if what that needs is not there, and nothing has changed."""
     if _storage(old) != _storage(new):
-        try:
+        with lacking() as lacks:
             store = build.store(session.lm, new, nbytes(session.kv).get(session.lm.device.type, 0))
-        except Exception as error:
-            _only_shortage(error)
+        if lacks:
             return False
         session.every = build.every(new)
-        try:
+        with lacking() as lacks:
             move(session.kv, store, session.lm.n_layers)
             _put(session, store)
             session.rewind(session.committed + 1)  # the next boundary may be another
-        except Exception as error:
-            _only_shortage(error)
+        if lacks:
             _restart(session, new)
     session.chunk_rows = build.chunk(session.lm, new)
     return True
@@ -107,14 +104,11 @@ def _storage(profile: Profile) -> tuple[object, ...]:
 
 def _is_ready(session: Session, is_due: bool, phase: Phase) -> Asks[bool]:
     """Settle the boundary that the failure came before, and have the drafter start anew; False if memory ran out."""
-    try:
+    with lacking() as lacks:
         if is_due and session.committed:
             yield from session.settle(phase)
         yield from asked(session.drafter.start(session.ids, session.sampler))
-    except Exception as error:
-        _only_shortage(error)
-        return False
-    return True
+    return not lacks
 
 
 def _restart(session: Session, profile: Profile) -> None:
@@ -128,9 +122,3 @@ def _put(session: Session, store: Store) -> None:
     session.kv = store
     if session.view is not None:
         session.view = session.view.over(store)
-
-
-def _only_shortage(error: Exception) -> None:
-    """Anything else goes on to whoever knows it."""
-    if as_shortage(error) is None:
-        raise error

@@ -6,12 +6,13 @@ What a pass was about to add is lost with it and made again; what was added befo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
 from kvcli.errors import KvcliError
 from kvcli.feed import Asks
-from kvcli.kv.shortage import Shortage, as_shortage
+from kvcli.kv.shortage import Shortage, lacking
 from kvcli.kv.slots import nbytes
 from kvcli.policies.base import Phase
 from kvcli.profile import Profile
@@ -31,40 +32,37 @@ class Steady:
         """A prompt of so many tokens, and at most `new` of an answer, for which the ways out leave room."""
         self.said: list[str] = []  # the answer in words, as far as it goes; an error hands it back
         self._text, self._prompt, self._end, self._stats = text, prompt, prompt + new, stats
-        self._lack: Shortage | None = None  # that ended the last pass, behind what that pass added
+        self._lacks: list[Shortage] = []  # the lack that ended the last pass, behind what that pass added
 
     def chunk(self, ids: Sequence[int]) -> Asks[bool]:
         """Have the session read on in `ids`, by a chunk; False once all is read."""
         session = self._text.session
         while True:
-            try:
-                return (yield from session.chunk(ids))
-            except Exception as error:
-                lack = _lack(error)
-            yield from self._relieve(lack, "read" if session.committed == len(ids) - 1 else "reading")
+            with lacking() as lacks:
+                is_more = yield from session.chunk(ids)
+            if not lacks:
+                return is_more
+            yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")
             if len(ids) >= self._text.limit:
-                raise self._explained(lack)
+                raise self._explained(lacks[0])
 
     def step(self, ids: Sequence[int], stop: Collection[int]) -> Asks[Sequence[int]]:
         """One pass behind `ids`: the tokens that it added; none if memory has no room for more."""
         session = self._text.session
         while len(ids) < self._end:
-            if self._lack is None:
-                try:
+            if not self._lacks:
+                with lacking() as self._lacks:
                     if len(session.ids) < len(ids):  # the past was lost; the last token is pending again after this
                         while (yield from session.chunk(ids)):
                             pass
                     step = yield from session.step(stop, self._end - len(ids))
                     self._stats.fold(step)
                     return step.new
-                except Exception as error:
-                    self._lack = _lack(error)
             if rest := session.ids[len(ids) :]:  # added by the pass that broke, which nobody heard of
                 self._stats.passes += 1
                 self._stats.new += len(rest)
                 return rest
-            lack, self._lack = self._lack, None
-            yield from self._relieve(lack, "answering")
+            yield from self._relieve(self._lacks.pop(), "answering")
             self._end = min(self._end, self._text.limit)
         return ()
 
@@ -92,15 +90,6 @@ class Steady:
         return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)
 
 
-def _lack(error: Exception) -> Shortage:
-    """The lack of memory that the error is, without the frames of the pass, which hold on to its tensors."""
-    lack = as_shortage(error)
-    if lack is None:
-        raise error
-    lack.__context__ = None
-    return lack.with_traceback(None)
-
-
 def _larger(session: Session, profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:
     """What may leave more room: as it is typed, and as changes of the profile."""
     if profile.memory.device != "auto":
@@ -117,15 +106,12 @@ def _larger(session: Session, profile: Profile) -> Iterator[tuple[str, dict[str,
 
 def _holds(session: Session, profile: Profile, changes: dict[str, Any], n: int) -> bool:
     """Whether a store under the changed profile can be made, and has room for a text of n tokens."""
-    try:
+    with suppress(KvcliError), lacking():
         changed = profile.replace(**changes)
         plan = build.plan(session.lm, changed, nbytes(session.kv).get(session.lm.device.type, 0))
         plan.store()
         return plan.room.holds(max(changed.policy.slots(n), changed.policy.reading(n)))
-    except Exception as error:
-        if not isinstance(error, KvcliError) and as_shortage(error) is None:
-            raise
-        return False
+    return False
 
 
 def _shorter(most: int, prompt: int, profile: Profile) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -39,6 +40,22 @@ def as_shortage(error: Exception) -> Shortage | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         return Shortage(f"the disk is full: {error.strerror}", lines=[first])
     return None
+
+
+@contextmanager
+def lacking() -> Iterator[list[Shortage]]:
+    """Goes on behind the block where it runs out of room; the list then has the lack.
+
+    Without the frames that it came through: they hold on to the tensors of a pass.
+    """
+    found: list[Shortage] = []
+    try:
+        yield found
+    except Exception as error:
+        if (lack := as_shortage(error)) is None:
+            raise
+        lack.__context__ = None
+        found.append(lack.with_traceback(None))
 
 
 def free_caches() -> None:
