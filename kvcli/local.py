@@ -119,7 +119,8 @@ class Model:
 
     def close(self) -> None:
         """Free the keys and values of its own text; one that was opened is closed by who opened it."""
-        self.text.close()
+        if "text" in vars(self):
+            self.text.close()
 
     @cached_property
     def text(self) -> OpenText:

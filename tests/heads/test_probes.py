@@ -207,4 +207,4 @@ def test_induction_is_the_models_own_and_shows_in_the_layer_that_retrieves(model
 
 def test_whole_drops_the_profiles_policy():
     lean = load("demo", "streaming", {"load.verify": False})
-    assert whole(lean).session.policy is None
+    assert whole(lean).policy is None
