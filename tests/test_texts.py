@@ -129,7 +129,6 @@ def test_an_open_text_has_a_profile_of_its_own_and_the_weights_of_all() -> None:
         assert b.profile.load == demo().profile.load, "a name says nothing about loading"
         a.generate("Hello", 4)
         assert not b.session.ids
-        assert not demo().text.session.ids
     assert not sum(nbytes(a.session.kv).values())
     with pytest.raises(BadConfig, match="loaded already"):
         demo().open(profile="cpu")

@@ -58,6 +58,13 @@ class Scribe:
     asked: list[str] = field(default_factory=list)
     stop_loops: int = 0
 
+    @property
+    def model(self) -> Scribe:
+        return self
+
+    def open(self) -> Scribe:
+        return self
+
     def stream(
         self,
         prompt: Sequence[int],
