@@ -157,6 +157,7 @@ async def turn_of(stream: AsyncIterator[Event]) -> Turn:
 def test_tasks_of_an_event_loop_share_passes_and_hear_of_their_own_texts(
     texts: list[OpenText], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    want = [alone(i).ids for i in range(8)]
     shared, real = list[tuple[int, int]](), kvcli.engine.run
     monkeypatch.setattr(
         kvcli.engine, "run", lambda feeds: (shared.append((len(feeds), threading.get_ident())), real(feeds))[1]
@@ -169,7 +170,7 @@ def test_tasks_of_an_event_loop_share_passes_and_hear_of_their_own_texts(
         return await asyncio.gather(*map(turn_of, streams))
 
     found = asyncio.run(ask())
-    assert [turn.ids for turn in found] == [alone(i).ids for i in range(8)]
+    assert [turn.ids for turn in found] == want
     assert max(n for n, _ in shared) == 8
     (thread,) = {ident for _, ident in shared}
     assert thread != threading.get_ident()
