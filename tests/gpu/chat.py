@@ -20,8 +20,8 @@ from tests.gpu.stage import On, Row, why
 def _answer(profile: str, device: str, prompt: str, new: int) -> tuple[Turn, list[dict[str, Any]]]:
     load = {"device": device, "dtype": "fp32", "quant": "none"}
     chosen = Profile.load(profile).replace(load=load, sample={"temperature": 0.0})
-    with kvcli.load("demo", chosen, offline=True) as model:
-        return model.generate(prompt, max_new_tokens=new), model.kv_table()
+    with kvcli.load("demo", chosen, offline=True) as model, model.open() as text:
+        return text.generate(prompt, max_new_tokens=new), text.kv_table()
 
 
 def run(on: On) -> Iterator[Row]:
