@@ -1,5 +1,6 @@
 """Write the generated parts of README.md and docs/: `python docs/generate.py`, or `--check` to fail on a difference.
 
+With names of kinds (`python docs/generate.py keys exists source`) only those parts: seconds instead of minutes.
 A part stands between `<!-- generated: KIND ARGUMENT -->` and `<!-- end -->`; all other text is left alone.
 """
 
@@ -30,10 +31,13 @@ PART = re.compile(r"(<!-- generated: (\w+)(.*) -->\n)(?s:.*?)(<!-- end -->)")
 
 def main(args: list[str]) -> int:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    stale = 0
+    stale, kinds = 0, set(args) - {"--check"} or set(KINDS)
+    if unknown := kinds - set(KINDS):
+        print(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+        return 2
     for page in pages:
         old = page.read_text(encoding="utf-8")
-        new = PART.sub(lambda part: f"{part[1]}{KINDS[part[2]](part[3].strip())}\n{part[4]}", old)
+        new = PART.sub(lambda part: _part(part) if part[2] in kinds else part[0], old)
         if "--check" not in args:
             page.write_text(new, encoding="utf-8")
         elif _steady(old) != _steady(new):
@@ -43,6 +47,10 @@ def main(args: list[str]) -> int:
     if stale:
         print(f"{stale} page(s) are stale: run python docs/generate.py")
     return int(stale > 0)
+
+
+def _part(part: re.Match[str]) -> str:
+    return f"{part[1]}{KINDS[part[2]](part[3].strip())}\n{part[4]}"
 
 
 def _steady(page: str) -> str:
@@ -226,6 +234,11 @@ def _keys_of(table: type) -> str:
         default = unset if key.default in (None, dataclasses.MISSING) else f"`{toml_value(key.default)}`"
         rows.append(f"| `{key.name}` | {default} | {_cell_text(expected(key.hint))} | {comments.get(key.name, '')} |")
     return "\n".join(["| key | default | takes | |", "|---|---|---|---|", *rows]) if rows else ""
+
+
+def source(path: str) -> str:
+    """A file of ours, whole."""
+    return f"```python\n# {path}\n{(ROOT / path).read_text(encoding='utf-8')}```"
 
 
 def exits(_: str) -> str:
@@ -582,6 +595,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "keys": keys,
     "profiles": profiles,
     "exists": exists,
+    "source": source,
     "exits": exits,
     "codes": codes,
     "bench": bench,

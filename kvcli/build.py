@@ -38,6 +38,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "lag": "kvcli.policies.lag:Lag",
         "tova": "kvcli.policies.tova:Tova",
         "h2o": "kvcli.policies.h2o:H2O",
+        "vatp": "kvcli.policies.vatp:Vatp",
         "kvzip": "kvcli.policies.kvzip:KVzip",
     },
     "recall": {

@@ -20,6 +20,7 @@ from kvcli.policies.lag import Lag
 from kvcli.policies.snap import Snap
 from kvcli.policies.topk import Memory
 from kvcli.policies.tova import Tova
+from kvcli.policies.vatp import Vatp
 from tests.policies import moment
 
 K, G, D, N = 3, 2, 8, 23
@@ -69,11 +70,11 @@ def attention(s: Slots, q: Tensor, q_pos: Tensor, j: int, scale: float) -> dict[
 @pytest.mark.parametrize("kind", ["max", "avg"])
 @pytest.mark.parametrize("width", [1, 5])
 def test_snap_is_the_smoothed_attention_of_the_newest_queries(kind: units.Pooling, width: int) -> None:
-    s, q = ragged(), queries(7)
+    s, q = ragged(), queries(4)
     at = moment(s, q)
 
     def want(j: int) -> dict[int, float]:
-        one = attention(s, q[:, -4:], at.q_pos[-4:], j, at.scale)
+        one = attention(s, q, at.q_pos, j, at.scale)
         near = {p: [v for o, v in one.items() if abs(o - p) <= width // 2] for p in one}
         return {p: max(v) if kind == "max" else sum(v) / len(v) for p, v in near.items()}
 
@@ -81,15 +82,26 @@ def test_snap_is_the_smoothed_attention_of_the_newest_queries(kind: units.Poolin
 
 
 def test_tova_is_the_attention_of_the_last_query_over_all_heads() -> None:
-    s, q = ragged(), queries(3)
+    s, q = ragged(), queries(1)
     at = moment(s, q)
-    by_head = [attention(s, q[:, -1:], at.q_pos[-1:], j, at.scale) for j in range(K)]
+    by_head = [attention(s, q, at.q_pos, j, at.scale) for j in range(K)]
 
     def want(j: int) -> dict[int, float]:
         held = {p: [one[p] for one in by_head if p in one] for p in of(s, j)}
         return {p: sum(v) / len(v) for p, v in held.items()}
 
     same(Tova().score(s, at), s, want)
+
+
+def test_vatp_is_attention_times_the_l1_norm_of_the_value() -> None:
+    s, q = ragged(), queries(7)
+    at = moment(s, q)
+
+    def want(j: int) -> dict[int, float]:
+        one = attention(s, q, at.q_pos, j, at.scale)
+        return {p: one[p] * sum(abs(x) for x in s.v[j, i].tolist()) for p, i in of(s, j).items()}
+
+    same(Vatp().score(s, at), s, want)
 
 
 def test_knorm_prefers_short_keys() -> None:
@@ -190,7 +202,7 @@ def test_a_chunk_shares_its_mean_among_those_that_count(size: int) -> None:
     same(units.chunked(score, s.pos, int(s.pos.max()) + 1, size, among), s, want)
 
 
-@pytest.mark.parametrize("name", ["snap", "tova", "knorm", "keydiff", "lag", "expected"])
+@pytest.mark.parametrize("name", ["snap", "tova", "vatp", "knorm", "keydiff", "lag", "expected"])
 def test_heads_without_slots_and_layers_without_any_have_scores_without_nan(name: str) -> None:
     full = ragged()
     bare = Slots(full.k, full.v, full.pos.clone())
@@ -201,6 +213,7 @@ def test_heads_without_slots_and_layers_without_any_have_scores_without_nan(name
         score = {
             "snap": lambda s=s, at=at: Snap(queries=2, pool=5, pooling="avg").score(s, at),
             "tova": lambda s=s, at=at: Tova().score(s, at),
+            "vatp": lambda s=s, at=at: Vatp().score(s, at),
             "knorm": lambda s=s: KNorm().score(s, moment(s)),
             "keydiff": lambda s=s: KeyDiff().score(s, moment(s)),
             "lag": lambda s=s: Lag(sinks=1, part=4).score(s, moment(s)),

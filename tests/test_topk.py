@@ -42,6 +42,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "lag": {"part": 8},
     "tova": {},
     "h2o": {"queries": 16, "every": 16},
+    "vatp": {"queries": 4},
     "kvzip": {"piece": 40, "lead": 3},
 }
 ALLOCS = ("uniform", "ada", "pyramid", "headmap", "global")

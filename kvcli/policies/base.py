@@ -47,7 +47,7 @@ class Moment:
     phase: Phase
     n: int  # tokens stored: every position is below
     n_prompt: int  # tokens stored when the last prompt had been read; while one is being read, so far
-    q: Tensor  # [H, w, D] the queries that the policy asked for, after rotary embedding; w may be 0
+    q: Tensor  # [H, w, D] the queries that the policy asked for and no more, after rotary embedding; w may be 0
     q_pos: Tensor  # [w] their positions, rising; a query sees slots up to its own position
     kinds: Tensor  # [T] int8, token kinds by position; [0] where neither the policy nor its guard asks for them
     protected: Tensor  # [K, S] bool: slots that stay whatever the policy says
@@ -76,7 +76,10 @@ class Moment:
         return cls(layer, lm.n_layers, *of_text, s.scale, s.softcap, s.window, sink, memory)
 
     def mass(self, s: Slots, first: int = 0, over: Over = "mean") -> Tensor:
-        """[K, S]: attention that slots get from the queries from row `first` on, computed again for these few."""
+        """[K, S] float32 at least: attention that slots get from the queries from row `first` on, computed again.
+
+        By default its mean over these queries and over the query heads of a KV head; zeros where nothing was heard.
+        """
         from kvcli.kernels.column_mass import column_mass
 
         q, q_pos = self.q[:, first:], self.q_pos[first:]

@@ -40,5 +40,4 @@ class Snap(TopK):
         """Mean attention of the newest `queries`, smoothed over `pool` positions."""
         from kvcli.policies.units import pooled
 
-        votes = at.mass(s, max(0, at.q.shape[1] - self.queries))
-        return pooled(votes, s.pos, at.n, self.pool, self.pooling)
+        return pooled(at.mass(s), s.pos, at.n, self.pool, self.pooling)

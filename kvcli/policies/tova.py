@@ -32,7 +32,7 @@ class Tova(TopK):
         """Its attention, averaged over the heads of the layer."""
         from kvcli.policies.units import by_position
 
-        one = at.mass(s, max(0, at.q.shape[1] - 1))
+        one = at.mass(s)
         held = by_position((s.pos >= 0).to(one.dtype), s.pos, at.n, 0.0).sum(0)
         mean = by_position(one, s.pos, at.n, 0.0).sum(0) / held.clamp_min(1)
         return mean.gather(0, s.pos.clamp(min=0).long().flatten()).view_as(one) if mean.numel() else one

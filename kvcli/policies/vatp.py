@@ -1,0 +1,41 @@
+"""VATP: what the newest queries look at stays, by the L1 norm of its values (Guo et al., arXiv 2406.12335).
+
+`queries` and `sinks` are those of the authors' code over Scissorhands. Over H2O the factor is the same, the attention
+that of all queries so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from kvcli.policies.topk import Alloc, TopK
+from kvcli.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.kv.slots import Slots
+    from kvcli.model import LM
+    from kvcli.policies.base import Moment, Wants
+
+
+@dataclass(frozen=True)
+class Vatp(TopK):
+    """Keep what the newest queries look at, times the L1 norm of its value (VATP, arXiv 2406.12335)."""
+
+    alloc: Alloc = "uniform"
+    sinks: Annotated[int, Range(0)] = 20
+    queries: Annotated[int, Range(1)] = 400  # newest tokens whose queries count
+
+    name: ClassVar[str] = "vatp"
+    by: ClassVar[str] = "what its end looks at and how large its values are"
+
+    def wants(self, lm: LM) -> Wants:
+        """The queries that count."""
+        return self.want(lm, recent=self.queries)
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """Mean attention times the sum of the value's absolute entries."""
+        mass = at.mass(s)
+        return mass * s.v.abs().sum(2, dtype=mass.dtype)
