@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcli.documents import Document, read_document
     from kvcli.engine import together
     from kvcli.errors import KvcliError
+    from kvcli.grammar import Grammar
     from kvcli.local import Model, load
     from kvcli.profile import Profile
 
@@ -29,11 +30,23 @@ _HOMES = {
     "Chat": "kvcli.conversation",
     "Document": "kvcli.documents",
     "read_document": "kvcli.documents",
+    "Grammar": "kvcli.grammar",
     "KvcliError": "kvcli.errors",
     "Profile": "kvcli.profile",
 }
 
-__all__ = ["Chat", "Document", "KvcliError", "Model", "Profile", "__version__", "load", "read_document", "together"]
+__all__ = [
+    "Chat",
+    "Document",
+    "Grammar",
+    "KvcliError",
+    "Model",
+    "Profile",
+    "__version__",
+    "load",
+    "read_document",
+    "together",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat_file import ChatFile
+    from kvcli.constraint import Constraint
     from kvcli.profile import Profile
 
 
@@ -50,6 +51,7 @@ class Speaker(Protocol):
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
         messages: Messages = (),
+        constraint: Constraint | None = None,
         **sample: object,
     ) -> Events: ...
 
@@ -99,9 +101,10 @@ class Chat:
         cancel: Cancel | None = None,
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
         **sample: object,
     ) -> Generator[Event]:
-        """Ask, and get the answer in events, `End` last. `sample` as of `Model.stream`.
+        """Ask, and get the answer in events, `End` last. `constraint` and `sample` as of `Model.stream`.
 
         If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C, a lack of memory or by
         closing the iterator, what was said so far is kept and marked "interrupted"; without any, it is as before.
@@ -111,7 +114,8 @@ class Chat:
         question = Message("user", text, tuple(self.pending))
         asked = self._contents([*self.messages, question])
         prompt, ids = self._prompt(asked)
-        events = self.model.stream(ids, ignore_eos=ignore_eos, stop=stop, cancel=cancel, messages=asked, **sample)
+        more = {"ignore_eos": ignore_eos, "stop": stop, "cancel": cancel, "messages": asked, "constraint": constraint}
+        events = self.model.stream(ids, **more, **sample)
         said: list[str] = []
         ended = False
         try:

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from kvcli.constraint import Constraint, Vocabulary
     from kvcli.conversation import Chat
     from kvcli.drafts.base import Costs
+    from kvcli.grammar import Grammar
     from kvcli.model import LM
     from kvcli.profile import Profile
     from kvcli.session import Session
@@ -110,6 +112,7 @@ class Model:
         # profile -> tokens for which memory has room, by that estimate; None = nobody looked
         self.fits: Callable[[Profile], int] | None = None
         self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
+        self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
 
     def __enter__(self) -> Model:
         return self
@@ -192,6 +195,10 @@ class Model:
         """A conversation with this model, in its own text."""
         return self.text.chat(system)
 
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """What holds answers of this model to a grammar; the first takes a moment, for the vocabulary."""
+        return self._vocabulary().constraint(grammar)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt: text becomes one user message of the chat template, ids stay as they are."""
         if not isinstance(prompt, str):
@@ -207,6 +214,12 @@ class Model:
     def stream(self, prompt: Prompt, **options: Any) -> Events:
         """The same in events: Live and Read first, then Text as it comes, End last."""
         return self.text.stream(prompt, **options)
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:
+    from kvcli.constraint import Vocabulary  # late: its library is an extra
+
+    return Vocabulary(tokenizer, lm.vocab, lm.stop_ids)
 
 
 def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

@@ -19,7 +19,9 @@ from kvcli.turn import Answering, Asked
 from kvcli.window import Window
 
 if TYPE_CHECKING:
+    from kvcli.constraint import Constraint
     from kvcli.conversation import Chat
+    from kvcli.grammar import Grammar
     from kvcli.local import Model
     from kvcli.profile import Profile
 
@@ -68,7 +70,8 @@ class OpenText:
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation in this text."""
-        from kvcli.conversation import Chat
+        from kvcli.constraint import Constraint
+    from kvcli.conversation import Chat
 
         return Chat(self, system)
 
@@ -95,6 +98,7 @@ class OpenText:
         stop: Sequence[str] = (),
         cancel: Cancel | None = None,
         messages: Messages = (),
+        constraint: Constraint | None = None,
         **sample: object,
     ) -> Work[Event, Turn]:
         """One answer as work for an engine, alone or beside other texts (`kvcli.together`).
@@ -102,8 +106,11 @@ class OpenText:
         `sample`: settings of the profile's table of that name for this answer alone, `temperature=0.2, seed=7`; None
         leaves one as it is. Raises BadConfig for one that does not exist, or cannot have that value. `messages`: what
         the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
+        `constraint`: what the answer is held to, as of `model.constraint`; it says itself where the answer may end.
         Raises ContextOverflow before reading anything.
         """
+        if constraint is not None and ignore_eos:
+            raise BadInput("what an answer is held to needs the end that ignore_eos ignores", code="no_stop_token")
         model, ids = self.model, self.model.encode(prompt)
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
@@ -124,8 +131,13 @@ class OpenText:
             cancel or (lambda: False),
             build.sampler(model.lm, profile),
             0 if ignore_eos else profile.sample.stop_loops,
+            constraint,
         )
         return self._only(Answering(self, asked).events())
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """What holds answers of this model to a grammar."""
+        return self.model.constraint(grammar)
 
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier, and what scouts read as one more."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.errors import BadModel
+from kvcli.errors import BadInput, BadModel
+from kvcli.sample import STUCK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +30,18 @@ class Readback:
         self._gleaned: list[list[float]] = []  # of all wanted rows, or none yet
 
     def drawn(self, row: int) -> int:
-        """The token behind a tree row; raises BadModel where its logits are no numbers."""
+        """The token behind a tree row.
+
+        Raises BadModel where its logits are no numbers, BadInput where a constraint allows nothing.
+        """
         token = self._ids[row] if self._ids else int(self._draw(range(row, row + 1))[0])
+        if token == STUCK:
+            raise BadInput(
+                "the answer cannot go on: its schema or grammar allows no token here",
+                code="nothing_allowed",
+                lines=[f"after position {self._feed.rows.pos[row]:,}: no token fits, or too many rules could be meant"],
+                try_=["a simpler schema or grammar"],
+            )
         if token < 0:
             raise BadModel(
                 "the model's output is not a number",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 from kvcli.kernels.gumbel import gumbel
 from kvcli.rows import Rows
 
+if TYPE_CHECKING:
+    from kvcli.constraint import Constraint
+
+STUCK = -2  # what is drawn where a constraint allows nothing
 COLDEST = 1e-30  # temperature below which logits over it are no numbers any more, and long since the likeliest wins
 
 
@@ -109,9 +114,36 @@ class Draw:
 
     sampler: Sampler
     seen: Seen
+    constraint: Constraint | None = None
+    answer: Sequence[int] = ()  # what the constraint is asked of, the pending token its last
 
     def behind(self, rows: Rows, which: range, logits: Tensor) -> Tensor:
-        """Ids [len(which)] of what follows these tree rows, by logits [tree, V]; -1 where those are no numbers."""
+        """Ids [len(which)] of what follows these tree rows, by logits [tree, V].
+
+        -1 where those are no numbers, STUCK where the constraint allows nothing.
+        """
         pos = torch.tensor([rows.pos[row] for row in which], device=logits.device)
         seen = self.seen.of(rows, which) if self.sampler.needs_text else None
-        return self.sampler(logits[which.start : which.stop], pos, seen)
+        logits = logits[which.start : which.stop]
+        if (mask := self._allowed(rows, which, logits)) is None:
+            return self.sampler(logits, pos, seen)
+        drawn = self.sampler(logits.masked_fill(~mask, -torch.inf), pos, seen)
+        return drawn.masked_fill(~mask.any(-1), STUCK)
+
+    def _allowed(self, rows: Rows, which: range, logits: Tensor) -> Tensor | None:
+        """[len(which), V] bool: what may follow these rows, each by its path; None = anything."""
+        if self.constraint is None:
+            return None
+        every = torch.ones(logits.shape[-1], dtype=torch.bool)
+        found: dict[int, Tensor] = {}
+        for row in which:
+            before = found.get(rows.parent[row], every)
+            if before[rows.ids[row]]:
+                path = [rows.ids[above] for above in rows.above(row)[-2::-1]]  # below the pending token
+                mask = self.constraint.allowed([*self.answer, *path])
+                found[row] = every if mask is None else mask
+            else:  # nobody gets here, nor below
+                found[row] = torch.zeros_like(every)
+        masks = torch.stack([found[row] for row in which])
+        # a copy from pageable memory would wait for the device
+        return (masks.pin_memory() if logits.is_cuda else masks).to(logits.device, non_blocking=True)

@@ -26,6 +26,7 @@ from kvcli.stats import Step
 from kvcli.verify import walk
 
 if TYPE_CHECKING:
+    from kvcli.constraint import Constraint
     from kvcli.model import LM
 
 
@@ -60,6 +61,8 @@ class Session:
         self.committed = 0
         self.boundary = self._next_boundary()
         self.seen = Seen(lm.vocab, lm.device)
+        self.constraint: Constraint | None = None  # of the answer, which begins at `answer_at`
+        self.answer_at = 0
         self.kinds, self.spans = kinds, list[Span]()  # by id; by position
         self._wants = policy.wants(lm) if policy is not None else Wants()
         self.heard = Heard(self._wants.recent, self._wants.probes)
@@ -75,7 +78,8 @@ class Session:
         draft = yield from asked(self.drafter.propose(self.ids, room))
         assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
-        how, hear = Draw(self.sampler, self.seen), self.heard.of_tree(rows.tree)
+        answer = self.ids[self.answer_at :] if self.constraint else ()
+        how, hear = Draw(self.sampler, self.seen, self.constraint, answer), self.heard.of_tree(rows.tree)
         made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
         path, new = walk(rows, made.drawn, stop)
         self._commit(rows, hear, made, path)
@@ -177,7 +181,7 @@ class Session:
 
     def fork(self) -> Session:
         """A second session with the same text and a past of its own; the weights are shared."""
-        return copy.deepcopy(self, {id(self.lm): self.lm})
+        return copy.deepcopy(self, {id(shared): shared for shared in (self.lm, self.constraint)})
 
     def resume(self, ids: Sequence[int]) -> int:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""

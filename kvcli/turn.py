@@ -19,6 +19,7 @@ from kvcli.steady import Steady
 from kvcli.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
+    from kvcli.constraint import Constraint
     from kvcli.kinds import Span
     from kvcli.open_text import OpenText
     from kvcli.sample import Sampler
@@ -38,6 +39,7 @@ class Asked:
     cancel: Cancel
     sampler: Sampler
     stop_loops: int = 0  # tokens of one cycle that end it; 0 = none do
+    constraint: Constraint | None = None
 
 
 class Answering:
@@ -55,6 +57,7 @@ class Answering:
         session = self._text.session
         try:
             session.sampler = self._asked.sampler
+            session.constraint, session.answer_at = self._asked.constraint, len(self._asked.ids)
             self._stats.cached = session.resume(self._asked.ids)
             session.spans = self._asked.spans
             yield Live(self._stats)

@@ -85,6 +85,7 @@ class FakeModel:
         cancel: Cancel | None = None,
         seed: int | None = None,
         messages: Sequence[object] = (),
+        constraint: object = None,
     ) -> Iterator[Event]:
         self.seeds.append(seed)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -19,10 +19,10 @@ FLOORS = [
     for names in (
         "errors kernels version",
         # words and files, no tensors
-        "chat_file config demo documents family files foreign gguf headers hub layers outlet outside packages problems "
-        "profile profile_file refusals resolve sandbox schema settings sizes small_file source template "
+        "chat_file config demo documents family files foreign gguf grammar headers hub layers outlet outside packages "
+        "problems profile profile_file refusals resolve sandbox schema settings sizes small_file source template "
         "template_worker text tokenizer toml_places values",
-        "api feed heard info kinds kv loops machine memory rows sample stats token_kinds verify",
+        "api constraint feed heard info kinds kv loops machine memory rows sample stats token_kinds verify",
         "budget engine engine_thread forward gate model policies readback rope seam weights",
         "drafts",
         "build chats clashes conversation kvcli local losses open_text relief schemas session steady transcript "
@@ -56,6 +56,7 @@ ONLY = {
     "triton": {"kernels"},
     "bitsandbytes": {"weights"},
     "gguf": {"bench", "gguf"},
+    "llguidance": {"constraint", "grammar"},
     **{parser: {"documents"} for parser in ("pypdfium2", "bs4", "lxml", "markdownify", "docx")},
 }
 METHODS = {"drafts", "policies"}  # folders of registered methods; anyone above may use what all of them share
