@@ -46,9 +46,11 @@ class Vocabulary:
         from llguidance.hf import from_tokenizer
 
         if not stops:
-            raise BadModel("the model has no token that ends an answer, so none can be held to a grammar", code="no_stop_token")
+            raise BadModel(
+                "no token of the model ends an answer, so none can be held to a grammar", code="no_stop_token"
+            )
         with blamed(_unreadable):
-            self._tokens: Any = from_tokenizer(tokenizer, max(vocab, len(tokenizer)), sorted(stops))  # type: ignore[arg-type]
+            self._tokens: Any = from_tokenizer(tokenizer, max(vocab, len(tokenizer)), sorted(stops))
         self._vocab = vocab
 
     def constraint(self, grammar: Grammar) -> Constraint:

@@ -114,8 +114,9 @@ class Chat:
         question = Message("user", text, tuple(self.pending))
         asked = self._contents([*self.messages, question])
         prompt, ids = self._prompt(asked)
-        more = {"ignore_eos": ignore_eos, "stop": stop, "cancel": cancel, "messages": asked, "constraint": constraint}
-        events = self.model.stream(ids, **more, **sample)
+        events = self.model.stream(
+            ids, ignore_eos=ignore_eos, stop=stop, cancel=cancel, messages=asked, constraint=constraint, **sample
+        )
         said: list[str] = []
         ended = False
         try:

@@ -15,9 +15,11 @@ from kvcli.errors import ExitStatus, UsageError
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
     from kvcli.commands.ask import Question
+    from kvcli.commands.held import Held
     from kvcli.commands.outlook import Prepared
     from kvcli.commands.setup import Setup
     from kvcli.conversation import Chat
+    from kvcli.grammar import Grammar
     from kvcli.open_text import OpenText
     from kvcli.profile import Profile
     from kvcli.render.screen import Screen
@@ -46,6 +48,9 @@ def chat(
     repetition_penalty: o.Penalty = None,
     seed: o.Seed = None,
     greedy: o.Greedy = False,
+    schema: o.Schema = None,
+    grammar: o.Rules = None,
+    json_object: o.JsonObject = False,
     stats: o.Figures = None,
     stream: o.Lines = False,
     ctx: o.Ctx = None,
@@ -64,6 +69,7 @@ def chat(
     cache: keys and values of every token read, so nothing is read twice.
     """
     from kvcli.commands.ask import STDIN, read_question
+    from kvcli.commands.held import read_grammar
     from kvcli.commands.offer import find_model, tell_toy
     from kvcli.commands.setup import Setup
 
@@ -79,6 +85,7 @@ def chat(
         setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
         keeps = not no_save and setup.keeps_chats
         find_model(setup, file or [])
+        rules = read_grammar(world, schema, grammar, json_object)
         profile = setup.profile()
         if dry_run:
             from kvcli.commands.plan import print_plan
@@ -89,7 +96,7 @@ def chat(
         find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
-        return answer(setup, profile, question, stats, stream, Wanted(force, ctx == "max"), opened, keeps)
+        return answer(setup, profile, question, stats, stream, Wanted(force, ctx == "max"), opened, keeps, rules)
 
 
 @contextmanager
@@ -117,9 +124,11 @@ def answer(
     wanted: Wanted,
     opened: Opened | None = None,
     keeps: bool = False,
+    rules: Grammar | None = None,
 ) -> int:
     """Load the model and ask it, or let the user talk to it."""
     from kvcli.commands.ask import tell
+    from kvcli.commands.held import hold
     from kvcli.commands.keep import about, keep
     from kvcli.commands.loading import load_model
     from kvcli.render.screen import Screen
@@ -134,12 +143,13 @@ def answer(
         begin(world, talk, question, opened, keeps)
         for note in (*run.notes, *text.cautions, *text.info.notes):
             tell(world, note)
+        held = hold(text, rules, screen) if rules is not None else None
         if question.text is None:
-            return converse(setup, run, text, talk, screen, keeps)
+            return converse(setup, run, text, talk, screen, keeps, held)
         if opened is not None:
             tell(world, f"goes on with {about(talk)}")
         try:
-            return ask_once(world, run, talk, question.text, screen, stream)
+            return ask_once(world, run, talk, question.text, screen, stream, held)
         finally:
             note = keep(talk) if keeps else ""
             if not note and talk.file is not None and world.options.verbose:
@@ -165,13 +175,15 @@ def begin(world: World, talk: Chat, question: Question, opened: Opened | None, k
             tell(world, f"{document.name} is attached already")
 
 
-def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen, stream: bool) -> int:
+def ask_once(
+    world: World, run: Prepared, talk: Chat, text: str, screen: Screen, stream: bool, held: Held | None = None
+) -> int:
     """One question. Ctrl-C ends the answer after the pass it is in; what was said stays."""
     from kvcli.commands.ask import tell
     from kvcli.commands.interrupt import Interrupt
 
-    profile = run.profile
-    with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel)) as events:
+    profile, constraint = run.profile, held.constraint if held is not None else None
+    with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel, constraint=constraint)) as events:
         if world.options.json:
             from kvcli.commands.turn_json import Run, print_events, print_turn
 
@@ -189,9 +201,11 @@ def ask_once(world: World, run: Prepared, talk: Chat, text: str, screen: Screen,
             from kvcli.render.stream import show_turn
 
             turn = show_turn(with_notes(events, talk, screen), screen, Look(profile.name, stopping=cancel))
-    for note in filter(None, (turn.stats.approx, run.record(profile, turn))):
+    missed = held.missed(turn) if held is not None else ""
+    for note in filter(None, (turn.stats.approx, missed, run.record(profile, turn))):
         tell(world, note)
-    return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, ExitStatus.OK)
+    usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
+    return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, usual)
 
 
 def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[Event]:
@@ -202,7 +216,9 @@ def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[
         yield event
 
 
-def converse(setup: Setup, run: Prepared, text: OpenText, talk: Chat, screen: Screen, keeps: bool) -> int:
+def converse(
+    setup: Setup, run: Prepared, text: OpenText, talk: Chat, screen: Screen, keeps: bool, held: Held | None = None
+) -> int:
     """The interactive chat."""
     from kvcli.commands.keep import about
     from kvcli.commands.offer import find_model
@@ -216,6 +232,7 @@ def converse(setup: Setup, run: Prepared, text: OpenText, talk: Chat, screen: Sc
 
     def after_turn(turn: Turn | None) -> None:
         if turn is not None:
+            screen.note(held.missed(turn) if held is not None else "")
             screen.note(run.record(talk.model.profile, turn))
 
     if not screen.quiet:
@@ -228,6 +245,7 @@ def converse(setup: Setup, run: Prepared, text: OpenText, talk: Chat, screen: Sc
             threads=threads(),
         )
         lines = header(text.info, opening, screen.err.width)
+        lines += [f"each answer is held to {held.name}"] if held is not None else []
         lines += [f"goes on with {about(talk)}"] if talk.messages else []
         lines += [f"attached {d.name} · {count(d.lines)} lines" for d in talk.documents]
         for line in lines:
@@ -242,5 +260,6 @@ def converse(setup: Setup, run: Prepared, text: OpenText, talk: Chat, screen: Sc
         sets=world.options.set,
         history=world.paths.state / "history" if keeps else None,
         after_turn=after_turn,
+        constraint=held.constraint if held is not None else None,
         before_file=lambda name: find_model(setup, [name], may_ask=False),
     )

@@ -8,7 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcli.api import Event, Turn
 from kvcli.commands import prompt, slash
@@ -28,6 +28,9 @@ from kvcli.render.terminal import cells
 from kvcli.render.wrap import folded
 from kvcli.transcript import newest
 from kvcli.world import World
+
+if TYPE_CHECKING:
+    from kvcli.constraint import Constraint
 
 LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that leave
 HINT = "Ctrl-D or /exit to leave"
@@ -63,11 +66,13 @@ class Repl:
         before_file: Callable[[str], None] | None = None,
         history: Path | None = None,
         keeps: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
         """`before_file` may refuse a document; `after_turn` is handed the last turn. With `keeps` the chat is on the
-        disk whenever a line can be typed. `memory` is shown in the live row (default: the process's RSS).
+        disk whenever a line can be typed. `memory` is shown in the live row (default: the process's RSS). Every answer
+        is held to `constraint`.
         """
-        self.keeps = keeps
+        self.keeps, self.constraint = keeps, constraint
         self.chat, self.screen, self.world = chat, screen, world
         self.profiles, self.profile_name = profiles, profile
         self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
@@ -153,12 +158,12 @@ class Repl:
             self.draft = text
 
     def turn(self, start: Callable[..., Iterator[Event]]) -> None:
-        """Show the events that `start(cancel=...)` yields, stopping at Ctrl-C."""
+        """Show the events that `start(cancel=..., constraint=...)` yields, stopping at Ctrl-C."""
         done: Turn | None = None
         with Interrupt(self.world.clock) as cancel:
             look = Look(self.profile_name, self.memory, cancel)
             try:
-                done = self.last = show_turn(start(cancel=cancel), self.screen, look)
+                done = self.last = show_turn(start(cancel=cancel, constraint=self.constraint), self.screen, look)
             except KeyboardInterrupt:
                 self.say("stopped at once; the conversation is read again with the next question")
         for note in [*self.chat.notes, *([done.stats.approx] if done and done.stats.approx else [])]:
