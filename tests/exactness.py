@@ -28,6 +28,7 @@ from kvcli.rows import Rows
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import drafters, families
+from tests.constraints import Half
 from tests.policies import KeepAll, Ragged
 
 NEW = 40
@@ -44,6 +45,7 @@ SAMPLERS = {
     "greedy": Sampler(),
     "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
     "penalty": Sampler(temperature=0.7, repetition_penalty=1.3, seed=11),
+    "held": Sampler(temperature=0.8, top_k=40, repetition_penalty=1.2, seed=5),  # to a constraint
 }
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 NUMBERS = {**DTYPES, "bf16": torch.bfloat16}  # in which rows round otherwise alone than together: no row of the table
@@ -80,13 +82,19 @@ def prompt() -> list[int]:
     return families.prompt(17, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]
 
 
-def opened(storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu") -> Session:
+def opened(
+    storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu", seed: int = 0
+) -> Session:
+    """`seed`: of the constraint, where the sampler is held to one."""
     model = lm(storage, dtype, device)
     keep, every = POLICIES[policy]
     stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
     kv = Dense(model.shapes, stored, model.device)
     reads = view(model, kv, drafter)
-    return Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
+    session = Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
+    if sampler == "held":
+        session.constraint, session.answer_at = Half(97, seed), len(prompt())
+    return session
 
 
 def written(session: Session) -> Work[object, list[int]]:
@@ -95,16 +103,18 @@ def written(session: Session) -> Work[object, list[int]]:
     return session.ids
 
 
-def decode(storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu") -> list[int]:
-    session = opened(storage, policy, sampler, dtype, drafter, device)
+def decode(
+    storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu", seed: int = 0
+) -> list[int]:
+    session = opened(storage, policy, sampler, dtype, drafter, device, seed)
     for said in events(written(session)):
         assert session.committed == len(session.ids) - 1 or isinstance(said, int)
     return session.ids
 
 
 @cache
-def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu") -> list[int]:
-    return decode(storage, policy, sampler, dtype, Off(), device)
+def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu", seed: int = 0) -> list[int]:
+    return decode(storage, policy, sampler, dtype, Off(), device, seed)
 
 
 CANCELLED, BROKEN = 5, 3  # which of the texts side by side
@@ -122,8 +132,9 @@ def side_by_side(
     engine, texts = Engine(rows=40), []
     for at in range(8):
         drafter, sampler = pairs[(first + at) % len(pairs)]
-        want = plain(storage, policy, sampler, dtype, device)
-        session = opened(storage, policy, sampler, dtype, DRAFTERS[drafter](want), device)
+        of = device, at if sampler == "held" else 0  # each is held to something else
+        want = plain(storage, policy, sampler, dtype, *of)
+        session = opened(storage, policy, sampler, dtype, DRAFTERS[drafter](want), *of)
         texts.append((engine.add(broken(session) if at == BROKEN else written(session)), want))
     for n in range(10_000):
         if not engine.round():

@@ -72,6 +72,7 @@ class FakeModel:
     promise: str = "exact"
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked
     seeds: list[int | None] = field(default_factory=list)  # and with which seed
+    held: list[object] = field(default_factory=list)  # and held to what
     loop: Loop | None = None  # in which the answer ends
     approx: str = ""  # what it may miss of the text
 
@@ -88,6 +89,7 @@ class FakeModel:
         constraint: object = None,
     ) -> Iterator[Event]:
         self.seeds.append(seed)
+        self.held.append(constraint)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if len(ids) > self.info.limit:
             raise ContextOverflow(

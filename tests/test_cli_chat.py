@@ -355,6 +355,47 @@ def test_the_demo_finds_a_fact_in_its_report(kvcli):
     assert spec["tokens_per_pass"] * spec["passes"] == pytest.approx(document["tokens"]["new"])
 
 
+def test_an_answer_is_held_to_a_schema_or_said_to_be_cut(kvcli, tmp_path):
+    schema = {"type": "object", "properties": {"boxes": {"type": "integer", "maximum": 999}}, "required": ["boxes"]}
+    (tmp_path / "stock.json").write_text(json.dumps(schema | {"additionalProperties": False}))
+    (tmp_path / "stock.gbnf").write_text('root ::= "The stock of depot " [A-Z] [a-z]+ " is " [0-9]{1,4} " boxes."\n')
+    for form, check in (("--schema=stock.json", json.loads), ("--grammar=stock.gbnf", lambda s: s.index(" boxes.\n"))):
+        option, _, name = form.partition("=")
+        asked = ["chat", "demo", "-p", "What is the stock of depot Gimness?", "--no-save", option, str(tmp_path / name)]
+        whole = kvcli(*asked)
+        out, err = whole.communicate(timeout=300)
+        assert whole.returncode == 0, err
+        check(out.decode())
+        cut = kvcli(*asked, "-n", "4")
+        out, err = cut.communicate(timeout=300)
+        assert cut.returncode == 8, err
+        assert f"cut before it was all of {tmp_path / name}" in err.decode().replace("\n     ", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "text", "code", "said"),
+    [
+        (["--schema", "f"], '{"a": 1,\n "b": }', "bad_schema", "f is not JSON: Expecting value: line 2 column 7"),
+        (["--schema", "f"], "[]", "bad_schema", "f holds no JSON object"),
+        (["--schema", "f"], '{"type": "objekt"}', "bad_schema", "f cannot be kept to: Invalid type: objekt"),
+        (["--schema", "none"], "", "bad_schema", "none cannot be read: No such file"),
+        (["--grammar", "."], "", "bad_grammar", ". is a folder"),
+        (["--grammar", "f"], "", "bad_grammar", "f cannot be kept to: it is empty"),
+        (["--grammar", "f"], 'start: "a" foo', "bad_grammar", "f cannot be kept to: line 1, column 8: unknown name"),
+        (["--grammar", "f"], b"start: \xff", "bad_grammar", "f is not UTF-8: at byte 7"),
+        (["--grammar", "f", "--json-object"], "", "usage", "--grammar and --json-object exclude each other"),
+        (["--grammar", "f", "--schema", "f"], "", "usage", "--schema and --grammar exclude each other"),
+    ],
+)
+def test_what_no_answer_can_be_held_to_is_refused_first(machine, tmp_path, args, text, code, said):
+    (tmp_path / "f").write_bytes(text if isinstance(text, bytes) else text.encode())
+    done = machine("chat", "-p", "Hi", "--json", *args)
+    error = json.loads(done.out)
+    assert (error["code"], done.exit) == (code, 2 if code == "usage" else 3)
+    assert said in error["message"]
+    assert machine.model.prompts == []
+
+
 def test_a_revision_that_the_config_pins_is_the_one_that_is_loaded(kvcli, tmp_path):
     commit = "0123456789abcdef0123456789abcdef01234567"
     snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / commit

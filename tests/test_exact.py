@@ -16,6 +16,7 @@ from kvcli.kv.dense import Dense
 from kvcli.sample import Sampler
 from kvcli.session import Session
 from tests import drafters, families
+from tests.constraints import Half
 from tests.exactness import (
     BROKEN,
     CANCELLED,
@@ -28,9 +29,11 @@ from tests.exactness import (
     Make,
     decode,
     lm,
+    opened,
     plain,
     prompt,
     side_by_side,
+    written,
 )
 
 
@@ -58,6 +61,27 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
             assert isinstance(ticket.error, MemoryError)
         elif at != CANCELLED:
             assert ticket.result() == want
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_constraint_is_kept_under_any_sampler(
+    drafter: str, sampler: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm("dense", "fp32"), "is_apart", is_apart)
+
+    def held(drafter: Drafter) -> list[int]:
+        session = opened("dense", "ragged", sampler, "fp32", drafter)
+        session.constraint, session.answer_at = Half(97, 3), len(prompt())
+        return drive(written(session))
+
+    want = held(Off())
+    assert held(DRAFTERS[drafter](want)) == want
+    assert want != plain("dense", "ragged", sampler, "fp32")
+    answer = want[len(prompt()) :]
+    masks = [Half(97, 3).allowed(answer[:at]) for at in range(len(answer))]
+    assert all(mask is None or mask[i] for mask, i in zip(masks, answer, strict=True))
 
 
 def test_the_right_guesses_are_taken_and_the_wrong_ones_are_not() -> None:

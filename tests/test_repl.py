@@ -101,6 +101,12 @@ def test_two_slashes_send_one(talk):
     assert talk.asked == ["/etc/passwd is a file"]
 
 
+def test_every_answer_is_held_to_the_constraint(talk):
+    talk.repl.constraint = object()
+    talk.type("one", "/retry", "two")
+    assert talk.model.held == [talk.repl.constraint] * 3
+
+
 @pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
 def test_leaving(talk, word):
     talk.type(word, "never read")

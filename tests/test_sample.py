@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvcli.errors import BadModel
+from kvcli.errors import BadInput, BadModel
 from kvcli.feed import Feed
 from kvcli.kernels.gumbel import gumbel
 from kvcli.readback import Readback, fetch
 from kvcli.rows import Draft, Rows
 from kvcli.sample import Draw, Sampler, Seen
 from kvcli.verify import walk
+from tests.constraints import Half
 
 V = 13
 
@@ -124,9 +126,9 @@ def test_one_row_and_many_rows_draw_the_same() -> None:
     assert together == [int(sampler(rows[i : i + 1], pos[i : i + 1])[0]) for i in range(9)]
 
 
-def back(sampler: Sampler, rows: Rows, logits: torch.Tensor, seen: Seen, at_once: bool) -> Readback:
+def back(draw: Draw, rows: Rows, logits: torch.Tensor, at_once: bool) -> Readback:
     """What the host learns of a pass: all of it in one go, as from a GPU, or row by row."""
-    feed = Feed(None, rows, None, want=range(rows.tree), draw=Draw(sampler, seen), glean=lambda x: x[:, :2])  # type: ignore[arg-type]
+    feed = Feed(None, rows, None, want=range(rows.tree), draw=draw, glean=lambda x: x[:, :2])  # type: ignore[arg-type]
     found = Readback(feed, logits)
     if at_once:
         fetch([found, Readback(feed, logits + 1)])
@@ -139,9 +141,10 @@ def back(sampler: Sampler, rows: Rows, logits: torch.Tensor, seen: Seen, at_once
     st.integers(0, 99),
     st.sampled_from([1.0, 1.4]),
     st.booleans(),
+    st.booleans(),
 )
 def test_the_walk_takes_the_path_that_the_sampler_draws(
-    parents: list[int], seed: int, penalty: float, at_once: bool
+    parents: list[int], seed: int, penalty: float, is_held: bool, at_once: bool
 ) -> None:
     """Against a brute-force walk: sample at a node, look for a child with that token, go on."""
     parent = [min(p, i - 1) for i, p in enumerate(parents)]
@@ -155,7 +158,8 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(
     text = [1, 3]
     seen = Seen(V)
     seen.add(text)
-    made = back(sampler, rows, scores, seen, at_once)
+    constraint = Half(V, seed) if is_held else None
+    made = back(Draw(sampler, seen, constraint), rows, scores, at_once)
     path, new = walk(rows, made.drawn)
     assert [made.gleaned(row) for row in path] == [pytest.approx(scores[row, :2].tolist()) for row in path]
 
@@ -163,7 +167,9 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(
     while True:
         mask = torch.zeros(V, dtype=torch.bool)
         mask[text + want_new] = True
-        token = int(sampler(scores[node : node + 1], torch.tensor([rows.pos[node]]), mask)[0])
+        allowed = constraint.allowed(want_new) if constraint is not None else None
+        row = scores[node] if allowed is None else scores[node].where(allowed, torch.tensor(-torch.inf))
+        token = int(sampler(row[None], torch.tensor([rows.pos[node]]), mask)[0])
         want_new.append(token)
         child = [i + 1 for i, p in enumerate(parent) if p + 1 == node and ids[i] == token]
         if not child:
@@ -194,8 +200,25 @@ def test_next_to_no_temperature_takes_the_likeliest(top_k: int) -> None:
 def test_logits_that_are_no_numbers_are_refused(temperature: float, at_once: bool) -> None:
     bad = logits(3)
     bad[1, 4] = torch.nan
-    made = back(Sampler(temperature=temperature), Rows.chain([1, 2, 3], 7), bad, Seen(V), at_once)
+    made = back(Draw(Sampler(temperature=temperature), Seen(V)), Rows.chain([1, 2, 3], 7), bad, at_once)
     assert made.drawn(0) == Sampler(temperature=temperature)(bad[:1], torch.tensor([7])).item()
     with pytest.raises(BadModel, match="not a number") as found:
         made.drawn(1)
     assert "position 8" in found.value.lines[0]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_that_nothing_may_follow_is_refused_where_it_is_reached(temperature: float, at_once: bool) -> None:
+    """A constraint may end in a blind alley: an error of who goes there, and of nobody who only guessed it."""
+
+    class Alley:
+        def allowed(self, ids: Sequence[int]) -> torch.Tensor:
+            return torch.tensor([len(ids) < 2 or ids[-1] == 1] * V)
+
+    rows = Rows.build(3, 7, Draft([5, 1, 2, 4], [-1, 0, 0, 2]))
+    made = back(Draw(Sampler(temperature=temperature), Seen(V), Alley()), rows, logits(5), at_once)
+    assert all(made.drawn(row) >= 0 for row in (0, 1, 2))
+    with pytest.raises(BadInput, match="allows no token here") as found:
+        made.drawn(3)
+    assert "position 9" in found.value.lines[0]

@@ -1,0 +1,74 @@
+"""What answers are held to: the grammar of --schema, --grammar or --json-object, read before a model loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.errors import BadInput, UsageError
+from kvcli.grammar import Grammar
+from kvcli.small_file import Unfit, parse_object, read_small
+
+if TYPE_CHECKING:
+    from kvcli.api import Turn
+    from kvcli.constraint import Constraint
+    from kvcli.local import Model
+    from kvcli.render.screen import Screen
+    from kvcli.world import World
+
+LARGEST = 1 << 20  # bytes of a schema or a grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the answers of this run are held to."""
+
+    name: str
+    constraint: Constraint
+    stops: Collection[int]
+
+    def missed(self, turn: Turn) -> str:
+        """What to say of an answer that its length limit cut before it was whole; nothing of others."""
+        from kvcli.constraint import is_whole
+
+        if turn.finish != "length" or is_whole(self.constraint, turn.ids, self.stops):
+            return ""
+        return f"the answer was cut before it was all of {self.name}; --max-new-tokens allows a longer one"
+
+
+def hold(model: Model, grammar: Grammar, screen: Screen) -> Held:
+    """The model's answers to the grammar."""
+    from kvcli.render.stream import busy_word
+
+    with busy_word(screen, "reading the vocabulary"):
+        return Held(grammar.name, model.constraint(grammar), model.lm.stop_ids)
+
+
+def read_grammar(world: World, schema: str | None, rules: str | None, json_object: bool) -> Grammar | None:
+    """The one that was asked for, if any."""
+    typed = [flag for flag, value in (("--schema", schema), ("--grammar", rules)) if value is not None]
+    typed += ["--json-object"] if json_object else []
+    if len(typed) > 1:
+        raise UsageError(f"{' and '.join(typed)} exclude each other", try_=["one of them"])
+    if schema is not None:
+        raw = _read(world, schema, "bad_schema")
+        try:
+            return Grammar.of_schema(parse_object(raw), schema)
+        except Unfit as error:
+            raise BadInput(f"{schema} {error}", code="bad_schema") from None
+    if rules is not None:
+        raw = _read(world, rules, "bad_grammar")
+        try:
+            return Grammar.of_text(raw.decode("utf-8-sig"), rules)
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{rules} is not UTF-8: at byte {error.start:,}", code="bad_grammar") from None
+    return Grammar.json_object() if json_object else None
+
+
+def _read(world: World, name: str, code: str) -> bytes:
+    try:
+        return read_small(world.cwd / os.path.expanduser(name), LARGEST)
+    except Unfit as error:
+        raise BadInput(f"{name} {error}", code=code) from None
