@@ -70,8 +70,7 @@ class OpenText:
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation in this text."""
-        from kvcli.constraint import Constraint
-    from kvcli.conversation import Chat
+            from kvcli.conversation import Chat
 
         return Chat(self, system)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcli.drafts.base import Off
+from kvcli.drafts.base import Drafter, Off
 from kvcli.engine import drive, events
 from kvcli.kv.dense import Dense
 from kvcli.sample import Sampler
