@@ -21,7 +21,6 @@ from kvcli.window import Window
 if TYPE_CHECKING:
     from kvcli.constraint import Constraint
     from kvcli.conversation import Chat
-    from kvcli.grammar import Grammar
     from kvcli.local import Model
     from kvcli.profile import Profile
 
@@ -70,7 +69,7 @@ class OpenText:
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation in this text."""
-            from kvcli.conversation import Chat
+        from kvcli.conversation import Chat
 
         return Chat(self, system)
 
@@ -133,10 +132,6 @@ class OpenText:
             constraint,
         )
         return self._only(Answering(self, asked).events())
-
-    def constraint(self, grammar: Grammar) -> Constraint:
-        """What holds answers of this model to a grammar."""
-        return self.model.constraint(grammar)
 
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier, and what scouts read as one more."""

@@ -195,6 +195,6 @@ def test_without_the_extra_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_fork_goes_on_under_the_same_constraint() -> None:
-    session = model("exact").session
+    session = model("exact").new_session()
     session.constraint = model("exact").constraint(Grammar.json_object())
     assert session.fork().constraint is session.constraint

@@ -143,7 +143,7 @@ def answer(
         begin(world, talk, question, opened, keeps)
         for note in (*run.notes, *text.cautions, *text.info.notes):
             tell(world, note)
-        held = hold(text, rules, screen) if rules is not None else None
+        held = hold(text.model, rules, screen) if rules is not None else None
         if question.text is None:
             return converse(setup, run, text, talk, screen, keeps, held)
         if opened is not None:
