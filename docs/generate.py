@@ -152,7 +152,7 @@ def slash(_: str) -> str:
 def keys(_: str) -> str:
     """Every key of a profile, from the dataclasses that check it."""
     from kvcli.build import REGISTRIES
-    from kvcli.schema import METHODS, ORDER, TABLES
+    from kvcli.settings.schema import METHODS, ORDER, TABLES
 
     blocks = []
     for table in ORDER:
@@ -174,9 +174,9 @@ def keys(_: str) -> str:
 
 def profiles(_: str) -> str:
     """The shipped profiles by what they are for."""
-    from kvcli.config import load_config
-    from kvcli.layers import Sources
-    from kvcli.profile import Profile
+    from kvcli.settings.config import load_config
+    from kvcli.settings.layers import Sources
+    from kvcli.settings.profile import Profile
 
     rows = []
     for p in map(Profile.load, load_config(Sources()).names()):
@@ -225,8 +225,8 @@ def _has_layers(arguments: list[ast.arg] | None) -> bool:
 def _keys_of(table: type) -> str:
     import dataclasses
 
-    from kvcli.toml_places import toml_value
-    from kvcli.values import comments_of, expected, keys_of
+    from kvcli.settings.toml_places import toml_value
+    from kvcli.settings.values import comments_of, expected, keys_of
 
     comments, rows = comments_of(table), []
     for key in keys_of(table).values():
@@ -552,9 +552,9 @@ def example(where: str) -> str:
 
 def losses(_: str) -> str:
     """Each shipped profile that may lose facts: which tokens stay, in how many bits, and what an answer reads."""
-    from kvcli.layers import builtin_files
-    from kvcli.losses import keeps
-    from kvcli.profile import Profile
+    from kvcli.chat.losses import keeps
+    from kvcli.settings.layers import builtin_files
+    from kvcli.settings.profile import Profile
 
     rows = []
     for file in builtin_files():
@@ -570,7 +570,7 @@ def losses(_: str) -> str:
 
 def catalog(_: str) -> str:
     """The list of real models."""
-    from kvcli.fit.catalog import CATALOG
+    from kvcli.models.catalog import CATALOG
     from kvcli.render.figures import count, long_size
 
     rows = [

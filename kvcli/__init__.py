@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.conversation import Chat
+    from kvcli.chat.conversation import Chat
+    from kvcli.chat.local import Model, load
     from kvcli.documents import Document, read_document
-    from kvcli.engine import together
+    from kvcli.engine.engine import together
     from kvcli.errors import KvcliError
-    from kvcli.grammar import Grammar
-    from kvcli.local import Model, load
-    from kvcli.profile import Profile
+    from kvcli.models.grammar import Grammar
+    from kvcli.settings.profile import Profile
 
 _HOMES = {
-    "load": "kvcli.local",
-    "Model": "kvcli.local",
-    "together": "kvcli.engine",
-    "Chat": "kvcli.conversation",
+    "load": "kvcli.chat.local",
+    "Model": "kvcli.chat.local",
+    "together": "kvcli.engine.engine",
+    "Chat": "kvcli.chat.conversation",
     "Document": "kvcli.documents",
     "read_document": "kvcli.documents",
-    "Grammar": "kvcli.grammar",
+    "Grammar": "kvcli.models.grammar",
     "KvcliError": "kvcli.errors",
-    "Profile": "kvcli.profile",
+    "Profile": "kvcli.settings.profile",
 }
 
 __all__ = [

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvcli.loops import Loop
-    from kvcli.stats import Stats
+    from kvcli.engine.loops import Loop
+    from kvcli.engine.stats import Stats
 
 Finish = Literal["stop", "length", "interrupted", "loop"]
 

@@ -9,25 +9,25 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvcli.schema import NUMBERS
+from kvcli.settings.schema import NUMBERS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.drafts.base import Costs, Drafter
+    from kvcli.engine.drafter import Costs, Drafter
+    from kvcli.engine.lm import LM
+    from kvcli.engine.policy import EachLayer
+    from kvcli.engine.sample import Sampler
+    from kvcli.engine.session import Session
     from kvcli.kv.front import Front
     from kvcli.kv.slots import Slots, Store
     from kvcli.kv.tiers import Plan
-    from kvcli.model import LM
-    from kvcli.policies.base import EachLayer
-    from kvcli.profile import Profile
-    from kvcli.sample import Sampler
-    from kvcli.session import Session
+    from kvcli.settings.profile import Profile
 
 # table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "policy": {
-        "none": "kvcli.policies.base:Everything",
+        "none": "kvcli.engine.policy:Everything",
         "window": "kvcli.policies.window:Window",
         "random": "kvcli.policies.random:Random",
         "fastgen": "kvcli.policies.fastgen:FastGen",
@@ -48,7 +48,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "certified": "kvcli.kv.recall_settings:Certified",
     },
     "spec": {
-        "off": "kvcli.drafts.base:Off",
+        "off": "kvcli.engine.drafter:Off",
         "ngram": "kvcli.drafts.ngram:Ngram",
         "lookahead": "kvcli.drafts.lookahead:Lookahead",
         "mix": "kvcli.drafts.mix:Mix",
@@ -123,11 +123,11 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes |
     """An empty session of `lm` as the profile wants it.
 
     `costs`: what passes take on this machine, for the drafter to start from; never changes the text. `kinds`: the kind
-    of each id (kvcli.token_kinds), for policies; None = all are text.
+    of each id (kvcli.chat.token_kinds), for policies; None = all are text.
     """
     import torch
 
-    from kvcli.session import Session
+    from kvcli.engine.session import Session
 
     kv = store(lm, profile)
     drafter: Drafter = profile.spec.drafter(lm.stop_ids)
@@ -156,8 +156,8 @@ def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:
 
 def front(lm: LM, kv: Store, policy: EachLayer, every: int) -> Front:
     """What `policy` keeps of `kv`, as a short dense copy chosen anew every `every` tokens."""
+    from kvcli.engine.policy import Moment
     from kvcli.kv.front import Front
-    from kvcli.policies.base import Moment
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
         now = int(s.pos.amax()) + 1  # the rows stand behind all that is stored
@@ -170,7 +170,7 @@ def front(lm: LM, kv: Store, policy: EachLayer, every: int) -> Front:
 
 def sampler(lm: LM, profile: Profile) -> Sampler:
     """The profile's sampling, and the model's own generation settings where it says nothing."""
-    from kvcli.sample import Sampler
+    from kvcli.engine.sample import Sampler
 
     chosen = profile.sample
     wanted = {

@@ -36,16 +36,16 @@ import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvcli.drafts.base import Drafter, Off
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine import drive, events
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM, quiet
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kv.dense import Dense
-from kvcli.model import LM, quiet
-from kvcli.refusals import refuse
-from kvcli.sample import Sampler
-from kvcli.session import Session
-from tests.exactness import prompt
+from kvcli.models.refusals import refuse
+from tests.exact.table import prompt
 from tests.families import WINDOW, sharpen
 
 OUTCOMES = ("equal", "refused", "wrong", "crashed", "unbuilt")

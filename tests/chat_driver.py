@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from kvcli.chat.conversation import Chat
 from kvcli.commands.interrupt import Interrupt
-from kvcli.conversation import Chat
 from kvcli.errors import KvcliError
 from kvcli.render.errors import print_error
 from kvcli.render.live import Look, Memory

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kvcli.policies.base import Policy
-from kvcli.rows import Draft
-from kvcli.stats import Step
+from kvcli.engine.policy import Policy
+from kvcli.engine.rows import Draft
+from kvcli.engine.stats import Step
 
 
 class Scripted:

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
+from kvcli.engine.info import ModelInfo
+from kvcli.engine.loops import Loop
+from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow
-from kvcli.info import ModelInfo
-from kvcli.loops import Loop
-from kvcli.stats import Stats
 
 PARAGRAPH = (
     "The service restarted twice because the cache directory was full; both times it recovered without losing a "

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.engine import drive
-from kvcli.feed import asked
+from kvcli.engine.engine import drive
+from kvcli.engine.feed import asked
+from kvcli.engine.policy import EachLayer, Everything, Moment, Phase, Policy, Wants
 from kvcli.kv.slots import Slots
-from kvcli.policies.base import EachLayer, Everything, Moment, Phase, Policy, Wants
 
 
 class KeepAll(Everything):

@@ -14,15 +14,15 @@ from kvcli.calibrate import machine, passes
 from kvcli.calibrate.passes import contexts, pass_times
 from kvcli.calibrate.quick import quick_costs, quick_times
 from kvcli.calibrate.run import calibrate, fingerprint_of, model_fingerprint
-from kvcli.calibrate.store import age_days, file_of, load_calibration, machine_fingerprint, save_calibration
+from kvcli.chat.local import load
 from kvcli.commands.setup import Setup
 from kvcli.drafts.clock import Clock
 from kvcli.errors import KvcliError
+from kvcli.fit.calibration import age_days, file_of, load_calibration, machine_fingerprint, save_calibration
 from kvcli.fit.speed import units
-from kvcli.local import load
-from kvcli.profile import Profile
 from kvcli.render.fit import calibration_lines
 from kvcli.schemas.fit import CalibrationDocument, PassTime
+from kvcli.settings.profile import Profile
 from tests.fakes import Machine
 
 

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from kvcli.chat_file import ChatFile
+from kvcli.chat.chat_file import ChatFile
+from kvcli.chat.conversation import Chat
+from kvcli.chat.transcript import newest, open_chat
 from kvcli.commands.repl import Repl
 from kvcli.commands.setup import Setup
-from kvcli.conversation import Chat
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, BadInput
 from kvcli.policies.headmap import read_headmap
 from kvcli.render.screen import Screen
 from kvcli.schemas.chat import ChatDocument
-from kvcli.transcript import newest, open_chat
 from kvcli.world import Paths, World
 from tests.bench.storm_chats import storm
 from tests.fake_model import FakeModel, FakeProfile, fake_info
@@ -430,7 +430,7 @@ def test_a_full_disk_costs_no_turn(talk, monkeypatch):
 OTHER = """
 import sys
 from pathlib import Path
-from kvcli.conversation import Chat
+from kvcli.chat.conversation import Chat
 from kvcli.errors import BadInput
 from tests.fake_model import FakeModel
 path, name, n = sys.argv[1:]
@@ -543,7 +543,7 @@ def test_what_is_locked_is_open_to_be_written(tmp_path: Path, monkeypatch):
     def lock(handle: int, **_: object) -> None:
         seen.append(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE)
 
-    monkeypatch.setattr("kvcli.chat_file.lock", lock)
+    monkeypatch.setattr("kvcli.chat.chat_file.lock", lock)
     for holds in (False, True):
         file = ChatFile(tmp_path / "one", holds=holds)
         file.read() if holds else file.write(b"new")
@@ -624,7 +624,7 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path: Path, monkeypatch: py
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "huge.json").write_bytes(damaged())
-    monkeypatch.setattr("kvcli.chat_file.MOST", 10)
+    monkeypatch.setattr("kvcli.chat.chat_file.MOST", 10)
     for holds in (False, True):
         for name, code in (("pipe", "not_a_chat"), ("huge", "not_a_chat"), ("folder", None)):
             with pytest.raises(BadInput) as caught:

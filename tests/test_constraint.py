@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import kvcli
-from kvcli.constraint import Vocabulary, is_whole
+from kvcli.chat.local import Model
+from kvcli.engine.constraint import Vocabulary, is_whole
 from kvcli.errors import BadInput, BadModel
-from kvcli.grammar import Grammar
-from kvcli.local import Model
+from kvcli.models.grammar import Grammar
 from tests import small_tokenizers
 from tests.fake_model import FakeTokenizer
 

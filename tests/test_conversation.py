@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from kvcli.api import End, Read, Text, Turn
-from kvcli.conversation import Chat, heard
+from kvcli.chat.conversation import Chat, heard
 from kvcli.documents import Document, document_of
+from kvcli.engine.stats import Stats
 from kvcli.errors import BadInput, ContextOverflow, UsageError
-from kvcli.stats import Stats
-from kvcli.text import decode, encode, render_text
+from kvcli.models.text import decode, encode, render_text
 from tests.fake_model import FakeModel, fake_info
 from tests.small_tokenizers import demo
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli import engine as module
-from kvcli.drafts.base import Off
-from kvcli.engine import Engine, drive, events, run
-from kvcli.feed import Asks, Feed, Work
+from kvcli.engine import engine as module
+from kvcli.engine.drafter import Off
+from kvcli.engine.engine import Engine, drive, events, run
+from kvcli.engine.feed import Asks, Feed, Work
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Rows
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
-from kvcli.model import LM
-from kvcli.rows import Rows
-from kvcli.sample import Sampler
-from kvcli.session import Session
 from tests import families
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvcli import build
-from kvcli.local import Model
-from kvcli.model import LM
-from kvcli.profile import Profile
+from kvcli.chat.local import Model
+from kvcli.engine.lm import LM
+from kvcli.settings.profile import Profile
 from tests import families, small_tokenizers
 from tests.bench.storm_exact import storm
 

@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from kvcli import build
-from kvcli.drafts.base import Drafter, Off
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine import drive, events
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, Span
+from kvcli.engine.lm import LM
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
-from kvcli.kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, Span
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Masks, Sight, Slots, Usage, compact
-from kvcli.model import LM
 from kvcli.policies.fastgen import FastGen
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.recovery import Sets
-from kvcli.profile import load_profile
-from kvcli.sample import Sampler
-from kvcli.session import Session
+from kvcli.settings.profile import load_profile
 from tests import drafters, families, head_zoo
 from tests.policies import kept, moment
 

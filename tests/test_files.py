@@ -43,9 +43,9 @@ OUTSIDE = {
     ("kvcli/outlet.py", "open"): "the null device, where a stream ends that takes nothing more",
     ("kvcli/world.py", "FileIO"): "the null device, where a stream is closed",
     ("kvcli/bench/gguf_export.py", "GGUFWriter"): "into the stream of the door, by its name",
-    ("kvcli/gguf/unpack.py", "write_text"): "into a folder of the door",
-    ("kvcli/gguf/unpack.py", "open"): "the same",
-    ("kvcli/gguf/unpack.py", "save_pretrained"): "the same",
+    ("kvcli/models/gguf/unpack.py", "write_text"): "into a folder of the door",
+    ("kvcli/models/gguf/unpack.py", "open"): "the same",
+    ("kvcli/models/gguf/unpack.py", "save_pretrained"): "the same",
     ("kvcli/heads/files.py", "savez_compressed"): "into memory",
 }
 WRITES = {

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli import gate
-from kvcli.engine import Engine, call, run
+from kvcli.engine import gate
+from kvcli.engine.engine import Engine, call, run
+from kvcli.engine.feed import Asks, Feed, Made
+from kvcli.engine.forward import Pass
+from kvcli.engine.gate import Gate, Live
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Draft, Rows, Scouts
+from kvcli.engine.session import commit
 from kvcli.errors import BadModel, ExitStatus
-from kvcli.feed import Asks, Feed, Made
-from kvcli.forward import Pass
-from kvcli.gate import Gate, Live
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import LayerShape, Sight
-from kvcli.model import LM
-from kvcli.rows import Draft, Rows, Scouts
-from kvcli.session import commit
 from tests import families
 from tests.test_ladder import LADDERS, PACKED
 
@@ -263,7 +263,7 @@ def whole(feed: Feed) -> Asks[Tensor]:
 
 
 def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcli import seam
+    from kvcli.engine import seam
 
     asked, compare = [], seam.compare_narrowed
     monkeypatch.setattr(seam, "compare_narrowed", lambda lm, name: (asked.append(name), compare(lm, name)))

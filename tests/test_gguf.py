@@ -16,17 +16,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 import kvcli
-from kvcli import source
+from kvcli.engine.lm import LM
 from kvcli.errors import BadInput, BadModel, ExitStatus
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
-from kvcli.gguf import unpack
-from kvcli.gguf.config import DIGITS, SPLITS
-from kvcli.gguf.header import TYPES
-from kvcli.gguf.kept import KEPT
 from kvcli.kernels.linear_packed.module import PackedLinear
-from kvcli.model import LM
-from kvcli.tokenizer import load_tokenizer
+from kvcli.models import source
+from kvcli.models.gguf import unpack
+from kvcli.models.gguf.config import DIGITS, SPLITS
+from kvcli.models.gguf.header import TYPES
+from kvcli.models.gguf.kept import KEPT
+from kvcli.models.tokenizer import load_tokenizer
 from tests.fakes import Machine
 from tests.families import build, prompt
 from tests.gguf_files import ARCHS, CHAT, KINDS, VOCAB, write
@@ -194,7 +194,7 @@ def test_a_word_that_no_merges_lead_to_is_taken_whole_where_llama_cpp_does(tmp_p
 
 def test_an_older_transformers_is_not_trusted_with_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(tmp_path / "tiny.gguf")
-    monkeypatch.setattr("kvcli.gguf.unpack.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcli.models.gguf.unpack.find_spec", lambda _: None)
     assert refused(lambda: loaded(tmp_path / "tiny.gguf")).try_ == ("pip install -U transformers",)
 
 
@@ -305,7 +305,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("kvcli.gguf.unpack.numbers", full)
+        broken.setattr("kvcli.models.gguf.unpack.numbers", full)
         with pytest.raises(BadInput, match=r"cannot write .*/cache/gguf/.*: No space"):
             loaded(tmp_path / "tiny.gguf")
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []
@@ -319,7 +319,7 @@ def test_a_large_tensor_is_written_a_stretch_at_a_time(tmp_path: Path, monkeypat
     whole, bit = (tmp_path / name for name in ("whole", "bit"))
     found = source.find(str(tmp_path / "tiny.gguf"))
     one = unpack.ready(found, "fp32", whole, packs=True).path / "model.safetensors"
-    monkeypatch.setattr("kvcli.gguf.blocks._STRETCH", 700)  # two rows and a bit
+    monkeypatch.setattr("kvcli.models.gguf.blocks._STRETCH", 700)  # two rows and a bit
     two = unpack.ready(found, "fp32", bit, packs=True).path / "model.safetensors"
     assert one.read_bytes() == two.read_bytes()
     with safe_open(one, "pt") as file:

@@ -11,10 +11,10 @@ from random import Random
 
 import pytest
 
-from kvcli import source
+from kvcli.engine.lm import LM
 from kvcli.errors import BadModel
-from kvcli.gguf import header, unpack
-from kvcli.model import LM
+from kvcli.models import source
+from kvcli.models.gguf import header, unpack
 from tests.gguf_files import write
 from tests.test_seam import our_logits
 

@@ -12,7 +12,7 @@ import torch
 
 from kvcli.kv import tiers
 from kvcli.kv.slots import Sight, alike
-from kvcli.profile import Profile
+from kvcli.settings.profile import Profile
 from tests.gpu import __main__ as command
 from tests.gpu import environment
 from tests.gpu.__main__ import SHARES, STAGES, main

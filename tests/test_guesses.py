@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from kvcli.build import front, view
-from kvcli.drafts.base import Off
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.mix import Mix
 from kvcli.drafts.mixer import Mixer
-from kvcli.engine import drive, events, run
-from kvcli.feed import Feed
+from kvcli.engine.drafter import Off
+from kvcli.engine.engine import drive, events, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.policy import EachLayer
+from kvcli.engine.rows import Draft, Rows, Scouts
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.engine.stats import Step
 from kvcli.kv.dense import Dense
-from kvcli.model import LM
-from kvcli.policies.base import EachLayer
-from kvcli.rows import Draft, Rows, Scouts
-from kvcli.sample import Sampler
-from kvcli.session import Session
-from kvcli.stats import Step
 from tests import families
 from tests.policies import Ragged
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.feed import Made
-from kvcli.heard import Heard
-from kvcli.rows import Rows
+from kvcli.engine.feed import Made
+from kvcli.engine.heard import Heard
+from kvcli.engine.rows import Rows
 
 
 def hear(heard: Heard, start: int, n: int) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from kvcli import local
+from kvcli.chat import local
 from kvcli.commands import outlook
 from kvcli.commands.interrupt import Interrupt, insisting
 from kvcli.commands.loading import load_model

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli import build
+from kvcli.engine.lm import LM
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
@@ -18,8 +19,7 @@ from kvcli.kv.front import Front
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, last, nbytes
 from kvcli.kv.tiers import narrow, wide
 from kvcli.kv.view import View
-from kvcli.model import LM
-from kvcli.profile import load_profile
+from kvcli.settings.profile import load_profile
 from tests import families
 from tests.policies import masks
 

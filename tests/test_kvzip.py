@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from kvcli import build
-from kvcli.engine import drive, events, run
+from kvcli.engine.engine import drive, events, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Rows
+from kvcli.engine.session import Session, commit
 from kvcli.errors import KvcliError
-from kvcli.feed import Feed
 from kvcli.kernels.column_mass import column_mass
 from kvcli.kv.dense import Dense
-from kvcli.model import LM
 from kvcli.policies.kvzip import KVzip
-from kvcli.profile import load_profile
-from kvcli.rows import Rows
-from kvcli.session import Session, commit
+from kvcli.settings.profile import load_profile
 from tests import families
 
 torch.set_num_threads(1)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from kvcli.build import view
-from kvcli.drafts.base import Drafter, Off
-from kvcli.engine import drive, events
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.session import Session
 from kvcli.kernels.merge import merge
 from kvcli.kv import disk, folder
 from kvcli.kv.dense import Dense
@@ -24,10 +26,8 @@ from kvcli.kv.ladder import Ladder, Rung, oldest
 from kvcli.kv.packed import Packed
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
-from kvcli.model import LM
-from kvcli.session import Session
 from tests import families
-from tests.exactness import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
+from tests.exact.table import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
 from tests.fake_device import Rounding
 from tests.policies import KeepAll, Ragged, masks
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.rows import Draft, Rows
-from kvcli.sample import Sampler
-from kvcli.verify import walk
+from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.sample import Sampler
+from kvcli.engine.verify import walk
 
 V, LENGTH = 4, 3
 Law = dict[tuple[int, ...], float]

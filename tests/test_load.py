@@ -18,11 +18,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvcli import hub, source, weights
+from kvcli.engine import weights
+from kvcli.engine.lm import LM
+from kvcli.engine.weights import quantize_with_bitsandbytes
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
-from kvcli.family import read_config
-from kvcli.model import LM
-from kvcli.weights import quantize_with_bitsandbytes
+from kvcli.models import hub, source
+from kvcli.models.family import read_config
 from tests.families import build, config_of
 
 ROOT = Path(__file__).parents[1]

@@ -10,13 +10,13 @@ import torch
 
 import kvcli
 from kvcli.api import End, Live, Read, Text
+from kvcli.chat.local import Model
+from kvcli.chat.open_text import OpenText
+from kvcli.engine.lm import LM
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus
 from kvcli.kv.slots import nbytes
-from kvcli.layers import builtin_files
-from kvcli.local import Model
-from kvcli.model import LM
-from kvcli.open_text import OpenText
-from kvcli.profile import Profile
+from kvcli.settings.layers import builtin_files
+from kvcli.settings.profile import Profile
 from tests import drafters, families, small_tokenizers
 
 SHIPPED = [file.profile for file in builtin_files()]

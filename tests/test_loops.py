@@ -9,8 +9,8 @@ import pytest
 
 import kvcli
 from kvcli.demo import report_path
-from kvcli.loops import LONGEST, ROUNDS, Loop, Loops
-from kvcli.schema import Sample
+from kvcli.engine.loops import LONGEST, ROUNDS, Loop, Loops
+from kvcli.settings.schema import Sample
 from tests import small_tokenizers
 
 LEAST = Sample().stop_loops

@@ -9,10 +9,10 @@ import pytest
 import kvcli
 from kvcli.commands.turn_json import Run, turn_document
 from kvcli.demo import report_path
-from kvcli.layers import builtin_files
-from kvcli.profile import Profile
 from kvcli.render.live import Look, live_row
 from kvcli.render.summary import brief, summary
+from kvcli.settings.layers import builtin_files
+from kvcli.settings.profile import Profile
 
 SHIPPED = {file.profile: Profile.load(file.profile) for file in builtin_files()}
 APPROX = [name for name, profile in SHIPPED.items() if profile.exactness == "approx"]

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcli import fetch
 from kvcli.commands.ask import agrees
 from kvcli.commands.default_model import with_default
 from kvcli.commands.setup import Setup, find
@@ -25,8 +24,9 @@ from kvcli.demo import weights_dir
 from kvcli.errors import BadModel
 from kvcli.files import BEGINS, SPARE
 from kvcli.fit import room
-from kvcli.fit.catalog import BY_NAME, Known, Terms
-from kvcli.packages import Packed, Wheel
+from kvcli.models import fetch
+from kvcli.models.catalog import BY_NAME, Known, Terms
+from kvcli.models.packages import Packed, Wheel
 from tests.fakes import Machine, Stream
 from tests.small_hub import Hub, serving
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcli import source
 from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.fit import room
+from kvcli.models import source
 from tests.fakes import Machine
 
 ROOT = Path(__file__).parents[1]

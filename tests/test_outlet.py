@@ -17,8 +17,8 @@ from typing import TextIO
 import pytest
 
 from kvcli.cli import run
+from kvcli.models.source import find
 from kvcli.outlet import Foreign, Outlet, Styled, escaped, neutralise
-from kvcli.source import find
 from kvcli.world import Paths, World
 from tests.fakes import Stream
 
@@ -93,7 +93,7 @@ def test_only_the_outlet_touches_the_streams():
         "bench/peak.py",
         "bench/kvpress_worker.py",
         "sandbox.py",
-        "template_worker.py",
+        "models/template_worker.py",
     }
     styled = {"outlet.py", "render/terminal.py", "render/region.py", "render/stream.py"}
     for path in sorted((ROOT / "kvcli").rglob("*.py")):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvcli.build import view
-from kvcli.drafts.base import Drafter, Off
-from kvcli.engine import drive, events
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.session import Session
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
@@ -18,8 +19,7 @@ from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.packed import Packed
 from kvcli.kv.slots import Sight, Slots, alike, compact, nbytes, visible
-from kvcli.session import Session
-from tests.exactness import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
+from tests.exact.table import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
 
 K, G, D, L = 3, 2, 16, 2
 H = K * G

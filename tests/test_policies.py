@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from kvcli import build
-from kvcli.engine import drive, events
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.policy import Everything, Policy
+from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots, nbytes
-from kvcli.model import LM
-from kvcli.policies.base import Everything, Policy
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window
-from kvcli.profile import Profile, load_profile
-from kvcli.session import Session
+from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.policies import moment
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvcli.errors import BadConfig, ExitStatus, KvcliError
-from kvcli.layers import builtin_files
-from kvcli.profile import Clash, Profile, Sources, load_profile
+from kvcli.settings.layers import builtin_files
+from kvcli.settings.profile import Clash, Profile, Sources, load_profile
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Copy:
 
 SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
-    "policy": {"none": "kvcli.policies.base:Everything"},
+    "policy": {"none": "kvcli.engine.policy:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
 }

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcli.config import load_config
 from kvcli.errors import BadConfig
-from kvcli.profile import Profile, Sources, load_profile
-from kvcli.settings import Setting, Typed, merge
+from kvcli.settings.config import load_config
+from kvcli.settings.profile import Profile, Sources, load_profile
+from kvcli.settings.settings import Setting, Typed, merge
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,7 +43,7 @@ class Guess:
 
 
 REGISTRIES = {
-    "policy": {"none": "kvcli.policies.base:Everything"},
+    "policy": {"none": "kvcli.engine.policy:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {
         "off": f"{__name__}:Off",

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvcli.drafts.mix import Sources
-from kvcli.layers import builtin_files
-from kvcli.profile import load_profile
-from kvcli.schema import Header, Model, Top
-from kvcli.values import comments_of, expected, keys_of
+from kvcli.settings.layers import builtin_files
+from kvcli.settings.profile import load_profile
+from kvcli.settings.schema import Header, Model, Top
+from kvcli.settings.values import comments_of, expected, keys_of
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = [file.profile for file in builtin_files()]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvcli.cli import run
-from kvcli.layers import builtin_files
 from kvcli.schemas.listings import ProfilesDocument
+from kvcli.settings.layers import builtin_files
 from kvcli.world import Paths, World
 from tests.fakes import Machine
 

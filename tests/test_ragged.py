@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcli.drafts.base import Drafter, Off
-from kvcli.engine import drive, events
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.kernels.merge import Part, merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.ragged import Extents
 from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, alike, empty_like, nbytes
-from kvcli.model import LM
-from kvcli.sample import Sampler
-from kvcli.session import Session
 from tests import drafters, families
 from tests.policies import Ragged, Recent, masks
 from tests.test_kv import allocated

@@ -17,8 +17,10 @@ from torch import Tensor
 from kvcli import build
 from kvcli.bench.profile_side import plain
 from kvcli.build import view
-from kvcli.drafts.base import Drafter, Off
-from kvcli.engine import drive, events
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import Part, merge
@@ -33,10 +35,9 @@ from kvcli.kv.recall_pages import Budget, Pages
 from kvcli.kv.recall_source import Whole
 from kvcli.kv.recall_store import RecallStore
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
-from kvcli.model import LM
-from kvcli.profile import Profile, load_profile
-from kvcli.session import Session
-from tests import exactness, families
+from kvcli.settings.profile import Profile, load_profile
+from tests import families
+from tests.exact import table as exactness
 from tests.policies import Ragged, masks
 
 torch.set_num_threads(1)

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from kvcli import build
 from kvcli.build import view
-from kvcli.drafts.base import Drafter, Off
-from kvcli.engine import drive, events
+from kvcli.chat.local import Model
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.session import Session
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
@@ -29,12 +32,10 @@ from kvcli.kv.recall_pages import Budget
 from kvcli.kv.recall_source import Shelf, Whole
 from kvcli.kv.room import Room
 from kvcli.kv.slots import Sight, Slots, alike, nbytes
-from kvcli.local import Model
-from kvcli.model import LM
-from kvcli.profile import Profile, load_profile
-from kvcli.schema import Memory
-from kvcli.session import Session
-from tests import exactness, families, small_tokenizers
+from kvcli.settings.profile import Profile, load_profile
+from kvcli.settings.schema import Memory
+from tests import families, small_tokenizers
+from tests.exact import table as exactness
 from tests.policies import KeepAll, Ragged
 
 torch.set_num_threads(1)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.api import End, Live, Read, Text, Turn
+from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow, DoesNotFit
 from kvcli.render import figures as f
 from kvcli.render.errors import print_error, print_note
@@ -22,7 +23,6 @@ from kvcli.render.summary import Opening, brief, header, summary
 from kvcli.render.tables import clip, columns, kv_table, spec_table, token_table
 from kvcli.render.terminal import Terminal, cells
 from kvcli.render.wrap import TAB, Wrapper, fold
-from kvcli.stats import Stats
 from tests.fake_model import FakeModel, fake_info
 
 LOOK = Look("fafo")

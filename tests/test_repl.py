@@ -12,10 +12,10 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document as Typed
 
 from kvcli.api import Text
+from kvcli.chat.conversation import Chat
 from kvcli.commands import prompt, slash
 from kvcli.commands.interrupt import IMPATIENT, Interrupt
 from kvcli.commands.repl import HINT, Repl
-from kvcli.conversation import Chat
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, ExitStatus
 from kvcli.render.screen import Screen

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine import drive, events, run
+from kvcli.engine.boundary import Boundary
+from kvcli.engine.engine import drive, events, run
+from kvcli.engine.feed import Asks, Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.policy import EachLayer, Everything, Guard, Moment, Wants
+from kvcli.engine.rows import Rows
 from kvcli.errors import BadConfig
-from kvcli.feed import Asks, Feed
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Masks, Slots, compact
-from kvcli.model import LM
-from kvcli.policies.base import EachLayer, Everything, Guard, Moment, Wants
-from kvcli.policies.boundary import Boundary
 from kvcli.policies.fastgen import FastGen
 from kvcli.policies.recovery import recover
 from kvcli.policies.replay import Replay
-from kvcli.profile import load_profile
-from kvcli.rows import Rows
+from kvcli.settings.profile import load_profile
 from tests import families
 from tests.policies import KeepAll
 from tests.test_fastgen import SMALL, count, lm, prompt, session

@@ -7,16 +7,16 @@ from functools import cache
 import pytest
 import torch
 
-from kvcli.drafts.base import Off
-from kvcli.engine import drive, events
+from kvcli.engine.drafter import Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.rope import rotaries
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.errors import BadModel
 from kvcli.kernels.rotate import Rotary
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import alike
-from kvcli.model import LM
-from kvcli.rope import rotaries
-from kvcli.sample import Sampler
-from kvcli.session import Session
 from tests import drafters, families
 from tests.policies import Ragged, masks
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from kvcli.engine.lm import LM
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.slots import Slots
-from kvcli.model import LM
 from kvcli.policies.expected import RECENT, Expected, expected
 from kvcli.policies.rotary import mean_turn
 from kvcli.policies.topk import Memory

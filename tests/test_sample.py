@@ -17,14 +17,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from kvcli.engine.feed import Feed
+from kvcli.engine.readback import Readback, fetch
+from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.sample import Draw, Sampler, Seen
+from kvcli.engine.verify import walk
 from kvcli.errors import BadInput, BadModel
-from kvcli.feed import Feed
 from kvcli.kernels.gumbel import gumbel
-from kvcli.readback import Readback, fetch
-from kvcli.rows import Draft, Rows
-from kvcli.sample import Draw, Sampler, Seen
-from kvcli.verify import walk
-from tests.constraints import Half
+from tests.exact.half import Half
 
 V = 13
 

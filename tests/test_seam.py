@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.drafts.base import Off
-from kvcli.engine import drive, events, run
+from kvcli.engine.drafter import Off
+from kvcli.engine.engine import drive, events, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Rows
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session, commit
 from kvcli.errors import BadModel, ExitStatus
-from kvcli.feed import Feed
 from kvcli.kv.dense import Dense
-from kvcli.model import LM
-from kvcli.rows import Rows
-from kvcli.sample import Sampler
-from kvcli.session import Session, commit
 from tests.families import FAMILIES, WINDOW, build, prompt
 
 PROMPT = 37  # tokens: more than three windows, a prime
@@ -146,7 +146,7 @@ _FORGOTTEN = {"softcap": "gemma2", "s_aux": "gpt_oss", "sliding_window": "gemma3
 def test_the_self_check_notices_what_is_forgotten(key: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     from transformers import AttentionInterface
 
-    from kvcli import forward
+    from kvcli.engine import forward
 
     def careless(*args: Any, **asked: Any) -> Any:
         asked.pop(key)

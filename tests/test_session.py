@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcli import build
-from kvcli.drafts.base import Off
-from kvcli.engine import drive, events
-from kvcli.feed import Made
+from kvcli.engine.drafter import Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.feed import Made
+from kvcli.engine.lm import LM
+from kvcli.engine.policy import Guard, Moment, Wants
+from kvcli.engine.rows import Draft, Rows, Scouts
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
-from kvcli.model import LM
-from kvcli.policies.base import Guard, Moment, Wants
-from kvcli.rows import Draft, Rows, Scouts
-from kvcli.sample import Sampler
-from kvcli.session import Session
 from tests import drafters, families
 from tests.policies import KeepAll, Ragged, Recent
 

@@ -12,23 +12,23 @@ import torch
 
 from kvcli import build
 from kvcli.api import End, Event, Text
-from kvcli.drafts.base import Off
-from kvcli.engine import drive, events
+from kvcli.chat.local import Model
+from kvcli.chat.open_text import OpenText
+from kvcli.chat.relief import mend, stepped
+from kvcli.engine.drafter import Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.policy import Policy
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.errors import BadConfig, DoesNotFit, ExitStatus
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.kv.slots import Store, alike, nbytes
-from kvcli.local import Model
-from kvcli.model import LM
-from kvcli.open_text import OpenText
-from kvcli.policies.base import Policy
-from kvcli.profile import Profile
-from kvcli.relief import mend, stepped
-from kvcli.sample import Sampler
-from kvcli.session import Session
+from kvcli.settings.profile import Profile
 from tests import families, small_tokenizers
-from tests.exactness import DRAFTERS, prompt
+from tests.exact.table import DRAFTERS, prompt
 from tests.fake_device import FakeDevice
 from tests.policies import Ragged
 from tests.test_ladder import PACKED, on_disk, rounding, three, two_dense

@@ -7,8 +7,8 @@ import json
 import pytest
 from pydantic import TypeAdapter
 
-from kvcli.profile import Profile
 from kvcli.schemas.documents import DOCUMENTS
+from kvcli.settings.profile import Profile
 from tests.fakes import Machine
 
 SHORT = ("--ctx", "256", "-n", "16", "-r", "1")

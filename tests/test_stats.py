@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcli.rows import Draft, Rows, Scouts
-from kvcli.stats import FEW, Stats, Step
+from kvcli.engine.rows import Draft, Rows, Scouts
+from kvcli.engine.stats import FEW, Stats, Step
 
 
 def step(drafted: int, accepted: int, seconds: float = 0.1) -> Step:

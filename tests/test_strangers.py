@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 import kvcli
-from kvcli import source
-from kvcli.budget import within
+from kvcli.engine.budget import within
+from kvcli.engine.lm import LM
 from kvcli.errors import BadModel, ExitStatus, KvcliError
 from kvcli.fit.plan import subject_of
-from kvcli.foreign import blamed
-from kvcli.headers import read_header
-from kvcli.model import LM
-from kvcli.toml_places import read_document
+from kvcli.models import source
+from kvcli.models.foreign import blamed
+from kvcli.models.headers import read_header
+from kvcli.settings.toml_places import read_document
 from tests.bench.storm_models import storm
 from tests.fakes import Machine
 from tests.families import build, config_of
@@ -340,7 +340,7 @@ def test_a_pickle_that_holds_more_than_weights_is_the_models_fault(folder: Path,
 
 
 def test_a_fault_of_ours_is_not_said_to_be_the_models(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvcli.seam._SERVED", None)  # a line of ours fails, inside a call into transformers
+    monkeypatch.setattr("kvcli.engine.seam._SERVED", None)  # a line of ours fails, inside a call into transformers
     with pytest.raises(TypeError):
         LM.load(source.find(str(folder)), device="cpu")
 

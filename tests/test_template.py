@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from kvcli import template
 from kvcli.errors import BadInput, BadModel, ExitStatus, UsageError
-from kvcli.source import find
-from kvcli.template import Chats
-from kvcli.text import render_text
-from kvcli.tokenizer import load_tokenizer
+from kvcli.models import template
+from kvcli.models.source import find
+from kvcli.models.template import Chats
+from kvcli.models.text import render_text
+from kvcli.models.tokenizer import load_tokenizer
 from tests.chat_templates import HEAVY, REFUSED, WELL_KNOWN
 from tests.small_tokenizers import CHAT, DROPS_SYSTEM, KINDS, NO_SYSTEM, byte_fallback, demo
 

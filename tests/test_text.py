@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcli.errors import BadInput
-from kvcli.text import (
+from kvcli.models.text import (
     Detokenizer,
     StopStrings,
     decode,

@@ -16,11 +16,11 @@ import pytest
 
 import kvcli
 from kvcli.api import End, Event, Live, Read, Text, Turn
-from kvcli.engine import Engine, events
+from kvcli.chat.local import Model
+from kvcli.chat.open_text import OpenText
+from kvcli.engine.engine import Engine, events
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, DoesNotFit
 from kvcli.kv.slots import nbytes
-from kvcli.local import Model
-from kvcli.open_text import OpenText
 
 PROFILES = ["exact", "ngram", "fafo", "lean", "streaming", "ngram", "snap", "exact"]
 REPORT = kvcli.read_document("demo:report").text
@@ -158,9 +158,9 @@ def test_tasks_of_an_event_loop_share_passes_and_hear_of_their_own_texts(
     texts: list[OpenText], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = [alone(i).ids for i in range(8)]
-    shared, real = list[tuple[int, int]](), kvcli.engine.run
+    shared, real = list[tuple[int, int]](), kvcli.engine.engine.run
     monkeypatch.setattr(
-        kvcli.engine, "run", lambda feeds: (shared.append((len(feeds), threading.get_ident())), real(feeds))[1]
+        kvcli.engine.engine, "run", lambda feeds: (shared.append((len(feeds), threading.get_ident())), real(feeds))[1]
     )
 
     async def ask() -> list[Turn]:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.conversation import Chat
-from kvcli.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT, Span, kinds_of
-from kvcli.local import Model
-from kvcli.model import LM
-from kvcli.profile import load_profile
-from kvcli.text import decode, encode, render_prompt, render_text, special_ids
-from kvcli.token_kinds import chat_spans, kind_of, kinds_by_id
+from kvcli.chat.conversation import Chat
+from kvcli.chat.local import Model
+from kvcli.chat.token_kinds import chat_spans, kind_of, kinds_by_id
+from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT, Span, kinds_of
+from kvcli.engine.lm import LM
+from kvcli.models.text import decode, encode, render_prompt, render_text, special_ids
+from kvcli.settings.profile import load_profile
 from tests import families
 from tests.small_tokenizers import DROPS_SYSTEM, KINDS, NO_SYSTEM, byte_fallback, demo
 

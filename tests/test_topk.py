@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from kvcli import build
-from kvcli.drafts.base import Drafter, Off
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine import drive, events
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.kinds import SYSTEM, Span
+from kvcli.engine.lm import LM
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
-from kvcli.kinds import SYSTEM, Span
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, nbytes
-from kvcli.model import LM
 from kvcli.policies.keydiff import KeyDiff
 from kvcli.policies.kvzip import KVzip
 from kvcli.policies.snap import Snap
-from kvcli.profile import load_profile
-from kvcli.sample import Sampler
-from kvcli.session import Session
+from kvcli.settings.profile import load_profile
 from tests import drafters, families
 from tests.policies import kept, moment
 
@@ -339,7 +339,7 @@ def test_settings_that_cannot_be_kept_are_refused_by_name(policy: dict[str, Any]
 def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_find(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvcli.rope._WITHIN", {torch.float32: -1.0})  # nothing is near enough
+    monkeypatch.setattr("kvcli.engine.rope._WITHIN", {torch.float32: -1.0})  # nothing is near enough
     with pytest.raises(KvcliError, match="does not find them") as refused:
         session("expected")
     assert refused.value.try_

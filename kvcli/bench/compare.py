@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvcli.engine.stats import Stats
 from kvcli.schemas.bench import Accept, Figures, Ratio, Samples, Verdict
-from kvcli.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,15 +9,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
-from kvcli.engine import drive, events
+from kvcli.engine.engine import drive, events
+from kvcli.engine.stats import Stats
 from kvcli.kv.slots import nbytes
-from kvcli.stats import Stats
 
 if TYPE_CHECKING:
-    from kvcli.drafts.report import Report
-    from kvcli.local import Model
-    from kvcli.profile import Profile
-    from kvcli.session import Session
+    from kvcli.chat.local import Model
+    from kvcli.engine.report import Report
+    from kvcli.engine.session import Session
+    from kvcli.settings.profile import Profile
 
 Tell = Callable[[int, int, str], None]  # done, of, words
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from kvcli import __version__, machine
-from kvcli.machine import installed
+from kvcli import __version__
+from kvcli.models import machine
+from kvcli.models.machine import installed
 from kvcli.schemas.bench import BenchEnv
 
 PACKAGES = ("torch", "transformers", "tokenizers")

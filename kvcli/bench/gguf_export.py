@@ -15,15 +15,15 @@ import torch
 from safetensors import safe_open
 
 from kvcli.errors import BadModel
-from kvcli.family import read_config
 from kvcli.files import check_room, private_folder, replacing
-from kvcli.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
-from kvcli.gguf.names import HEAD, SETTINGS, WRITTEN, Layout
+from kvcli.models.family import read_config
+from kvcli.models.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
+from kvcli.models.gguf.names import HEAD, SETTINGS, WRITTEN, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.source import Source
+    from kvcli.models.source import Source
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 VERSION = 1  # of what is written below; part of a file's name, so that a change makes new files

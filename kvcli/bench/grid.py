@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from itertools import product
 
 from kvcli.errors import UsageError
-from kvcli.schema import tokens_of
+from kvcli.settings.schema import tokens_of
 
 MOST = 64  # lengths in one range
 

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from kvcli import weights
 from kvcli.bench.side import Sample
-from kvcli.family import read_config
-from kvcli.gguf.unpack import ready
-from kvcli.model import quiet
-from kvcli.stats import Stats
+from kvcli.engine import weights
+from kvcli.engine.lm import quiet
+from kvcli.engine.stats import Stats
+from kvcli.models.family import read_config
+from kvcli.models.gguf.unpack import ready
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcli.profile import Profile
-    from kvcli.source import Source
+    from kvcli.models.source import Source
+    from kvcli.settings.profile import Profile
 
 LOOKUP = 10  # guesses of prompt lookup, the number that transformers' own documentation uses
 

@@ -20,7 +20,7 @@ from kvcli.bench.side import Sample
 from kvcli.errors import BadModel, UsageError
 
 if TYPE_CHECKING:
-    from kvcli.source import Source
+    from kvcli.models.source import Source
 
 BATCH = 512  # tokens of a prompt that llama.cpp takes at once, its own default
 _WHOLE = ("F32", "F16", "BF16")  # kinds of tensors that are no blocks

@@ -12,7 +12,7 @@ from kvcli.bench.recipe import Recipe
 if TYPE_CHECKING:
     from kvcli.bench.profile_side import Models
     from kvcli.bench.side import Side
-    from kvcli.profile import Profile
+    from kvcli.settings.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ def _hf_lookup(recipe: Recipe, models: Models) -> Side:
 
 
 def _llama_cpp(recipe: Recipe, models: Models) -> Side:
-    from kvcli import weights
     from kvcli.bench.llama_cpp import LlamaCpp
+    from kvcli.engine import weights
 
     profile = recipe.as_profile()
     device = str(weights.find_device(profile.load.device))
@@ -73,10 +73,10 @@ def _require_llama_cpp(name: str, cache: Path) -> None:
 
 
 def _kvpress(recipe: Recipe, models: Models) -> Side:
-    from kvcli import weights
     from kvcli.bench.kvpress import KvPress
     from kvcli.bench.kvpress_environment import interpreter
-    from kvcli.gguf.unpack import ready
+    from kvcli.engine import weights
+    from kvcli.models.gguf.unpack import ready
 
     profile = recipe.as_profile()
     python, device = interpreter(Path(recipe.cache)), str(weights.find_device(profile.load.device))

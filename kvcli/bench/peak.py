@@ -52,8 +52,8 @@ def _answer(name: str, status: int, out: str, err: str) -> int:
 def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Make the side, run it once, and say what the process held at most."""
     from kvcli.bench.profile_side import Models
-    from kvcli.local import load
-    from kvcli.memory import peak_bytes
+    from kvcli.chat.local import load
+    from kvcli.engine.memory import peak_bytes
 
     recipe = Recipe(**asked["recipe"])
     models = Models(lambda profile: load(recipe.model, profile, offline=True, cache=Path(recipe.cache)))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcli.bench.side import Sample
-from kvcli.engine import drive, events
+from kvcli.engine.engine import drive, events
+from kvcli.engine.stats import Stats
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.kv.slots import nbytes
-from kvcli.stats import Stats
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
-    from kvcli.profile import Profile
+    from kvcli.chat.local import Model
+    from kvcli.settings.profile import Profile
 
 
 def plain(profile: Profile) -> Profile:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcli import source
-from kvcli.profile import Profile
-from kvcli.source import Source
+from kvcli.models import source
+from kvcli.models.source import Source
+from kvcli.settings.profile import Profile
 
 # What a benchmark decides for every side, whatever the profile says, beside temperature and seed.
 UNCUT = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -18,12 +18,12 @@ from kvcli.errors import ContextOverflow, KvcliError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.bench.side import Side
+    from kvcli.chat.local import Model
     from kvcli.documents import Document
-    from kvcli.info import ModelInfo
-    from kvcli.local import Model
-    from kvcli.profile import Profile
+    from kvcli.engine.info import ModelInfo
     from kvcli.schemas.bench import BenchArgs, BenchDocument, BenchRow
     from kvcli.schemas.quality import QualityDocument
+    from kvcli.settings.profile import Profile
 
 Quality = Callable[["Model", "list[Profile]"], "QualityDocument | None"]
 

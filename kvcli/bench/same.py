@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli import build
-from kvcli.engine import drive
+from kvcli.engine.engine import drive
 from kvcli.kernels.gumbel import gumbel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.local import Model
+    from kvcli.chat.local import Model
 
 ROUNDINGS = 4  # a near tie is at most so many roundings of the largest logit wide
 

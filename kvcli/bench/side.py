@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvcli.stats import Stats
+    from kvcli.engine.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from kvcli.bench.texts import text_of
 from kvcli.demo.report import write_report
 from kvcli.documents import Document, with_documents
 from kvcli.errors import BadInput
-from kvcli.text import render_prompt, special_ids
+from kvcli.models.text import render_prompt, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

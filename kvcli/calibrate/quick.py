@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from kvcli.calibrate.passes import ROWS as GRID
 from kvcli.calibrate.passes import contexts, filled, once
 from kvcli.calibrate.run import facts_of, fingerprint_of
-from kvcli.calibrate.store import file_of, machine_fingerprint
 from kvcli.files import private_folder, write_private
+from kvcli.fit.calibration import file_of, machine_fingerprint
 from kvcli.schemas.fit import PassTime, QuickTimes
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
-    from kvcli.model import LM
+    from kvcli.chat.local import Model
+    from kvcli.engine.lm import LM
 
 ROWS = (1, 2, 4, 8, 16, 32)
 READING = GRID[-1]  # rows that stand for reading a prompt

@@ -7,16 +7,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.calibrate.store import digest, folder_of, machine_fingerprint, save_calibration
+from kvcli.fit.calibration import digest, folder_of, machine_fingerprint, save_calibration
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
     import torch
 
+    from kvcli.chat.local import Model
     from kvcli.fit.plan import Plan, Subject
-    from kvcli.local import Model
-    from kvcli.profile import Profile
+    from kvcli.settings.profile import Profile
     from kvcli.world import World
 
 Tell = Callable[[str], None]
@@ -28,8 +28,8 @@ def calibrate(
     """Measure the machine, and the pass times of `model` if there is one, which is then where it is measured."""
     import torch
 
-    from kvcli import machine
     from kvcli.calibrate import machine as measured
+    from kvcli.models import machine
 
     at = model.lm.device if model is not None else torch.device(device)
     name = _name(at)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvcli.commands.bench_ask import Asked
     from kvcli.commands.bench_out import Outlet
     from kvcli.commands.setup import Setup
+    from kvcli.models.source import Source
     from kvcli.render.bench_progress import Bar
-    from kvcli.source import Source
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
@@ -85,7 +85,7 @@ def run(setup: Setup, typed: Mapping[str, Any], out: Outlet, dry_run: bool) -> i
     from kvcli.bench.run import check_room
     from kvcli.commands.bench_ask import understand
     from kvcli.commands.bench_quality import suite
-    from kvcli.fit.shape import of_source
+    from kvcli.models.shape import of_source
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
 

@@ -23,8 +23,8 @@ from kvcli.schemas.bench import BenchArgs
 if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
     from kvcli.documents import Document
-    from kvcli.profile import Profile
     from kvcli.schemas.bench import BenchDocument
+    from kvcli.settings.profile import Profile
 
 
 # options that a result notes as they were typed

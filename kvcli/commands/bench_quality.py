@@ -9,11 +9,11 @@ from kvcli.commands.flags import listed
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvcli.chat.local import Model
     from kvcli.commands.bench_ask import Asked
-    from kvcli.local import Model
-    from kvcli.profile import Profile
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.quality import QualityDocument
+    from kvcli.settings.profile import Profile
     from kvcli.world import World
 
 Suite = Callable[["Model", "list[Profile]"], "QualityDocument | None"]

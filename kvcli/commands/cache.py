@@ -15,7 +15,7 @@ import typer
 from kvcli.commands.flags import option
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, UsageError
-from kvcli.fetch import NAME
+from kvcli.models.fetch import NAME
 from kvcli.render.figures import long_size
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dr
         raise UsageError(f"there is no kind {unknown[0]!r} in the cache", try_=try_)
     kept = _kept(world.paths.cache)
     if "chats" in (kinds or ()):
-        from kvcli.transcript import newest
+        from kvcli.chat.transcript import newest
 
         kept += [look(path, "chats") for path in newest(world.paths.chats)]
     if NAME in (kinds or ()):

@@ -14,16 +14,16 @@ from kvcli.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
+    from kvcli.chat.conversation import Chat
+    from kvcli.chat.open_text import OpenText
+    from kvcli.chat.transcript import Opened
     from kvcli.commands.ask import Question
     from kvcli.commands.held import Held
     from kvcli.commands.outlook import Prepared
     from kvcli.commands.setup import Setup
-    from kvcli.conversation import Chat
-    from kvcli.grammar import Grammar
-    from kvcli.open_text import OpenText
-    from kvcli.profile import Profile
+    from kvcli.models.grammar import Grammar
     from kvcli.render.screen import Screen
-    from kvcli.transcript import Opened
+    from kvcli.settings.profile import Profile
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
@@ -107,7 +107,7 @@ def kept(world: World, latest: bool, name: str | None, no_save: bool) -> Iterato
     if not latest and name is None:
         yield None
         return
-    from kvcli.chats import find
+    from kvcli.chat.chats import find
     from kvcli.commands.keep import reopen
 
     opened = reopen(find(world.paths.chats, name, world.cwd), holds=not no_save)
@@ -136,7 +136,7 @@ def answer(
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
     run, text = load_model(setup, profile, wanted, screen)
-    from kvcli.conversation import Chat
+    from kvcli.chat.conversation import Chat
 
     talk = Chat(text, folder=world.paths.chats, holds=True, called=setup.lasting_name)
     with text, closing(talk):
@@ -223,7 +223,7 @@ def converse(
     from kvcli.commands.keep import about
     from kvcli.commands.offer import find_model
     from kvcli.commands.repl import run_repl
-    from kvcli.machine import threads
+    from kvcli.models.machine import threads
     from kvcli.render.figures import count
     from kvcli.render.summary import Opening, header
     from kvcli.version import __version__

@@ -10,8 +10,8 @@ import typer
 from kvcli.commands.setup import SYSTEM_CONFIG, sources
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus, UsageError
-from kvcli.fetch import NAME as MODELS
 from kvcli.fit.runs import NAME as RUNS
+from kvcli.models.fetch import NAME as MODELS
 
 if TYPE_CHECKING:
     from pathlib import Path

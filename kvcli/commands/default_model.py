@@ -8,8 +8,8 @@ from kvcli.commands.ask import agrees, tell
 from kvcli.commands.setup import config_of
 from kvcli.errors import writing
 from kvcli.files import private_folder, write_output
-from kvcli.problems import bad_config
-from kvcli.toml_places import parse_document, read_document, toml_value
+from kvcli.settings.problems import bad_config
+from kvcli.settings.toml_places import parse_document, read_document, toml_value
 
 if TYPE_CHECKING:
     from kvcli.world import World

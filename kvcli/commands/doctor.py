@@ -13,7 +13,7 @@ import typer
 from kvcli.commands.config import places
 from kvcli.commands.show import print_json
 from kvcli.errors import ExitStatus
-from kvcli.machine import installed
+from kvcli.models.machine import installed
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def hardware(world: World) -> dict[str, Any]:
     from kvcli.schemas.listings import Device, Kernel
 
     try:
-        from kvcli import machine
+        from kvcli.models import machine
 
         return {
             "cpu": machine.cpu_name(),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import Plan, Subject
-    from kvcli.profile import Profile
     from kvcli.schemas.fit import CalibrationDocument
+    from kvcli.settings.profile import Profile
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
@@ -105,7 +105,7 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
     """From the model's files; from config.json alone where the weights are not here."""
     from kvcli.commands.setup import find
-    from kvcli.source import Source, read_config
+    from kvcli.models.source import Source, read_config
 
     try:
         found = find(setup.world, setup.name, profile.load.allow_pickle)
@@ -155,7 +155,7 @@ def others_of(setup: Setup) -> Mapping[str, Profile]:
 def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapping[str, CalibrationDocument]:
     """What was measured here, for each profile; nothing for a machine that was described."""
     from kvcli.calibrate.run import fingerprint_in
-    from kvcli.calibrate.store import load_calibration, machine_fingerprint
+    from kvcli.fit.calibration import load_calibration, machine_fingerprint
 
     found: dict[str, CalibrationDocument] = {}
     for plan in plans:

@@ -10,7 +10,7 @@ import typer
 
 from kvcli.build import REGISTRIES
 from kvcli.errors import UsageError
-from kvcli.schema import tokens_of
+from kvcli.settings.schema import tokens_of
 
 
 def option(

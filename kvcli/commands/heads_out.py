@@ -14,7 +14,7 @@ from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.heads.files import DUO_CONFIG, PROFILE, TSV
 from kvcli.render.terminal import Terminal
-from kvcli.toml_places import toml_value
+from kvcli.settings.toml_places import toml_value
 
 if TYPE_CHECKING:
     from kvcli.heads.ask import Ask

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput, UsageError
-from kvcli.grammar import Grammar
-from kvcli.small_file import Unfit, parse_object, read_small
+from kvcli.models.grammar import Grammar
+from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
-    from kvcli.constraint import Constraint
-    from kvcli.local import Model
+    from kvcli.chat.local import Model
+    from kvcli.engine.constraint import Constraint
     from kvcli.render.screen import Screen
     from kvcli.world import World
 
@@ -31,7 +31,7 @@ class Held:
 
     def missed(self, turn: Turn) -> str:
         """What to say of an answer that its length limit cut before it was whole; nothing of others."""
-        from kvcli.constraint import is_whole
+        from kvcli.engine.constraint import is_whole
 
         if turn.finish != "length" or is_whole(self.constraint, turn.ids, self.stops):
             return ""

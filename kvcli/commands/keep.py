@@ -7,18 +7,18 @@ from contextlib import suppress
 from os.path import samefile
 from typing import TYPE_CHECKING
 
-from kvcli.chats import recent
+from kvcli.chat.chats import recent
+from kvcli.chat.transcript import open_chat
 from kvcli.commands.interrupt import Interrupt
 from kvcli.errors import BadInput, BadModel
 from kvcli.render.figures import plural
-from kvcli.transcript import open_chat
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcli.conversation import Chat
+    from kvcli.chat.conversation import Chat
+    from kvcli.chat.transcript import Opened
     from kvcli.schemas.chat import ChatDocument
-    from kvcli.transcript import Opened
     from kvcli.world import World
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcli.chat.open_text import OpenText
     from kvcli.commands.outlook import Prepared, Wanted
     from kvcli.commands.setup import Setup
-    from kvcli.open_text import OpenText
-    from kvcli.profile import Profile
     from kvcli.render.screen import Screen
+    from kvcli.settings.profile import Profile
 
 
 def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -> tuple[Prepared, OpenText]:

@@ -14,10 +14,10 @@ from kvcli.commands.models_get import Name, obtain, parts_of, suggest
 from kvcli.commands.setup import Setup, config_of, find
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
-from kvcli.fetch import file_of
-from kvcli.fit.catalog import BY_NAME
-from kvcli.hub import cached_ids
-from kvcli.source import Source
+from kvcli.models.catalog import BY_NAME
+from kvcli.models.fetch import file_of
+from kvcli.models.hub import cached_ids
+from kvcli.models.source import Source
 
 if TYPE_CHECKING:
     from kvcli.schemas.listings import ModelEntry
@@ -177,7 +177,7 @@ def look_at(world: World, name: str, kind: str, allow_pickle: bool, strict: bool
 
 def context_of(found: Source) -> int | None:
     """Tokens that a chat with it would have; None where its config states no limit, or no sizes at all."""
-    from kvcli.fit.shape import of_source
+    from kvcli.models.shape import of_source
 
     try:
         shape = of_source(found)

@@ -12,13 +12,13 @@ from kvcli.commands.ask import agrees, tell
 from kvcli.commands.setup import config_of, entry_of, find
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import BadModel, ExitStatus, UsageError
-from kvcli.fetch import Fetching, file_of, is_whole, terms_of
 from kvcli.files import check_room
-from kvcli.fit.catalog import BY_NAME, TOKENS, Known
-from kvcli.hub import cached_folder, cached_ids, may_fetch, verify
+from kvcli.models.catalog import BY_NAME, TOKENS, Known
+from kvcli.models.fetch import Fetching, file_of, is_whole, terms_of
+from kvcli.models.hub import cached_folder, cached_ids, may_fetch, verify
 
 if TYPE_CHECKING:
-    from kvcli.packages import Packed
+    from kvcli.models.packages import Packed
     from kvcli.schemas.listings import Suggestion
     from kvcli.world import World
 
@@ -29,7 +29,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 def suggest(context: typer.Context) -> int:
     """Real models for this machine's memory, those that run with ease first, and what to type for each."""
     from kvcli.fit import room
-    from kvcli.machine import kept_free
+    from kvcli.models.machine import kept_free
     from kvcli.render.figures import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
 

@@ -72,8 +72,9 @@ def tell_toy(setup: Setup) -> None:
 
 def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
     """The memory there is, and what fits in it: models that are here first, then real ones in several sizes."""
-    from kvcli.fit import catalog, room
-    from kvcli.machine import kept_free
+    from kvcli.fit import room
+    from kvcli.models import catalog
+    from kvcli.models.machine import kept_free
     from kvcli.render.figures import long_size
 
     found = room.look()
@@ -93,8 +94,8 @@ def _here(setup: Setup, usable: int) -> list[Offer]:
     """Names of the config files and the cache whose model is whole and fits, the largest first."""
     from kvcli.commands.models import known
     from kvcli.commands.setup import find
-    from kvcli.fit import catalog
-    from kvcli.fit.shape import shape_of
+    from kvcli.models import catalog
+    from kvcli.models.shape import shape_of
     from kvcli.render.figures import long_size
 
     found = list[tuple[int, Offer]]()
@@ -120,7 +121,7 @@ def _toy(names: Sequence[str]) -> str:
 
 
 def _fitting(room: Room, offers: Sequence[Offer]) -> str:
-    from kvcli.fit.catalog import TOKENS
+    from kvcli.models.catalog import TOKENS
     from kvcli.render.figures import count, long_size
 
     here = f"{long_size(room.available)} are available on {room.device}"

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.commands.setup import Setup
     from kvcli.fit.before import Outlook
-    from kvcli.profile import Profile
-    from kvcli.source import Source
+    from kvcli.models.source import Source
+    from kvcli.settings.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from kvcli.schemas.listings import PlanDocument
 if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
     from kvcli.fit.plan import Plan
-    from kvcli.profile import Profile
-    from kvcli.source import Source
+    from kvcli.models.source import Source
+    from kvcli.settings.profile import Profile
 
 
 def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
     from kvcli.heads.ask import Ask
     from kvcli.policies.fastgen import FastGen
-    from kvcli.profile import Profile
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.heads import Probe
+    from kvcli.settings.profile import Profile
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False)

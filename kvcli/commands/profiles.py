@@ -12,15 +12,15 @@ import typer
 
 from kvcli.commands.setup import sources
 from kvcli.commands.show import print_json, print_lines, print_table
-from kvcli.config import NAME, Config, load_config, no_such_profile, read_config
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
-from kvcli.layers import PROJECT_FILE, Sources
-from kvcli.problems import Problem, bad_config
-from kvcli.profile import Outcome, Profile, Rules, load_profile, resolve_profile
-from kvcli.profile_file import new_profile
-from kvcli.settings import InFile
-from kvcli.toml_places import toml_value
+from kvcli.settings.config import NAME, Config, load_config, no_such_profile, read_config
+from kvcli.settings.layers import PROJECT_FILE, Sources
+from kvcli.settings.problems import Problem, bad_config
+from kvcli.settings.profile import Outcome, Profile, Rules, load_profile, resolve_profile
+from kvcli.settings.profile_file import new_profile
+from kvcli.settings.settings import InFile
+from kvcli.settings.toml_places import toml_value
 from kvcli.world import World
 
 SCHEMA = "kvcli.profiles/1"

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcli.api import Event, Turn
+from kvcli.chat.conversation import Chat
+from kvcli.chat.transcript import newest
 from kvcli.commands import prompt, slash
 from kvcli.commands.ask import well_formed
 from kvcli.commands.ends import machine_gave_out
 from kvcli.commands.interrupt import Interrupt
 from kvcli.commands.keep import keep
-from kvcli.conversation import Chat
 from kvcli.documents.decode import decode
 from kvcli.errors import BadInput, ExitStatus, KvcliError
 from kvcli.render.errors import print_error, print_warning
@@ -26,11 +27,10 @@ from kvcli.render.screen import Screen
 from kvcli.render.stream import show_turn
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import folded
-from kvcli.transcript import newest
 from kvcli.world import World
 
 if TYPE_CHECKING:
-    from kvcli.constraint import Constraint
+    from kvcli.engine.constraint import Constraint
 
 LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that leave
 HINT = "Ctrl-D or /exit to leave"

@@ -11,21 +11,21 @@ from os.path import exists, expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli import hub, source
 from kvcli.commands.interrupt import insisting
-from kvcli.config import Config, load_config
 from kvcli.errors import BadConfig, BadModel
-from kvcli.fetch import stands_for
-from kvcli.fit.catalog import BY_NAME
-from kvcli.layers import Sources
-from kvcli.profile import Profile, load_profile
-from kvcli.toml_places import toml_value
+from kvcli.models import hub, source
+from kvcli.models.catalog import BY_NAME
+from kvcli.models.fetch import stands_for
+from kvcli.settings.config import Config, load_config
+from kvcli.settings.layers import Sources
+from kvcli.settings.profile import Profile, load_profile
+from kvcli.settings.toml_places import toml_value
 
 if TYPE_CHECKING:
-    from kvcli.drafts.base import Costs
-    from kvcli.local import Model
-    from kvcli.schema import Model as Entry
+    from kvcli.chat.local import Model
+    from kvcli.engine.drafter import Costs
     from kvcli.schemas.fit import PassTime
+    from kvcli.settings.schema import Model as Entry
     from kvcli.world import World
 
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and the flag that says so
@@ -204,7 +204,7 @@ class Setup:
         # transformers reads it when imported; its warnings are about what kvcli checks itself
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         with insisting():
-            from kvcli.local import load
+            from kvcli.chat.local import load
 
             model = load(found, profile, tell=tell, cache=self.world.paths.cache)
         info = model.info = replace(model.info, id=self.name)
@@ -226,7 +226,7 @@ class Setup:
         """As `kvcli bench --calibrate` measured them for this model, or from a short look at it."""
         from kvcli.calibrate.quick import quick_costs
         from kvcli.calibrate.run import fingerprint_of
-        from kvcli.calibrate.store import load_calibration, machine_fingerprint
+        from kvcli.fit.calibration import load_calibration, machine_fingerprint
 
         machine = machine_fingerprint(model.info.device)
         known = load_calibration(self.world.paths.cache, machine, fingerprint_of(model), tell)

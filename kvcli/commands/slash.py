@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.chats import find as find_chat
+from kvcli.chat.chats import find as find_chat
 from kvcli.commands.ask import notes_of, read_file
 from kvcli.commands.keep import about, choices, reopen
 from kvcli.errors import BadConfig, BadInput, UsageError

@@ -14,8 +14,8 @@ from kvcli.errors import ContextOverflow, ExitStatus, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from kvcli.chat.local import Model
     from kvcli.commands.setup import Setup
-    from kvcli.local import Model
     from kvcli.render.bench_progress import Bar
 
 app = typer.Typer(help="Drafting: what it brings here, and settings that bring more.", add_completion=False)

@@ -12,8 +12,8 @@ from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival, Turn
-    from kvcli.drafts.report import Report
-    from kvcli.local import Model
+    from kvcli.chat.local import Model
+    from kvcli.engine.report import Report
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.fit import PassTime
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from kvcli.commands.profiles import write_new
 from kvcli.commands.setup import sources
-from kvcli.config import NAME, load_config
 from kvcli.errors import BadInput, UsageError
-from kvcli.toml_places import toml_value
+from kvcli.settings.config import NAME, load_config
+from kvcli.settings.toml_places import toml_value
 
 if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival
     from kvcli.commands.setup import Setup
-    from kvcli.profile import Profile
     from kvcli.schemas.spec import SpecTuneDocument
+    from kvcli.settings.profile import Profile
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
     from kvcli.commands.summarize_out import Outlet
     from kvcli.commands.summarize_read import Given, Shelf
-    from kvcli.profile import Profile
     from kvcli.render.screen import Screen
+    from kvcli.settings.profile import Profile
     from kvcli.summarize.request import Request
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvcli.commands.summarize_read import Given
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import Plan as Fitted
-    from kvcli.profile import Profile
     from kvcli.schemas.fit import PassTime
+    from kvcli.settings.profile import Profile
     from kvcli.summarize.plan import Plan, Window
     from kvcli.summarize.wording import Wording
 
@@ -44,11 +44,11 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     from kvcli.commands.fit import others_of
     from kvcli.commands.outlook import outlook_of
     from kvcli.commands.setup import refuse_beyond
-    from kvcli.gguf.unpack import ready
+    from kvcli.engine.weights import keeps_blocks
+    from kvcli.models.gguf.unpack import ready
+    from kvcli.models.tokenizer import load_tokenizer
     from kvcli.summarize.plan import Window, most_of
     from kvcli.summarize.wording import wording_of
-    from kvcli.tokenizer import load_tokenizer
-    from kvcli.weights import keeps_blocks
 
     setup.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     found = setup.fetch(profile)
@@ -71,7 +71,7 @@ def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
     """What was measured before, by `kvcli bench --calibrate` or by an earlier run."""
     from kvcli.calibrate.quick import kept_times
     from kvcli.calibrate.run import fingerprint_in
-    from kvcli.calibrate.store import load_calibration, machine_fingerprint
+    from kvcli.fit.calibration import load_calibration, machine_fingerprint
 
     cache, machine = setup.world.paths.cache, machine_fingerprint(fitted.room.device, fitted.profile.load.threads)
     key = fingerprint_in(fitted, outlook.subject, setup.name)

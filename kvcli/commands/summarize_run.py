@@ -12,11 +12,11 @@ from kvcli.errors import ExitStatus, KvcliError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from kvcli.chat.open_text import OpenText
     from kvcli.commands.interrupt import Interrupt
     from kvcli.commands.outlook import Prepared
     from kvcli.commands.summarize_job import Job
     from kvcli.commands.summarize_read import Given
-    from kvcli.open_text import OpenText
     from kvcli.render.summarize_view import SummaryView
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan, Window

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.api import End, Event, Live, Read, Text, Turn, turn_of
 from kvcli.commands.show import print_json
-from kvcli.info import ModelInfo
+from kvcli.engine.info import ModelInfo
 from kvcli.schemas.turn import (
     EndEvent,
     Memory,
@@ -26,7 +26,7 @@ from kvcli.schemas.turn import (
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.stats import Stats
+    from kvcli.engine.stats import Stats
     from kvcli.world import World
 
 EVERY = 0.5  # seconds between two stats lines

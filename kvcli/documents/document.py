@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kvcli.foreign import blamed
-from kvcli.text import tokenizer_failed
+from kvcli.models.foreign import blamed
+from kvcli.models.text import tokenizer_failed
 
 Unit = Literal["page", "heading", "chapter", "line"]
 SIGNS: dict[Unit, str] = {"page": "p.", "heading": "§", "chapter": "§", "line": "l."}

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.drafts.pacing import Pacing
-from kvcli.schema import Range
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.base import Glance
     from kvcli.drafts.mixer import Mixer
     from kvcli.drafts.pool import Pool
     from kvcli.drafts.window import Window
+    from kvcli.engine.drafter import Glance
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Scouting(Pacing):
 
     def glance(self) -> Glance | None:
         """What scouts read; None = everything."""
-        from kvcli.drafts.base import Glance
+        from kvcli.engine.drafter import Glance
 
         if self.view == "all":
             return None

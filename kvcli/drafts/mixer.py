@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 from kvcli.drafts.credit import Credit
 from kvcli.drafts.pace import Mode, Pace
-from kvcli.drafts.report import Report, ScoutsReport
 from kvcli.drafts.tree import FAINT, Guess, Source, decided, grow
+from kvcli.engine.report import Report, ScoutsReport
 
 if TYPE_CHECKING:
-    from kvcli.drafts.base import Costs, Glance
     from kvcli.drafts.pacing import Pacing
     from kvcli.drafts.pool import Pool
     from kvcli.drafts.successors import Successors
     from kvcli.drafts.window import Window
-    from kvcli.feed import Glean
-    from kvcli.rows import Draft, Scouts
-    from kvcli.sample import Sampler
-    from kvcli.stats import Step
+    from kvcli.engine.drafter import Costs, Glance
+    from kvcli.engine.feed import Glean
+    from kvcli.engine.rows import Draft, Scouts
+    from kvcli.engine.sample import Sampler
+    from kvcli.engine.stats import Step
 
 _PATIENT, _EAGER = 64, 16  # passes before the first scouts, beside other sources and alone
 _PAPER = 8  # tokens that a guess on paper must get right
@@ -85,7 +85,7 @@ class Mixer:
         self._guesses, self._paper = None, []
 
     def propose(self, ids: Sequence[int], room: int) -> Draft:
-        from kvcli.rows import Draft  # late: reading a profile must not import torch
+        from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
 
         if self._tail != list(ids[max(0, self._n - _TAIL) : self._n]) or self._n > len(ids):
             self._follow(ids)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from kvcli.drafts.pacing import Pacing
-from kvcli.schema import Range
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from collections.abc import Collection

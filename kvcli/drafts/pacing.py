@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvcli.schema import Range
-from kvcli.values import WrongValue, check, keys_of
+from kvcli.settings.schema import Range
+from kvcli.settings.values import WrongValue, check, keys_of
 
 
 @dataclass(frozen=True)

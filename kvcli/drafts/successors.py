@@ -21,8 +21,8 @@ from kvcli.kernels.gumbel.host import gumbel_host
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.drafts.report import Accepted
-    from kvcli.sample import Sampler
+    from kvcli.engine.report import Accepted
+    from kvcli.engine.sample import Sampler
 
 TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilities are shared out
 KEYS = 1 << 14  # at most; the oldest go first

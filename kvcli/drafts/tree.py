@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from kvcli.drafts.report import Accepted
+    from kvcli.engine.report import Accepted
 
 FAINT = 0.02  # chance of acceptance below which a row is not even considered, where rows have to pay
 SURE = 0.8  # chance of a token above which no further source is asked about its place

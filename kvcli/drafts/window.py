@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.rows import Scouts
+    from kvcli.engine.rows import Scouts
 
 
 class Window:
@@ -56,7 +56,7 @@ class Window:
         """The rows of this pass; None while there is no text to fill them from."""
         import torch
 
-        from kvcli.rows import Scouts
+        from kvcli.engine.rows import Scouts
 
         if not self._tokens:
             return None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvcli.fit.room import Room
-    from kvcli.profile import Profile
+    from kvcli.settings.profile import Profile
 
 MOST = 3
 ROUND = 1024  # a suggested context is a multiple of this many tokens where it is that long

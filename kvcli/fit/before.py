@@ -20,8 +20,8 @@ from kvcli.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvcli.profile import Profile
-    from kvcli.stats import Stats
+    from kvcli.engine.stats import Stats
+    from kvcli.settings.profile import Profile
 
 
 @dataclass

@@ -12,8 +12,8 @@ from kvcli.kv.room import EVERY
 
 if TYPE_CHECKING:
     from kvcli.fit.places import Caps
-    from kvcli.fit.shape import Shape
     from kvcli.fit.weights import Weights
+    from kvcli.models.shape import Shape
 
 GIB = 1 << 30
 POSITION = 4  # bytes of a slot's position

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvcli.kv import tiers
 from kvcli.kv.ladder import SLACK
 from kvcli.kv.shortage import Shortage
-from kvcli.schema import size_of
+from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
     from kvcli.kv.room import Room

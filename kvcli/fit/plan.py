@@ -12,19 +12,19 @@ from kvcli.fit import memory, weights
 from kvcli.fit.places import Caps
 from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
-from kvcli.fit.shape import Shape, of_source
 from kvcli.kv import tiers
 from kvcli.kv.slots import LayerShape, Sight
 from kvcli.kv.tiers import POSITION, index_bytes, is_packed, layer_bytes, narrow
-from kvcli.machine import kept_free
-from kvcli.refusals import refuse_quant
-from kvcli.schema import NUMBERS
+from kvcli.models.machine import kept_free
+from kvcli.models.refusals import refuse_quant
+from kvcli.models.shape import Shape, of_source
+from kvcli.settings.schema import NUMBERS
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
     from kvcli.kv import room as kv_room
-    from kvcli.profile import Profile
-    from kvcli.source import Source
+    from kvcli.models.source import Source
+    from kvcli.settings.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

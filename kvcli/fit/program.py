@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from kvcli.calibrate.store import FOLDER, digest
 from kvcli.errors import KvcliError
 from kvcli.files import private_folder, write_private
+from kvcli.fit.calibration import FOLDER, digest
 from kvcli.version import __version__
 
 # Bytes that a command takes beyond its imports until it has answered, the model and its text aside: threads, compiled
@@ -24,8 +24,8 @@ BASE = 463 << 20  # of the whole program where nobody measured it: torch 2.13 fo
 
 def here() -> int:
     """Bytes of this process, with all imported that an answer needs, documents that it has read included."""
-    import kvcli.local
-    import kvcli.model  # noqa: F401
+    import kvcli.chat.local
+    import kvcli.engine.lm  # noqa: F401
 
     return int(psutil.Process().memory_info().rss) + AFTER
 

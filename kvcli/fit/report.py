@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.speed import speed
-from kvcli.machine import kept_free
+from kvcli.models.machine import kept_free
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import Plan, Subject
-    from kvcli.profile import Profile
     from kvcli.schemas.fit import CalibrationDocument
+    from kvcli.settings.profile import Profile
 
 
 def document(

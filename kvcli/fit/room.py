@@ -38,7 +38,7 @@ class Room:
 
 def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
     """Each device of this machine, the CPU first; `vram` and `ram` replace what was found."""
-    from kvcli import machine
+    from kvcli.models import machine
 
     found: dict[str, Room] = {}
     for device in machine.devices():

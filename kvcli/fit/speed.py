@@ -9,7 +9,7 @@ from kvcli.schemas.fit import FitSpeed
 
 if TYPE_CHECKING:
     from kvcli.fit.plan import Plan
-    from kvcli.fit.shape import Shape
+    from kvcli.models.shape import Shape
     from kvcli.schemas.fit import CalibrationDocument, PassTime
 
 

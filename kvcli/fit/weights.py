@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.gguf.blocks import stays_packed
 from kvcli.kernels.linear_packed import group_of, why_not
+from kvcli.models.gguf.blocks import stays_packed
 
 if TYPE_CHECKING:
-    from kvcli.fit.shape import Shape
-    from kvcli.source import Source
+    from kvcli.models.shape import Shape
+    from kvcli.models.source import Source
 
 BYTES = {
     "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "f16": 2,

@@ -11,7 +11,7 @@ from kvcli.kernels.attend.cpu import FEW, MANY
 from kvcli.kernels.attend.reference import BLOCK
 
 if TYPE_CHECKING:
-    from kvcli.fit.shape import Shape
+    from kvcli.models.shape import Shape
 
 # Products of 16-bit matrices on a CPU: oneDNN compiles one for each shape that it meets and keeps the last thousand.
 PRODUCT = 2 * (1 << 20) // 3  # bytes of one

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from kvcli.engine import drive, run
-from kvcli.feed import Feed
+from kvcli.engine.engine import drive, run
+from kvcli.engine.feed import Feed
 from kvcli.heads.blinkers import Blinkers, Reach
 from kvcli.heads.listen import whole
 
 if TYPE_CHECKING:
+    from kvcli.chat.local import Model
+    from kvcli.engine.session import Session
     from kvcli.heads.sample import Sample
     from kvcli.kv.slots import Store
-    from kvcli.local import Model
-    from kvcli.session import Session
 
 Tell = Callable[[int], None]  # passes done
 

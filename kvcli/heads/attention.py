@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcli.kinds import END, NEWLINE, PUNCT, SPECIAL
+from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL
+from kvcli.engine.policy import Moment
 from kvcli.kv.slots import Slots
-from kvcli.policies.base import Moment
 
 MOST_BYTES = 64 << 20  # of one piece of weights
 COPIES = 8  # of such a piece that live at the same time: scores, weights, sorted ones, distances, bins

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.policies.base import Everything, Moment, Wants
+from kvcli.engine.policy import Everything, Moment, Wants
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.quality.controls import full_profile
-from kvcli.sample import Sampler
-from kvcli.session import Session
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.chat.local import Model
+    from kvcli.engine.lm import LM
     from kvcli.kv.slots import Slots
-    from kvcli.local import Model
-    from kvcli.model import LM
 
 Hear = Callable[["Slots", Moment], None]
 Rows = Callable[[int], Sequence[int]]  # tokens of the prompt -> positions to hear, rising

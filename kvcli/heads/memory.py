@@ -10,9 +10,9 @@ from torch import Tensor
 from kvcli.schemas.heads import HeadsKv, HeadsSuggest
 
 if TYPE_CHECKING:
+    from kvcli.chat.local import Model
     from kvcli.heads.ask import Ask
     from kvcli.heads.prompt import Judged
-    from kvcli.local import Model
 
 
 def kv_bytes(

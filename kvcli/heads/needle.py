@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine import run
-from kvcli.feed import Feed, Made
+from kvcli.engine.engine import run
+from kvcli.engine.feed import Feed, Made
 from kvcli.heads.attention import bent
 from kvcli.kv.slots import opens
 
 if TYPE_CHECKING:
+    from kvcli.engine.session import Session
     from kvcli.heads.sample import Sample
     from kvcli.kv.slots import Sight
-    from kvcli.session import Session
 
 OFFSETS = range(-4, 9)
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kvcli.engine import events
+from kvcli.engine.engine import events
 from kvcli.heads.attention import Gaze, gaze
 from kvcli.heads.listen import listening
 from kvcli.policies.recovery import Criterion, Recovery, recover
 
 if TYPE_CHECKING:
+    from kvcli.chat.local import Model
+    from kvcli.engine.policy import Moment
+    from kvcli.engine.session import Session
     from kvcli.kv.slots import Slots
-    from kvcli.local import Model
-    from kvcli.policies.base import Moment
     from kvcli.policies.fastgen import FastGen
-    from kvcli.session import Session
 
 CRITERIA: tuple[Criterion, ...] = ("cvar10", "mean", "p05")
 BINS = 4096  # of the token strip

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine import drive
+from kvcli.engine.engine import drive
 from kvcli.heads.attention import bent, normaliser
 from kvcli.heads.listen import listening
-from kvcli.text import special_ids
+from kvcli.models.text import special_ids
 
 if TYPE_CHECKING:
+    from kvcli.chat.local import Model
+    from kvcli.engine.policy import Moment
     from kvcli.kv.slots import Slots
-    from kvcli.local import Model
-    from kvcli.policies.base import Moment
 
 ROWS = 64  # of the second half that are heard
 LONGEST = 512  # tokens said twice

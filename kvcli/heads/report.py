@@ -17,6 +17,7 @@ from kvcli.heads.headmap import full_heads
 from kvcli.heads.memory import kv_bytes
 from kvcli.heads.prompt import Judged, Reading, stacked
 from kvcli.heads.run import Findings, prompt_hash
+from kvcli.models.text import decode
 from kvcli.policies.headmap import read_headmap
 from kvcli.policies.recovery import punctuation
 from kvcli.quality.fingerprint import fingerprint
@@ -28,11 +29,10 @@ from kvcli.schemas.heads import (
     HeadsStability,
     HeadsSuggest,
 )
-from kvcli.text import decode
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
+    from kvcli.chat.local import Model
 
 ONE_PROMPT = (
     "a head map from one prompt: heads that this prompt leaves idle look dispensable; --probe ablate ranks heads by "
@@ -45,7 +45,7 @@ class Strip:
     """The prompt as a page shows it: in bins of a few tokens where it is long."""
 
     texts: list[str]  # [B]
-    kinds: list[int]  # [B] of the first token of each (kvcli.kinds)
+    kinds: list[int]  # [B] of the first token of each (kvcli.engine.kinds)
     punct: list[int]  # the kinds that policies take for punctuation here
     width: int  # tokens of a bin
     tokens: int

@@ -15,7 +15,7 @@ from kvcli.heads.needle import OFFSETS, needle
 from kvcli.heads.sample import Sample
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
+    from kvcli.chat.local import Model
 
 Tell = Callable[[int], None]  # passes done
 

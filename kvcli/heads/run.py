@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.bench.workloads import cut, prompt_of
+from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.documents import with_documents
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.heads.ablate import Loss
@@ -23,10 +24,9 @@ from kvcli.heads.repeat import repeat
 from kvcli.heads.retrieval import Fetched, check, fetch, full_sight
 from kvcli.heads.sample import Sample, samples
 from kvcli.policies.headmap import head_rows
-from kvcli.token_kinds import kinds_by_id
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
+    from kvcli.chat.local import Model
     from kvcli.policies.fastgen import FastGen
     from kvcli.schemas.heads import Probe
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvcli.engine.rows import Draft, Rows
 from kvcli.quality.fit import fitted
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.prose import Prose, distinct, hide, name, number
 from kvcli.quality.sample import Context, Draw, Question, Task
 from kvcli.quality.score import share_of_references
 from kvcli.quality.tasks.needles import ask, fact
-from kvcli.rows import Draft, Rows
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
+    from kvcli.chat.local import Model
 
 KEYS = 4  # facts in one text, all of them asked for
 TWIN = str.maketrans("0123456789", "5678901234")

@@ -11,11 +11,11 @@ from kvcli.heads.attention import SHARES, Gaze
 from kvcli.heads.needle import OFFSETS
 from kvcli.heads.prompt import Judged, Reading, scalar
 from kvcli.heads.run import Findings, by_kv_head
+from kvcli.models.text import decode
 from kvcli.schemas.heads import HeadsTop
-from kvcli.text import decode
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
+    from kvcli.chat.local import Model
 
 DIGITS = 6  # of a figure in a document
 Figure = TypeVar("Figure")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from kvcli.schema import Exactness, Range
+from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
     from kvcli.kv.index import Index

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from kvcli.kv.disk import part_of
 from kvcli.kv.ladder import SLACK
 from kvcli.kv.shortage import Shortage
-from kvcli.schema import size_of
+from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.schema import Memory
+    from kvcli.settings.schema import Memory
 
 EVERY = 64  # tokens between two boundaries of a ladder, where no policy wants them closer
 

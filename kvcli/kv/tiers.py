@@ -13,8 +13,8 @@ from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.room import EVERY, Room
-from kvcli.machine import kept_free
-from kvcli.schema import size_of
+from kvcli.models.machine import kept_free
+from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvcli.kv.recall_settings import Chosen
     from kvcli.kv.recall_source import Shelf
     from kvcli.kv.slots import LayerShape, Sight, Store
-    from kvcli.schema import Kv, Memory
+    from kvcli.settings.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
 POSITION = 4  # bytes

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.errors import BadModel
 from kvcli.policies.topk import TopK
-from kvcli.schema import Range
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from kvcli.engine.lm import LM
+    from kvcli.engine.policy import Moment, Wants
     from kvcli.kv.slots import Slots
-    from kvcli.model import LM
-    from kvcli.policies.base import Moment, Wants
 
 RECENT = 64  # newest queries; where fewer than so many samples are heard, as of a short question, these count too
 
@@ -40,7 +40,7 @@ class Expected(TopK):
 
     def wants(self, lm: LM) -> Wants:
         """Raises BadModel for a model whose rotary frequencies are not found."""
-        from kvcli.rope import rotaries
+        from kvcli.engine.rope import rotaries
 
         try:
             found = rotaries(lm)  # by layer; None in it = positions change nothing there

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from kvcli.policies.base import Guard, Usual, Wants
-from kvcli.schema import Range
+from kvcli.engine.policy import Guard, Usual, Wants
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.feed import Asks
+    from kvcli.engine.boundary import Boundary
+    from kvcli.engine.feed import Asks
+    from kvcli.engine.lm import LM
     from kvcli.kv.slots import Masks
-    from kvcli.model import LM
-    from kvcli.policies.boundary import Boundary
 
 Candidate = Literal[
     "special",
@@ -142,7 +142,7 @@ class FastGen(Usual):
 
     def wants(self, lm: LM) -> Wants:
         """Raises BadInput for a head map that cannot be read, or is of another model."""
-        from kvcli.kinds import SYSTEM
+        from kvcli.engine.kinds import SYSTEM
         from kvcli.policies.fastgen_heads import Heads
         from kvcli.policies.headmap import head_rows
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.engine.policy import Moment
 from kvcli.kv.slots import Slots
-from kvcli.policies.base import Moment
 from kvcli.policies.fastgen_layer import Layer
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.knapsack import solve
@@ -17,9 +17,9 @@ from kvcli.policies.recovery import Recovery, Sets, classes, recover, top
 from kvcli.policies.replay import Replay
 
 if TYPE_CHECKING:
-    from kvcli.feed import Asks
+    from kvcli.engine.boundary import Boundary
+    from kvcli.engine.feed import Asks
     from kvcli.kv.slots import Masks
-    from kvcli.policies.boundary import Boundary
     from kvcli.policies.fastgen import FastGen
 
 TRIALS = 6  # of T; each is a short pass

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvcli.policies.recovery import Sets, classes
 
 if TYPE_CHECKING:
+    from kvcli.engine.policy import Moment
     from kvcli.kv.slots import Slots
-    from kvcli.policies.base import Moment
     from kvcli.policies.fastgen_scores import Scores
 
 

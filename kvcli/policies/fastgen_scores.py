@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcli.engine.policy import Moment
 from kvcli.kv.slots import Slots
-from kvcli.policies.base import Moment
 from kvcli.policies.recovery import Sets
 from kvcli.policies.recovery_look import Look
 

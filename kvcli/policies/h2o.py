@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.policies.topk import TopK
-from kvcli.schema import Range
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.feed import Asks
+    from kvcli.engine.boundary import Boundary
+    from kvcli.engine.feed import Asks
+    from kvcli.engine.lm import LM
+    from kvcli.engine.policy import Moment, Wants
     from kvcli.kv.slots import Masks, Slots
-    from kvcli.model import LM
-    from kvcli.policies.base import Moment, Wants
-    from kvcli.policies.boundary import Boundary
 
 
 @dataclass(slots=True)

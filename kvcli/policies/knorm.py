@@ -10,8 +10,8 @@ from kvcli.policies.topk import Alloc, TopK
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.policy import Moment
     from kvcli.kv.slots import Slots
-    from kvcli.policies.base import Moment
 
 
 @dataclass(frozen=True)

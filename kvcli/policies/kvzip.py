@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.errors import ContextOverflow
 from kvcli.policies.topk import Alloc, TopK
-from kvcli.schema import Range
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.feed import Asks
+    from kvcli.engine.boundary import Boundary
+    from kvcli.engine.feed import Asks
+    from kvcli.engine.lm import LM
+    from kvcli.engine.policy import Moment, Wants
     from kvcli.kv.slots import Masks, Slots
-    from kvcli.model import LM
-    from kvcli.policies.base import Moment, Wants
-    from kvcli.policies.boundary import Boundary
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class KVzip(TopK):
         """One pass; nothing of it is stored."""
         import torch
 
-        from kvcli.feed import Feed
+        from kvcli.engine.feed import Feed
+        from kvcli.engine.rows import Rows
         from kvcli.kernels.column_mass import column_mass
         from kvcli.kv.slots import compact
-        from kvcli.rows import Rows
 
         rows = Rows.chain(at.ids[max(0, start - self.lead) : end], len(at.ids))
         made = yield Feed(at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True)

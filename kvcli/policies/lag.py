@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.policies.topk import Alloc, TopK
-from kvcli.schema import Range
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.policy import Moment
     from kvcli.kv.slots import Slots
-    from kvcli.policies.base import Moment
 
 
 @dataclass(frozen=True)

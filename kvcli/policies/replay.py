@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.feed import Asks, Feed
+from kvcli.engine.feed import Asks, Feed
+from kvcli.engine.policy import Moment
+from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
 from kvcli.kernels.merge import Part
 from kvcli.kv.slots import Sight, Slots, Usage, compact, visible
-from kvcli.policies.base import Moment
-from kvcli.rows import Rows
 
 if TYPE_CHECKING:
-    from kvcli.policies.boundary import Boundary
+    from kvcli.engine.boundary import Boundary
 
 Pick = Callable[[Slots, Moment], Tensor]  # one layer -> slots that stay [K, S]
 

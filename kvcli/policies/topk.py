@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.policies.base import Guard, Usual, Wants
+from kvcli.engine.policy import Guard, Usual, Wants
 from kvcli.policies.headmap import head_rows
-from kvcli.schema import Range
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.feed import Asks
+    from kvcli.engine.boundary import Boundary
+    from kvcli.engine.feed import Asks
+    from kvcli.engine.lm import LM
+    from kvcli.engine.policy import Moment
     from kvcli.kv.slots import Masks, Slots
-    from kvcli.model import LM
-    from kvcli.policies.base import Moment
-    from kvcli.policies.boundary import Boundary
     from kvcli.policies.shares import Share
 
 Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global"]
@@ -103,7 +103,7 @@ class TopK(Usual):
 
     def want(self, lm: LM, own: Callable[[], Any] = lambda: None, **more: Any) -> Wants:
         """What all of them want, and what this score wants: `own` is what it remembers of a text, `more` of Wants."""
-        from kvcli.kinds import SYSTEM
+        from kvcli.engine.kinds import SYSTEM
 
         heads = head_rows(self.headmap, lm) if self.headmap else []
         guard = Guard(self.sinks, self.guard, frozenset({SYSTEM}) if self.protect else frozenset())

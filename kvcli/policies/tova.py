@@ -10,9 +10,9 @@ from kvcli.policies.topk import Alloc, TopK
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.lm import LM
+    from kvcli.engine.policy import Moment, Wants
     from kvcli.kv.slots import Slots
-    from kvcli.model import LM
-    from kvcli.policies.base import Moment, Wants
 
 
 @dataclass(frozen=True)

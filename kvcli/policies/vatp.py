@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.policies.topk import Alloc, TopK
-from kvcli.schema import Range
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.lm import LM
+    from kvcli.engine.policy import Moment, Wants
     from kvcli.kv.slots import Slots
-    from kvcli.model import LM
-    from kvcli.policies.base import Moment, Wants
 
 
 @dataclass(frozen=True)

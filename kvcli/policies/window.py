@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.policies.base import EachLayer
-from kvcli.schema import Range
+from kvcli.engine.policy import EachLayer
+from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.policy import Moment
     from kvcli.kv.slots import Slots
-    from kvcli.policies.base import Moment
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine import drive, run
+from kvcli.engine.engine import drive, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.rows import Rows
 from kvcli.errors import BadInput, ContextOverflow, UsageError
-from kvcli.feed import Feed
+from kvcli.models.text import encode
 from kvcli.quality.answer import kept, open_session
 from kvcli.quality.controls import Row, full_profile, rows
 from kvcli.quality.run import Cancel, Tell
 from kvcli.quality.statistics import bootstrap
-from kvcli.rows import Rows
 from kvcli.schemas.quality import AgreementDocument, AgreementRow, Estimate
-from kvcli.text import encode
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
-    from kvcli.profile import Profile
-    from kvcli.session import Session
+    from kvcli.chat.local import Model
+    from kvcli.engine.session import Session
+    from kvcli.settings.profile import Profile
 
 CONTEXT = 768  # tokens read and compressed, at most
 SCORED = 256  # tokens predicted behind them

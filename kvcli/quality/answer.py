@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.engine import drive, events
+from kvcli.engine.engine import drive, events
+from kvcli.engine.sample import Sampler
+from kvcli.models.text import decode
 from kvcli.quality.partial import Answer
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.sample import Context, Question, Task
-from kvcli.sample import Sampler
-from kvcli.text import decode
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
-    from kvcli.session import Session
+    from kvcli.chat.local import Model
+    from kvcli.engine.session import Session
 
 
 @dataclass(frozen=True, slots=True)

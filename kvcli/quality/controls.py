@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from kvcli.profile import Profile
+from kvcli.settings.profile import Profile
 
 Role = Literal["full", "profile", "control"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
+    from kvcli.chat.local import Model
 
 CODE = (".py", ".so", ".pyd")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvcli.models.text import encode, render_text
 from kvcli.quality.sample import Context, Question
-from kvcli.text import encode, render_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

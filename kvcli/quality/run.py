@@ -21,8 +21,8 @@ from kvcli.quality.sample import Draw, Task
 from kvcli.quality.tasks import chosen
 
 if TYPE_CHECKING:
-    from kvcli.local import Model
-    from kvcli.profile import Profile
+    from kvcli.chat.local import Model
+    from kvcli.settings.profile import Profile
 
 LENGTHS = (512, 1024)  # tokens, prompt and answer together
 N = 6  # contexts for each task and length

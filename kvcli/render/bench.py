@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.render import figures as f
 from kvcli.render.tables import columns, fitting
 from kvcli.render.wrap import fold
-from kvcli.schema import NUMBERS
+from kvcli.settings.schema import NUMBERS
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from kvcli.calibrate.store import age_days
+from kvcli.fit.calibration import age_days
 from kvcli.render import figures as f
 from kvcli.render.summary import joined
 from kvcli.render.tables import columns, turned, widest

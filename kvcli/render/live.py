@@ -9,9 +9,9 @@ from functools import lru_cache
 import psutil
 
 from kvcli.api import Read
+from kvcli.engine.stats import FEW, Stats
 from kvcli.render import figures as f
 from kvcli.render.terminal import Span, cells
-from kvcli.stats import FEW, Stats
 
 HERTZ = 8  # redraws a second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from kvcli.api import End, Event, Live, Read, Text, Turn
+from kvcli.engine.stats import Stats
 from kvcli.outlet import Styled
 from kvcli.render.keys import echo, suspendable
 from kvcli.render.live import HERTZ, Look, busy, live_row, process_memory, reading_bar
@@ -17,7 +18,6 @@ from kvcli.render.screen import Screen
 from kvcli.render.summary import brief, summary
 from kvcli.render.terminal import Span, cells, quoted
 from kvcli.render.wrap import Wrapper
-from kvcli.stats import Stats
 
 PATIENCE = 0.3  # seconds of reading before a bar is worth its flicker
 CURSOR = "█"

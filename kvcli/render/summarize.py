@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.documents import listed
+from kvcli.engine.stats import FEW
 from kvcli.render import figures as f
 from kvcli.render.summary import joined
-from kvcli.stats import FEW
 
 if TYPE_CHECKING:
     from kvcli.documents import Document

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcli.api import Turn
-from kvcli.info import ModelInfo
+from kvcli.engine.info import ModelInfo
+from kvcli.engine.stats import FEW, Stats
 from kvcli.render import figures as f
 from kvcli.render.terminal import cells
 from kvcli.render.wrap import folded
-from kvcli.stats import FEW, Stats
 
 DOT = " · "
 

@@ -7,10 +7,10 @@ from io import StringIO
 from itertools import zip_longest
 from typing import Any
 
+from kvcli.engine.stats import Stats
 from kvcli.render import figures as f
 from kvcli.render.summary import joined
 from kvcli.render.terminal import cells
-from kvcli.stats import Stats
 
 LONGEST = 14  # columns of the longest bar
 TALLEST = 12  # rows of the histogram

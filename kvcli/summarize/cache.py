@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Turn
+from kvcli.engine.stats import Stats
 from kvcli.files import private_folder, write_private
-from kvcli.stats import Stats
 
 if TYPE_CHECKING:
-    from kvcli.info import ModelInfo
-    from kvcli.profile import Profile
+    from kvcli.engine.info import ModelInfo
+    from kvcli.settings.profile import Profile
 
 SCHEMA = "kvcli.part/1"
 FOLDER = "summaries"

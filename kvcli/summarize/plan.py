@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.fit.speed import at, by_rows
+from kvcli.models.text import encode, render_prompt
 from kvcli.summarize.parts import Part, Piece, cut, pieces_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.wording import Messages, Wording, merge_messages, part_messages
-from kvcli.text import encode, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvcli.chat.local import Model
+    from kvcli.chat.open_text import OpenText
     from kvcli.documents import Document, Unit
-    from kvcli.local import Model
-    from kvcli.open_text import OpenText
-    from kvcli.profile import Profile
     from kvcli.schemas.fit import PassTime
+    from kvcli.settings.profile import Profile
     from kvcli.summarize.result import Mode
 
 SLACK = 8  # tokens; two texts in a row may count for a few more than each by itself

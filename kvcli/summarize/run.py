@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, End, Text, Turn
+from kvcli.models.text import decode, render_prompt, render_text
 from kvcli.summarize.check import Checker, Passage
 from kvcli.summarize.events import (
     Done,
@@ -30,12 +31,11 @@ from kvcli.summarize.points import point_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
 from kvcli.summarize.wording import Messages, merge_messages, part_messages, wording_of
-from kvcli.text import decode, render_prompt, render_text
 
 if TYPE_CHECKING:
+    from kvcli.chat.local import Model
+    from kvcli.chat.open_text import OpenText
     from kvcli.documents import Document
-    from kvcli.local import Model
-    from kvcli.open_text import OpenText
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.parts import Part
 

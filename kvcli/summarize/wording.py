@@ -15,13 +15,13 @@ import tomli
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from kvcli.errors import BadModel, UsageError
-from kvcli.small_file import parse_object, read_small
+from kvcli.settings.small_file import parse_object, read_small
 from kvcli.summarize.sentence import sentence_of
 
 if TYPE_CHECKING:
     from kvcli.documents import Unit
-    from kvcli.info import ModelInfo
-    from kvcli.source import Source
+    from kvcli.engine.info import ModelInfo
+    from kvcli.models.source import Source
     from kvcli.summarize.request import Request, Style
 
 FILE = "summarize.json"

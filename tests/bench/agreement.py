@@ -39,11 +39,11 @@ sys.path.insert(0, str(ROOT))
 from kvcli.bench.texts import TEXTS, text_of  # noqa: E402
 from kvcli.demo.report import write_report  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
+from kvcli.models.text import encode  # noqa: E402
 from kvcli.quality.agree import Cut, Far, cuts, predicted  # noqa: E402
 from kvcli.quality.answer import kept  # noqa: E402
 from kvcli.quality.fingerprint import fingerprint  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
-from kvcli.text import encode  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.bench.kv_quality import BITS, Known, Outcome, Text, opened, published, rival  # noqa: E402
 

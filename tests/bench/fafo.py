@@ -32,8 +32,8 @@ import kvcli  # noqa: E402
 from kvcli.bench.hf import HfSide  # noqa: E402
 from kvcli.bench.profile_side import ProfileSide  # noqa: E402
 from kvcli.calibrate.quick import quick_times  # noqa: E402
+from kvcli.chat.local import Model  # noqa: E402
 from kvcli.fit.speed import units  # noqa: E402
-from kvcli.local import Model  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 
 PLAIN = "exact"
@@ -63,9 +63,9 @@ class Task:
 
 
 def tasks(names: list[str]) -> list[Task]:
-    from kvcli import source
     from kvcli.bench.hf import load_hf
     from kvcli.demo.example import example_report
+    from kvcli.models import source
 
     demo = looked_at(kvcli.load("demo", profile=PLAIN))
     demo32 = kvcli.load("demo", profile=PLAIN, set={"load.dtype": "fp32"})

@@ -60,10 +60,10 @@ def measured(model: str, profile: str, text: str) -> tuple[int, int]:
 
 def compare(name: str, model: str, profiles: list[str], base: int) -> list[dict[str, Any]]:
     """A row for each profile and context."""
-    from kvcli import source
     from kvcli.fit.plan import Facts, plan, subject_of
     from kvcli.fit.room import Room
-    from kvcli.profile import Profile
+    from kvcli.models import source
+    from kvcli.settings.profile import Profile
 
     subject = subject_of(source.find(model))
     rows = []

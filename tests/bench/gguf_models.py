@@ -20,12 +20,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kvcli
-from kvcli.engine import run
-from kvcli.feed import Feed
+from kvcli.engine.engine import run
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM, quiet
+from kvcli.engine.rows import Rows
+from kvcli.engine.session import commit
 from kvcli.kv.dense import Dense
-from kvcli.model import LM, quiet
-from kvcli.rows import Rows
-from kvcli.session import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 256  # rows

@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 from kvcli.build import view as view_of  # noqa: E402
 from kvcli.calibrate.passes import filled  # noqa: E402
 from kvcli.drafts.lookahead import Lookahead  # noqa: E402
-from kvcli.engine import run  # noqa: E402
-from kvcli.feed import Feed  # noqa: E402
-from kvcli.rows import Draft, Rows  # noqa: E402
+from kvcli.engine.engine import run  # noqa: E402
+from kvcli.engine.feed import Feed  # noqa: E402
+from kvcli.engine.rows import Draft, Rows  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 
 GUESSES = 8

@@ -26,8 +26,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine import drive  # noqa: E402
-from kvcli.policies.base import EachLayer  # noqa: E402
+from kvcli.engine.engine import drive  # noqa: E402
+from kvcli.engine.policy import EachLayer  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
 GOLDEN = 0.6180339887498949  # its multiples are spread evenly, so every head keeps just its share
@@ -79,9 +79,9 @@ def resident() -> int:
 
 
 def session(lm: Any, side: str, chunk: int) -> Any:
-    from kvcli.drafts.base import Off
-    from kvcli.sample import Sampler
-    from kvcli.session import Session
+    from kvcli.engine.drafter import Off
+    from kvcli.engine.sample import Sampler
+    from kvcli.engine.session import Session
 
     policy = Shares(int(side.removeprefix("keep")) / 100) if side.startswith("keep") else None
     return Session(lm, store(lm, side), Off(), Sampler(), policy=policy, chunk=chunk, every=64)

@@ -35,22 +35,23 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import load, source  # noqa: E402
+from kvcli import load  # noqa: E402
 from kvcli.bench.texts import text_of  # noqa: E402
-from kvcli.engine import drive, run  # noqa: E402
-from kvcli.feed import Feed  # noqa: E402
-from kvcli.fetch import stands_for  # noqa: E402
-from kvcli.gguf import unpack  # noqa: E402
+from kvcli.engine.engine import drive, run  # noqa: E402
+from kvcli.engine.feed import Feed  # noqa: E402
+from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.heads.ask import Ask  # noqa: E402
 from kvcli.heads.run import probe  # noqa: E402
 from kvcli.heads.sample import Sample, samples  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
+from kvcli.models import source  # noqa: E402
+from kvcli.models.fetch import stands_for  # noqa: E402
+from kvcli.models.gguf import unpack  # noqa: E402
 from kvcli.policies.fastgen import FastGen  # noqa: E402
 from kvcli.quality.answer import kept  # noqa: E402
 from kvcli.quality.fingerprint import fingerprint  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
 from kvcli.quality.tasks import TASKS  # noqa: E402
-from kvcli.rows import Rows  # noqa: E402
 from kvcli.world import Paths  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 

@@ -30,9 +30,9 @@ from tests.bench.kv_speed import session  # noqa: E402
 
 def pass_seconds(session: Any) -> tuple[float, float]:
     """Processor seconds of one pass of one row, and those in the store; nothing of it is kept."""
-    from kvcli.engine import run
-    from kvcli.feed import Feed
-    from kvcli.rows import Draft, Rows
+    from kvcli.engine.engine import run
+    from kvcli.engine.feed import Feed
+    from kvcli.engine.rows import Draft, Rows
 
     kv, spent = session.kv, 0.0
 

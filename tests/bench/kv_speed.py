@@ -25,13 +25,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine import drive  # noqa: E402
+from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.kv.disk import Disk  # noqa: E402
 from kvcli.kv.ladder import Ladder, Rung  # noqa: E402
 from kvcli.kv.packed import Packed  # noqa: E402
 from kvcli.kv.slots import Slots, nbytes  # noqa: E402
-from kvcli.profile import load_profile  # noqa: E402
+from kvcli.settings.profile import load_profile  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
 RESIDUAL, GROUP, SINKS = 128, 64, 4  # slots that stay in full beside what is packed, and slots that are packed at once
@@ -100,9 +100,9 @@ USUAL = ("dense", "k8v8", "keep25", "two", "k4v4", "k4v2")
 
 def session(lm: Any, side: str, n: int) -> Any:
     """A session that has n slots of noise stored and one token pending."""
-    from kvcli.drafts.base import Off
-    from kvcli.sample import Sampler
-    from kvcli.session import Session
+    from kvcli.engine.drafter import Off
+    from kvcli.engine.sample import Sampler
+    from kvcli.engine.session import Session
 
     kv, noise = SIDES[side](lm), torch.Generator().manual_seed(0)
     for layer in range(lm.n_layers):
@@ -130,9 +130,9 @@ def step_seconds(session: Any, steps: int) -> list[float]:
 
 def pass_seconds(session: Any, rows: int) -> float:
     """Seconds of one pass of so many rows; nothing of it is kept."""
-    from kvcli.engine import run
-    from kvcli.feed import Feed
-    from kvcli.rows import Draft, Rows
+    from kvcli.engine.engine import run
+    from kvcli.engine.feed import Feed
+    from kvcli.engine.rows import Draft, Rows
 
     built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 8 + rows))))
     began = time.perf_counter()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
-from kvcli.engine import drive  # noqa: E402
+from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.heads.listen import listening  # noqa: E402
 from kvcli.heads.sample import Sample, samples  # noqa: E402
 from kvcli.policies.fastgen import FastGen  # noqa: E402

@@ -23,14 +23,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.drafts.base import Off  # noqa: E402
-from kvcli.engine import drive  # noqa: E402
-from kvcli.feed import asked  # noqa: E402
+from kvcli.engine.drafter import Off  # noqa: E402
+from kvcli.engine.engine import drive  # noqa: E402
+from kvcli.engine.feed import asked  # noqa: E402
+from kvcli.engine.sample import Sampler  # noqa: E402
+from kvcli.engine.session import Session  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.policies.fastgen import FastGen  # noqa: E402
-from kvcli.sample import Sampler  # noqa: E402
-from kvcli.session import Session  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
 WARM = 512  # tokens

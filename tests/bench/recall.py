@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.engine import drive, events
+from kvcli.engine.engine import drive, events
 from kvcli.kernels.merge import Part
 from kvcli.kv.dense import Dense
 from kvcli.kv.index import Index
@@ -174,9 +174,9 @@ def demo() -> tuple[Any, list[int]]:
 
 def answer(model: Any, prompt: list[int], index: Index, budget: Budget) -> dict[str, float | None]:
     """Of the first tokens of the answer, all layers."""
-    from kvcli.drafts.base import Off
-    from kvcli.sample import Sampler
-    from kvcli.session import Session
+    from kvcli.engine.drafter import Off
+    from kvcli.engine.sample import Sampler
+    from kvcli.engine.session import Session
 
     lm = model.lm
     store = Dense(lm.shapes, lm.dtype)

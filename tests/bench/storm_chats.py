@@ -32,16 +32,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.api import Turn  # noqa: E402
+from kvcli.chat.conversation import Chat  # noqa: E402
+from kvcli.chat.transcript import open_chat  # noqa: E402
 from kvcli.cli import run  # noqa: E402
 from kvcli.commands.keep import keep  # noqa: E402
 from kvcli.commands.profiles import write_new  # noqa: E402
-from kvcli.conversation import Chat  # noqa: E402
 from kvcli.documents import Document  # noqa: E402
+from kvcli.engine.stats import Stats  # noqa: E402
 from kvcli.errors import BadInput  # noqa: E402
 from kvcli.files import BEGINS, append  # noqa: E402
-from kvcli.stats import Stats  # noqa: E402
 from kvcli.summarize.cache import Cache  # noqa: E402
-from kvcli.transcript import open_chat  # noqa: E402
 from kvcli.world import Paths, World  # noqa: E402
 from tests.fake_model import FakeModel, fake_info  # noqa: E402
 

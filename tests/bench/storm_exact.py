@@ -24,11 +24,11 @@ sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
 from kvcli.api import Turn  # noqa: E402
+from kvcli.chat.local import Model  # noqa: E402
 from kvcli.demo.example import example_report  # noqa: E402
-from kvcli.drafts.base import Costs  # noqa: E402
-from kvcli.local import Model  # noqa: E402
-from kvcli.profile import Profile  # noqa: E402
-from kvcli.text import render_prompt  # noqa: E402
+from kvcli.engine.drafter import Costs  # noqa: E402
+from kvcli.models.text import render_prompt  # noqa: E402
+from kvcli.settings.profile import Profile  # noqa: E402
 
 PROFILES = ("ngram", "lookahead", "fafo")
 

@@ -124,7 +124,7 @@ def _summarize(folder: Path, *more: str) -> tuple[int, str, str]:
 
 
 def _calibrate(folder: Path) -> tuple[int, str, str]:
-    from kvcli.calibrate.store import folder_of, save_calibration
+    from kvcli.fit.calibration import folder_of, save_calibration
     from tests.test_calibrate import made
 
     found = made(date="2026-01-01T00:00:00+00:00")

@@ -128,10 +128,10 @@ def child(room: Path, first: int, count: int) -> None:
 def answer(folder: Path) -> str:
     """How a question to the model in `folder` ends, in a line; BAD if it may not end so."""
     import kvcli
-    from kvcli import source
     from kvcli.commands.models import context_of
     from kvcli.errors import BadModel, KvcliError
     from kvcli.fit.plan import subject_of
+    from kvcli.models import source
 
     try:
         found = source.find(str(folder), offline=True)
@@ -149,7 +149,7 @@ def answer(folder: Path) -> str:
 
 @cache
 def _profile() -> Any:
-    from kvcli.profile import Profile
+    from kvcli.settings.profile import Profile
 
     return Profile.load("ngram").replace(load={"device": "cpu"})
 

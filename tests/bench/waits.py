@@ -28,15 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.build import view  # noqa: E402
-from kvcli.drafts.base import Off  # noqa: E402
 from kvcli.drafts.lookahead import Lookahead  # noqa: E402
 from kvcli.drafts.ngram import Ngram  # noqa: E402
-from kvcli.engine import drive  # noqa: E402
+from kvcli.engine.drafter import Off  # noqa: E402
+from kvcli.engine.engine import drive  # noqa: E402
+from kvcli.engine.lm import LM  # noqa: E402
+from kvcli.engine.sample import Sampler  # noqa: E402
+from kvcli.engine.session import Session  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
-from kvcli.model import LM  # noqa: E402
 from kvcli.policies.snap import Snap  # noqa: E402
-from kvcli.sample import Sampler  # noqa: E402
-from kvcli.session import Session  # noqa: E402
 from tests import families  # noqa: E402
 
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}

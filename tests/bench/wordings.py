@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
+from kvcli.chat.local import Model  # noqa: E402
 from kvcli.documents import Document, document_of  # noqa: E402
-from kvcli.fetch import stands_for  # noqa: E402
-from kvcli.local import Model  # noqa: E402
+from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.summarize.cache import Cache  # noqa: E402
 from kvcli.summarize.events import Done, PartEnded  # noqa: E402
 from kvcli.summarize.plan import Window, make_plan  # noqa: E402

@@ -10,9 +10,9 @@ from kvcli.bench.measure import Case, measure
 from kvcli.bench.recipe import Recipe
 from kvcli.bench.run import Ask, Bench
 from kvcli.bench.side import Sample
+from kvcli.engine.stats import Stats
 from kvcli.errors import KvcliError
 from kvcli.schemas.bench import BenchArgs, BenchDocument
-from kvcli.stats import Stats
 from tests.fake_model import fake_info
 
 FIRST = 0.5  # seconds to the first token

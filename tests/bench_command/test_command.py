@@ -13,10 +13,10 @@ from kvcli.bench.profile_side import plain
 from kvcli.bench.recipe import drawing
 from kvcli.bench.same import tie_at
 from kvcli.demo import weights_dir
-from kvcli.engine import drive, events
+from kvcli.engine.engine import drive, events
 from kvcli.errors import ExitStatus
-from kvcli.profile import Profile
 from kvcli.schemas.documents import DOCUMENTS
+from kvcli.settings.profile import Profile
 from tests.fakes import Machine
 
 pytestmark = pytest.mark.skipif(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli import source
 from kvcli.bench.gguf_export import VERSION, export, permuted
 from kvcli.errors import BadInput, BadModel
-from kvcli.gguf.kept import KEPT, fingerprint
+from kvcli.models import source
+from kvcli.models.gguf.kept import KEPT, fingerprint
 from tests.families import build
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is absent; it comes with the dev extra")

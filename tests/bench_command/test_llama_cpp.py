@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from kvcli import family, source, weights
 from kvcli.bench import llama_cpp
 from kvcli.bench.gguf_export import export
 from kvcli.bench.llama_cpp import BATCH, LlamaCpp, require
+from kvcli.engine import weights
 from kvcli.errors import BadModel, UsageError
+from kvcli.models import family, source
 from tests import gguf_files
 from tests.families import build, prompt
 

@@ -14,10 +14,10 @@ from kvcli.bench.measure import Case, Plan, Series, measure
 from kvcli.bench.profile_side import plain
 from kvcli.bench.side import Sample
 from kvcli.commands.bench import measure as measure_command
+from kvcli.engine.stats import Stats
 from kvcli.errors import ExitStatus
-from kvcli.layers import builtin_files
-from kvcli.profile import Profile
-from kvcli.stats import Stats
+from kvcli.settings.layers import builtin_files
+from kvcli.settings.profile import Profile
 from tests.bench_command.sides import Paced, document, measured
 
 

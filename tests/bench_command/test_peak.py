@@ -10,7 +10,7 @@ from kvcli.bench.peak import peak_of
 from kvcli.bench.recipe import Recipe
 from kvcli.demo import weights_dir
 from kvcli.errors import KvcliError
-from kvcli.profile import Profile
+from kvcli.settings.profile import Profile
 
 pytestmark = pytest.mark.skipif(
     not (weights_dir() / "model.safetensors").exists(), reason="the demo model is not in this checkout"

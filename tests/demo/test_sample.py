@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import kvcli
+from kvcli.chat.local import Model
 from kvcli.demo import sample_path
 from kvcli.demo.sample import N_PAGES, main, pdf_bytes, write_sample
 from kvcli.documents import Document, read_document
-from kvcli.local import Model
 from kvcli.summarize.run import summary_of
 
 SAMPLE = write_sample()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvcli.drafts.mixer import Mixer
-from kvcli.rows import Draft, Rows
-from kvcli.stats import Step
+from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.stats import Step
 
 PLAIN = 0.02  # seconds of a pass with one row
 

@@ -14,8 +14,8 @@ from kvcli.drafts.copies import Copies
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.odds import Odds
-from kvcli.rows import Draft, Rows
-from kvcli.stats import Step
+from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.stats import Step
 
 TEXT = st.integers(1, 4).flatmap(lambda k: st.lists(st.integers(0, k), min_size=1, max_size=90))
 FIXED = Ngram(adaptive=False)

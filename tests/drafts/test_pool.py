@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.pool import Pool
 from kvcli.drafts.tree import grow
-from kvcli.profile import Profile
+from kvcli.settings.profile import Profile
 
 
 def guessed(pool: Pool, text: list[int], most: int = 8, branches: int = 4) -> list[tuple[int, int]]:

@@ -10,9 +10,9 @@ import torch
 
 from kvcli.drafts.successors import TOP, Successors, top
 from kvcli.drafts.tree import grow
+from kvcli.engine.sample import Sampler
 from kvcli.kernels.gumbel import gumbel
 from kvcli.kernels.gumbel.host import gumbel_host
-from kvcli.sample import Sampler
 
 
 def logs(*shares: float) -> list[float]:

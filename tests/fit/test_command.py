@@ -7,15 +7,15 @@ import json
 import pytest
 from pydantic import TypeAdapter
 
-from kvcli.calibrate.store import machine_fingerprint, save_calibration
 from kvcli.commands.setup import Setup
-from kvcli.config import load_config
 from kvcli.demo import weights_dir
 from kvcli.fit import program, room, runs
+from kvcli.fit.calibration import machine_fingerprint, save_calibration
 from kvcli.fit.program import BASE
-from kvcli.layers import Sources
-from kvcli.profile import Profile
 from kvcli.schemas.documents import DOCUMENTS
+from kvcli.settings.config import load_config
+from kvcli.settings.layers import Sources
+from kvcli.settings.profile import Profile
 from tests.fakes import Machine
 from tests.fit.test_runs import entry
 from tests.test_calibrate import made

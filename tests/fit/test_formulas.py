@@ -6,10 +6,10 @@ import pytest
 
 from kvcli.errors import BadModel
 from kvcli.fit.memory import GIB, kv_bytes
-from kvcli.fit.shape import Shape, shape_of
 from kvcli.fit.speed import at, reading_flop
 from kvcli.fit.weights import of_shape, weigh
-from kvcli.machine import kept_free
+from kvcli.models.machine import kept_free
+from kvcli.models.shape import Shape, shape_of
 
 KIB = 1 << 10
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcli import source
-from kvcli.engine import drive, events
+from kvcli.chat.local import _nested, load
+from kvcli.engine.engine import drive, events
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit.advice import changes
 from kvcli.fit.before import Outlook
@@ -23,9 +23,9 @@ from kvcli.kv.room import EVERY
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, nbytes
 from kvcli.kv.tiers import POSITION, STEP, narrow, wide
-from kvcli.local import _nested, load
-from kvcli.profile import Profile
+from kvcli.models import source
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
+from kvcli.settings.profile import Profile
 
 MIB = 1 << 20
 PROFILES = {name: Profile.load(name) for name in ("exact", "ngram", "streaming")}

@@ -8,15 +8,15 @@ from itertools import count
 
 import pytest
 
+from kvcli.chat.local import load
+from kvcli.engine.stats import Stats
 from kvcli.fit import runs
 from kvcli.fit.before import Outlook
 from kvcli.fit.plan import subject_of
 from kvcli.fit.room import Room
-from kvcli.local import load
-from kvcli.profile import Profile
+from kvcli.models.source import find
 from kvcli.schemas.fit import RunEntry
-from kvcli.source import find
-from kvcli.stats import Stats
+from kvcli.settings.profile import Profile
 
 COUNT = count()
 

@@ -12,8 +12,8 @@ import kvcli
 from kvcli.api import Turn
 from kvcli.demo import report_path
 from kvcli.demo.example import SAMPLES
-from kvcli.layers import builtin_files
-from kvcli.profile import Profile
+from kvcli.settings.layers import builtin_files
+from kvcli.settings.profile import Profile
 from tests.gpu.stage import On, Row, why
 
 

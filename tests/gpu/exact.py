@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from kvcli.errors import KvcliError
-from tests.exactness import (
+from tests.exact.table import (
     BROKEN,
     CANCELLED,
     DRAFTERS,

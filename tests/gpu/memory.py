@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from kvcli import build, source
-from kvcli.engine import drive, events
+from kvcli import build
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.memory import peak_bytes
 from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room
-from kvcli.memory import peak_bytes
-from kvcli.model import LM
-from kvcli.profile import Profile
+from kvcli.models import source
+from kvcli.settings.profile import Profile
 from tests import families
 from tests.gpu.models import llama
 from tests.gpu.stage import On, Row, why

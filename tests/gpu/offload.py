@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from kvcli.drafts.base import Off
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine import drive, events
+from kvcli.engine.drafter import Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host
@@ -22,9 +24,8 @@ from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.packed import Packed
 from kvcli.kv.recall_settings import Certified, MinMax, Sketch
 from kvcli.kv.slots import Store
-from kvcli.model import LM
-from kvcli.session import Session
-from tests import exactness, families
+from tests import families
+from tests.exact import table as exactness
 from tests.gpu.clock import runtime_calls
 from tests.gpu.stage import On, Row, why
 
@@ -108,7 +109,7 @@ def _by_profile(on: On) -> Row:
     """The bundled model with room on the device for a part of the report."""
     import kvcli
     from kvcli.demo import report_path
-    from kvcli.profile import Profile
+    from kvcli.settings.profile import Profile
 
     load, texts = {"device": on.device, "dtype": "fp32"}, {}
     for name, memory in (("device", {}), ("host", BEHIND)):

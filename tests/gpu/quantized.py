@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.engine import run as run_feeds
-from kvcli.feed import Feed
+from kvcli.engine.engine import run as run_feeds
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Rows
 from kvcli.kernels.linear_packed import pack, why_not
 from kvcli.kernels.linear_packed.module import PackedLinear
 from kvcli.kv.dense import Dense
-from kvcli.model import LM
-from kvcli.rows import Rows
-from tests import exactness, families
+from tests import families
 from tests.bench.decode import build
+from tests.exact import table as exactness
 from tests.gpu.clock import spread, times
 from tests.gpu.stage import On, Row, why
 

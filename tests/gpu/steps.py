@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 import torch
 
-from kvcli.drafts.base import Off
-from kvcli.engine import drive, events
-from kvcli.engine import run as run_feeds
-from kvcli.feed import Feed
+from kvcli.engine.drafter import Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import run as run_feeds
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
-from kvcli.model import LM
-from kvcli.rows import Draft, Rows
-from kvcli.sample import Sampler
-from kvcli.session import Session
 from tests import families
 from tests.bench.decode import theirs
 from tests.gpu.clock import copy_rate, spread, times, wait

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcli.engine import drive
+from kvcli.engine.engine import drive
 from tests.bench.waits import SIDES, counted, opened, steps_of
 from tests.gpu.clock import runtime_calls, waited
 from tests.gpu.stage import On, Row, why

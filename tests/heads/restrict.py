@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvcli.engine import drive, events
+from kvcli.chat.local import Model
+from kvcli.engine.engine import drive, events
+from kvcli.engine.policy import EachLayer, Moment
 from kvcli.heads.blinkers import Reach
 from kvcli.heads.listen import whole
 from kvcli.heads.sample import Sample
 from kvcli.kv.slots import Slots
-from kvcli.local import Model
-from kvcli.policies.base import EachLayer, Moment
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from pydantic import TypeAdapter
 
 from kvcli.commands import interrupt
 from kvcli.heads.report import Strip
-from kvcli.profile import Profile
 from kvcli.render.heads import heads_lines
 from kvcli.render.heads_html import html
 from kvcli.render.terminal import cells, codes
 from kvcli.schemas.documents import DOCUMENTS
 from kvcli.schemas.heads import HeadsDocument
+from kvcli.settings.profile import Profile
 from tests.fakes import Machine
 
 SHORT = ("--context", "300")

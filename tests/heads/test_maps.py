@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.engine import drive
+from kvcli.chat.local import Model, load
+from kvcli.chat.token_kinds import kinds_by_id
+from kvcli.engine.engine import drive
+from kvcli.engine.lm import LM
+from kvcli.engine.session import Session
 from kvcli.errors import BadInput, BadModel
 from kvcli.heads import run as heads_run
 from kvcli.heads.ablate import Loss
@@ -21,12 +25,8 @@ from kvcli.heads.headmap import CARRY, FULL, full_heads, headmap
 from kvcli.heads.listen import whole
 from kvcli.heads.report import document, strip
 from kvcli.heads.run import probe
-from kvcli.local import Model, load
-from kvcli.model import LM
 from kvcli.policies.fastgen import FastGen
-from kvcli.profile import Profile
-from kvcli.session import Session
-from kvcli.token_kinds import kinds_by_id
+from kvcli.settings.profile import Profile
 from tests.families import build
 
 

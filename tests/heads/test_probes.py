@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.engine import run
-from kvcli.feed import Feed
+from kvcli.chat.local import load
+from kvcli.engine.engine import run
+from kvcli.engine.feed import Feed
+from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL
+from kvcli.engine.policy import Moment
+from kvcli.engine.rows import Rows
 from kvcli.heads.ablate import ablate, answers, open_past, right
 from kvcli.heads.attention import FAR, SHARES, gaze, normaliser
 from kvcli.heads.blinkers import Blinkers, Reach
@@ -16,12 +20,8 @@ from kvcli.heads.repeat import ROWS, repeat, twice
 from kvcli.heads.sample import samples
 from kvcli.kernels.attend.reference import attend
 from kvcli.kernels.merge import merge
-from kvcli.kinds import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Sight, Slots, alike
-from kvcli.local import load
-from kvcli.policies.base import Moment
-from kvcli.rows import Rows
 
 K, G, D, S = 2, 3, 8, 41
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import kvcli
+from kvcli.chat.local import Model
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
-from kvcli.local import Model
-from kvcli.profile import Profile
 from kvcli.quality.agree import agreement
 from kvcli.quality.answer import Job, answers
 from kvcli.quality.controls import full_profile, rows
@@ -28,6 +27,7 @@ from kvcli.quality.tasks import TASKS
 from kvcli.render import quality as render
 from kvcli.render.terminal import cells
 from kvcli.schemas.quality import AgreementDocument, QualityRow
+from kvcli.settings.profile import Profile
 from tests import small_tokenizers
 
 ONE = {"threads": 1}

@@ -11,9 +11,9 @@ from typing import Any
 from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
 from kvcli.documents import Document, Section
 from kvcli.documents.document import marked
-from kvcli.info import ModelInfo
-from kvcli.loops import Loop, Loops
-from kvcli.stats import Stats
+from kvcli.engine.info import ModelInfo
+from kvcli.engine.loops import Loop, Loops
+from kvcli.engine.stats import Stats
 from tests.fake_model import FakeTokenizer, fake_info
 
 

@@ -13,13 +13,13 @@ import pytest
 import kvcli
 from kvcli.api import Live
 from kvcli.documents import read_document
+from kvcli.models.text import render_prompt
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done, PartBegan
 from kvcli.summarize.plan import Window, make_plan
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summarize
 from kvcli.summarize.wording import Wording, part_messages
-from kvcli.text import render_prompt
 
 ROOT = Path(__file__).parents[2]
 BRIEF = {"sample.max_new_tokens": 24}  # the answers themselves do not matter here

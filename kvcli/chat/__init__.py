@@ -1,0 +1,1 @@
+"""A model as people use it: texts, turns, conversations."""

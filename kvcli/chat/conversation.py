@@ -1,0 +1,281 @@
+"""A conversation with a loaded model.
+
+    chat = kvcli.load("demo").chat(system="Answer briefly.")
+    chat.attach(read_document("report.md"))
+    print(chat.send("What is the depth of well Bethden?").text)
+
+Nothing here is stored beside the messages: every turn renders the whole conversation, and the model skips the
+tokens it has already read. So undoing, editing and dropping a document are edits of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvcli.api import Cancel, End, Event, Events, Finish, Prompt, Text, Turn, turn_of
+from kvcli.chat.transcript import Message, Opened, export_chat, open_chat, save_chat
+from kvcli.documents import Document
+from kvcli.engine.info import ModelInfo
+from kvcli.errors import BadInput, DoesNotFit
+from kvcli.models.text import Messages, decode, encode, render_text, resume_ids, special_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.chat.chat_file import ChatFile
+    from kvcli.engine.constraint import Constraint
+    from kvcli.settings.profile import Profile
+
+
+class Speaker(Protocol):
+    """The part of a loaded model that a conversation uses."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def profile(self) -> Profile: ...
+    @property
+    def cautions(self) -> Sequence[str]: ...
+    @property
+    def promise(self) -> str: ...
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+        cancel: Cancel | None = None,
+        messages: Messages = (),
+        constraint: Constraint | None = None,
+        **sample: object,
+    ) -> Events: ...
+
+
+class Chat:
+    """Questions and answers in turn; the last message is always an answer."""
+
+    def __init__(
+        self,
+        model: Speaker,
+        system: str | None = None,
+        *,
+        title: str | None = None,
+        folder: Path | None = None,
+        holds: bool = False,
+        called: str = "",
+    ) -> None:
+        """`folder` is where `save` puts conversations; the default is the user's data folder.
+
+        `holds`: no other process can open or write its file until it is closed. `called`: how the model is named when
+        the conversation is opened again, if not by its id.
+        """
+        self.model = model
+        self.system = system
+        self.title = title
+        self.folder = folder
+        self.holds = holds
+        self.called = called
+        self.file: ChatFile | None = None  # that it was saved to or loaded from
+        self.kept: dict[str, Any] = {}  # what stands there
+        self.messages: list[Message] = []
+        self.pending: list[Document] = []  # attached, not asked about yet
+        self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
+        self._retries = 0
+        self._heard: tuple[str, list[int]] = ("", [])  # the last prompt with its answer, as text and as ids
+
+    # --- asking
+
+    def send(self, text: str, **options: Any) -> Turn:
+        """Ask and wait. Options are those of `stream`."""
+        return turn_of(self.stream(text, **options))
+
+    def stream(
+        self,
+        text: str,
+        *,
+        cancel: Cancel | None = None,
+        ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
+        **sample: object,
+    ) -> Generator[Event]:
+        """Ask, and get the answer in events, `End` last. `constraint` and `sample` as of `Model.stream`.
+
+        If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C, a lack of memory or by
+        closing the iterator, what was said so far is kept and marked "interrupted"; without any, it is as before.
+        """
+        if not text.strip():
+            raise BadInput("the question is empty", code="empty_prompt")
+        question = Message("user", text, tuple(self.pending))
+        asked = self._contents([*self.messages, question])
+        prompt, ids = self._prompt(asked)
+        events = self.model.stream(
+            ids, ignore_eos=ignore_eos, stop=stop, cancel=cancel, messages=asked, constraint=constraint, **sample
+        )
+        said: list[str] = []
+        ended = False
+        try:
+            for event in events:
+                if isinstance(event, Text):
+                    said.append(event.text)
+                elif isinstance(event, End):
+                    ended = True
+                    self._keep(question, event.turn.text, event.turn.finish)
+                    self._heard = heard(self.model.tokenizer, prompt, ids, event.turn)
+                yield event
+        except (KeyboardInterrupt, GeneratorExit, DoesNotFit):
+            if not ended:
+                self._keep(question, "".join(said), "interrupted")
+            raise
+
+    def retry(self, **options: Any) -> Generator[Event]:
+        """Ask the last question again in place of its answer, with other noise: a sampled answer comes out anew."""
+        self._retries += 1
+        return self.edit(self.last_question, **{"seed": self.model.profile.sample.seed + self._retries, **options})
+
+    def edit(self, text: str, **options: Any) -> Generator[Event]:
+        """Ask `text` in place of the last question, with the same documents. If it fails, nothing has changed."""
+        before, waiting = list(self.messages), self.pending
+        *_, question, _ = self.messages[-2:] or self._nothing("edit")
+        del self.messages[-2:]
+        self.pending = list(question.documents)
+        kept = len(self.messages)
+        try:
+            yield from self.stream(text, **options)
+        finally:
+            self.pending = waiting
+            if len(self.messages) == kept:
+                self.messages = before
+
+    @property
+    def last_question(self) -> str:
+        return (self.messages[-2:] or self._nothing("retry"))[0].text
+
+    # --- changing
+
+    def attach(self, document: Document) -> None:
+        """Put a document before the next question."""
+        self.pending.append(document)
+
+    @property
+    def documents(self) -> list[Document]:
+        """All documents, in the order they stand in the prompt, those of the next question last."""
+        return [d for m in self.messages for d in m.documents] + self.pending
+
+    def place(self, document: Document) -> int | None:
+        """Where in `documents` one with the same text stands, if it is attached already."""
+        same = [i for i, d in enumerate(self.documents) if (d.sha256, d.text) == (document.sha256, document.text)]
+        return same[0] if same else None
+
+    def drop(self, i: int) -> Document:
+        """Take document `i` (as numbered by `documents`) out of the conversation. What follows it is read again."""
+        if not 0 <= i < len(self.documents):
+            have = f"{len(self.documents)} attached" if self.documents else "none is attached"
+            raise BadInput(f"there is no document {i + 1}: {have}", code="no_such_document")
+        dropped = self.documents[i]
+        for at, message in enumerate(self.messages):
+            if i < len(message.documents):
+                rest = message.documents[:i] + message.documents[i + 1 :]
+                self.messages[at] = replace(message, documents=rest)
+                return dropped
+            i -= len(message.documents)
+        del self.pending[i]
+        return dropped
+
+    def undo(self, n: int = 1) -> int:
+        """Forget the last `n` questions with their answers and documents; returns how many there were to forget."""
+        n = max(0, min(n, len(self.messages) // 2))
+        if n:
+            del self.messages[-2 * n :]
+        return n
+
+    def clear(self) -> None:
+        """Forget all messages and documents; the system text stays."""
+        self.messages.clear()
+        self.pending.clear()
+        self.title = None
+        self.close()
+
+    # --- looking
+
+    def tokens(self) -> list[tuple[str, int]]:
+        """The context by message, documents apart; the last entry is what the chat template adds."""
+        tokenizer = self.model.tokenizer
+        rows: list[tuple[str, int]] = []
+        if self.system:
+            rows.append(("system", len(encode(tokenizer, self.system))))
+        for i, message in enumerate(self.messages):
+            rows += [(f"file {d.name}", d.tokens(tokenizer)) for d in message.documents]
+            label = f"{'question' if message.role == 'user' else 'answer'} {i // 2 + 1}"
+            rows.append((label, len(encode(tokenizer, message.text))))
+        rows += [(f"file {d.name}, next question", d.tokens(tokenizer)) for d in self.pending]
+        if self.messages:
+            pending = sum(d.tokens(tokenizer) for d in self.pending)
+            whole = len(self._prompt(self._contents(self.messages))[1])
+            rows.append(("template", whole - (sum(n for _, n in rows) - pending)))
+        return rows
+
+    # --- keeping
+
+    def save(self, title: str | None = None) -> Path:
+        """Write the conversation to its file (a new one the first time) and return the path."""
+        return save_chat(self, title)
+
+    def load(self, path: str | Path) -> Chat:
+        """Become the conversation saved in `path`. The model reads it with the next question."""
+        return self.take(open_chat(Path(path), holds=self.holds))
+
+    def take(self, opened: Opened) -> Chat:
+        """Become the conversation that was opened."""
+        self.close()
+        self.file, self.system, self.title = opened.file, opened.saved.system, opened.saved.title
+        self.messages, self.pending = opened.messages, opened.pending
+        return self
+
+    def close(self) -> None:
+        """Let other processes have its file; the next `save` makes a new one."""
+        if self.file is not None:
+            self.file.close()
+        self.file, self.kept = None, {}
+
+    def export(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the conversation for others to read: .md, .json or .jsonl."""
+        return export_chat(self, Path(path), overwrite=overwrite)
+
+    # --- inside
+
+    def _keep(self, question: Message, answer: str, finish: Finish) -> None:
+        if finish == "interrupted" and not answer:
+            return
+        self.messages += [question, Message("assistant", answer, finish=finish)]
+        self.pending = [d for d in self.pending if not any(d is used for used in question.documents)]
+
+    def _contents(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+        contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
+        return contents + [{"role": m.role, "content": m.content} for m in messages]
+
+    def _prompt(self, contents: Messages) -> tuple[str, list[int]]:
+        text, has_template = render_text(self.model.tokenizer, contents, note=self._note)
+        return text, resume_ids(self.model.tokenizer, text, self._heard, special=not has_template)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _nothing(self, what: str) -> list[Message]:
+        raise BadInput(f"there is no question to {what}", code="no_question")
+
+
+def heard(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], turn: Turn) -> tuple[str, list[int]]:
+    """Prompt and answer as text and as the ids the model saw, without the stop token, which the template rewrites."""
+    answer = list(turn.ids)
+    if turn.finish == "stop" and answer and answer[-1] in special_ids(tokenizer):
+        answer.pop()
+    if decode(tokenizer, answer) != turn.text:  # a stop string cut the text shorter than the ids
+        return "", []
+    return prompt + turn.text, [*ids, *answer]

@@ -1,0 +1,79 @@
+"""An engine in a thread of its own, for event loops: tasks of a server share its passes and hear of their own texts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import get_ident
+from typing import Any
+
+from kvcli.engine.engine import Engine
+from kvcli.engine.feed import E, T, Work
+
+
+class EngineThread:
+    """Rounds as long as there is work. The one thread starts with the first work, and ends with the model."""
+
+    def __init__(self) -> None:
+        self._engine = Engine()
+        self._pool: ThreadPoolExecutor | None = None
+        self._ident: int | None = None  # of its thread
+        self._is_turning = False
+
+    async def events(self, work: Work[E, T]) -> AsyncGenerator[E]:
+        """What the work says; raises what ended it. Closing this, or cancelling its task, ends it between two passes.
+
+        No text waits for a slow task: what its own has said meanwhile is kept, a whole answer at most.
+        """
+        loop, said, failed = asyncio.get_running_loop(), asyncio.Queue[E | None](), list[BaseException]()
+
+        def tell(what: E | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(said.put_nowait, what)
+
+        def to_its_end() -> Work[E, T | None]:
+            try:
+                return (yield from work)
+            except BaseException as error:
+                failed.append(error)
+                raise
+            finally:
+                tell(None)
+
+        self._pool = pool = self._pool or ThreadPoolExecutor(1, "kvcli-engine", self._begin)
+        joined = pool.submit(self._join, to_its_end(), tell)
+        try:
+            while (event := await said.get()) is not None:
+                yield event
+            if failed:
+                raise failed[0]
+        finally:
+            leaves = pool.submit(lambda: joined.result().cancel())
+            await asyncio.shield(asyncio.wrap_future(leaves))  # the text is free again when this is over
+
+    def between_rounds(self, act: Callable[[], object]) -> None:
+        """Do what changes a text that may be in a round, and wait for it."""
+        if self._pool is None or get_ident() == self._ident:
+            act()
+        else:
+            self._pool.submit(act).result()
+
+    def _begin(self) -> None:
+        self._ident = get_ident()
+
+    def _join(self, work: Work[Any, Any], tell: Callable[[Any], object]) -> Any:
+        ticket = self._engine.add(work, tell)
+        if not self._is_turning:
+            self._is_turning = True
+            self._round()
+        return ticket
+
+    def _round(self) -> None:
+        """One round, and the next behind whoever joins or leaves meanwhile."""
+        try:
+            self._is_turning = self._engine.round()
+        finally:
+            if self._is_turning and self._pool is not None:
+                self._pool.submit(self._round)

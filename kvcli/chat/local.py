@@ -1,0 +1,238 @@
+"""A model loaded in this process: the Python API that the commands are a skin over.
+
+    import kvcli
+    with kvcli.load("demo", profile="ngram", set={"sample.temperature": 0.0}) as model:
+        print(model.generate("Hello", max_new_tokens=32).text)
+
+The library never prints and never exits; the commands do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import asdict, replace
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from kvcli import build
+from kvcli.api import Events, Prompt, Turn
+from kvcli.chat.engine_thread import EngineThread
+from kvcli.chat.open_text import OpenText
+from kvcli.chat.token_kinds import kinds_by_id
+from kvcli.engine.info import ModelInfo
+from kvcli.errors import BadConfig
+from kvcli.models.tokenizer import load_tokenizer
+from kvcli.settings.clashes import cautions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.chat.conversation import Chat
+    from kvcli.engine.constraint import Constraint, Vocabulary
+    from kvcli.engine.drafter import Costs
+    from kvcli.engine.lm import LM
+    from kvcli.engine.session import Session
+    from kvcli.models.grammar import Grammar
+    from kvcli.models.source import Source
+    from kvcli.settings.profile import Profile
+
+
+def load(
+    model: str | Source = "demo",
+    profile: str | Profile | None = None,
+    set: Mapping[str, object] | None = None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    tell: Callable[[str], None] | None = None,
+    cache: Path | None = None,
+) -> Model:
+    """Load `demo`, a folder, a GGUF file, a hub id at `revision`, or files already found.
+
+    `set` overrides profile keys: {"load.device": "cpu"}. A hub id is downloaded only with `offline=False` and a `tell`
+    to say so to. A GGUF file is unpacked below `cache`, by default the user's. Raises KvcliError subclasses.
+    """
+    from kvcli.engine.lm import LM
+    from kvcli.engine.weights import keeps_blocks
+    from kvcli.models import source
+    from kvcli.models.gguf import unpack
+    from kvcli.settings.profile import Profile
+    from kvcli.world import Paths
+
+    chosen = profile if isinstance(profile, Profile) else Profile.load(profile)
+    if set:
+        chosen = chosen.replace(**_nested(set))
+    began = time.perf_counter()
+    wants = chosen.load
+    found = (
+        source.find(model, offline=offline, revision=revision, allow_pickle=wants.allow_pickle, tell=tell)
+        if isinstance(model, str)
+        else model
+    )
+    packs = keeps_blocks(wants)
+    given, found = found, unpack.ready(found, wants.dtype, cache or Paths.of({}).cache, packs=packs, tell=tell)
+    # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
+    tokenizer = load_tokenizer(found, wants.trust_remote_code)
+    lm = LM.load(
+        found,
+        quant=wants.quant,
+        dtype=wants.dtype,
+        device=wants.device,
+        threads=wants.threads,
+        allow_pickle=wants.allow_pickle,
+        trust_remote_code=wants.trust_remote_code,
+        verify=wants.verify,
+    )
+    notes = unpack.told(given, packs, lm.info.dtype)
+    lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
+    return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began)
+
+
+class Model:
+    """Weights, tokenizer and facts, shared by all texts over them, and the profile of those that name none.
+
+    A context manager; closing frees the past of its own text. The weights go with the last who holds them.
+    """
+
+    def __init__(
+        self, lm: LM, tokenizer: PreTrainedTokenizerBase, profile: Profile, *, load_seconds: float = 0.0
+    ) -> None:
+        self.lm, self.tokenizer = lm, tokenizer
+        self.profile, self._unkept = build.settled(lm, profile)
+        self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
+        self.engine = EngineThread()  # of the texts that event loops ask
+        self.costs: Costs | None = None  # what passes take here; None = nobody measured it
+        self.time_passes: Callable[[Model], Costs | None] | None = None  # finds out what passes take; set by who may
+        # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
+        self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
+        # profile -> tokens for which memory has room, by that estimate; None = nobody looked
+        self.fits: Callable[[Profile], int] | None = None
+        self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
+        self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the keys and values of its own text; one that was opened is closed by who opened it."""
+        if "text" in vars(self):
+            self.text.close()
+
+    @cached_property
+    def text(self) -> OpenText:
+        """Its own text, that of `generate`, `stream` and `chat`."""
+        return OpenText(self)
+
+    def open(self, profile: str | Profile | None = None, set: Mapping[str, object] | None = None) -> OpenText:
+        """Another text over the same weights, with nothing read yet; a context manager.
+
+        `profile` and `set` as of `kvcli.load`; without, under the model's. Refuses a change of `load`, and raises
+        DoesNotFit where there is no room for its past.
+        """
+        chosen = self.profile if profile is None else profile
+        if isinstance(chosen, str):  # what it does not say about loading stays as it was loaded
+            chosen = type(self.profile).load(chosen)
+            loaded, origins = asdict(self.profile.load), chosen.origins
+            chosen = chosen.replace(load={key: loaded[key] for key in loaded if origins[f"load.{key}"] == "default"})
+        if set:
+            chosen = chosen.replace(**_nested(set))
+        return OpenText(self if chosen is self.profile else self.with_profile(chosen))
+
+    def new_session(self) -> Session:
+        """A session under this profile, with nothing read yet: ids in, ids out, for those who need no words."""
+        kinds = self._kinds() if self.profile.policy.every is not None else None
+        return build.session(self.lm, self.profile, self.costs, kinds)
+
+    def prepare(self) -> None:
+        """Find out what passes take here, if the profile drafts and nobody has found out yet. Before texts open."""
+        if self.costs is None and self.profile.spec.method != "off" and self.time_passes is not None:
+            self.costs = self.time_passes(self)
+
+    @property
+    def limit(self) -> int:
+        """The window in use, tokens: the profile's, at most the model's."""
+        asked = self.profile.context.limit
+        return self.lm.limit if asked == "auto" else min(int(asked), self.lm.limit)
+
+    @property
+    def cautions(self) -> list[str]:
+        """What the user should know of the profile on this device, one line each."""
+        return [*([self._unkept] if self._unkept else []), *cautions(self.profile, self.lm.device.type)]
+
+    @property
+    def promise(self) -> str:
+        """What may be said of the text, for people: "exact", "exact but for near ties", "certified", "approx"."""
+        return build.promise(self.lm, self.profile)
+
+    def with_profile(self, profile: Profile) -> Model:
+        """The same under another profile. Refuses a change of `load`."""
+        if profile.load != self.profile.load:
+            raise BadConfig(
+                "the weights are loaded already, and this changes how",
+                code="needs_reload",
+                lines=_changes(asdict(self.profile.load), asdict(profile.load)),
+                try_=["leave and start again with --profile or --set"],
+            )
+        changed = self.under(profile)
+        changed.prepare()
+        return changed
+
+    def under(self, profile: Profile) -> Model:
+        """The same, with nothing refused or measured: for a text that has to go on."""
+        changed = copy(self)
+        changed.profile, changed._unkept = build.settled(self.lm, profile)
+        vars(changed).pop("text", None)
+        return changed
+
+    def chat(self, system: str | None = None) -> Chat:
+        """A conversation with this model, in its own text."""
+        return self.text.chat(system)
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """What holds answers of this model to a grammar; the first takes a moment, for the vocabulary."""
+        return self._vocabulary().constraint(grammar)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt: text becomes one user message of the chat template, ids stay as they are."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        from kvcli.models.text import render_prompt
+
+        return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
+
+    def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
+        """One answer in its own text, all at once. Options are those of `OpenText.answer`."""
+        return self.text.generate(prompt, max_new_tokens, **options)
+
+    def stream(self, prompt: Prompt, **options: Any) -> Events:
+        """The same in events: Live and Read first, then Text as it comes, End last."""
+        return self.text.stream(prompt, **options)
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:
+    from kvcli.engine.constraint import Vocabulary  # late: its library is an extra
+
+    return Vocabulary(tokenizer, lm.vocab, lm.stop_ids)
+
+
+def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    return [f"load.{key}: {old[key]} -> {new[key]}" for key in old if old[key] != new[key]]
+
+
+def _nested(flat: Mapping[str, object]) -> dict[str, Any]:
+    """{"kv.k_bits": 8} -> {"kv": {"k_bits": 8}}."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        table, _, name = key.partition(".")
+        if name:
+            nested.setdefault(table, {})[name] = value
+        else:
+            nested[table] = value
+    return nested

@@ -1,0 +1,40 @@
+"""What a profile keeps of a text, and what a run under it has lost, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvcli.kv.slots import Loss
+    from kvcli.settings.profile import Profile
+
+
+def keeps(profile: Profile) -> dict[Loss, str]:
+    """How the profile loses what it loses, by kind; nothing where it keeps, rounds or reads all as it is."""
+    words: dict[Loss, str] = {}
+    kv = profile.kv
+    if held := profile.policy.keeps:
+        words["forgotten"] = f"keeps {held}"
+    if min(kv.k_bits, kv.v_bits) < 16:
+        alike = f"keys and values in {kv.k_bits} bits"
+        words["rounded"] = "holds " + (
+            alike if kv.k_bits == kv.v_bits else f"keys in {kv.k_bits} and values in {kv.v_bits} bits"
+        )
+    elif kv.dtype not in ("auto", profile.load.dtype):
+        words["rounded"] = f"holds keys and values in {kv.dtype}"
+    if read := profile.recall.reads:
+        words["unread"] = f"reads {read}"
+    return words
+
+
+def approx(profile: Profile, lost: Collection[Loss]) -> str:
+    """What a user should know of an answer before which this was lost; "" = it stands on the whole text.
+
+    A profile that bounds its error, or has none, promised so.
+    """
+    if profile.exactness != "approx":
+        return ""
+    words = [words for kind, words in keeps(profile).items() if kind in lost]
+    return f"approx: {profile.name} {', '.join(words)}: facts may be lost; -P exact loses none" if words else ""

@@ -1,0 +1,155 @@
+"""A text open over a model: what was read of it, and the answer that is being written behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvcli import build
+from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
+from kvcli.chat.token_kinds import chat_spans
+from kvcli.chat.turn import Answering, Asked
+from kvcli.chat.window import Window
+from kvcli.engine.engine import events
+from kvcli.engine.feed import Work
+from kvcli.errors import BadInput, BadModel
+from kvcli.models.text import Messages, StopStrings
+from kvcli.settings.schema import ORDER
+
+if TYPE_CHECKING:
+    from kvcli.chat.conversation import Chat
+    from kvcli.chat.local import Model
+    from kvcli.engine.constraint import Constraint
+    from kvcli.settings.profile import Profile
+
+
+class OpenText:
+    """One text, with a past of its own. A context manager; closing frees the past.
+
+    What the past holds of a prompt is not read again. It has one answer at a time: another one ends that before it.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.go_under(model)
+        self.session = model.new_session()
+        self._answer: Work[Event, Turn | None] | None = None  # the last that began
+
+    def __enter__(self) -> OpenText:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the answer under way, and free the keys and values."""
+        self._end()
+        self.session = self.model.new_session()
+
+    def go_under(self, model: Model) -> None:
+        """Go on over the same weights under another profile, for which the session was made ready."""
+        self.model, self.profile, self.limit = model, model.profile, model.limit
+        self.info, self.tokenizer = model.info, model.tokenizer
+        self.cautions, self.promise, self.foretell = model.cautions, model.promise, model.foretell
+
+    def with_profile(self, profile: Profile) -> OpenText:
+        """A text over the same weights under another profile, with nothing read yet. Refuses a change of `load`."""
+        return self.model.open(profile)
+
+    def take_past(self, other: OpenText) -> bool:
+        """Go on with what `other` has read, if both profiles read and keep it alike; `other` then has nothing read."""
+        kept = [table for table in ORDER if table not in ("spec", "sample", "context")]  # these leave the past alone
+        mine, its = self.profile, other.profile
+        if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in kept):
+            return False
+        other._end()
+        self.session.take(other.session)
+        return True
+
+    def chat(self, system: str | None = None) -> Chat:
+        """A conversation in this text."""
+        from kvcli.chat.conversation import Chat
+
+        return Chat(self, system)
+
+    def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
+        """One answer, all at once. Options are those of `answer`."""
+        return turn_of(self.stream(prompt, max_new_tokens=max_new_tokens, **options))
+
+    def stream(self, prompt: Prompt, **options: Any) -> Events:
+        """One answer in events: Live and Read first, then Text as it comes, End last."""
+        return events(self.answer(prompt, **options))
+
+    def astream(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Event]:
+        """The same in a coroutine, beside the answers of other texts of the model that event loops wait for.
+
+        Passes run in a thread of the model. Leaving the loop by `aclose()`, or cancelling its task, ends the answer.
+        """
+        return self.model.engine.events(self.answer(prompt, **options))
+
+    def answer(
+        self,
+        prompt: Prompt,
+        *,
+        ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+        cancel: Cancel | None = None,
+        messages: Messages = (),
+        constraint: Constraint | None = None,
+        **sample: object,
+    ) -> Work[Event, Turn]:
+        """One answer as work for an engine, alone or beside other texts (`kvcli.together`).
+
+        `sample`: settings of the profile's table of that name for this answer alone, `temperature=0.2, seed=7`; None
+        leaves one as it is. Raises BadConfig for one that does not exist, or cannot have that value. `messages`: what
+        the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
+        `constraint`: what the answer is held to, as of `model.constraint`; it says itself where the answer may end.
+        Raises ContextOverflow before reading anything.
+        """
+        if constraint is not None and ignore_eos:
+            raise BadInput("what an answer is held to needs the end that ignore_eos ignores", code="no_stop_token")
+        model, ids = self.model, self.model.encode(prompt)
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+        if outside := [i for i in ids if not 0 <= i < model.lm.vocab]:
+            kind = BadModel if messages else BadInput  # of text, the tokenizer made it
+            raise kind(f"token {outside[0]} is none of the model's {model.lm.vocab:,}", code="no_such_token")
+        profile = self.profile
+        if changes := {key: value for key, value in sample.items() if value is not None}:
+            profile = profile.changed({"sample": changes}, "what was asked of an answer")
+        fits = partial(model.fits, self.profile) if model.fits is not None else None
+        window = Window(self.limit, model.lm.limit, profile.context.reserve, fits)
+        asked = Asked(
+            ids,
+            chat_spans(model.tokenizer, messages, ids) if messages and self.session.policy is not None else [],
+            window.room(len(ids), profile.sample.max_new_tokens),
+            () if ignore_eos else model.lm.stop_ids,
+            StopStrings([stop] if isinstance(stop, str) else stop),
+            cancel or (lambda: False),
+            build.sampler(model.lm, profile),
+            0 if ignore_eos else profile.sample.stop_loops,
+            constraint,
+        )
+        return self._only(Answering(self, asked).events())
+
+    def kv_table(self) -> list[dict[str, object]]:
+        """Slots and bytes by layer and tier, and what scouts read as one more."""
+        view = self.session.view.usage() if self.session.view is not None else []
+        table = [asdict(use) for use in [*self.session.kv.usage(), *view]]
+        return [{key: value for key, value in row.items() if key != "lost"} for row in table]
+
+    def _only(self, answer: Work[Event, Turn | None]) -> Work[Event, Turn]:
+        """The answer as the one that the text has: once another began, this one ends with an error that says so."""
+        self._end()
+        self._answer = answer
+        turn = yield from answer
+        if turn is None:  # it was closed
+            raise BadInput("another answer began before this one ended", code="interleaved")
+        yield End(turn)
+        return turn
+
+    def _end(self) -> None:
+        """End the answer under way; what it has stored stays."""
+        if self._answer is not None:
+            self.model.engine.between_rounds(self._answer.close)

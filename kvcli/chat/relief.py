@@ -1,0 +1,124 @@
+"""What is done when memory runs out: back to the last boundary between passes, then the next declared step.
+
+Nothing that was generated is lost: the ids of the text are kept whatever happens, and keys and values that cannot be
+saved are computed again from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from kvcli import build
+from kvcli.engine.feed import asked
+from kvcli.kv.shortage import free_caches, lacking
+from kvcli.kv.slots import nbytes
+
+if TYPE_CHECKING:
+    from kvcli.chat.open_text import OpenText
+    from kvcli.engine.feed import Asks
+    from kvcli.engine.policy import Phase
+    from kvcli.engine.session import Session
+    from kvcli.kv.slots import Store
+    from kvcli.settings.profile import Profile
+
+
+def mend(session: Session) -> bool:
+    """Make store and ids agree after a pass that broke; returns whether a boundary was reached and not settled.
+
+    A pass breaks before anything is stored, between two layers, or behind its last token: rows that only some layers
+    stored go, and a text that was being read ends with what all of them did.
+    """
+    session.committed = min(session.committed, max(0, len(session.ids) - 1))
+    is_due = session.committed > 0 and session.committed == session.boundary
+    session.rewind(session.committed + 1)
+    return is_due
+
+
+def relieve(text: OpenText, phase: Phase) -> Asks[tuple[list[str], bool]]:
+    """Mend the session, then take steps of the profile's `memory.ladder` until one leaves it ready for a pass.
+
+    The steps, and whether one did. Where the past could not be saved the session has forgotten it, and the caller reads
+    its ids again.
+    """
+    session, taken, is_due = text.session, list[str](), False
+    free_caches()
+    with lacking() as lacks:
+        is_due = mend(session)
+    if lacks:
+        _restart(session, text.profile)
+    while text.profile.memory.on_shortage == "degrade" and text.profile.memory.ladder:
+        before = text.profile
+        text.go_under(text.model.under(stepped(before, text.limit)))
+        if _apply(session, before, text.profile):
+            taken.append(before.memory.ladder[0])
+            if (yield from _is_ready(session, is_due, phase)):
+                return taken, True
+    return taken, False
+
+
+def stepped(profile: Profile, limit: int) -> Profile:
+    """The profile after its next step, such as "kv.v_bits=2" or "context.limit=-25%"."""
+    step, *rest = profile.memory.ladder
+    dotted, _, value = step.partition("=")
+    table, _, key = dotted.partition(".")
+    number: object = int(value) if value.isdigit() else value
+    if value.endswith("%"):
+        now = limit if dotted == "context.limit" else getattr(getattr(profile, table), key)
+        number = max(1, int(now * (1 + int(value[:-1]) / 100)))
+    changes: dict[str, dict[str, object]] = {"memory": {"ladder": rest}}
+    changes.setdefault(table, {})[key] = number
+    return profile.replace(**changes)
+
+
+def _apply(session: Session, old: Profile, new: Profile) -> bool:
+    """Have the session go on under `new`; False if what that needs is not there, and nothing has changed."""
+    if _storage(old) != _storage(new):
+        with lacking() as lacks:
+            store = build.store(session.lm, new, nbytes(session.kv).get(session.lm.device.type, 0))
+        if lacks:
+            return False
+        session.every = build.every(new)
+        with lacking() as lacks:
+            move(session.kv, store, session.lm.n_layers)
+            _put(session, store)
+            session.rewind(session.committed + 1)  # the next boundary may be another
+        if lacks:
+            _restart(session, new)
+    session.chunk_rows = build.chunk(session.lm, new)
+    return True
+
+
+def move(old: Store, new: Store, n_layers: int) -> None:
+    """What `old` holds goes to `new`, a layer at a time, so that no more than one lies in both."""
+    for layer in range(n_layers):
+        slots = old.slots(layer)
+        new.take(layer, slots)
+        old.keep(layer, slots.pos < 0)
+
+
+def _storage(profile: Profile) -> tuple[object, ...]:
+    """All that decides how keys and values are stored."""
+    return profile.kv, dataclasses.replace(profile.memory, ladder=())
+
+
+def _is_ready(session: Session, is_due: bool, phase: Phase) -> Asks[bool]:
+    """Settle the boundary that the failure came before, and have the drafter start anew; False if memory ran out."""
+    with lacking() as lacks:
+        if is_due and session.committed:
+            yield from session.settle(phase)
+        yield from asked(session.drafter.start(session.ids, session.sampler))
+    return not lacks
+
+
+def _restart(session: Session, profile: Profile) -> None:
+    """Forget everything stored, in a new store: the old one may be torn."""
+    session.committed = 0
+    session.rewind(0)  # first: should there be no room for another store, nothing refers to what is torn
+    _put(session, build.store(session.lm, profile))
+
+
+def _put(session: Session, store: Store) -> None:
+    session.kv = store
+    if session.view is not None:
+        session.view = session.view.over(store)

@@ -1,0 +1,123 @@
+"""Reading and answering that survive a lack of memory: the declared steps are taken in turn, and said.
+
+What a pass was about to add is lost with it and made again; what was added before stays, in the text as in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from kvcli import build
+from kvcli.chat.relief import relieve
+from kvcli.engine.feed import Asks
+from kvcli.engine.policy import Phase
+from kvcli.engine.session import Session
+from kvcli.engine.stats import Stats
+from kvcli.errors import KvcliError
+from kvcli.kv.shortage import Shortage, lacking
+from kvcli.kv.slots import nbytes
+from kvcli.settings.profile import Profile
+from kvcli.settings.schema import size_of
+
+if TYPE_CHECKING:
+    from kvcli.chat.open_text import OpenText
+
+
+class Steady:
+    """One answer under way: its passes, each made again after a lack of memory."""
+
+    def __init__(self, text: OpenText, prompt: int, new: int, stats: Stats) -> None:
+        """A prompt of so many tokens, and at most `new` of an answer, for which the ways out leave room."""
+        self.said: list[str] = []  # the answer in words, as far as it goes; an error hands it back
+        self._text, self._prompt, self._end, self._stats = text, prompt, prompt + new, stats
+        self._lacks: list[Shortage] = []  # the lack that ended the last pass, behind what that pass added
+
+    def chunk(self, ids: Sequence[int]) -> Asks[bool]:
+        """Have the session read on in `ids`, by a chunk; False once all is read."""
+        session = self._text.session
+        while True:
+            with lacking() as lacks:
+                is_more = yield from session.chunk(ids)
+            if not lacks:
+                return is_more
+            yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")
+            if len(ids) >= self._text.limit:
+                raise self._explained(lacks[0])
+
+    def step(self, ids: Sequence[int], stop: Collection[int]) -> Asks[Sequence[int]]:
+        """One pass behind `ids`: the tokens that it added; none if memory has no room for more."""
+        session = self._text.session
+        while len(ids) < self._end:
+            if not self._lacks:
+                with lacking() as self._lacks:
+                    if len(session.ids) < len(ids):  # the past was lost; the last token is pending again after this
+                        while (yield from session.chunk(ids)):
+                            pass
+                    step = yield from session.step(stop, self._end - len(ids))
+                    self._stats.fold(step)
+                    return step.new
+            if rest := session.ids[len(ids) :]:  # added by the pass that broke, which nobody heard of
+                self._stats.passes += 1
+                self._stats.new += len(rest)
+                return rest
+            yield from self._relieve(self._lacks.pop(), "answering")
+            self._end = min(self._end, self._text.limit)
+        return ()
+
+    def _relieve(self, lack: Shortage, phase: Phase) -> Asks[None]:
+        """Take the next steps and say so; raises the lack, explained, when there are none."""
+        session, stats = self._text.session, self._stats
+        at = session.committed if phase == "reading" else len(session.ids)
+        steps, is_over = yield from relieve(self._text, phase)
+        stats.limit = self._text.limit
+        if steps:
+            stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(steps)} from here on")
+        if not is_over:
+            raise self._explained(lack)
+
+    def _explained(self, lack: Shortage) -> Shortage:
+        """The lack with what there was room for, and what has room for the whole text."""
+        session, profile = self._text.session, self._text.profile
+        held = sum(nbytes(session.kv, session.view).values())
+        lines = list(lack.lines)
+        if session.committed:
+            lines.append(f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB")
+        detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(self.said)}
+        ways = _shorter(lack.most or session.committed, self._prompt, profile)
+        ways += [words for words, changes in _larger(session, profile) if _holds(session, profile, changes, self._end)]
+        return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)
+
+
+def _larger(session: Session, profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What may leave more room: as it is typed, and as changes of the profile."""
+    if profile.memory.device != "auto":
+        yield "--set memory.device=auto", {"memory": {"device": "auto"}}
+    if profile.kv.k_bits == profile.kv.v_bits == 16:
+        rounding = "--set exactness=approx " if profile.exactness != "approx" else ""
+        bits = {"k_bits": 8, "v_bits": 8}
+        yield f"{rounding}--set kv.k_bits=8 --set kv.v_bits=8", {"exactness": "approx", "kv": bits}
+    if not size_of(profile.memory.disk):
+        yield "--set memory.disk=8GiB", {"memory": {"disk": "8GiB"}}
+    if (chunk := build.chunk(session.lm, profile) // 4) >= 1:
+        yield f"--set prefill.chunk={chunk}", {"prefill": {"chunk": chunk}}
+
+
+def _holds(session: Session, profile: Profile, changes: dict[str, Any], n: int) -> bool:
+    """Whether a store under the changed profile can be made, and has room for a text of n tokens."""
+    with suppress(KvcliError), lacking():
+        changed = profile.replace(**changes)
+        plan = build.plan(session.lm, changed, nbytes(session.kv).get(session.lm.device.type, 0))
+        plan.store()
+        return plan.room.holds(max(changed.policy.slots(n), changed.policy.reading(n)))
+    return False
+
+
+def _shorter(most: int, prompt: int, profile: Profile) -> list[str]:
+    """A window of `most` tokens, if it leaves an answer to a prompt of so many."""
+    room = most - prompt
+    if room < 1:
+        return []
+    enough = room >= min(profile.context.reserve, profile.sample.max_new_tokens)
+    return [f"--ctx {most}" if enough else f"--ctx {most} --max-new-tokens {room}"]

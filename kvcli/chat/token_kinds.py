@@ -1,0 +1,138 @@
+"""What kind each token of a tokenizer is, and where in a chat the template's own text and the system text stand.
+
+Kinds by id come from how each token reads. Chat templates also write words and line ends that are no control tokens
+("user", "[INST]"): they are found by rendering the same chat with other contents, since what stays is the template's.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT, Span
+from kvcli.models.text import CLOSE, OPEN, Messages, decode, encode, encode_with_places, render_text, special_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENDS = frozenset(".!?…\u3002\uff01\uff1f\u061f\u0964")  # marks that end a sentence
+SIGNS = frozenset({"Sm", "Sc", "Sk"})  # categories of < = > | + $ ^ and their like; emoji are none of them
+PART = "\ufdd2{}\ufdd3"  # stands for a content while the template runs; noncharacters, which no text holds
+
+
+def kinds_by_id(tokenizer: PreTrainedTokenizerBase, vocab: int) -> bytes:
+    """[V] one byte for each id, as `kvcli.engine.kinds` numbers them; ids without a token are text."""
+    special, known = special_ids(tokenizer), len(tokenizer)
+    return bytes(
+        SPECIAL if i in special else kind_of(decode(tokenizer, [i])) if i < known else TEXT for i in range(vocab)
+    )
+
+
+def kind_of(token: str) -> int:
+    """The kind of a token that reads like this. Spaces alone are text, and so is half a character."""
+    bare = token.strip()
+    if not all(map(_is_mark, bare)):
+        return TEXT
+    if "\n" in token:
+        return NEWLINE
+    if not bare:
+        return TEXT
+    return END if ENDS & set(bare) else PUNCT
+
+
+def _is_mark(char: str) -> bool:
+    category = unicodedata.category(char)
+    return category.startswith("P") or category in SIGNS
+
+
+# --- a chat
+
+
+def chat_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: Sequence[int]) -> list[Span]:
+    """Where the template's own text (SPECIAL) and system text (SYSTEM) stand in the ids of a rendered chat.
+
+    Nothing is said of what cannot be found, such as an answer that the template shortened and all that follows it.
+    """
+    text, _ = render_text(tokenizer, messages)
+    parts = list(_parts(tokenizer, messages, text))
+    cuts = _tokens_at(tokenizer, text, ids, sorted({at for start, end, _ in parts for at in (start, end)}))
+    spans = [Span(cuts[start], cuts[end], kind) for start, end, kind in parts if start in cuts and end in cuts]
+    return [span for span in spans if span.start < span.end]
+
+
+def _parts(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str) -> Iterator[tuple[int, int, int]]:
+    """(start, end, kind) in characters of `text`, in order."""
+    stand_ins = [{"role": m["role"], "content": PART.format(i)} for i, m in enumerate(messages)]
+    pieces = re.split(PART.format(r"(\d+)"), render_text(tokenizer, stand_ins)[0])
+    own, order = pieces[::2], [int(i) for i in pieces[1::2]]
+    at = 0
+    for i, piece in enumerate(own):
+        if not text.startswith(piece, at):
+            return
+        yield at, at + len(piece), SPECIAL
+        at += len(piece)
+        if i == len(order):
+            return
+        said = messages[order[i]]
+        # the bare text is what was said but for marks around what spells a control token, and space at its ends
+        forms = [
+            form for form in (_fenced(text, at, said["content"]), _fenced(text, at, said["content"].strip())) if form
+        ]
+        end = forms[0] if forms else text.find(own[i + 1], at) if own[i + 1] else -1
+        if end < 0:
+            return
+        if said["role"] == "system":
+            yield at, end, SYSTEM
+        at = end
+
+
+def _fenced(text: str, at: int, content: str) -> int:
+    """Where `content` ends if it stands in `text` at `at`, marks in `text` aside; 0 if it does not."""
+    for char in content:
+        while at < len(text) and text[at] in (OPEN, CLOSE):
+            at += 1
+        if char in (OPEN, CLOSE):
+            continue
+        if at >= len(text) or text[at] != char:
+            return 0
+        at += 1
+    while at < len(text) and text[at] in (OPEN, CLOSE):
+        at += 1
+    return at
+
+
+def _tokens_at(
+    tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int], places: Sequence[int]
+) -> Mapping[int, int]:
+    """Character of `text` -> index in `ids` of the token that begins there or next, where that is certain.
+
+    An answer may have been written in other tokens than the tokenizer would choose: what the two ways of spelling
+    share before and behind it is certain.
+    """
+    fresh, starts = _starts(tokenizer, text, places)
+    before = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(fresh, ids, strict=False)))
+    most = min(len(fresh), len(ids)) - before
+    behind = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(fresh[::-1], ids[::-1], strict=False)))
+    behind = min(behind, most)
+    found = {}
+    for place, start in zip(places, starts, strict=True):
+        if start <= before:
+            found[place] = start
+        elif start >= len(fresh) - behind:
+            found[place] = start + len(ids) - len(fresh)
+    return found
+
+
+def _starts(tokenizer: PreTrainedTokenizerBase, text: str, places: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The ids of `text`, and for each place in it how many tokens begin before."""
+    special = not getattr(tokenizer, "chat_template", None)
+    if not getattr(tokenizer, "is_fast", False) or OPEN in text or special:
+        # no offsets, or not of the whole text: the tokens of what stands before
+        return encode(tokenizer, text, special), [len(encode(tokenizer, text[:at], special)) for at in places]
+    ids, spans = encode_with_places(tokenizer, text)
+    begins = [start for start, _ in spans]
+    return ids, [bisect_left(begins, at) for at in places]

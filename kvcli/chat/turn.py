@@ -1,0 +1,150 @@
+"""A turn: a prompt is read and an answer written, in events, with figures of what that took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Turn
+from kvcli.chat.losses import approx
+from kvcli.chat.steady import Steady
+from kvcli.engine.feed import Work
+from kvcli.engine.loops import Loops
+from kvcli.engine.memory import peak_bytes
+from kvcli.engine.stats import Stats
+from kvcli.kv.shortage import Shortage
+from kvcli.kv.slots import nbytes
+from kvcli.models.text import Detokenizer, StopStrings
+
+if TYPE_CHECKING:
+    from kvcli.chat.open_text import OpenText
+    from kvcli.engine.constraint import Constraint
+    from kvcli.engine.kinds import Span
+    from kvcli.engine.sample import Sampler
+
+MEASURE_EVERY = 0.1  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, and when its answer ends."""
+
+    ids: list[int]
+    spans: list[Span]  # what kinds of text they are
+    new: int  # tokens of the answer, at most
+    stops: Collection[int]
+    strings: StopStrings
+    cancel: Cancel
+    sampler: Sampler
+    stop_loops: int = 0  # tokens of one cycle that end it; 0 = none do
+    constraint: Constraint | None = None
+
+
+class Answering:
+    """One answer under way."""
+
+    def __init__(self, text: OpenText, asked: Asked) -> None:
+        self._text, self._asked = text, asked
+        self._stats = Stats(prompt=len(asked.ids), limit=text.limit, load=text.info.load_seconds)
+        self._steady = Steady(text, len(asked.ids), asked.new, self._stats)
+        self._cancel = _latched(asked.cancel)
+        self._measured = 0.0  # when memory was last looked at
+
+    def events(self) -> Work[Event, Turn]:
+        """Live and Read first, then Text as it comes. The session survives whatever ends it."""
+        session = self._text.session
+        try:
+            session.sampler = self._asked.sampler
+            session.constraint, session.answer_at = self._asked.constraint, len(self._asked.ids)
+            self._stats.cached = session.resume(self._asked.ids)
+            session.spans = self._asked.spans
+            yield Live(self._stats)
+            yield from self._read()
+            return (yield from self._write())
+        except (GeneratorExit, Shortage):  # the session survives a lack of memory
+            raise
+        except BaseException:
+            session.rewind(0)  # whatever broke, the next question starts from a past that is right
+            raise
+
+    def _read(self) -> Work[Event, None]:
+        stats, began = self._stats, time.perf_counter()
+        while (yield from self._steady.chunk(self._asked.ids)):
+            stats.read = time.perf_counter() - began
+            self._measure()
+            yield Read(self._text.session.committed, stats.prompt, stats.cached, stats.read)
+            if self._cancel():
+                return
+        stats.read = time.perf_counter() - began
+        self._measure(at_once=True)
+        yield Read(stats.prompt, stats.prompt, stats.cached, stats.read)
+
+    def _write(self) -> Work[Event, Turn]:
+        stats, asked = self._stats, self._asked
+        words, said = Detokenizer(self._text.tokenizer), self._steady.said
+        text, answer = list(asked.ids), list[int]()
+        before = self._text.session.drafter.report()
+        loops, loop = Loops(asked.stop_loops, asked.ids), None
+        finish: Finish = "length"
+        shown = 0  # tokens of the answer that went out with a piece
+        while len(answer) < asked.new and not self._cancel():
+            added = yield from self._steady.step(text, asked.stops)
+            if not added:
+                break
+            text += added
+            stats.first_token = stats.first_token or stats.read + stats.decode
+            self._measure()
+            piece = ""
+            for i in added:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
+                answer.append(i)
+                piece += asked.strings.push(words.push([i] if i not in asked.stops else []))
+                loop = loops.hear(i) if i not in asked.stops and not asked.strings.is_hit else None
+                if asked.strings.is_hit or loop:
+                    break
+            if piece:
+                said.append(piece)
+                yield Text(piece, tuple(answer[shown:]))
+                shown = len(answer)
+            if asked.strings.is_hit or loop or answer[-1] in asked.stops:
+                finish = "loop" if loop else "stop"
+                break
+        if finish == "length" and len(answer) < min(asked.new, self._text.limit - stats.prompt):
+            finish = "interrupted"
+        rest = asked.strings.push(words.finish()) + asked.strings.finish()
+        if rest:
+            said.append(rest)
+            yield Text(rest, tuple(answer[shown:]))
+        self._measure(at_once=True)
+        if (foretell := self._text.foretell) is not None:
+            stats.estimate, stats.available = foretell(self._text.profile, stats.context)
+        if (report := self._text.session.drafter.report()) is not None and before is not None:
+            stats.hear(before, report)
+        return Turn("".join(said), tuple(answer), finish, stats, loop)
+
+    def _measure(self, at_once: bool = False) -> None:
+        """Memory as it is now; as often as people can read it, since asking takes a tenth of a small model's pass."""
+        stats, session = self._stats, self._text.session
+        lm = session.lm
+        stats.context = len(session.ids)
+        if not at_once and time.perf_counter() - self._measured < MEASURE_EVERY:
+            return
+        self._measured = time.perf_counter()
+        if at_once:
+            stats.approx = approx(self._text.profile, session.lost)
+        stats.kv = nbytes(session.kv, session.view)
+        stats.kv_fp16 = 2 * 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * session.committed
+        stats.peak = peak_bytes(lm.device)
+
+
+def _latched(cancel: Cancel) -> Cancel:
+    """The same, but what was cancelled once stays cancelled: a text that was half read must not be continued."""
+    is_over = False
+
+    def asked() -> bool:
+        nonlocal is_over
+        is_over = is_over or cancel()
+        return is_over
+
+    return asked

@@ -1,0 +1,56 @@
+"""A boundary: what a policy is shown of a text before it says what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kvcli.engine.feed import Asks, asked
+from kvcli.engine.policy import Guard, Moment, Phase, Policy
+from kvcli.kv.slots import Masks, Slots, Store
+
+if TYPE_CHECKING:
+    from kvcli.engine.heard import Heard
+    from kvcli.engine.lm import LM
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A text between two passes, all of whose tokens are stored."""
+
+    lm: LM
+    kv: Store
+    heard: Heard
+    guard: Guard
+    ids: Sequence[int]
+    kinds: Tensor  # [T] int8, by position; [0] for a policy that asks for none
+    phase: Phase
+    n_prompt: int  # as in a moment
+    is_whole: bool  # was nothing forgotten so far?
+    memory: Any  # what the policy remembers of the text
+    _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those it looked at
+
+    @property
+    def layers(self) -> range:
+        return range(self.lm.n_layers)
+
+    @property
+    def open(self) -> list[int]:
+        """Layers without a sliding window, which lets go of its past by itself."""
+        return [i for i in self.layers if self.lm.sights[i].window is None]
+
+    def layer(self, i: int) -> tuple[Slots, Moment]:
+        """What one layer holds, perhaps as a copy: look at one after the other."""
+        slots = self.kv.slots(i)
+        self._protected[i] = protected = self.guard.covers(slots, self.kinds)
+        heard = self.heard.of(i, slots.k)
+        of_text = self.phase, len(self.ids), self.n_prompt, heard, self.kinds, protected, self.memory
+        return slots, Moment.of(self.lm, i, *of_text)
+
+    def ask(self, policy: Policy) -> Asks[Masks]:
+        """What the policy keeps, and its guard."""
+        masks = yield from asked(policy.choose(self))
+        return [None if mask is None else mask | self._protected[i] for i, mask in enumerate(masks)]

@@ -1,0 +1,85 @@
+"""A model may be built no larger than the files of its weights, whatever its config says and however it is spelled."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from kvcli.errors import BadModel
+
+if TYPE_CHECKING:
+    from kvcli.models.source import Source
+
+_SLACK = 1 << 24  # numbers of masks and tables that files do not hold
+_MODULES = 64  # for each tensor of the files; a layer has about as many modules as tensors
+
+
+@contextmanager
+def within(source: Source) -> Iterator[None]:
+    """Stop what is built in this block once it has more numbers or parts than the files can fill; raises BadModel.
+
+    transformers builds a model on the meta device, where a size costs nothing and a layer costs milliseconds, and only
+    then reads files: so this ends a config of a billion layers after as many as there are tensors.
+    """
+    budget = _Budget(source)
+    hooks = [
+        register_module_parameter_registration_hook(budget.add_numbers),
+        register_module_buffer_registration_hook(budget.add_numbers),
+        register_module_module_registration_hook(budget.add_module),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Budget:
+    """What was registered and is still held: an attribute that is set twice counts once."""
+
+    def __init__(self, source: Source) -> None:
+        stored = source.parameters
+        if not stored or "quantization_config" in source.config:  # pickles say nothing; packed weights take a bit each
+            stored = 8 * source.nbytes
+        # a head that uses the embeddings is built before it is tied to them: at most as large as all that is stored
+        self.numbers, self.name = 2 * stored + _SLACK, source.id
+        self.modules = _MODULES * (sum(len(f.tensors) for f in source.files) or source.nbytes)
+        self._held: dict[int, weakref.ref[Tensor]] = {}
+        self._most, self._seen = 0, 0  # an upper bound of the numbers held; modules
+
+    def add_numbers(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is None:
+            return
+        self._held[id(tensor)] = weakref.ref(tensor)
+        self._most += tensor.numel()
+        if self._most <= self.numbers:
+            return
+        gc.collect()
+        held = [t for ref in self._held.values() if (t := ref()) is not None]
+        self._held = {id(t): weakref.ref(t) for t in held}
+        self._most = sum(t.numel() for t in held)
+        if self._most > self.numbers:
+            self._refuse()
+
+    def add_module(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
+        self._seen += 1
+        if self._seen > self.modules:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise BadModel(
+            f"the weights of {self.name} are incomplete: config.json describes a larger model",
+            code="model_incomplete",
+            lines=["the numbers in config.json make a model that its files cannot fill"],
+            try_=["check that config.json belongs to these weights", "download the model again"],
+        )

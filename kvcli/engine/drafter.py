@@ -1,0 +1,109 @@
+"""What a drafter is: something that proposes rows, and hears what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from kvcli.engine.feed import Asks, Glean
+    from kvcli.engine.report import Report
+    from kvcli.engine.rows import Draft
+    from kvcli.engine.sample import Sampler
+    from kvcli.engine.stats import Step
+
+
+# tokens of context -> rows of a pass -> its time in passes of one row
+Costs = Callable[[int], Mapping[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """How scouts read the past: what a policy keeps, chosen anew every `every` tokens."""
+
+    kind: str  # "stream" or "quest"; which policy that is, kvcli/build.py knows
+    settings: Mapping[str, int]  # of the policy
+    every: int
+
+
+class Drafter(Protocol):
+    """Proposes guesses. Nothing it does can change the text: the engine samples, then matches.
+
+    `start`, `propose` and `observe` may be generators, which ask for passes of a model of their own (feed.py).
+    """
+
+    @property
+    def view(self) -> Glance | None:
+        """How scouts read the past; None = they read all of it."""
+
+    @property
+    def glean(self) -> Glean | None:
+        """What it wants to know of each row's logits, by `Step.gleaned`; None = nothing."""
+
+    def expect(self, costs: Costs) -> None:
+        """What passes take, as measured on this machine before: a start, no more."""
+
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Asks[None] | None:
+        """The committed text is now `ids` (a new prompt, or an earlier point after an undo).
+
+        `sampler`: how its tokens will be drawn, for guesses to be drawn alike; None = greedily.
+        """
+
+    def propose(self, ids: Sequence[int], room: int) -> Asks[Draft] | Draft:
+        """Guesses for what follows `ids`; no path deeper than `room` tokens. May be empty."""
+
+    def observe(self, step: Step) -> Asks[None] | None:
+        """What one step made of the proposal; called once after each step, in order."""
+
+    def report(self) -> Report | None:
+        """How drafting fares and why it pauses, for people; None if there is nothing to say."""
+
+
+@dataclass(frozen=True)
+class Off:
+    """No drafting: one row a pass, the yardstick."""
+
+    strict: ClassVar[bool] = False  # nothing to be strict about
+
+    @property
+    def rows(self) -> int:
+        """Of a pass, at most: what memory is planned with."""
+        return 1
+
+    def copied(self, n: int) -> int:
+        """How many of n slots a head a view keeps a copy of: what memory is planned with."""
+        return 0
+
+    def tables(self, n: int) -> int:
+        """Bytes of host memory, at most, of what a drafter remembers of n tokens: what memory is planned with."""
+        return 0
+
+    def drafter(self, ends: Collection[int] = ()) -> Off:
+        """The drafter of these settings, as every method's dataclass makes its own. `ends`: tokens that end a text."""
+        return self
+
+    @property
+    def view(self) -> Glance | None:
+        return None
+
+    @property
+    def glean(self) -> Glean | None:
+        return None
+
+    def expect(self, costs: Costs) -> None:
+        return
+
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
+        return
+
+    def propose(self, ids: Sequence[int], room: int) -> Draft:
+        from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
+
+        return Draft.none()
+
+    def observe(self, step: Step) -> None:
+        return
+
+    def report(self) -> Report | None:
+        return None

@@ -1,0 +1,228 @@
+"""The engine: runs what texts want of their models. The only file that calls a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any, Generic
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.feed import Asks, E, Feed, Made, T, Work
+from kvcli.engine.forward import Enough, Pass, SideBySide
+from kvcli.engine.readback import Readback, fetch
+
+if TYPE_CHECKING:
+    from kvcli.engine.lm import LM
+
+
+def run(feeds: Sequence[Feed]) -> list[Made]:
+    """One pass over each model, the rows of all its feeds side by side; in the order of the feeds."""
+    made: dict[int, Made] = {}
+    for lm in {id(feed.lm): feed.lm for feed in feeds}.values():
+        mine = [i for i, feed in enumerate(feeds) if feed.lm is lm]
+        made |= zip(mine, _run(lm, [feeds[i] for i in mine]), strict=True)
+    return [made[i] for i in range(len(feeds))]
+
+
+def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
+    if any(feed.pruner is not None for feed in feeds):
+        lm.meet_pruner()
+    passes = [Pass(feed) for feed in feeds]
+    logits = _forward(lm, feeds, SideBySide(passes) if len(passes) > 1 else passes[0])
+    each = torch.split(logits, [len(feed.want) for feed in feeds])
+    backs = [Readback(feed, rows) for feed, rows in zip(feeds, each, strict=True)]
+    if lm.is_apart:
+        fetch(backs)
+    for p, rows, back in zip(passes, each, backs, strict=True):
+        yield Made(rows, back.drawn, back.gleaned, p.fresh, p.queries)
+
+
+def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> Tensor:
+    """Logits of all wanted rows. With none wanted, as in reading, the pass ends where the last layer has its keys and
+    values: the rest of that layer and the head would be thrown away.
+    """
+    starts = [0]
+    for feed in feeds:
+        starts.append(starts[-1] + feed.rows.n_rows)
+    want = [start + row for start, feed in zip(starts, feeds, strict=False) for row in feed.want]
+    attends.last = -1 if want else lm.n_layers - 1
+    ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
+    try:
+        return call(lm.model, ids, pos, want, kvcli_pass=attends)
+    except Enough:
+        return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
+
+
+def call(
+    model: Any, ids: Sequence[int], pos: Sequence[int] | None = None, want: Sequence[int] | None = None, **more: object
+) -> Tensor:
+    """Logits [len(want), V] of one trip of these tokens through a transformers model; by itself it counts positions
+    from 0, and wants all rows. `more` is handed on, as far as to whatever is registered as its attention.
+    """
+
+    def tensor(numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=model.device)
+
+    if pos is not None:
+        more["position_ids"] = tensor(pos).unsqueeze(0)
+    if want is not None:
+        more["logits_to_keep"] = tensor(want)
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=tensor(ids).unsqueeze(0), use_cache=False, **more).logits[0]
+    return logits
+
+
+def events(work: Work[E, T]) -> Generator[E, None, T]:
+    """The work of one text alone, pass by pass: what it has to say on the way, and what came of it.
+
+    What breaks a pass is thrown into the work, at the feed that it broke; closing this closes the work.
+    """
+    try:
+        said = next(work)
+        while True:
+            if not isinstance(said, Feed):
+                yield said
+                said = next(work)
+                continue
+            try:
+                (made,) = run([said])
+            except BaseException as error:
+                said = work.throw(error)
+            else:
+                said = work.send(made)
+    except StopIteration as end:
+        found: T = end.value
+        return found
+    finally:
+        work.close()
+
+
+def drive(work: Work[object, T] | Asks[T]) -> T:
+    """The same to its end, whatever it says on the way."""
+    saying = events(work)
+    while True:
+        try:
+            next(saying)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+
+class Ticket(Generic[E, T]):
+    """One text among others: its work, and what came of it."""
+
+    def __init__(self, work: Work[E, T], outbox: Callable[[E], object]) -> None:
+        self._work, self._outbox = work, outbox
+        self.feed: Feed | None = None  # what it waits for; None = it is over
+        self.error: BaseException | None = None  # that ended it
+        self._found: T | None = None
+        self.go_on(lambda: next(work))
+
+    @property
+    def is_over(self) -> bool:
+        return self.feed is None
+
+    def result(self) -> T:
+        """What came of it, once it is over; raises what ended it, CancelledError if somebody did."""
+        assert self.is_over, "not over yet"
+        if self.error is not None:
+            raise self.error
+        return self._found  # type: ignore[return-value]
+
+    def cancel(self) -> None:
+        """End it between two passes; what it has stored stays as it is."""
+        if not self.is_over:
+            self._work.close()
+            self.feed, self.error = None, CancelledError()
+
+    def send(self, made: Made) -> None:
+        """Its feed was run."""
+        self.go_on(lambda: self._work.send(made))
+
+    def throw(self, error: Exception) -> None:
+        """Its feed failed, even alone."""
+        self.go_on(lambda: self._work.throw(error))
+
+    def go_on(self, step: Callable[[], Feed | E]) -> None:
+        """To the next feed, handing out what the work says on the way."""
+        try:
+            said = step()
+            while not isinstance(said, Feed):
+                self._outbox(said)
+                said = next(self._work)
+            self.feed = said
+        except StopIteration as end:
+            self._found, self.feed = end.value, None
+        except Exception as error:  # of this text; the others go on
+            self.error, self.feed = error, None
+
+
+class Engine:
+    """Several texts at once: each round is one pass over each model, the rows of all texts side by side.
+
+    Texts that are being written go first, then chunks of prompts up to a number of rows. Behind a round with prompts
+    comes one without, as long as anybody writes: so a long prompt delays a token by a chunk at most, and the first
+    answer to a short question, too. The weights are read once a round, whoever shares it.
+    """
+
+    def __init__(self, rows: int = 2048) -> None:
+        """`rows`: of prompts in a round; a larger chunk goes alone."""
+        self._rows = rows
+        self._n_waiting = 0  # of the tickets, those in front
+        self._has_read = False  # were there prompts in the last round?
+        self._tickets: list[Ticket[Any, Any]] = []
+
+    def add(self, work: Work[E, T], outbox: Callable[[E], object] = lambda said: None) -> Ticket[E, T]:
+        """Another text. `outbox` hears what its work says on the way, in the thread that runs the rounds."""
+        ticket = Ticket(work, outbox)
+        self._tickets.insert(self._n_waiting, ticket)  # before those that had the last round
+        self._n_waiting += 1
+        return ticket
+
+    def round(self) -> bool:
+        """One pass for those whose turn it is; False when no text is left."""
+        self._tickets = [ticket for ticket in self._tickets if not ticket.is_over]
+        if turn := self._turn():
+            self._tickets.sort(key=turn.__contains__)  # who had to wait is first next time
+            self._n_waiting = len(self._tickets) - len(turn)
+            self._pass(turn)
+        return bool(turn)
+
+    def _turn(self) -> list[Ticket[Any, Any]]:
+        waiting = [(ticket, ticket.feed) for ticket in self._tickets if ticket.feed is not None]
+        found = [ticket for ticket, feed in waiting if not feed.is_prompt]
+        room = 0 if found and self._has_read else self._rows
+        self._has_read = False
+        for ticket, feed in waiting:
+            if feed.is_prompt and (room >= feed.rows.n_rows or not found):
+                found.append(ticket)
+                room -= feed.rows.n_rows
+                self._has_read = True
+        return found
+
+    def _pass(self, tickets: list[Ticket[Any, Any]]) -> None:
+        """Those together, or, where that fails, by halves: a lack of memory concerns whom it hits alone."""
+        tickets = [ticket for ticket in tickets if not ticket.is_over]  # an outbox may have cancelled one
+        try:
+            made = run([ticket.feed for ticket in tickets if ticket.feed is not None])
+        except Exception as error:
+            if len(tickets) == 1:
+                tickets[0].throw(error)
+                return
+            half = len(tickets) // 2
+            self._pass(tickets[:half])
+            self._pass(tickets[half:])
+        else:
+            for ticket, of in zip(tickets, made, strict=True):
+                ticket.send(of)
+
+
+def together(*works: Work[E, T]) -> list[Ticket[E, T]]:
+    """Several texts side by side, each to its end; the tickets, in the order of the works, have what came of them."""
+    many = Engine()
+    tickets = [many.add(work) for work in works]
+    while many.round():
+        pass
+    return tickets

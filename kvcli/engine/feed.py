@@ -1,0 +1,74 @@
+"""What one text wants of one pass over one model, and what the pass made of it.
+
+Whoever needs a model (a session, a drafter, a policy) is a generator that yields a `Feed` and is sent the `Made`: it
+never calls a model itself. So one text, or many side by side, run the same code, and the engine decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import isgenerator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.gate import Pruner
+    from kvcli.engine.lm import LM
+    from kvcli.engine.rows import Rows
+    from kvcli.engine.sample import Draw
+    from kvcli.kv.slots import Readable, Store
+
+Glean = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> a few numbers [n, m] each
+
+E = TypeVar("E")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Rows of one text for one pass. What they read is in `past`; nothing of them is stored."""
+
+    lm: LM
+    rows: Rows
+    past: Store  # what tree rows read
+    view: Readable | None = None  # what scout rows read; None = past
+    want: Sequence[int] = ()  # rows whose logits are computed, those of the tree first where anything is drawn
+    draw: Draw | None = None  # how the tokens behind the tree's rows are drawn; None = none is
+    glean: Glean | None = None  # what else the host is to learn of each wanted row's logits
+    hear: Sequence[int] = ()  # rows whose queries are handed back
+    is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
+    pruner: Pruner | None = None  # which rows go on from layer to layer; None = all
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Keys and values that a pass made in one layer; never in the store."""
+
+    k: Tensor  # [K, n, D]
+    v: Tensor  # [K, n, D]
+    rows: Sequence[int] | None = None  # the n rows that reached the layer, rising; None = all
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a pass made of a feed."""
+
+    logits: Tensor  # [len(want), V]
+    drawn: Callable[[int], int]  # tree row -> the token behind it; raises BadModel where the logits are no numbers
+    gleaned: Callable[[int], list[float]]  # index into want -> what was gleaned
+    fresh: Mapping[int, Fresh]  # by layer; of a layer that shares the slots of another there is none
+    queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
+
+
+Asks = Generator[Feed, Made, T]  # work that may need passes, and what comes of it
+Work = Generator[Feed | E, Made, T]  # work that has something to say on the way, too
+
+
+def asked(found: Asks[T] | T) -> Asks[T]:
+    """What came of something that may need passes, or was there at once."""
+    if isgenerator(found):
+        plain: T = yield from found
+        return plain
+    return found  # type: ignore[return-value]

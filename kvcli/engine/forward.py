@@ -1,0 +1,196 @@
+"""One pass: rows through the model, attending to the past, a view and each other.
+
+The seam to transformers is the function `attention`, registered once, and the keyword argument `kvcli_pass`, which
+every decoder layer hands through to it. Layers, rotary embeddings, norms and the head stay transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.feed import Fresh
+from kvcli.engine.gate import Live, narrowed
+from kvcli.engine.rows import Rows, places
+from kvcli.kernels.attend_fresh import attend_fresh
+from kvcli.kernels.merge import Part, merge
+from kvcli.kv.slots import Sight
+
+if TYPE_CHECKING:
+    from kvcli.engine.feed import Feed
+
+
+class Enough(Exception):
+    """Ends a pass early: all that was wanted of it is there."""
+
+
+class Pass:
+    """One trip of a feed's rows through the model; what it made stays here until its rows are accepted."""
+
+    last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.rows = feed.rows  # those on their way
+        self.live: Sequence[int] | None = None  # which of the feed's these are, rising; None = all
+        self.fresh: dict[int, Fresh] = {}  # by layer
+        self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
+        self._hear: Tensor | None = None  # on the device
+        self._seen: dict[int | None, Tensor | None] = {}  # by window, on the device
+
+    @property
+    def n_rows(self) -> int:
+        """All that the pass began with."""
+        return self._feed.rows.n_rows
+
+    @property
+    def prunes(self) -> bool:
+        return self._feed.pruner is not None
+
+    def narrow(self, layer: int, hidden: Tensor) -> Tensor:
+        """Before a layer: hidden states [n, E] of the rows on their way -> of those that go on."""
+        feed = self._feed
+        if feed.pruner is None:
+            return hidden
+        before = self.live or range(self.n_rows)
+        live = Live(before, self.fresh.get(layer - 1), self.queries[-1] if self.queries else None)
+        rows, hidden = narrowed(feed.pruner, layer, live, hidden)
+        if rows is not before:
+            assert {*feed.want, *feed.hear} <= set(rows), "rows that are wanted or heard go through every layer"
+            self.live = None if len(rows) == self.n_rows else rows
+            self.rows = feed.rows if self.live is None else feed.rows.only(rows)
+            self._hear, self._seen = None, {}
+        return hidden
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+        """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding, of the rows on their way -> [H, N, D].
+
+        No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
+        read in the store's numbers: a guess must see its ancestors as it will once they are stored.
+        """
+        feed, past = self._feed, self._feed.past
+        q, k, v = (t.to(past.dtype) for t in (q, k, v))
+        assert layer not in self.fresh, "a layer runs once"
+        if (source := feed.lm.shapes[layer].shares) is None:
+            self.fresh[layer] = Fresh(k, v, self.live)
+        else:
+            k, v = self._of(self.fresh[source])
+        tree, pos = self.rows.tree, self.rows.pos
+        if feed.hear:
+            if self._hear is None:
+                self._hear = torch.tensor(places(feed.hear, self.live), device=q.device)
+            self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
+        if layer == self.last:
+            raise Enough
+        if feed.is_prompt:
+            sight = replace(sight, is_prompt=True)
+        parts = past.attend(layer, q[:, :tree], sight, pos[:tree])
+        if tree < self.rows.n_rows:
+            scouts = (feed.view or past).attend(layer, q[:, tree:], sight, pos[tree:])
+            parts = _beside(parts, tree, scouts, self.rows.n_rows, q)
+        sees = self._sees(sight.window, q.device)
+        parts.append(attend_fresh(q, k, v, sight.scale, sees, softcap=sight.softcap))
+        if sink is not None:  # a learned logit that takes mass and gives nothing (gpt-oss)
+            lse = sink.to(parts[-1].lse.dtype).unsqueeze(-1).expand(-1, q.shape[1])
+            parts.append(Part(torch.zeros_like(parts[-1].out), lse))
+        return merge(parts)
+
+    def _of(self, shared: Fresh) -> tuple[Tensor, Tensor]:
+        """What another layer made of the rows on their way, all of which have been there."""
+        if shared.rows is self.live:
+            return shared.k, shared.v
+        rows = places(self.live or range(self.n_rows), shared.rows)
+        return shared.k[:, rows], shared.v[:, rows]
+
+    def _sees(self, window: int | None, device: torch.device) -> Tensor | None:
+        """Which fresh rows a row sees in a layer with this window; None = plain causal."""
+        if window not in self._seen:
+            sees = self.rows.sees if window is None else _band(self.rows, window)
+            self._seen[window] = None if sees is None else sees.to(device)
+        return self._seen[window]
+
+
+class SideBySide:
+    """Passes of several texts in one trip: each row attends to its own text, and everything else is row by row."""
+
+    last = -1
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self._passes = passes
+        self.prunes = any(p.prunes for p in passes)
+        self.n_rows = sum(p.n_rows for p in passes)
+
+    @property
+    def live(self) -> Sequence[int] | None:
+        """Which rows are on their way, counted from the first text's on; None = all."""
+        if all(p.live is None for p in self._passes):
+            return None
+        found, start = list[int](), 0
+        for p in self._passes:
+            found += (start + row for row in p.live or range(p.n_rows))
+            start += p.n_rows
+        return found
+
+    def narrow(self, layer: int, hidden: Tensor) -> Tensor:
+        """As of one pass, each text by its own pruner."""
+        each = torch.split(hidden, [p.rows.n_rows for p in self._passes])
+        return torch.cat([p.narrow(layer, own) for p, own in zip(self._passes, each, strict=True)])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+        """As of one pass, their rows one text behind the other."""
+        counts = [p.rows.n_rows for p in self._passes]
+        each = zip(self._passes, *(torch.split(t, counts, dim=1) for t in (q, k, v)), strict=True)
+        outs = [p.attend(layer, *own, sight, sink) for p, *own in each]
+        if layer == self.last:
+            raise Enough
+        return torch.cat([out.to(q.dtype) for out in outs], dim=1)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kvcli_pass: Pass | SideBySide,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
+    sight = sight_of(query, scaling, softcap, sliding_window)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = kvcli_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
+    return out.transpose(0, 1).unsqueeze(0).to(query.dtype).contiguous(), None
+
+
+def sight_of(query: Tensor, scaling: float | None, softcap: float | None, window: int | None) -> Sight:
+    """How a layer looks at slots, from what it hands to its attention function; query [.., D]."""
+    return Sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
+
+
+def _band(rows: Rows, window: int) -> Tensor | None:
+    """[N, N]: what `sees` allows and the window does not hide; what it allows when the window hides nothing."""
+    if max(rows.pos) - min(rows.pos) < window:
+        return rows.sees
+    pos, n = torch.tensor(rows.pos), rows.n_rows
+    sees = torch.ones(n, n, dtype=torch.bool).tril() if rows.sees is None else rows.sees
+    return sees & (pos.view(1, -1) > (pos - window).view(-1, 1))
+
+
+def _beside(parts: list[Part], tree: int, scouts: list[Part], n: int, q: Tensor) -> list[Part]:
+    """Parts of the tree rows and parts of the scout rows as parts of all n rows: each sees nothing of the other's."""
+    wide = []
+    for part, a, b in [*((p, 0, tree) for p in parts), *((p, tree, n) for p in scouts)]:
+        out = part.out.new_zeros(q.shape[0], n, part.out.shape[2])
+        lse = part.lse.new_full((q.shape[0], n), -torch.inf)
+        out[:, a:b], lse[:, a:b] = part.out, part.lse
+        wide.append(Part(out, lse))
+    return wide

@@ -1,0 +1,92 @@
+"""What the host learns of a pass: the tokens that were drawn, and numbers that a drafter asked for.
+
+A device that is not the host's is asked once, for all rows of all texts: each question more would empty its queue. On
+a CPU, where a draw takes as long for each row as for one, a row is asked for when somebody wants it, since most guesses
+are not reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli.engine.sample import STUCK
+from kvcli.errors import BadInput, BadModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.feed import Feed
+
+
+class Readback:
+    """Of one text, by the logits [len(want), V] of its feed."""
+
+    def __init__(self, feed: Feed, logits: Tensor) -> None:
+        self._feed, self._logits = feed, logits
+        self._ids: list[int] = []  # of all tree rows, or none yet
+        self._gleaned: list[list[float]] = []  # of all wanted rows, or none yet
+
+    def drawn(self, row: int) -> int:
+        """The token behind a tree row.
+
+        Raises BadModel where its logits are no numbers, BadInput where a constraint allows nothing.
+        """
+        token = self._ids[row] if self._ids else int(self._draw(range(row, row + 1))[0])
+        if token == STUCK:
+            raise BadInput(
+                "the answer cannot go on: its schema or grammar allows no token here",
+                code="nothing_allowed",
+                lines=[f"after position {self._feed.rows.pos[row]:,}: no token fits, or too many rules could be meant"],
+                try_=["a simpler schema or grammar"],
+            )
+        if token < 0:
+            raise BadModel(
+                "the model's output is not a number",
+                code="bad_logits",
+                lines=[f"logits after position {self._feed.rows.pos[row]:,} hold NaN or infinity"],
+                try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
+            )
+        return token
+
+    def gleaned(self, index: int) -> list[float]:
+        """What the feed gleans of the logits of want[index]."""
+        if self._gleaned:
+            return self._gleaned[index]
+        found: list[float] = self._glean(slice(index, index + 1))[0].tolist()
+        return found
+
+    def numbers(self) -> Tensor:
+        """All of it in one row of float64, which holds ids exactly."""
+        parts = [torch.empty(0, dtype=torch.float64, device=self._logits.device)]
+        if self._feed.draw is not None:
+            parts.append(self._draw(range(self._feed.rows.tree)).double())
+        if self._feed.glean is not None:
+            parts.append(self._glean(slice(None)).double().flatten())
+        return torch.cat(parts)
+
+    def fill(self, numbers: list[float]) -> None:
+        """The same, on the host."""
+        n = self._feed.rows.tree if self._feed.draw is not None else 0
+        self._ids, rest = [int(i) for i in numbers[:n]], numbers[n:]
+        wide = len(rest) // max(1, len(self._feed.want))
+        self._gleaned = [rest[at : at + wide] for at in range(0, len(rest), wide)] if wide else []
+
+    def _draw(self, which: range) -> Tensor:
+        assert self._feed.draw is not None, "nothing was to be drawn"
+        return self._feed.draw.behind(self._feed.rows, which, self._logits)
+
+    def _glean(self, which: slice) -> Tensor:
+        assert self._feed.glean is not None, "nothing was to be gleaned"
+        return self._feed.glean(self._logits[which])
+
+
+def fetch(texts: Sequence[Readback]) -> None:
+    """Wait for the device, once, for all of them."""
+    numbers = [text.numbers() for text in texts]
+    rest: list[float] = torch.cat(numbers).tolist()
+    for text, of in zip(texts, numbers, strict=True):
+        text.fill(rest[: of.shape[0]])
+        rest = rest[of.shape[0] :]

@@ -1,0 +1,255 @@
+"""Ask a loaded model how its layers attend, then compare our pass with its own; refuse by name where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.engine.engine import call, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.forward import Pass, sight_of
+from kvcli.engine.gate import Live
+from kvcli.engine.rows import Rows
+from kvcli.errors import BadModel
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import LayerShape, Sight
+from kvcli.models.foreign import blamed
+
+_SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
+# Relative RMS of a row's logits. Stock attention takes its softmax in float32 even in a float64 model.
+_WITHIN = {torch.float64: 1e-5, torch.float32: 3e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer handed to the attention function."""
+
+    module: nn.Module
+    index: int
+    heads: tuple[int, int, int, int]  # H, K, key size, value size
+    sight: Sight
+    mask: int | None  # which of the model's masks it was handed; None = none, -1 = one changed on the way
+    sink: Tensor | None  # [H] logits that take attention and give nothing
+    extras: tuple[str, ...]  # what it asks of attention that nobody here serves
+
+
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Probe:
+    """Travels through a model in place of a pass and notes what each layer asks for."""
+
+    layers: list[Layer] = field(default_factory=list)
+    masks: list[MaskRule] = field(default_factory=list)
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+    ) -> tuple[Tensor, None]:
+        """Registered with transformers under its own name for the length of the probe."""
+        extras = [k for k, v in asked.items() if k not in _SERVED and isinstance(v, Tensor)]
+        if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            extras.append("is_causal=False")
+        heads = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        index = int(getattr(module, "layer_idx", -1))
+        sight = sight_of(query, asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window"))
+        which = None if attention_mask is None else self._which(attention_mask)
+        self.layers.append(Layer(module, index, heads, sight, which, asked.get("s_aux"), tuple(extras)))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def mask(self, *_: Any, mask_function: MaskRule, device: torch.device | str = "cpu", **__: Any) -> Tensor:
+        """A mask whose only entry says which rule made it."""
+        self.masks.append(mask_function)
+        return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
+
+    def _which(self, mask: Tensor) -> int:
+        mark = float(mask) if mask.numel() == 1 else -1.0
+        return int(mark) if mark in range(len(self.masks)) else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What our attention and storage need to know of a model."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    sights: tuple[Sight, ...]
+    sinks: tuple[Tensor | None, ...]
+    attentions: tuple[nn.Module, ...]
+    stored: tuple[LayerShape, ...]
+
+
+def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
+    """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
+    kind = f"{name} ({model.config.model_type})"
+    with blamed(lambda said: refusal(kind, "a row does not get through it", [said])):
+        call(model, [0], [0], [0], kvcli_pass=probe)
+    layers = probe.layers
+    if not layers:
+        _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
+    if [at.index for at in layers] != list(range(n_layers)):
+        seen = len({at.index for at in layers})
+        why = f"only {seen} of its {n_layers} layers attend" if seen < n_layers else "its layers attend more than once"
+        _refuse(kind, why, ["kvcli stores one key and one value per head, layer and token"])
+    for at in layers:
+        _check_layer(at, probe, limit, kind)
+    heads = sorted({at.heads for at in layers})
+    if len(heads) > 1:
+        _refuse(kind, "its layers differ in their heads", [f"(heads, KV heads, key size, value size): {heads}"])
+    h, k, d, _ = heads[0]
+    sights, sinks, modules = zip(*((at.sight, at.sink, at.module) for at in layers), strict=True)
+    stored = tuple(LayerShape(*at.heads[1:]) for at in layers)
+    return Shape(h, k, d, sights, sinks, modules, stored)
+
+
+def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
+    h, k, d, d_value = at.heads
+    if d != d_value or h % k:
+        _refuse(kind, f"layer {at.index} has {h} heads, {k} KV heads, keys of {d}, values of {d_value}", ["as MLA has"])
+    if at.extras:
+        _refuse(kind, f"layer {at.index} asks its attention for {', '.join(at.extras)}", ["which kvcli does not serve"])
+    if at.mask == -1:
+        _refuse(kind, f"layer {at.index} makes a mask of its own", ["kvcli serves full and sliding-window attention"])
+    if at.mask is None:
+        return
+    with blamed(lambda said: refusal(kind, f"the mask of layer {at.index} follows from more than positions", [said])):
+        is_causal = _is_causal(probe.masks[at.mask], at.sight.window, limit)
+    if not is_causal:
+        what = "causal" if at.sight.window is None else f"a sliding window of {at.sight.window}"
+        _refuse(kind, f"the mask of layer {at.index} is not {what}", ["as in chunked or bidirectional attention"])
+
+
+def _is_causal(rule: MaskRule, window: int | None, limit: int) -> bool:
+    """Whether the model's own mask, far into a text, is what we will do: everything older, or the window."""
+    last = max(limit - 1, 2 * (window or 0), 2)
+    first = 0 if window is None else last - window + 1
+    seen, hidden = [last, (first + last) // 2, first], [last + 1, *([] if window is None else [first - 1, 0])]
+
+    def sees(at: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(rule(zero, zero, torch.tensor(last), torch.tensor(at)))
+
+    return all(map(sees, seen)) and not any(map(sees, hidden))
+
+
+def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: str) -> None:
+    """Random tokens through the model's own attention, in place during `stock()`, and through ours; raises BadModel.
+
+    In half precision rounding alone may send a token to another expert, which changes its row and what later rows
+    read. A fault in the seam changes most rows of every text: so there half of the rows and two of three texts may
+    be off.
+    """
+    is_half = lm.dtype in (torch.bfloat16, torch.float16)
+    kind, bound = f"{name} ({lm.info.family})", _WITHIN.get(lm.dtype, 0.05)
+    small = [w for w in lm.windows if w is not None and w <= 64]
+    n = min(max([16, *(3 * w for w in small)]), lm.limit)  # most rows leave a small window
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(3 if is_half else 1):
+        ids = torch.randint(0, lm.vocab, (n,), generator=noise).tolist()
+        with stock(), blamed(lambda said: refusal(kind, "its own forward fails", [said])):
+            theirs = _stock(lm, ids)
+        if not bool(theirs.isfinite().all()):
+            _refuse(kind, f"its own forward gives NaN or infinity in {lm.info.dtype}", [], ["--set load.dtype=fp32"])
+        mine = _ours(lm, ids)
+        worst = _apart(mine, theirs, n // 2 if is_half else 0)
+        if worst <= bound:
+            return
+    largest = float((mine - theirs).abs().nan_to_num(torch.inf).max())
+    _refuse(
+        kind,
+        "our pass does not give the logits of its own forward",
+        [
+            f"{n} tokens: logits off by up to {largest:.3g} on a scale of {float(theirs.abs().max()):.3g}",
+            f"relative error {worst:.2g}, allowed in {lm.info.dtype}: {bound:g}",
+        ],
+        ["report it with the output of kvcli doctor", "--set load.verify=false runs it anyway: expect wrong text"],
+    )
+
+
+def compare_narrowed(lm: Any, name: str) -> None:
+    """Rows that stay behind before the first layer, against a pass without them; raises BadModel where they differ.
+
+    Every layer is then given a part of the rows, so whatever carries rows past a gate shows.
+    """
+    n = min(17, lm.limit)
+    on = [*range(0, n - 1, 3), n - 1]
+    ids = torch.randint(0, lm.vocab, (n,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole, empty = Rows.chain(ids, 0), Dense(lm.shapes, lm.dtype, lm.device)
+    kind, said = f"{name} ({lm.info.family})", list[Tensor]()
+    for feed in (
+        Feed(lm, whole, empty, want=on, pruner=_Leaving(on)),
+        Feed(lm, whole.only(on), empty, want=range(len(on))),
+    ):
+        with blamed(lambda why: _unpruned(kind, why)):
+            said.append(call(lm.model, feed.rows.ids, feed.rows.pos, feed.want, kvcli_pass=Pass(feed)).double().cpu())
+    off = _apart(said[0], said[1], len(on) // 2 if lm.dtype.itemsize < 4 else 0)
+    if off > _WITHIN.get(lm.dtype, 0.05):
+        raise _unpruned(kind, f"a pass with {len(on)} of {n} rows between its layers is off by {off:.2g}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Lets `rows` on into the first layer, and all of them from there on."""
+
+    rows: list[int]
+
+    def before(self, layer: int, live: Live) -> Sequence[int] | None:
+        return self.rows if layer == 0 else None
+
+    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None: ...
+
+    def revive(self, layer: int) -> None: ...
+
+
+def _unpruned(kind: str, why: str) -> BadModel:
+    return BadModel(
+        f"rows of {kind} cannot be left out between its layers",
+        code="no_pruning",
+        lines=[why],
+        try_=["a profile without a pruner"],
+    )
+
+
+def _apart(mine: Tensor, theirs: Tensor, nth: int) -> float:
+    """Relative RMS between rows of logits [N, V]: that of the row that is off the most but `nth`."""
+    off = ((mine - theirs).square().mean(1) / theirs.square().mean(1).clamp_min(1e-30)).sqrt()  # [N]
+    return float(off.nan_to_num(torch.inf).sort(descending=True).values[nth])
+
+
+def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
+    """Logits [N, V] of one call with the attention that is in place."""
+    return call(lm.model, ids).double().cpu()
+
+
+def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
+    """Logits [N, V] of two passes, the second reading what the first stored."""
+    kv = Dense(lm.shapes, lm.dtype, lm.device)
+    half = len(ids) // 2
+    logits = []
+    for a, b in ((0, half), (half, len(ids)))[half == 0 :]:  # a window of one token has no half
+        rows = Rows.chain(ids[a:b], a)
+        last_first = range(b - a - 1, -1, -1)  # a model that ignores it gives other rows
+        (made,) = run([Feed(lm, rows, kv, want=last_first)])
+        logits.append(made.logits[: b - a].flip(0))
+        for layer, fresh in made.fresh.items():
+            kv.append(layer, fresh.k, fresh.v, a)
+    return torch.cat(logits).double().cpu()
+
+
+def _refuse(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ()) -> NoReturn:
+    raise refusal(kind, why, lines, try_)
+
+
+def refusal(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ()) -> BadModel:
+    return BadModel(
+        f"{kind} is not supported: {why}",
+        code="model_unsupported",
+        lines=lines,
+        try_=try_ or ["docs/models.md lists what runs", "vLLM or llama.cpp may serve this model"],
+    )

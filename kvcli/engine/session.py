@@ -1,0 +1,241 @@
+"""A session: one text, its past, and the loop that makes them longer."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.boundary import Boundary
+from kvcli.engine.drafter import Drafter
+from kvcli.engine.feed import Asks, Feed, Made, Work, asked
+from kvcli.engine.heard import Heard
+from kvcli.engine.kinds import Span, kinds_of
+from kvcli.engine.policy import Phase, Policy, Wants
+from kvcli.engine.rows import Rows, places
+from kvcli.engine.sample import Draw, Sampler, Seen
+from kvcli.engine.stats import Step
+from kvcli.engine.verify import walk
+from kvcli.kv.slots import Lens, Loss, Masks, Store
+
+if TYPE_CHECKING:
+    from kvcli.engine.constraint import Constraint
+    from kvcli.engine.lm import LM
+
+
+class Session:
+    """Ids in, ids out; one sequence. Its verbs are work for an engine (engine.py): they yield what they want of it.
+
+    `ids` is the text so far; its last token is pending, the keys and values of all before it are in `kv` once read
+    (`committed` of them). Between steps the two always agree, so a session can stop, rewind or be saved at any moment.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        kv: Store,
+        drafter: Drafter,
+        sampler: Sampler,
+        *,
+        view: Lens | None = None,
+        policy: Policy | None = None,
+        chunk: int = 2048,
+        every: int | None = None,
+        kinds: Tensor | None = None,
+    ) -> None:
+        """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
+
+        `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.kinds).
+        """
+        self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
+        self.view, self.policy = view, policy
+        self.chunk_rows, self.every = chunk, every
+        self.ids: list[int] = []
+        self.committed = 0
+        self.boundary = self._next_boundary()
+        self.seen = Seen(lm.vocab, lm.device)
+        self.constraint: Constraint | None = None  # of the answer, which begins at `answer_at`
+        self.answer_at = 0
+        self.kinds, self.spans = kinds, list[Span]()  # by id; by position
+        self._wants = policy.wants(lm) if policy is not None else Wants()
+        self.heard = Heard(self._wants.recent, self._wants.probes)
+        self.memory = self._wants.memory()  # the policy's, of this text
+        self._n_prompt = 0  # tokens stored once the last prompt was read
+        self._is_whole = True  # nothing was ever evicted, so the past may be rewound
+
+    def step(self, stop: Collection[int] = (), most: float = math.inf) -> Asks[Step]:
+        """One pass: guess, run, accept, commit. New tokens, at least one and at most `most`, end at one of `stop`."""
+        assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
+        began = time.perf_counter()
+        room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
+        draft = yield from asked(self.drafter.propose(self.ids, room))
+        assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
+        rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
+        answer = self.ids[self.answer_at :] if self.constraint else ()
+        how, hear = Draw(self.sampler, self.seen, self.constraint, answer), self.heard.of_tree(rows.tree)
+        made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
+        path, new = walk(rows, made.drawn, stop)
+        self._commit(rows, hear, made, path)
+        self.ids += new
+        self.seen.add(new)
+        step = Step(rows, made.logits, path, new, time.perf_counter() - began, made.gleaned)
+        yield from asked(self.drafter.observe(step))
+        if self.committed == self.boundary:
+            yield from self.settle()
+        return replace(step, seconds=time.perf_counter() - began)
+
+    def chunk(self, ids: Sequence[int]) -> Asks[bool]:
+        """Take in the next chunk of `ids`, of which the text is the beginning; False once all of them are read.
+
+        The same pass with a causal chain, every row accepted.
+        """
+        if new := ids[len(self.ids) :]:
+            self.ids += new
+            self.seen.add(new)
+            if self.policy is None:  # with one, memory is what it leaves, not what is read
+                self.kv.reserve(len(self.ids))
+            self.heard.begin(len(self.ids) - 1)
+        whole = len(self.ids) - 1
+        if self.committed >= whole:
+            yield from asked(self.drafter.start(self.ids, self.sampler))
+            return False
+        end = min(self.committed + self.chunk_rows, whole)
+        rows = Rows.chain(self.ids[self.committed : end], self.committed)
+        hear = self.heard.of_chunk(self.committed, rows.n_rows)
+        made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True)
+        self.boundary = end  # a chunk's end is a boundary
+        self._commit(rows, hear, made, range(rows.n_rows))
+        yield from self.settle("read" if end == whole else "reading")
+        return True
+
+    def read(self, ids: Sequence[int]) -> Work[int, None]:
+        """Take in `ids` behind the text; says after each chunk how many tokens are committed."""
+        text = [*self.ids, *ids]
+        while (yield from self.chunk(text)):
+            yield self.committed
+
+    def stream(
+        self, new: int, stop: Collection[int] = (), cancel: Callable[[], bool] = lambda: False
+    ) -> Work[Step, None]:
+        """Steps until `new` tokens were added, one of `stop` came, or `cancel()` says so between passes."""
+        left = new
+        while left > 0 and not cancel():
+            step = yield from self.step(stop, left)
+            left -= len(step.new)
+            yield step
+            if step.new[-1] in stop:
+                return
+
+    def settle(self, phase: Phase = "answering") -> Asks[None]:
+        """A boundary: the past may change now, and only now."""
+        if phase != "answering":
+            self._n_prompt = self.committed
+        masks: Masks = ()
+        if self.policy is not None:
+            masks = yield from self._at(phase).ask(self.policy)
+        was_whole, self._is_whole = self._is_whole, False  # should it fail half way
+        self._is_whole = not self.kv.settle(masks) and was_whole
+        self.boundary = self._next_boundary()
+        if phase == "read" and not self._wants.lasting:
+            self.heard.forget()
+
+    def rewind(self, n: int) -> int:
+        """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
+        keep = max(0, min(self.committed, n - 1))
+        if keep < self.committed and (not self._is_whole or self.heard):  # what was evicted, or heard, stays so
+            keep = 0
+        self.kv.crop(keep)
+        self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
+        if not keep:
+            self._is_whole, self._n_prompt = True, 0
+            self.heard.clear()
+            self.memory = self._wants.memory()
+        self.seen.clear()
+        self.seen.add(self.ids)
+        self.boundary = self._next_boundary()
+        return keep
+
+    def take(self, other: Session) -> None:
+        """Go on with the text and the past of `other`, which is left empty. Both must store alike.
+
+        Each keeps its own way to view a past: that is the drafter's. The store was made for passes of `other`'s.
+        """
+        self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
+        self.kv, other.kv = other.kv, self.kv
+        for session in (self, other):
+            if session.view is not None:
+                session.view = session.view.over(session.kv)
+        self.heard, other.heard = other.heard, self.heard
+        self.memory, other.memory = other.memory, self.memory
+        self._is_whole, self._n_prompt = other._is_whole, other._n_prompt
+        self.ids, self.committed = other.ids, other.committed
+        self.rewind(len(self.ids))
+        other.rewind(0)
+
+    def fork(self) -> Session:
+        """A second session with the same text and a past of its own; the weights are shared."""
+        return copy.deepcopy(self, {id(shared): shared for shared in (self.lm, self.constraint)})
+
+    def resume(self, ids: Sequence[int]) -> int:
+        """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
+        shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
+        return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
+
+    @property
+    def lost(self) -> set[Loss]:
+        """What rows of an answer miss of the text so far."""
+        found: set[Loss] = {use.lost for use in self.kv.usage() if use.lost is not None}
+        if not self._is_whole:
+            found.add("forgotten")
+        if self.committed and self.kv.dtype != self.lm.dtype and self.kv.dtype.itemsize <= self.lm.dtype.itemsize:
+            found.add("rounded")
+        return found
+
+    def _at(self, phase: Phase) -> Boundary:
+        """What the policy is shown."""
+        wants, stored = self._wants, self.ids[: self.committed]
+        is_told = wants.kinds or bool(wants.guard.kinds)
+        kinds = kinds_of(stored, self.kinds, self.spans) if is_told else kinds_of([], None, [])
+        past = self.lm, self.kv, self.heard, wants.guard
+        return Boundary(*past, stored, kinds, phase, self._n_prompt, self._is_whole, self.memory)
+
+    def _commit(self, rows: Rows, hear: Sequence[int], made: Made, path: Sequence[int]) -> None:
+        """Store the accepted rows' keys and values; the others vanish with the pass."""
+        assert len(path) <= self.boundary - self.committed, "a draft crossed a boundary"
+        commit(self.kv, rows, made, path)
+        self.heard.take(rows, hear, made, path)
+        self.committed += len(path)  # last: what fails before it has not happened
+
+    def _next_boundary(self) -> float:
+        return math.inf if self.every is None else (self.committed // self.every + 1) * self.every
+
+
+def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
+    """Store keys and values of these rows, in each layer of those that reached it."""
+    found: dict[int, list[tuple[Tensor | slice, int]]] = {}  # layers that were reached by the same share one list
+    for layer, fresh in made.fresh.items():
+        if id(fresh.rows) not in found:
+            found[id(fresh.rows)] = list(_runs(rows.pos, fresh.rows, path, fresh.k.device))
+        for taken, start in found[id(fresh.rows)]:
+            kv.append(layer, fresh.k[:, taken], fresh.v[:, taken], start)
+
+
+def _runs(
+    pos: Sequence[int], reached: Sequence[int] | None, path: Sequence[int], device: torch.device
+) -> Iterator[tuple[Tensor | slice, int]]:
+    """Rows of a path by runs of positions: where they lie among those that reached a layer (None = all), and where
+    each run begins."""
+    there = path if reached is None else sorted(set(path).intersection(reached))
+    at = places(there, reached)
+    ends = [i for i in range(1, len(there)) if pos[there[i]] != pos[there[i - 1]] + 1]
+    for a, b in pairwise([0, *ends, len(there)]):
+        if a < b:
+            is_slice = at[b - 1] - at[a] == b - a - 1
+            yield slice(at[a], at[b - 1] + 1) if is_slice else torch.tensor(at[a:b], device=device), pos[there[a]]

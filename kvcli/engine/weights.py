@@ -1,0 +1,145 @@
+"""From checked files to a transformers model: device, precision, and every tensor accounted for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from kvcli.engine.budget import within
+from kvcli.engine.memory import give_back
+from kvcli.errors import BadModel, UsageError
+from kvcli.kernels.linear_packed.module import Swap, make_native_
+from kvcli.models.family import unreadable
+from kvcli.models.foreign import blamed
+from kvcli.models.gguf import quantizer
+from kvcli.models.source import Source
+from kvcli.settings.schema import NUMBERS, Load
+
+
+def read_weights(
+    source: Source, config: Any, dtype: str, device: torch.device, trust_remote_code: bool
+) -> tuple[Any, tuple[str, ...]]:
+    """The model with every tensor from its files, on the CPU, where they are mapped; and what to tell about them.
+
+    A checkpoint that is quantized already goes to `device` at once: moving it later is not allowed.
+    """
+    remote = trust_remote_code and "AutoModelForCausalLM" in source.config.get("auto_map", {})
+    if not remote and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BadModel(
+            f"{source.id} ({source.family}) is not a causal language model",
+            code="model_unsupported",
+            lines=["transformers has no class of that architecture that continues text"],
+            try_=["docs/models.md lists what runs"],
+        )
+    is_placed = "quantization_config" in source.config and device.type != "cpu"
+    if is_placed and find_spec("accelerate") is None:
+        raise BadModel(
+            f"{source.id} comes quantized, which on a GPU needs the package accelerate",
+            code="package_missing",
+            lines=["transformers places such weights with it"],
+            try_=["pip install 'kvcli[quantized]'", "pip install accelerate"],
+        )
+    quantizer.register()
+    with within(source), blamed(partial(unreadable, source, "transformers could not load it")):
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            source.path,
+            config=config,
+            dtype="auto" if dtype == "auto" else getattr(torch, NUMBERS[dtype]),
+            device_map={"": str(device)} if is_placed else None,
+            attn_implementation="eager",  # ours comes once the model is built: LM.of asks it how it attends first
+            use_safetensors=not source.is_pickle,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    _check_loading(source, loading)
+    if device.type == "cpu":
+        make_native_(model, give_back)
+    unused = sorted(loading["unexpected_keys"])
+    notes = (f"{len(unused)} tensors of the checkpoint are not used, such as {unused[0]}",) if unused else ()
+    return model, notes
+
+
+def _check_loading(source: Source, loading: Mapping[str, Any]) -> None:
+    """transformers would go on with random numbers; we do not."""
+    missing, wrong = sorted(loading["missing_keys"]), sorted(map(str, loading["mismatched_keys"]))
+    if missing:
+        raise BadModel(
+            f"the weights of {source.id} are incomplete: {len(missing)} tensors are missing",
+            code="model_incomplete",
+            lines=[*missing[:4], *([f"and {len(missing) - 4} more"] if len(missing) > 4 else [])],
+            detail={"missing": missing},
+            try_=["download the model again", "check that config.json belongs to these weights"],
+        )
+    if wrong or loading.get("error_msgs"):
+        raise BadModel(
+            f"the weights of {source.id} do not have the shapes that its config.json gives",
+            code="model_corrupt",
+            lines=(wrong or [str(m) for m in loading["error_msgs"]])[:4],
+            try_=["check that config.json belongs to these weights"],
+        )
+
+
+# ---- device and precision ----
+
+
+def find_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"load.device = {name}: no such device", try_=["auto, cpu, cuda, cuda:0 or mps"]) from error
+    have = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= have.get(device.type, 0):
+        raise UsageError(
+            f"load.device = {name}: this machine has {have.get(device.type, 0)} {device.type} devices",
+            try_=["--device cpu", "kvcli doctor"],
+        )
+    return device
+
+
+def keeps_blocks(load: Load) -> bool:
+    """Whether weights that come packed in 4 bits stay so: our kernel is for CPUs, not for float64, and `load.quant`
+    packs anew."""
+    return load.quant == "none" and load.dtype != "fp64" and find_device(load.device).type == "cpu"
+
+
+@torch.no_grad()
+def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device) -> Swap:
+    """Replace every plain `nn.Linear` below `root` and move it to `device`, one at a time.
+
+    Done here and not by transformers, which needs one more package for it and puts whole layers on the device first.
+    """
+    import bitsandbytes as bnb
+
+    # said at the first product of a process: int8 products take their inputs in float16, whatever the model's dtype
+    warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")
+    count, numbers, nbytes = 0, 0, 0
+    # a list of all modules would keep every replaced layer alive until the end
+    for parent in [module for module in root.modules() if type(module) is not nn.Linear]:
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not nn.Linear:
+                continue
+            size, has_bias, weight = (layer.in_features, layer.out_features), layer.bias is not None, layer.weight.data
+            if quant == "int8":
+                fresh = bnb.nn.Linear8bitLt(*size, bias=has_bias, has_fp16_weights=False, threshold=6.0, device="meta")
+                fresh.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+            else:
+                kind = "nf4" if quant == "nf4" else "fp4"
+                fresh = bnb.nn.Linear4bit(
+                    *size, bias=has_bias, compute_dtype=weight.dtype, quant_type=kind, device="meta"
+                )
+                fresh.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type=kind)
+            fresh.bias = layer.bias
+            setattr(parent, name, fresh.to(device).eval())  # moving is what quantizes
+            count, numbers, nbytes = count + 1, numbers + weight.numel(), nbytes + fresh.weight.nbytes
+    return Swap(count, {}, numbers, nbytes)

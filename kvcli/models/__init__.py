@@ -1,0 +1,1 @@
+"""Finding, fetching and opening models; their tokenizers and templates."""

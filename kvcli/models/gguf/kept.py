@@ -1,0 +1,44 @@
+"""Copies of models in another format: named after what they were made of, and the oldest forgotten."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcli.models.source import Source
+
+FOLDER = "gguf"  # of the cache
+KEPT = 4  # copies, those used last
+
+
+def fingerprint(found: Source, version: int) -> str:
+    """Changes when the configuration or a weight file does, or `version` of the code; reads no weights."""
+    files = [(f.path.name, f.nbytes, f.path.stat().st_mtime_ns, sorted(f.tensors)) for f in found.files]
+    said = json.dumps([version, found.config, files], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def use(copy: Path) -> None:
+    """Note that it is used now, whatever the disk notes by itself."""
+    file = copy / "config.json" if copy.is_dir() else copy
+    os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
+
+
+def forget(folder: Path, keep: int) -> None:
+    """Remove copies, but for so many used last: each is as large as its model."""
+    copies = sorted(folder.glob("[!.]*"), key=_used)
+    for copy in copies[: max(0, len(copies) - keep)]:
+        with suppress(OSError):  # Windows keeps one that another process has open
+            shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
+
+
+def _used(copy: Path) -> int:
+    file = copy / "config.json" if copy.is_dir() else copy
+    return file.stat().st_atime_ns if file.exists() else 0

@@ -1,0 +1,212 @@
+"""A GGUF file as a folder of transformers' own kind, made at the first load and kept in the cache.
+
+The file is a stranger's. What is written is bounded by the sizes its header was checked for; its vocabulary is read by
+transformers and held to its embedding; its chat template is text here, and runs where every model's does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvcli.errors import BadModel, writing
+from kvcli.files import check_room, private_folder, replacing_folder
+from kvcli.kernels.linear_packed import reference
+from kvcli.models import source
+from kvcli.models.foreign import blamed
+from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
+from kvcli.models.gguf.config import DIGITS, WHOLE, Described, Piece, describe
+from kvcli.models.gguf.header import BLOCKS, Header, read
+from kvcli.models.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
+from kvcli.models.gguf.quantizer import GROUP, METHOD
+from kvcli.models.refusals import no_tokenizer
+from kvcli.settings.schema import NUMBERS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.models.source import Source
+
+VERSION = 1  # of what is written below
+_KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors'
+# end an answer whatever the file calls its end of text (llama.cpp looks for them as well)
+_ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
+
+
+def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None) -> Source:
+    """The model as a folder, with its weights in `dtype` (auto, bf16, ...); with `packs`, 4-bit blocks stay packed.
+
+    What is no GGUF file comes back as it is.
+    """
+    if not found.is_gguf:
+        return found
+    dtype = NUMBERS.get(dtype, str(found.config["dtype"]))
+    header = read(found.path)
+    described = describe(header, found.id)
+    plan = list(_plan(header, described, dtype, packs))
+    folder = cache / FOLDER / f"{fingerprint(found, VERSION)}-{dtype}{'-packed' if packs else ''}"
+    if not folder.exists():
+        _make(folder, found, header, described, plan, dtype, tell)
+    use(folder)
+    return replace(source.find(str(folder)), id=found.id, revision=found.revision)
+
+
+def told(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
+    """Notes on what of a file stays as it is and what was unpacked."""
+    if not found.is_gguf:
+        return ()
+    tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
+    stay = Counter(t.dtype for name, t in tensors if packs and stays_packed(name, t.dtype, t.shape))
+    gone = Counter(t.dtype for _, t in tensors) - stay
+    told = (("layers that stay packed as in the file", stay), (f"tensors of the file unpacked to {dtype}", gone))
+    return tuple(f"{what}: {', '.join(f'{n} of {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
+
+
+def _make(
+    folder: Path,
+    found: Source,
+    header: Header,
+    described: Described,
+    plan: Sequence[_Out],
+    dtype: str,
+    tell: Callable[[str], None] | None,
+) -> None:
+    need = sum(out.nbytes for out in plan)
+    private_folder(folder.parent)
+    forget(folder.parent, KEPT - 1)
+    check_room(folder.parent, need, f"unpacking {found.id}")
+    if tell is not None:
+        tell(f"unpacking {found.id}, {need / 1e6:,.0f} MB, once: {folder}")
+    config = {**described.config, "dtype": dtype}
+    if modules := [out.name.removesuffix(".data") for out in plan if out.kind == "U8"]:
+        config["quantization_config"] = {"quant_method": METHOD, "bits": 4, "group_size": GROUP, "modules": modules}
+    with writing(folder, try_=["df -h"]), replacing_folder(folder) as made:
+        ends = _write_words(made, found, header, described)
+        (made / "config.json").write_text(json.dumps(config))
+        (made / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
+        _write_weights(made / "model.safetensors", plan)
+
+
+# ---- weights ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Out:
+    """One tensor of the folder, and what makes its bytes."""
+
+    name: str
+    kind: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    nbytes: int
+    stretches: Callable[[], Iterator[Tensor]]
+
+
+def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iterator[_Out]:
+    number = getattr(torch, dtype)
+    for name, piece in described.pieces.items():
+        stored = header.tensors[piece.stored]
+        rows = partial(_rows, header, piece)
+        if packs and stays_packed(name, stored.kind, stored.shape):
+            module, (n, k) = name.removesuffix(".weight"), stored.shape
+            data = partial(_nibbles, rows, stored.kind)
+            yield _Out(f"{module}.data", "U8", (n, k // 2), n * k // 2, data)
+            scale, size = partial(_scales, rows, stored.kind, number), (k // GROUP, n, 2)
+            yield _Out(f"{module}.scale", _KINDS[dtype], size, prod(size) * number.itemsize, scale)
+        else:
+            plain = partial(_numbers, rows, stored.kind, piece.plus, number)
+            yield _Out(name, _KINDS[dtype], stored.shape, prod(stored.shape) * number.itemsize, plain)
+
+
+def _rows(header: Header, piece: Piece) -> Iterator[Bytes]:
+    """The blocks of a tensor [rows, bytes], a stretch at a time, in transformers' order of rows."""
+    stored = header.tensors[piece.stored]
+    n = prod(stored.shape[:-1])
+    held = np.memmap(header.path, np.uint8, "r", stored.at, (n, stored.nbytes // n))
+    order = np.arange(n)
+    if piece.heads:  # from pairs that llama.cpp turns together to halves
+        order = order.reshape(piece.heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    for part in stretches(n, stored.shape[-1]):
+        yield held[order[part]]
+
+
+def _numbers(rows: Callable[[], Iterator[Bytes]], kind: str, plus: float, dtype: torch.dtype) -> Iterator[Tensor]:
+    return ((numbers(raw, kind) - plus).to(dtype) for raw in rows())
+
+
+def _nibbles(rows: Callable[[], Iterator[Bytes]], kind: str) -> Iterator[Tensor]:
+    return (reference.pack4(packed(raw, kind)[0]) for raw in rows())
+
+
+def _scales(rows: Callable[[], Iterator[Bytes]], kind: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    pairs = torch.cat([packed(raw, kind)[1].to(dtype) for raw in rows()])  # [N, K // 32, 2]
+    yield pairs.transpose(0, 1)
+
+
+def _write_weights(file: Path, plan: Sequence[_Out]) -> None:
+    """safetensors, whose own writer wants all tensors in memory at once."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for out in plan:
+        entries[out.name] = {"dtype": out.kind, "shape": out.shape, "data_offsets": (at, at + out.nbytes)}
+        at += out.nbytes
+    head = json.dumps(entries).encode()
+    head += b" " * (-len(head) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(head).to_bytes(8, "little") + head)
+        for out in plan:
+            for part in out.stretches():
+                stream.write(part.contiguous().view(torch.uint8).numpy().data)
+
+
+# ---- words ----
+
+
+def _write_words(folder: Path, found: Source, header: Header, described: Described) -> list[int]:
+    """The tokenizer and its chat template; returns the tokens that end an answer."""
+    from transformers import PreTrainedTokenizerFast
+
+    if find_spec("transformers.integrations.gguf") is None:  # before 5.23 it cut text by GPT-2's rule, whatever is said
+        raise BadModel(
+            f"{found.id} is a GGUF file, and this transformers is too old to build its tokenizer",
+            code="package_missing",
+            try_=["pip install -U transformers"],
+        )
+    with blamed(partial(_no_words, found)):
+        # by itself, not from_pretrained: files that lie beside this one are of other models
+        tokenizer = PreTrainedTokenizerFast(
+            name_or_path=str(header.path.parent), gguf_file=header.path.name, local_files_only=True
+        )
+        tokenizer.init_kwargs.pop("local_files_only", None)
+        most = max(tokenizer.get_vocab().values(), default=-1)
+        tokenizer.save_pretrained(folder)
+        special = tokenizer.get_added_vocab()
+    _mend(folder / "tokenizer.json", described.split)
+    if most >= described.config["vocab_size"]:
+        raise _no_words(found, f"its token {most:,} has no row in the embedding")
+    said = [header.meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    return sorted({i for i in said if type(i) is int} | {i for word, i in special.items() if word in _ENDS})
+
+
+def _mend(file: Path, split: str) -> None:
+    """What transformers overlooks of the rule by which text is cut."""
+    made = json.loads(file.read_text(encoding="utf-8"))
+    if split in DIGITS:
+        cuts = [{"type": "Digits", "individual_digits": True}, made["pre_tokenizer"]]
+        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+    if split in WHOLE:
+        made["model"]["ignore_merges"] = True
+    file.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
+
+
+def _no_words(found: Source, said: str) -> BadModel:
+    return no_tokenizer(found.id, said, "another GGUF file of the model")

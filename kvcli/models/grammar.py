@@ -1,0 +1,78 @@
+"""Grammars: what an answer has to be, by a JSON schema or by rules, for any model.
+
+They are read by llguidance (https://github.com/guidance-ai/llguidance), which the extra `schema` installs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.errors import BadInput
+from kvcli.models.foreign import blamed
+
+# Between two signs of JSON, as in llama.cpp: with as much as JSON allows, a small model may indent for ever.
+SPACE = r" |\n[ \t]{0,20}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """In llguidance's notation. `name`: what errors call it."""
+
+    text: str
+    name: str
+
+    @staticmethod
+    def of_schema(schema: Mapping[str, Any], name: str = "the schema") -> Grammar:
+        """JSON of this JSON Schema, properties in its order. Raises BadInput for keywords that cannot be kept."""
+        matcher = library().LLMatcher
+        with blamed(lambda said: refused(name, said, "bad_schema")):
+            text = matcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": SPACE})
+        return _checked(text, name, "bad_schema")
+
+    @staticmethod
+    def of_text(text: str, name: str = "the grammar") -> Grammar:
+        """GBNF as of llama.cpp, with a rule `root`, or Lark as of llguidance, with a rule `start`. Raises BadInput."""
+        matcher = library().LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        if not text.strip():
+            raise refused(name, "it is empty", "bad_grammar")
+        with blamed(lambda said: refused(name, said.partition(": ")[2], "bad_grammar")):
+            lark = any_to_lark(text)
+        return _checked(matcher.grammar_from_lark(lark), name, "bad_grammar")
+
+    @staticmethod
+    def json_object() -> Grammar:
+        """Any JSON object."""
+        return Grammar.of_schema({"type": "object"}, "a JSON object")
+
+
+def library() -> Any:
+    """llguidance, or an error that says how to get it."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise BadInput(
+            "schemas and grammars need llguidance, which is not installed",
+            code="missing_extra",
+            lines=[str(error)],
+            try_=["pip install 'kvcli[schema]'"],
+        ) from None
+    return llguidance
+
+
+def refused(name: str, said: str, code: str) -> BadInput:
+    """In llguidance's words, with its `3(14): ` spelled out."""
+    first, *more = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", said).rstrip().split("\n")
+    return BadInput(f"{name} cannot be kept to: {first}", code=code, lines=more)
+
+
+def _checked(text: str, name: str, code: str) -> Grammar:
+    is_bad, said = library().LLMatcher.validate_grammar_with_warnings(text)
+    if is_bad:
+        raise refused(name, said[0], code)
+    return Grammar(text, name)

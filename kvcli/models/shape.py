@@ -1,0 +1,137 @@
+"""The numbers of a model that memory and time follow from, read from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import BadModel
+from kvcli.models.sizes import NAMES, count, sizes_of
+
+if TYPE_CHECKING:
+    from kvcli.models.source import Source
+
+_ENDLESS = 1 << 20  # tokens, where no limit is stated: what `model.py` takes then
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder in numbers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int  # width of the feed-forward part, of one expert where there are experts
+    vocab: int
+    limit: int  # positions the model was made for
+    windows: tuple[int | None, ...]  # per layer: tokens a sliding layer sees; None = all
+    is_tied: bool = False  # the head uses the embeddings
+    experts: int = 0  # 0 = no experts
+    active: int = 0  # experts a token goes through
+    is_capped: bool = False  # attention scores are bent, which takes plain products
+    is_endless: bool = False  # the config states no limit
+
+    @property
+    def kv_per_token(self) -> int:
+        """Numbers that keys and values of one token have in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def linear(self) -> int:
+        """Weights of the linear layers, all experts."""
+        return self.layers * (self._attention + 3 * self.hidden * self.inner * max(1, self.experts))
+
+    @property
+    def linear_active(self) -> int:
+        """Of these, the ones a token goes through."""
+        return self.layers * (self._attention + 3 * self.hidden * self.inner * max(1, self.active))
+
+    @property
+    def _attention(self) -> int:
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    def visible(self, n: int) -> int:
+        """Slots that the last of n tokens attends to, summed over the layers."""
+        return sum(n if window is None else min(n, window) for window in self.windows)
+
+
+def of_source(source: Source) -> Shape:
+    """Of a model by its files: the one place that knows its sizes and its context before it is loaded."""
+    config: Mapping[str, Any] = source.text_config
+    if not is_complete(config):  # its family's defaults say the rest, which only transformers knows, if it knows it
+        from kvcli.models.family import with_defaults
+
+        with suppress(BadModel):
+            config = with_defaults(source)
+    return shape_of(config, source.id)
+
+
+def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
+    """From the text part of config.json; raises BadModel naming what it does not say."""
+    found = sizes_of(config, name)
+    missing = [NAMES[key][0] for key in ("layers", "hidden", "heads", "vocab") if not found[key]]
+    if missing:
+        raise BadModel(
+            f"config.json of {name} does not say how large the model is",
+            code="model_sizes",
+            lines=[f"missing or no size: {', '.join(missing)}"],
+            detail={"missing": missing},
+            try_=["download config.json again"],
+        )
+    hidden, heads, layers = found["hidden"], found["heads"], found["layers"]
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=1 if _is_multi_query(config) else found["kv_heads"] or heads,
+        head_dim=found["head_dim"] or hidden // heads,
+        inner=(found["experts"] and found["expert_inner"]) or found["inner"] or 4 * hidden,
+        vocab=found["vocab"],
+        limit=_limit(config, found["limit"] or _ENDLESS, name),
+        windows=_windows(config, layers, name),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        experts=found["experts"],
+        active=found["active"],
+        is_capped=bool(config.get("attn_logit_softcapping")),
+        is_endless=not found["limit"],
+    )
+
+
+def is_complete(config: Mapping[str, Any]) -> bool:
+    """Whether a config states its sizes and which layers slide; some leave out what their family's defaults say."""
+    sizes = all(any(config.get(name) for name in NAMES[key]) for key in ("layers", "hidden", "heads", "vocab", "limit"))
+    return sizes and (not config.get("sliding_window") or isinstance(config.get("layer_types"), list))
+
+
+def _is_multi_query(config: Mapping[str, Any]) -> bool:
+    """One head of keys and values for all, in words of its own (gpt_bigcode, the first Falcons)."""
+    return bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
+
+
+def _limit(config: Mapping[str, Any], stated: int, name: str) -> int:
+    """What the loaded model will say (`model.py`): with dynamic rope, the length before keys change."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
+    for one in (r for r in ropes if isinstance(r, dict)):
+        if "dynamic" in str(one.get("rope_type") or one.get("type")):
+            original = one.get("original_max_position_embeddings")
+            return count(original, "original_max_position_embeddings", name) if original else stated
+    return stated
+
+
+def _windows(config: Mapping[str, Any], layers: int, name: str) -> tuple[int | None, ...]:
+    """Tokens that each layer sees; None = all."""
+    stated = None if config.get("use_sliding_window") is False else config.get("sliding_window")
+    if not stated:
+        return (None,) * layers
+    window = count(stated, "sliding_window", name)
+    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        return tuple(window if "sliding" in str(kind) else None for kind in kinds)
+    if isinstance(pattern, int) and pattern > 0:  # every so-many-th layer sees all
+        return tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
+    return (window,) * layers

@@ -1,0 +1,102 @@
+"""The numbers of a model's config, typed, and held against what its weight files announce. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvcli.errors import BadModel
+from kvcli.models.headers import WeightFile
+
+# what families call the same number, the usual name first
+NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "vocab": ("vocab_size",),
+    "limit": ("max_position_embeddings", "n_positions", "seq_length"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "inner": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "active": ("num_experts_per_tok", "num_experts_per_token"),
+    "expert_inner": ("moe_intermediate_size",),
+}
+_NEEDED = ("layers", "hidden", "heads", "vocab", "limit")  # one number each, where they are stated at all
+_LAYERS = 1 << 16  # no model has as many
+_MOST = 1 << 48  # nor a number as large
+
+
+def sizes_of(config: Mapping[str, Any], name: str) -> dict[str, int]:
+    """From the text part of config.json; 0 = nothing, or one number a layer where families have that.
+
+    Raises BadModel for a number that is none.
+    """
+    return {key: _stated(config, key, name) for key in NAMES}
+
+
+def count(value: object, key: str, name: str, least: int = 1, most: int = _MOST) -> int:
+    """The value as a whole number that a model can have; raises BadModel naming its key."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most and value % 1 == 0:
+        return int(value)
+    raise BadModel(
+        f"the config of {name} cannot be used: {key} = {str(value)[:40]}",
+        code="model_sizes",
+        lines=[f"{key} is a whole number from {least:,}" + (f" to {most:,}" if most < _MOST else "")],
+        detail={"key": key},
+        try_=["download config.json and generation_config.json again"],
+    )
+
+
+def hold(config: Mapping[str, Any], text: Mapping[str, Any], files: Sequence[WeightFile], name: str) -> None:
+    """Refuse a config that speaks of more than its files can hold, before anything is made by it.
+
+    Each layer has a tensor, and a weight takes a bit at the very least; pickles say nothing before they are run.
+    """
+    n_tensors = sum(len(file.tensors) for file in files)
+    n_bits = 8 * sum(file.nbytes for file in files)
+    for key, layers in _layers(config):
+        if layers > (n_tensors or _LAYERS):
+            _refuse(name, f"{key} = {layers:,}", f"the files of its weights hold {n_tensors:,} tensors in all")
+    sizes = sizes_of(text, name)
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    for what, numbers in (
+        ("vocab_size * hidden_size", sizes["vocab"] * hidden),
+        ("num_attention_heads * head_dim * hidden_size", heads * sizes["head_dim"] * hidden),
+        ("hidden_size squared", hidden * hidden),
+    ):
+        if numbers > n_bits:
+            _refuse(name, f"{what} = {numbers:,}", f"the files of its weights have {n_bits:,} bits in all")
+    if hidden and heads and not sizes["head_dim"] and hidden < heads:
+        _refuse(
+            name, f"num_attention_heads = {heads:,}", f"hidden_size is {hidden:,}, and each head takes a part of it"
+        )
+
+
+def _stated(config: Mapping[str, Any], key: str, name: str) -> int:
+    """The number under the first of its names that the config uses."""
+    for alias in NAMES[key]:
+        value = config.get(alias)
+        if value is None or (isinstance(value, list) and key not in _NEEDED):
+            continue
+        if number := count(value, alias, name, int(key in _NEEDED), _LAYERS if key == "layers" else _MOST):
+            return number
+    return 0
+
+
+def _layers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """How many layers the config and those nested in it speak of: of the text, of pictures, ..."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _layers(value)
+        elif key in NAMES["layers"] and isinstance(value, int | float):
+            yield key, value
+
+
+def _refuse(name: str, said: str, held: str) -> None:
+    raise BadModel(
+        f"config.json of {name} does not belong to its weights: {said}",
+        code="model_corrupt",
+        lines=[held],
+        try_=["download config.json again", "check that config.json belongs to these weights"],
+    )

@@ -1,0 +1,314 @@
+"""Find the files of a model and check them before anything heavy is loaded. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import fstat
+from os.path import exists, expanduser, lexists  # unlike those of Path they say no to a name that cannot be
+from pathlib import Path, PurePath
+from typing import Any
+
+from kvcli.errors import BadModel
+from kvcli.models import hub
+from kvcli.models.gguf import header
+from kvcli.models.gguf.config import describe
+from kvcli.models.headers import WeightFile, read_header
+from kvcli.models.refusals import refuse
+from kvcli.models.sizes import hold
+from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
+
+Config = dict[str, Any]
+
+_CONFIG = 4 << 20  # bytes; the longest list the layers and what is not quantized
+_INDEX = 32 << 20  # bytes, of half a million tensors
+_VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokeniz*.py", "*vocab.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model on disk whose files are all there."""
+
+    id: str  # as the user named it
+    path: Path
+    revision: str  # commit of the hub, "" for a folder
+    config: Config
+    files: tuple[WeightFile, ...]
+    is_pickle: bool
+    is_gguf: bool = False  # `path` is the file itself, and `config` what its metadata stands for
+
+    @property
+    def family(self) -> str:
+        return str(self.config["model_type"])[:64]  # of strangers a page long
+
+    @property
+    def text_config(self) -> Config:
+        """The decoder's own settings: nested in `text_config` where the checkpoint also has a vision part."""
+        return text_config(self.config)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(f.nbytes for f in self.files)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers stored, 0 if unknown. A packed checkpoint stores several weights in one of them."""
+        return sum(math.prod(t.shape) for f in self.files for t in f.tensors.values())
+
+    @property
+    def has_words(self) -> bool:
+        """Whether a vocabulary lies beside the weights, in a file or in code that makes one."""
+        return self.is_gguf or any(file.match(pattern) for file in self.path.iterdir() for pattern in _VOCABULARIES)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most bytes, as safetensors spells it; "" if unknown."""
+        held: Counter[str] = Counter()
+        for file in self.files:
+            for t in file.tensors.values():
+                held[t.dtype] += t.nbytes
+        return held.most_common(1)[0][0] if held else ""
+
+
+def find(
+    name: str,
+    *,
+    offline: bool = False,
+    revision: str | None = None,
+    demo_dir: Path | None = None,
+    allow_pickle: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> Source:
+    """`demo`, a folder, a GGUF file, or a hub id, with every file checked.
+
+    A hub id is looked for in the local cache. It is downloaded only when `offline` is false and there is a `tell` to
+    say so to: a library that was given nobody to tell stays off the network. A name without an owner is never asked
+    for: it is a typing error far more often than one of the few models that have none.
+    """
+    at = f"{name} at {revision}" if revision else name
+    if name == "demo":
+        return _checked(name, _demo(demo_dir), "", allow_pickle)
+    if name and exists(expanduser(name)):
+        return _checked(name, Path(expanduser(name)), "", allow_pickle)
+    if not re.fullmatch(r"[\w-][\w.-]*", name) and not hub.ID.fullmatch(name):
+        raise BadModel(
+            f"{name[:80] or 'a model without a name'} does not exist",
+            code="model_not_found",
+            try_=["kvcli models list", "give the folder that holds config.json, or a GGUF file"],
+        )
+    repo, _, file = name.partition(":")
+    try:
+        return _checked(name, *hub.cached(repo, file, revision, at, offline), allow_pickle)
+    except BadModel as error:
+        if offline or tell is None or not hub.may_fetch(name, error):
+            raise
+        where = "not in the cache" if error.code == "model_not_found" else "in the cache only in part"
+    tell(f"{at} is {where}: downloading it from huggingface.co")
+    return _checked(name, *hub.download(repo, file, revision, at), allow_pickle)
+
+
+def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
+    if file := _only_gguf(path, name) if path.is_dir() else path:
+        return _checked_gguf(name, file, commit)
+    config = read_config(path, name)
+    _refuse(config, name, path)
+    files, is_pickle = _weights(path, name, allow_pickle)
+    hold(config, text_config(config), files, name)
+    if lexists(path / "generation_config.json"):  # transformers goes on without it where it cannot read it
+        _json(path / "generation_config.json", name, _CONFIG)
+    return Source(name, path, commit, config, files, is_pickle)
+
+
+def _checked_gguf(name: str, path: Path, commit: str) -> Source:
+    if not header.is_gguf(path):
+        raise BadModel(
+            f"{name} is a file; a model is a folder with config.json and *.safetensors, or one GGUF file",
+            code="model_not_found",
+            try_=[f"kvcli chat {path.parent}"],
+        )
+    found = header.read(path)
+    said = describe(found, name)
+    _refuse(said.config, name, path)
+    files = (WeightFile(path, found.size, said.tensors(found)),)
+    hold(said.config, said.config, files, name)
+    return Source(name, path, commit, said.config, files, is_pickle=False, is_gguf=True)
+
+
+def _refuse(config: Config, name: str, path: Path) -> None:
+    try:
+        refuse(config, name)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise BadModel(
+            f"config.json of {name} has a setting of the wrong type",
+            code="model_corrupt",
+            lines=[f"in {path / 'config.json'}: {error}"],
+            try_=["download config.json again"],
+        ) from error
+
+
+def _only_gguf(path: Path, name: str) -> Path | None:
+    """The GGUF file of a folder that holds one and no other weights."""
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if not files or any(any(path.glob(other)) for other in ("model*.safetensors*", "pytorch_model*.bin*")):
+        return None
+    if len(files) > 1:
+        raise BadModel(
+            f"{name} holds {len(files)} GGUF files, and a model is one of them",
+            code="gguf_several",
+            lines=[f.name for f in files[:8]],
+            try_=[f"{name}:{files[0].name}" if hub.ID.fullmatch(name) else f"{path / files[0].name}"],
+        )
+    return files[0]
+
+
+# ---- where ----
+
+
+def _demo(demo_dir: Path | None) -> Path:
+    if demo_dir is None:
+        from kvcli.demo import weights_dir
+
+        demo_dir = weights_dir()
+    if not (demo_dir / "config.json").exists():
+        raise BadModel(
+            "the bundled demo model is missing from this installation",
+            code="model_not_found",
+            lines=[f"looked in {demo_dir}"],
+            try_=["install kvcli again"],
+        )
+    return demo_dir
+
+
+def _hint_for_folder(path: Path) -> list[str]:
+    """Weights that are there and cannot be read."""
+    other = sorted(f.name for f in path.glob("*.safetensors"))
+    return [f"found {', '.join(other[:3])}, which transformers does not look for"] if other else []
+
+
+# ---- config.json ----
+
+
+def read_config(path: Path, name: str) -> Config:
+    """config.json of a folder, or an error with line and column."""
+    file = path / "config.json"
+    if not lexists(file):
+        lines = [f"looked for {file}"]
+        if exists(path / "adapter_config.json"):
+            lines.append("adapter_config.json is there: this is an adapter; merge it into its base model first")
+        lines += _hint_for_folder(path)
+        others = [f"{name}:FILE.gguf, if it is a repository of GGUF files"] if hub.ID.fullmatch(name) else []
+        raise BadModel(f"{name} has no config.json", code="model_incomplete", lines=lines, try_=[*others, f"ls {path}"])
+    config = _json(file, name, _CONFIG)
+    if not isinstance(config.get("model_type"), str):
+        raise BadModel(
+            f"config.json of {name} names no model_type",
+            code="model_corrupt",
+            lines=[f"in {file}", "without it the architecture is unknown"],
+            try_=["download config.json again"],
+        )
+    return config
+
+
+def text_config(config: Config) -> Config:
+    """The settings of the text decoder inside `config`, or `config` itself."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def _json(file: Path, name: str, most: int) -> Config:
+    try:
+        return parse_object(read_small(file, most))
+    except Unfit as error:
+        raise BadModel(
+            f"{file.name} of {name} {str(error).partition(':')[0]}",
+            code="model_corrupt",
+            lines=[f"{file}: {error}"],
+            try_=[f"download {file.name} again"],
+        ) from error
+
+
+# ---- weights ----
+
+
+def _weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFile, ...], bool]:
+    """Every weight file transformers will read, checked; and whether they are pickles."""
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        is_pickle = suffix == "bin"
+        single, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
+        if not lexists(single) and not lexists(index):
+            continue
+        if is_pickle and not allow_pickle:
+            raise BadModel(
+                f"the weights of {name} are pickle files, which can run any code when they are opened",
+                code="model_pickle",
+                lines=[f"found {(single if lexists(single) else index).name}, no *.safetensors"],
+                try_=["look for a safetensors copy of the model", "--allow-pickle, if you trust its author"],
+            )
+        weight_map = {} if lexists(single) else _weight_map(index, name)
+        files = _shards(path, name, weight_map) if weight_map else [single]
+        checked = tuple(_pickle(f, name) if is_pickle else read_header(f) for f in files)
+        if not is_pickle:
+            _check_index(path, name, weight_map, checked)
+        return checked, is_pickle
+    raise BadModel(
+        f"{name} has no weights",
+        code="model_incomplete",
+        lines=[f"looked in {path} for model.safetensors and model.safetensors.index.json", *_hint_for_folder(path)],
+        try_=[f"ls {path}", "download the model again"],
+    )
+
+
+def _weight_map(index: Path, name: str) -> dict[str, str]:
+    """Tensor -> the file it lies in, by the index of a model in several files."""
+    weight_map = _json(index, name, _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(s, str) for s in weight_map.values()):
+        raise BadModel(
+            f"{index.name} of {name} lists no tensors", code="model_corrupt", try_=[f"download {index.name} again"]
+        )
+    for shard in weight_map.values():
+        if PurePath(shard).is_absolute() or ".." in PurePath(shard).parts:
+            raise BadModel(
+                f"{index.name} of {name} names a file outside the model's folder: {shard[:80]}",
+                code="model_corrupt",
+                lines=["a model's weights lie in its own folder"],
+                try_=["ask its author, or take another copy of the model"],
+            )
+    return weight_map
+
+
+def _shards(path: Path, name: str, weight_map: Mapping[str, str]) -> list[Path]:
+    shards = [path / shard for shard in sorted(set(weight_map.values()))]
+    missing = [s.name or str(s) for s in shards if not exists(s)]
+    if missing:
+        raise BadModel(
+            f"the weights of {name} are incomplete: {len(missing)} of {len(shards)} shards are missing",
+            code="model_incomplete",
+            lines=[*missing[:4], *([f"and {len(missing) - 4} more"] if len(missing) > 4 else [])],
+            detail={"missing": missing, "shards": len(shards)},
+            try_=[f"download into {path} again"],
+        )
+    return shards
+
+
+def _check_index(path: Path, name: str, weight_map: Mapping[str, str], files: Sequence[WeightFile]) -> None:
+    held = {f.path: f.tensors for f in files}
+    absent = [t for t, shard in weight_map.items() if t not in held[path / shard]]
+    if absent:
+        raise BadModel(
+            f"the shards of {name} do not hold what their index promises: {len(absent)} tensors are missing",
+            code="model_corrupt",
+            lines=[f"{absent[0]} is not in {weight_map[absent[0]]}"],
+            try_=["download the shards and the index of one revision again"],
+        )
+
+
+def _pickle(file: Path, name: str) -> WeightFile:
+    try:
+        with open_regular(file) as stream:
+            return WeightFile(file, fstat(stream.fileno()).st_size, {})
+    except Unfit as error:
+        raise BadModel(f"{file.name} of {name} {error}", code="model_corrupt", try_=[f"ls -l {file.parent}"]) from error

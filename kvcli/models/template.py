@@ -1,0 +1,135 @@
+"""A model's chat template, which may come from a stranger, run where it can do no harm: in a process shut in for good.
+
+A template is a program. The sandbox of jinja2 keeps it from our objects, but not from looping for ever or filling
+memory; a process can be killed. It starts with the tokenizer, to be ready when the weights are, and lives as long.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from kvcli.errors import BadModel, UsageError
+from kvcli.outside import Limits, Outside, TooLong, TooSlow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROOM = 8 << 20  # bytes of a conversation for which the first process is sized
+BASE, FOLD = 256 << 20, 24  # bytes of address space: whatever the conversation, and for each byte of it
+OUTPUT = 64 << 20  # bytes of an answer, the conversation aside
+LONGER = 8  # bytes of an answer for each byte of the conversation, on top
+LIFE = 3600  # s of processor time for all that one process renders
+START, SECONDS, PACE = 60.0, 5.0, 1 << 21  # s to get ready, s to render, bytes of conversation for one s more
+READY = b"null"
+REPAIR = "get the model again, or repair its chat_template.jinja or tokenizer_config.json"
+ASKED = {"tokenize": False, "add_generation_prompt": True}
+
+
+class Chats:
+    """Stands in for the `apply_chat_template` of a tokenizer, for text with the beginning of an answer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._whose = ref(tokenizer)  # which holds this: in a circle, the process would wait for the garbage collector
+        self._process: Outside | None = None
+        self._room = ROOM
+        self._lock = Lock()
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = self._whose()
+        assert tokenizer is not None
+        return tokenizer
+
+    def __reduce__(self) -> tuple[type[Chats], tuple[PreTrainedTokenizerBase]]:
+        """A copy of the tokenizer gets a process of its own."""
+        return Chats, (self._tokenizer,)
+
+    def __call__(self, conversation: Sequence[Mapping[str, str]], *others: Any, **options: Any) -> str:
+        """The chat as text. Raises jinja2.TemplateError if the template refuses it, BadModel if it is no good."""
+        if others or options != ASKED:  # transformers would run the template here, where it can do harm
+            raise UsageError(
+                "the chat template of a model that kvcli loaded makes the text of a prompt, and nothing else",
+                lines=["it runs in a process of its own, which takes no other options"],
+                try_=["tokenize=False, add_generation_prompt=True", "transformers.AutoTokenizer, for what you trust"],
+            )
+        variables = {**self._tokenizer.special_tokens_map, "messages": conversation, "tools": None, "documents": None}
+        asked = {
+            "template": self._source(),
+            "variables": variables | {"add_generation_prompt": True},
+            "now": datetime.now().isoformat(),
+        }
+        line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        with self._lock:
+            return _text(self._ask(line))
+
+    def start(self) -> None:
+        """Get a process ready, which takes a moment; nobody needs to wait for it."""
+        self._process = self._started()
+
+    def _started(self) -> Outside:
+        limits = Limits(memory=BASE + FOLD * self._room, cpu=LIFE, wall=0.0, output=OUTPUT + LONGER * self._room)
+        return Outside("kvcli.models.template_worker", limits)
+
+    def _source(self) -> str:
+        try:
+            return str(self._tokenizer.get_chat_template())
+        except ValueError as error:  # several, and none of them the default
+            raise _broken(str(error)) from None
+
+    def _ask(self, line: bytes) -> bytes:
+        if len(line) > self._room:
+            self._process, self._room = None, 2 * len(line)
+        process, self._process = self._process, None  # back only after a whole answer
+        answer, seconds = None, SECONDS + len(line) / PACE
+        try:
+            # one that was killed while it waited is replaced: no template did that
+            if process is None or next(process.ask(READY, START), None) is None:
+                process = self._started()
+                next(process.ask(READY, START), None)
+            answer = next(process.ask(line, seconds), None)
+        except TooSlow:
+            raise _heavy(f"it was not done after {seconds:.0f} seconds") from None
+        except TooLong:
+            raise _heavy("it writes without end") from None
+        finally:
+            if answer is None and process is not None:
+                process.end()
+        if answer is None:
+            raise _broken("it ended the process it ran in")
+        self._process = process
+        return answer
+
+
+def _text(answer: bytes) -> str:
+    """The text in an answer, which is believed no further than that."""
+    try:
+        ((word, said),) = json.loads(answer).items()
+    except (ValueError, AttributeError, RecursionError):
+        word, said = "broken", "it answered nonsense"
+    if word == "refused":
+        from jinja2 import TemplateError
+
+        raise TemplateError(str(said))
+    if word == "heavy":
+        raise _heavy("it takes too much memory")
+    if word != "text" or not isinstance(said, str):
+        raise _broken(str(said))
+    return said
+
+
+def _heavy(why: str) -> BadModel:
+    return BadModel(
+        "the model's chat template cannot be used",
+        code="template_too_heavy",
+        lines=[f"{why}; it may be broken, or made to keep this machine busy"],
+        try_=[REPAIR],
+    )
+
+
+def _broken(why: str) -> BadModel:
+    return BadModel("the model's chat template cannot be used", code="bad_template", lines=[why], try_=[REPAIR])

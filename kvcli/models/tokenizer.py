@@ -1,0 +1,55 @@
+"""The tokenizer that lies beside the weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcli.errors import BadModel
+from kvcli.models.family import read_config
+from kvcli.models.foreign import blamed
+from kvcli.models.refusals import no_tokenizer
+from kvcli.models.template import Chats
+from kvcli.settings.small_file import Unfit, open_regular
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.models.source import Source
+
+_LARGEST = 128 << 20  # bytes of one of its files; those of a vocabulary of 260,000 have a quarter
+_READ = (".json", ".jinja", ".txt", ".model")
+
+
+def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Read it from the model's folder, with no limit of its own. Raises BadModel."""
+    if not found.has_words:
+        raise _unreadable(found, "its folder holds no vocabulary")
+    for file in sorted(f for f in found.path.iterdir() if f.suffix in _READ):
+        try:
+            with open_regular(file) as stream:
+                if stream.seek(0, 2) > _LARGEST:
+                    raise Unfit(f"is larger than {_LARGEST >> 20} MiB")
+        except Unfit as error:
+            raise _unreadable(found, f"{file.name} {error}") from error
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    config = read_config(found, trust_remote_code)
+    with blamed(partial(_unreadable, found)):
+        tokenizer = AutoTokenizer.from_pretrained(
+            found.path, config=config, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        n_words = len(tokenizer.get_vocab())
+    if not n_words:
+        raise _unreadable(found, "its vocabulary is empty")
+    tokenizer.model_max_length = 1 << 40  # the window is checked here, with numbers; no second warning
+    # one that renders by code of its own asks no template
+    if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
+        tokenizer.apply_chat_template = chats = Chats(tokenizer)
+        if tokenizer.chat_template:
+            chats.start()
+    return tokenizer
+
+
+def _unreadable(found: Source, said: str) -> BadModel:
+    return no_tokenizer(found.id, said, "put tokenizer.json and tokenizer_config.json beside config.json")

@@ -1,0 +1,1 @@
+"""Profiles and settings: TOML, layers, what may stand beside what."""

@@ -1,0 +1,98 @@
+"""Settings that cannot both be kept, keys that change nothing, and what a profile does not do on a device."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from kvcli.settings.profile import Clash
+from kvcli.settings.schema import size_of
+
+if TYPE_CHECKING:
+    from kvcli.settings.profile import Profile
+
+PROMISES = ("exact", "certified", "approx")  # of `exactness`, the strictest first
+
+
+def clashes(profile: Profile) -> list[Clash]:
+    """Settings that cannot both be kept. `exactness` promises what store, policy and prefill leave unchanged."""
+    found = []
+    if profile.exactness != "approx" and profile.kv.dtype not in ("auto", profile.load.dtype):
+        cannot = f'"{profile.exactness}" cannot be kept'
+        found.append(Clash("exactness", "kv.dtype", cannot, "which may round keys and values"))
+    found += memory_clashes(profile)
+    found += idle_keys(profile)
+    if profile.exactness != "approx" and profile.policy.every is not None:
+        because = "which forgets part of the text"
+        found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
+    found += recall_clashes(profile)
+    return found
+
+
+def recall_clashes(profile: Profile) -> list[Clash]:
+    """Of `[recall]`: what it promises."""
+    found = []
+    if PROMISES.index(profile.exactness) < PROMISES.index(profile.recall.promise):
+        because = "which reads a part of what is stored"
+        found.append(Clash("exactness", "recall.method", f'"{profile.exactness}" cannot be kept', because))
+    return found
+
+
+def memory_clashes(profile: Profile) -> list[Clash]:
+    """Of `[kv]` and `[memory]`: packing rounds, and so do the steps that pack; a step must be one that can be taken."""
+    found = []
+    rounds, memory = "which rounds keys and values", profile.memory
+    bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
+    if profile.exactness != "approx":  # nothing bounds what rounding does
+        cannot = f'"{profile.exactness}" cannot be kept'
+        found += [Clash("exactness", key, cannot, rounds) for key, n in bits.items() if n < 16]
+        if any(step.startswith(tuple(bits)) for step in memory.ladder):
+            found.append(Clash("exactness", "memory.ladder", cannot, rounds))
+    set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
+    for step in memory.ladder:
+        key, _, value = step.partition("=")
+        frees_nothing = f'"{step}" frees nothing'
+        if key == "kv.residual" and min(bits.values()) == 16:
+            found.append(Clash("memory.ladder", "kv.k_bits", frees_nothing, "so nothing is packed when it is taken"))
+        if key in bits and int(value) >= bits[key]:
+            there, n = ("memory.ladder" if set_by[key] else key), bits[key]
+            because = f'whose step "{set_by[key]}" comes before it' if set_by[key] else f"which is {n} already"
+            found.append(Clash("memory.ladder", there, frees_nothing, because))
+        elif key in bits:
+            bits[key], set_by[key] = int(value), step
+    if memory.ladder and memory.on_shortage == "fail":
+        found.append(Clash("memory.ladder", "memory.on_shortage", "no step is ever taken", 'which is "fail"'))
+    return found
+
+
+def cautions(profile: Profile, device: str) -> list[str]:
+    """What a profile asks for that a device of this type does not have, one line each."""
+    found = []
+    if profile.memory.host == "auto" and device != "cuda":
+        found.append("memory.host = auto holds nothing here: without a GPU keys and values are in host memory already")
+    return found
+
+
+def idle_keys(profile: Profile) -> list[Clash]:
+    """Keys of `[kv]` that say how to pack or move, where nothing is ever packed or moved."""
+    kv, memory = profile.kv, profile.memory
+    packs = _packs(profile)
+    moves = memory.host == "auto" or size_of(memory.host) or size_of(memory.disk)
+    moves = moves or any(step.startswith("memory.") for step in memory.ladder)
+    moves = moves or memory.device != "auto"  # its budget counts what stays in the top
+    bits, sizes = "kv.k_bits and kv.v_bits are 16", "[memory] has no budget"
+    packing = (packs, bits, "so nothing is packed")
+    moving = (packs or moves, f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
+    acts = {"rotate": packing, "residual": packing, "group": moving, "sinks": moving}
+    plain = type(kv)()
+    return [
+        Clash(f"kv.{key}", "kv.k_bits", f"{json.dumps(getattr(kv, key))} changes nothing while {vain}", because)
+        for key, (does, vain, because) in acts.items()
+        if not does and getattr(kv, key) != getattr(plain, key)
+    ]
+
+
+def _packs(profile: Profile) -> bool:
+    """Is anything packed, now or when memory runs out?"""
+    steps = [step.startswith(("kv.k_bits", "kv.v_bits")) for step in profile.memory.ladder]
+    return min(profile.kv.k_bits, profile.kv.v_bits) < 16 or any(steps)

@@ -1,0 +1,259 @@
+"""What all config files say together: models, defaults and profiles by name, and everything that is wrong with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import get_args
+
+from kvcli.errors import BadConfig
+from kvcli.settings.layers import CONFIG_KEYS, ConfigFile, Sources, read_files
+from kvcli.settings.problems import Problem, bad_config, did_you_mean
+from kvcli.settings.schema import ORDER, Header, Model, Purpose, Top
+from kvcli.settings.settings import InFile, Setting, Settings, flatten, merge
+from kvcli.settings.toml_places import Keys, Level, toml_value
+from kvcli.settings.values import WrongValue, check, keys_of, noun
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+REFUSED = {"trust_remote_code", "allow_pickle"}  # a cloned repository must not decide whose code runs
+
+
+@dataclass
+class Config:
+    """All files merged, profiles not yet resolved. Made by `read_config`."""
+
+    top: dict[str, Setting] = field(default_factory=dict)
+    models: dict[str, Settings] = field(default_factory=dict)
+    profiles: dict[str, Settings] = field(default_factory=dict)
+    levels: dict[str, Level] = field(default_factory=dict)  # profile -> the lowest level that defines it
+    problems: list[Problem] = field(default_factory=list)
+
+    def note(self, setting: Setting, keys: Keys, message: str, hint: str) -> None:
+        """Keep a problem of a key itself."""
+        self.problems.append(setting.problem(keys, message, hint))
+
+    @property
+    def default_model(self) -> str:
+        setting = self.top.get("default_model")
+        return str(setting.value) if setting else Top.default_model
+
+    @property
+    def keep_chats(self) -> bool:
+        setting = self.top.get("keep_chats")
+        return bool(setting.value) if setting else Top.keep_chats
+
+    @property
+    def default_profile(self) -> str:
+        setting = self.top.get("default_profile")
+        return str(setting.value) if setting else Top.default_profile
+
+    def names(self) -> list[str]:
+        """All profiles, by what they are for and then by name; what comes from papers stands last."""
+        order = get_args(Purpose)
+
+        def place(name: str) -> tuple[int, str]:
+            said = self.profiles[name].get(("purpose",))
+            return (order.index(said.value) if said and said.value in order else 0, name)
+
+        return sorted(self.profiles, key=place)
+
+    def unknown_profiles(self) -> list[Problem]:
+        """Profile names outside profiles that nothing defines."""
+        top = self.top.get("default_profile")
+        named = [
+            (("default_profile",), top),
+            *((("profile",), model.get(("profile",))) for model in self.models.values()),
+        ]
+        return [
+            _unknown_profile(setting, keys, self)
+            for keys, setting in named
+            if setting is not None and setting.value not in ("", *self.profiles)
+        ]
+
+    def model(self, name: str | None = None) -> Model:
+        """What the name stands for; a name that no file defines stands for itself. None = the default model."""
+        name = name or self.default_model
+        values = {keys[0]: setting.value for keys, setting in self.models.get(name, {}).items()}
+        values["path"] = values.get("path") or name
+        return Model(**values)  # type: ignore[arg-type]  # each value was checked against its field
+
+    def chosen_by_project(self, name: str | None) -> Setting | None:
+        """The project file's setting that decides which model this is, if there is one."""
+        path = self.models.get(name or self.default_model, {}).get(("path",))
+        default = self.top.get("default_model") if not name and path is None else None
+        return next((s for s in (path, default) if s is not None and s.by_project), None)
+
+
+def read_config(sources: Sources) -> Config:
+    """Read and merge all files. Problems are collected, not raised."""
+    config = Config()
+    for file in read_files(sources):
+        config.problems += file.document.problems
+        if file.profile:
+            _add_profile_file(config, file)
+        else:
+            _add_config_file(config, file)
+    return config
+
+
+def load_config(sources: Sources) -> Config:
+    """Read and merge all files; raises one BadConfig with all problems."""
+    config = read_config(sources)
+    if config.problems:
+        raise bad_config(config.problems)
+    return config
+
+
+def chosen_profile(name: str | None, config: Config, environ: Mapping[str, str], model: str | None) -> str:
+    """The profile to use: asked for, of the environment, of the model, or the default one."""
+    asked = name or environ.get("KVCLI_PROFILE")
+    if asked:
+        if asked in config.profiles:
+            return asked
+        raise no_such_profile(asked, config, "" if name else "from KVCLI_PROFILE in the environment")
+    of_model = config.models.get(model or config.default_model, {}).get(("profile",))
+    setting, keys = config.top.get("default_profile"), ("default_profile",)
+    if of_model is not None and of_model.value:
+        setting, keys = of_model, ("profile",)
+    usual = str(setting.value) if setting else Top.default_profile
+    if usual in config.profiles:
+        return usual
+    if setting is None:
+        raise no_such_profile(usual, config)
+    raise bad_config([_unknown_profile(setting, keys, config)])
+
+
+def _unknown_profile(setting: Setting, keys: Keys, config: Config) -> Problem:
+    name = str(setting.value)
+    hint = did_you_mean(name, config.profiles) or f"profiles: {', '.join(sorted(config.profiles))}"
+    return setting.problem(keys, f"no profile is called {toml_value(name)}", hint, of_value=True)
+
+
+def no_such_profile(name: str, config: Config, whence: str = "") -> BadConfig:
+    """The error for a name that was typed."""
+    near = did_you_mean(name, config.profiles)
+    return BadConfig(
+        f"no profile is called {toml_value(name)}",
+        lines=[line for line in (whence, near, f"profiles: {', '.join(sorted(config.profiles))}") if line],
+        detail={"profile": name, "profiles": sorted(config.profiles)},
+        try_=["kvcli profiles list"],
+    )
+
+
+def _add_profile_file(config: Config, file: ConfigFile) -> None:
+    settings = flatten(file.document)
+    version = settings.pop(("schema",), None)
+    if version is not None:
+        _take(config, ("schema",), version, Top)
+    _add_profile(config, file, file.profile, settings)
+
+
+def _add_config_file(config: Config, file: ConfigFile) -> None:
+    for name, value in file.document.values.items():
+        setting = Setting(value, InFile(file.document, (), (name,)))
+        if name in ("models", "profiles"):
+            if isinstance(value, Mapping):
+                for inner, table in value.items():
+                    _add_named(config, file, name, inner, table)
+            else:
+                config.note(setting, (name,), f"{toml_value(value)} is {noun(value)}", f"write [{name}.NAME]")
+        elif name in keys_of(Top):
+            if file.level == "project" and name == "default_model" and _is_outside(value):
+                config.note(setting, (name,), "a project file may not name a model outside the project", _OWN)
+            elif file.level == "project" and name == "keep_chats":
+                config.note(setting, (name,), "a project file may not set this", _OWN)
+            elif _take(config, (name,), setting, Top):
+                config.top[name] = setting
+        else:
+            _add_unknown(config, name, setting)
+
+
+def _add_unknown(config: Config, name: str, setting: Setting) -> None:
+    known = [*keys_of(Top), *CONFIG_KEYS]
+    if name in ORDER or name in keys_of(Header):
+        hint = f"settings stand in a profile: [profiles.NAME{'.' + name if name in ORDER else ''}]"
+    else:
+        hint = did_you_mean(name, known) or f"keys here: {', '.join(sorted(set(known)))}"
+    config.note(setting, (name,), "unknown key", hint)
+
+
+def _add_named(config: Config, file: ConfigFile, kind: str, name: str, table: object) -> None:
+    origin = InFile(file.document, (kind,), (name,))
+    if not isinstance(table, Mapping):
+        wrong = Setting(table, origin)
+        config.note(wrong, (name,), f"{toml_value(table)} is {noun(table)}", f"write [{kind}.{name}]")
+        return
+    settings = flatten(file.document, (kind, name))
+    if not table:  # an empty table, which flattens to itself
+        settings = {}
+    if kind == "models":
+        _add_model(config, file, name, settings)
+    else:
+        _add_profile(config, file, name, settings)
+
+
+def _add_model(config: Config, file: ConfigFile, name: str, settings: Settings) -> None:
+    taken: Settings = {}
+    for keys, setting in settings.items():
+        if file.level == "project" and (why := _refused_model(config, name, keys, setting)):
+            config.note(setting, keys, why, _OWN)
+        elif _take(config, keys, setting, Model):
+            taken[keys] = setting
+    config.models[name] = config.models.get(name, {}) | taken
+
+
+def _refused_model(config: Config, name: str, keys: Keys, setting: Setting) -> str:
+    if keys[-1] in REFUSED:
+        return "a project file may not set this"
+    if keys == ("path",) and _is_outside(setting.value):
+        return "a project file may not name a model outside the project"
+    if keys in (("path",), ("revision",)):
+        if name in config.models:
+            return "a project file may not redirect a model that your own config names"
+        if "/" in name or name == Top.default_model:
+            return "a project file may not redirect a model id"
+    return ""
+
+
+def _add_profile(config: Config, file: ConfigFile, name: str, settings: Settings) -> None:
+    own = InFile(file.document, () if file.profile else ("profiles", name), ())
+    here = own.key_place(())
+    dotted = own.dotted(()) or name
+    if not NAME.fullmatch(name):
+        config.problems.append(Problem(here, "not a profile name", dotted, "use letters, digits, dots, - and _"))
+        return
+    if file.level != "built-in" and config.levels.get(name) == "built-in":
+        hint = f'choose another name, and write extends = "{name}"'
+        config.problems.append(Problem(here, f'"{name}" is built in and cannot be redefined', dotted, hint))
+        return
+    if file.level == "project":
+        for keys in [keys for keys in settings if keys[-1] in REFUSED]:
+            config.note(settings.pop(keys), keys, "a project file may not set this", _OWN)
+    config.levels.setdefault(name, file.level)
+    config.profiles[name] = merge(config.profiles.get(name, {}), settings)
+
+
+_OWN = "your own config file and the command line may"
+
+
+def _is_outside(value: object) -> bool:
+    """Whether a model path leaves the project; ids such as Qwen/Qwen3-8B and folders inside do not."""
+    path = PurePath(str(value))
+    return path.is_absolute() or ".." in path.parts or str(value).startswith("~")
+
+
+def _take(config: Config, keys: Keys, setting: Setting, table: type) -> bool:
+    """Check one value of a flat table; a problem is noted, and the setting left out."""
+    known = keys_of(table)
+    if keys[0] not in known:
+        hint = did_you_mean(keys[0], known) or f"keys here: {', '.join(known)}"
+        config.note(setting, keys[:1], "unknown key", hint)
+        return False
+    try:
+        check(known[keys[0]].hint, setting.value if len(keys) == 1 else {keys[1]: setting.value})
+    except WrongValue as wrong:
+        config.problems.append(setting.problem(keys[:1], wrong.message, wrong.hint, of_value=True))
+        return False
+    return True

@@ -1,0 +1,257 @@
+"""A profile: every setting of a run, checked, with where each came from.
+
+Files, environment, `--set` and flags are laid over each other in `load_profile`. What the tables are is in `schema.py`,
+where the layers come from in `layers.py` and `config.py`, how they are checked in `resolve.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, overload
+
+from kvcli.settings.config import Config, chosen_profile, read_config
+from kvcli.settings.layers import Sources, from_arguments, from_environ, from_flags, from_sets
+from kvcli.settings.problems import Problem, bad_config
+from kvcli.settings.resolve import Registries, Resolved, extended_names, lineage, resolve
+from kvcli.settings.schema import METHODS, ORDER, Context, Exactness, Header, Kv, Load, Memory, Prefill, Sample
+from kvcli.settings.settings import DEFAULT, InFile, Setting, Settings, merge
+
+__all__ = ["Clash", "Clashes", "Method", "Outcome", "Profile", "Rules", "Sources", "load_profile", "resolve_profile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """Two settings that cannot both be kept. `key` is the one to show, `other` the one in its way."""
+
+    key: str  # dotted
+    other: str  # dotted
+    message: str  # of `key`: '"exact" cannot be kept'
+    because: str = ""  # of `other`: "which changes the output"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A table filled by a method. Its keys are attributes: `profile.spec.method`, `profile.spec.max`."""
+
+    method: str  # name in the registry
+    settings: Any  # the method's own frozen dataclass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask before the fields are there
+            raise AttributeError(name)
+        return getattr(self.settings, name)
+
+
+Clashes = Callable[["Profile"], Sequence[Clash]]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the floor above knows: which methods there are, and which settings exclude each other."""
+
+    registries: Registries
+    clashes: Clashes | None = None
+
+    @classmethod
+    def shipped(cls) -> Rules:
+        """Those of this program, found late and by name: a profile is read on a lower floor than they live on."""
+        build, clashes = (importlib.import_module(f"kvcli.{name}") for name in ("build", "settings.clashes"))
+        return cls(build.REGISTRIES, clashes.clashes)
+
+
+class _Load:
+    """`Profile.load("ngram")` reads a profile; on a profile, `load` is its table of that name."""
+
+    @overload
+    def __get__(self, profile: None, owner: type[Profile]) -> Callable[..., Profile]: ...
+    @overload
+    def __get__(self, profile: Profile, owner: type[Profile]) -> Load: ...
+    def __get__(self, profile: Profile | None, owner: type[Profile]) -> Callable[..., Profile] | Load:
+        return load_profile if profile is None else profile.load_table
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Every setting of a run. Tables are attributes, as in TOML: `profile.kv.dtype`, `profile.spec.method`."""
+
+    name: str
+    description: str
+    purpose: str
+    exactness: Exactness  # what store, policy and prefill may change; drafting never changes the text
+    chain: tuple[str, ...]  # the profile and all it extends, nearest first
+    load_table: Load  # `profile.load`; `Profile.load` is the function that reads one
+    prefill: Prefill
+    kv: Kv
+    memory: Memory
+    policy: Method
+    recall: Method
+    spec: Method
+    sample: Sample
+    context: Context
+    settings: Settings = field(repr=False, compare=False)  # what was written somewhere
+    rules: Rules = field(repr=False, compare=False)
+
+    load = _Load()
+
+    def replace(self, **changes: object) -> Profile:
+        """A copy with other settings: `replace(spec={"max": 4}, exactness="approx", name="mine")`."""
+        return self.changed(changes, "replace()")
+
+    def changed(self, changes: Mapping[str, object], where: str) -> Profile:
+        """The same, with the place that an error names."""
+        names = {key: str(changes[key]) for key in ("name", "description") if key in changes}
+        new = from_arguments({key: changes[key] for key in changes if key not in names}, where)
+        resolved = resolve([self.settings, new], self.rules.registries)
+        profile = _profile(resolved, names.get("name", self.name), self.chain, self.rules)
+        if problems := resolved.problems or clash_problems(profile):
+            raise bad_config(problems)
+        return dataclasses.replace(profile, description=names.get("description", self.description))
+
+    @property
+    def extends(self) -> tuple[str, ...]:
+        """What the profile itself extends, as its own file says."""
+        return tuple(extended_names(self.settings.get(("extends",))))
+
+    @cached_property
+    def values(self) -> dict[str, object]:
+        """Dotted key -> value, in the order of the tables; None = the model decides."""
+        found: dict[str, object] = {"exactness": self.exactness}
+        for table in ORDER:
+            filled = getattr(self, table)
+            if isinstance(filled, Method):
+                found[f"{table}.{METHODS[table][0]}"] = filled.method
+                filled = filled.settings
+            found |= {f"{table}.{f.name}": getattr(filled, f.name) for f in dataclasses.fields(filled) if f.init}
+        return found
+
+    @cached_property
+    def hash(self) -> str:
+        """Twelve digits that are equal for equal settings, whatever the profile is called."""
+        text = json.dumps(self.values, sort_keys=True, separators=(",", ":"), default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @cached_property
+    def origins(self) -> dict[str, str]:
+        """Dotted key -> where it came from: "built-in exact", "~/.config/kvcli/config.toml:30", "--set", "default"."""
+        written = {".".join(keys): setting.origin.name for keys, setting in self.settings.items()}
+        return {key: written.get(key, DEFAULT.name) for key in self.values}
+
+
+def load_profile(
+    name: str | None = None,
+    *,
+    sources: Sources | None = None,
+    registries: Registries | None = None,
+    clashes: Clashes | None = None,
+    model: str | None = None,
+    sets: Sequence[str] = (),
+    flags: Mapping[str, tuple[object, str]] | None = None,
+) -> Profile:
+    """The profile of a run: files, `[models.X].profile`, environment, `--set` and flags, lowest first.
+
+    `flags` maps a dotted key to (value, name of the flag). Without `sources`, only built-in profiles are seen.
+    Raises one BadConfig with all problems.
+    """
+    sources = sources or Sources()
+    shipped = Rules.shipped() if registries is None else Rules(registries)
+    rules = dataclasses.replace(shipped, clashes=clashes or shipped.clashes)
+    config = read_config(sources)
+    if config.problems:
+        raise bad_config(config.problems)
+    above, problems = from_sets(sets)
+    over = merge(merge(from_environ(sources.environ), above), from_flags(flags or {}))
+    found = resolve_profile(
+        chosen_profile(name, config, sources.environ, model), config, rules, model=model, above=over
+    )
+    problems += found.problems or _borrowed_trust(found.profile, config, model)
+    if problems:
+        raise bad_config(problems)
+    return found.profile
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A profile and what is wrong with it. With problems, only its name and its origins mean anything."""
+
+    profile: Profile
+    problems: list[Problem]
+
+
+def resolve_profile(
+    name: str, config: Config, rules: Rules, *, model: str | None = None, above: Settings | None = None
+) -> Outcome:
+    """One profile of the merged files, `above` laid over it. `name` must be one of `config.profiles`."""
+    names, problems = lineage(name, config)
+    layers = [_of_model(config, model), *(config.profiles[n] for n in names), above or {}]
+    resolved = resolve(layers, rules.registries)
+    resolved.problems += problems
+    for keys in (("description",), ("extends",), ("purpose",)):  # not handed down
+        if keys not in config.profiles[name]:
+            resolved.settings.pop(keys, None)
+            resolved.header.pop(keys[0], None)
+    profile = _profile(resolved, name, tuple(reversed(names)), rules)
+    return Outcome(profile, resolved.problems or clash_problems(profile))
+
+
+def _of_model(config: Config, model: str | None) -> Settings:
+    trust = config.models.get(model or config.default_model, {}).get(("trust_remote_code",))
+    return {("load", "trust_remote_code"): trust} if trust is not None else {}
+
+
+def _profile(resolved: Resolved, name: str, chain: tuple[str, ...], rules: Rules) -> Profile:
+    tables: dict[str, Any] = dict(resolved.tables)
+    tables["load_table"] = tables.pop("load")
+    for table, (key, usual) in METHODS.items():
+        setting = resolved.settings.get((table, key))
+        tables[table] = Method(str(setting.value) if setting else usual, tables.get(table))
+    return Profile(
+        name=name,
+        description=str(resolved.header.get("description", Header.description)),
+        purpose=str(resolved.header.get("purpose", Header.purpose)),
+        exactness=resolved.header.get("exactness", "exact"),  # type: ignore[arg-type]  # checked against its field
+        chain=chain,
+        settings=resolved.settings,
+        rules=rules,
+        **tables,
+    )
+
+
+def clash_problems(profile: Profile) -> list[Problem]:
+    """The clashes of a profile, each at the line of its key and naming the line of the other."""
+    found = profile.rules.clashes(profile) if profile.rules.clashes else ()
+    return [_clash_problem(clash, profile.settings) for clash in found]
+
+
+def _clash_problem(clash: Clash, settings: Settings) -> Problem:
+    key, other = (tuple(dotted.split(".")) for dotted in (clash.key, clash.other))
+    here, there = settings.get(key), settings.get(other)
+    message = clash.message
+    if here is None:  # a default: only the other one has a line to show
+        here, key, there, message = there or Setting(None, DEFAULT), other, None, f"{clash.key}: {clash.message}"
+    problem = here.problem(key, message, clash.because)
+    if there is None:
+        return problem
+    place = there.origin.key_place(other)
+    where = f"line {place.line}" if place.line and place.source == problem.place.source else there.origin.name
+    return dataclasses.replace(problem, hint=f"but {where} sets {clash.other}, {clash.because}".rstrip(", "))
+
+
+def _borrowed_trust(profile: Profile, config: Config, model: str | None) -> list[Problem]:
+    """Trust that the user's files give meets a model that a project file chose: each alone is fine, both are not."""
+    chosen = config.chosen_by_project(model)
+    if chosen is None:
+        return []
+    problems = []
+    for key in ("trust_remote_code", "allow_pickle"):
+        setting = profile.settings.get(("load", key))
+        if setting is not None and setting.value is True and isinstance(setting.origin, InFile):
+            hint = f"to run its code: --set load.{key}=true"
+            message = f"a project file chose this model, and {setting.origin.name} sets load.{key}"
+            problems.append(chosen.problem(chosen.origin.keys, message, hint))
+    return problems

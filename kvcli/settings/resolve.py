@@ -1,0 +1,225 @@
+"""From layered settings to checked values: who extends whom, which layer wins, and what is wrong on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvcli.errors import KvcliError
+from kvcli.settings.config import Config
+from kvcli.settings.problems import Problem, any_of, did_you_mean
+from kvcli.settings.schema import METHODS, ORDER, TABLES, Header
+from kvcli.settings.settings import DEFAULT, Setting, Settings, Typed, merge
+from kvcli.settings.toml_places import Keys, toml_value
+from kvcli.settings.values import WrongValue, check, keys_of, noun
+
+Registries = Mapping[str, Mapping[str, str]]  # table -> name of a method -> "module:Class"
+DEEPEST = 8  # profiles below the chosen one
+
+
+@dataclass
+class Resolved:
+    """Checked values by table, and the settings that won. With problems, the values are incomplete."""
+
+    settings: Settings = field(default_factory=dict)
+    header: dict[str, object] = field(default_factory=dict)
+    tables: dict[str, object] = field(default_factory=dict)  # table -> instance of its dataclass
+    problems: list[Problem] = field(default_factory=list)
+
+
+def lineage(name: str, config: Config) -> tuple[list[str], list[Problem]]:
+    """The profile and all it extends, lowest first, each once."""
+    order: list[str] = []
+    problems: list[Problem] = []
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        extends = config.profiles[name].get(("extends",))
+        for base in extended_names(extends):
+            assert extends is not None
+            chain = " -> ".join((*above, name, base))
+            if base not in config.profiles:
+                known = did_you_mean(base, config.profiles) or f"profiles: {', '.join(sorted(config.profiles))}"
+                problems.append(_at_extends(extends, f"no profile is called {toml_value(base)}", known))
+            elif base in (*above, name):
+                problems.append(_at_extends(extends, "profiles extend each other in a circle", chain))
+            elif len(above) >= DEEPEST:
+                problems.append(_at_extends(extends, f"goes more than {DEEPEST} profiles deep", chain))
+            elif base not in order:
+                visit(base, (*above, name))
+        if name not in order:
+            order.append(name)
+
+    visit(name, ())
+    return order, problems
+
+
+def extended_names(extends: Setting | None) -> Sequence[str]:
+    """Names in an `extends`; none where its type is wrong, which is reported with all other values."""
+    value = extends.value if extends else ()
+    if isinstance(value, str):
+        return [value]
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list | tuple) else []
+
+
+def _at_extends(extends: Setting, message: str, hint: str) -> Problem:
+    return extends.problem(("extends",), message, hint, of_value=True)
+
+
+def resolve(layers: Iterable[Settings], registries: Registries) -> Resolved:
+    """Merge the layers, lowest first, and check every value in them, overridden ones too."""
+    found = Resolved({(table, key): Setting(name, DEFAULT) for table, (key, name) in METHODS.items()})
+    for layer in layers:
+        found.problems += _outside_methods(layer, found.settings, registries)
+        merged = merge(found.settings, layer)
+        for table, (key, _) in METHODS.items():
+            # keys that go because another method comes: right or wrong, they were written for the old one
+            gone = {k: s for k, s in found.settings.items() if k[0] == table and k not in merged and k not in layer}
+            if gone:
+                gone[table, key] = found.settings[table, key]
+                _method(table, gone, registries, found.problems)
+        found.settings = merged
+    _fill(found, registries)
+    return found
+
+
+def _outside_methods(layer: Settings, below: Settings, registries: Registries) -> list[Problem]:
+    """Problems of one layer, but for the tables of methods, whose keys depend on the layers above."""
+    problems = []
+    for keys, setting in layer.items():
+        if keys[0] in METHODS and (len(keys) > 1 or setting.value == {}):
+            continue
+        problem = _problem(keys, setting, below | layer, registries)
+        if problem is not None and problem not in problems:
+            problems.append(problem)
+    return problems
+
+
+def _problem(keys: Keys, setting: Setting, around: Settings, registries: Registries) -> Problem | None:
+    """What is wrong with one setting, if anything."""
+    if keys[0] in ORDER and len(keys) == 1:
+        if setting.value == {}:
+            return None
+        message = f"{toml_value(setting.value)} is {noun(setting.value)}"
+        return setting.problem(keys, message, f"{keys[0]} is a table: write {keys[0]}.KEY", of_value=True)
+    known = keys_of(TABLES[keys[0]]) if keys[0] in TABLES else keys_of(Header) if keys[0] not in ORDER else {}
+    depth = 2 if keys[0] in ORDER else 1
+    name = keys[depth - 1]
+    if name not in known or (depth == 1 and isinstance(setting.origin, Typed) and name != "exactness"):
+        return unknown(keys[:depth], setting, known, dotted_keys(around, registries))
+    try:
+        check(known[name].hint, setting.value if len(keys) == depth else {keys[depth]: setting.value})
+    except WrongValue as wrong:
+        return setting.problem(keys[:depth], wrong.message, wrong.hint, of_value=True)
+    return None
+
+
+def unknown(keys: Keys, setting: Setting, known: Iterable[str], everywhere: Sequence[str]) -> Problem:
+    """The problem of a key that nothing honours, with the nearest ones that something does."""
+    table, name = keys[0], keys[-1]
+    here = f"keys of {table}: {', '.join(known)}" if len(keys) > 1 else f"tables: {', '.join(ORDER)}"
+    if not isinstance(setting.origin, Typed):
+        near = did_you_mean(name, known if len(keys) > 1 else [*keys_of(Header), *ORDER])
+        return setting.problem(keys, "unknown key", near or here)
+    # typed keys are whole paths: the right key of a wrong table is worth naming too
+    ends = [key for key in everywhere if did_you_mean(setting.origin.keys[-1], [key.rpartition(".")[2]])]
+    near = did_you_mean(".".join(setting.origin.keys), everywhere) or (f"did you mean {any_of(ends)}?" if ends else "")
+    near = near or (did_you_mean(table, ORDER) if len(keys) == 1 else "")
+    return setting.problem(keys, "unknown key", " ".join(filter(None, [near, here])))
+
+
+def dotted_keys(settings: Settings, registries: Registries) -> list[str]:
+    """Every key there is, given the methods chosen in `settings`."""
+    found = [f"{table}.{key}" for table, schema in TABLES.items() for key in keys_of(schema)]
+    for table, (key, default) in METHODS.items():
+        name = settings[table, key].value if (table, key) in settings else default
+        target = registries.get(table, {}).get(str(name))
+        found += [f"{table}.{key}", *(f"{table}.{k}" for k in (keys_of(method_class(target)) if target else {}))]
+    return ["exactness", *found]
+
+
+def method_class(target: str) -> type:
+    """The dataclass that a registry names as "module:Class"."""
+    module, _, name = target.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    assert dataclasses.is_dataclass(found), target
+    assert isinstance(found, type), target
+    return found
+
+
+def _fill(found: Resolved, registries: Registries) -> None:
+    """Build the tables from the settings that won; values with problems are left at their defaults."""
+    for name, schema in TABLES.items():
+        found.tables[name] = schema(**_values(found.settings, schema, name))
+    found.header = _values(found.settings, Header)
+    for name in METHODS:
+        mine = {keys: setting for keys, setting in found.settings.items() if keys[0] == name}
+        method = _method(name, mine, registries, found.problems)
+        if method is not None:
+            found.tables[name] = method
+
+
+def _values(settings: Settings, schema: type, table: str = "") -> dict[str, object]:
+    values = {}
+    for name, key in keys_of(schema).items():
+        setting = settings.get((table, name) if table else (name,))
+        if setting is not None:
+            try:
+                values[name] = check(key.hint, setting.value)
+            except WrongValue:  # reported by the layer that it stands in
+                continue
+    return values
+
+
+def _method(table: str, mine: Settings, registries: Registries, problems: list[Problem]) -> object | None:
+    """The method's own dataclass, filled; None and problems when it cannot be."""
+    key, _ = METHODS[table]
+    chosen = mine[table, key]
+    registry = registries[table]
+    if not isinstance(chosen.value, str) or chosen.value not in registry:
+        near = did_you_mean(str(chosen.value), registry)
+        hint = "; ".join(filter(None, [f"use {any_of([toml_value(name) for name in registry])}", near]))
+        problems.append(chosen.problem((table, key), f"{toml_value(chosen.value)} is not allowed", hint, of_value=True))
+        return None
+    schema = method_class(registry[chosen.value])
+    known, values, before = keys_of(schema), {}, len(problems)
+    for keys, setting in mine.items():
+        if keys == (table, key) or len(keys) == 1:
+            continue
+        if keys[1] not in known:
+            problems.append(_stranger(keys, setting, chosen, list(known), registry))
+            continue
+        try:
+            values[keys[1]] = check(known[keys[1]].hint, setting.value if len(keys) == 2 else {keys[2]: setting.value})
+        except WrongValue as wrong:
+            problems.append(setting.problem(keys[:2], wrong.message, wrong.hint, of_value=True))
+    return _built(schema, values, mine, table, problems) if len(problems) == before else None
+
+
+def _stranger(
+    keys: Keys, setting: Setting, chosen: Setting, known: Sequence[str], registry: Mapping[str, str]
+) -> Problem:
+    """A key that the chosen method does not have; perhaps another one has it."""
+    table, (discriminator, _) = keys[0], METHODS[keys[0]]
+    owners = [name for name, target in registry.items() if keys[1] in keys_of(method_class(target))]
+    if owners:
+        why = f"a key of {table}.{discriminator} = {any_of([toml_value(n) for n in owners])}"
+        return setting.problem(keys[:2], "unknown key", f"{why}, but {toml_value(chosen.value)} is chosen")
+    everywhere = [f"{table}.{name}" for name in (discriminator, *known)]
+    return unknown(keys[:2], setting, [discriminator, *known], everywhere)
+
+
+def _built(
+    schema: type, values: Mapping[str, object], mine: Settings, table: str, problems: list[Problem]
+) -> object | None:
+    """The instance; what its own checks refuse becomes a problem at the key that they name."""
+    try:
+        built: object = schema(**values)
+    except (ValueError, TypeError, KvcliError) as error:
+        words = str(error).replace(",", " ").split()
+        named = [word for word in words if word in values]
+        keys = (table, named[0]) if named else (table, METHODS[table][0])
+        problems.append(mine[keys].problem(keys, str(error), of_value=True))
+        return None
+    return built

@@ -1,0 +1,199 @@
+"""Check one TOML value against the type of one field, and say in words what the field takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import re
+import sys
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from kvcli.settings.problems import any_of, did_you_mean
+from kvcli.settings.schema import Form, Range
+from kvcli.settings.toml_places import toml_value
+
+
+class WrongValue(ValueError):
+    """A value that its key does not take: what is wrong, and what to write."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One field of a table."""
+
+    name: str
+    hint: object  # its type, with the markers
+    default: object  # dataclasses.MISSING where the method wants it given
+
+
+@cache
+def keys_of(table: type) -> dict[str, Key]:
+    """The keys of a table, in order: the fields that its constructor takes."""
+    return {
+        f.name: Key(
+            f.name,
+            _hint(table, f.name),
+            f.default if f.default_factory is dataclasses.MISSING else f.default_factory(),
+        )
+        for f in dataclasses.fields(table)
+        if f.init
+    }
+
+
+def _hint(table: type, name: str) -> object:
+    # one field at a time: a class may keep state whose type it imports for the type checker only
+    owner = next(c for c in table.__mro__ if name in inspect.get_annotations(c))
+    written = inspect.get_annotations(owner)[name]
+    holder = type("Holder", (), {"__annotations__": {name: written}, "__module__": owner.__module__})
+    return typing.get_type_hints(holder, vars(sys.modules[owner.__module__]), include_extras=True)[name]
+
+
+def check(hint: object, value: object) -> object:
+    """The value as its field wants it (a list becomes a tuple); raises WrongValue."""
+    parts, markers = _unpacked(hint)
+    for part in parts:
+        base, own = _base(part)
+        try:
+            taken = _validator(base).validate_python(_frozen(value), strict=True)
+        except ValueError:  # pydantic's ValidationError is one
+            continue
+        if all(_allows(marker, taken) for marker in (*markers, *own)):
+            return taken
+    raise _wrong(hint, value)
+
+
+@cache
+def _validator(hint: Any) -> Any:
+    """What pydantic's TypeAdapter would make of the type.
+
+    For the types of TOML values it is built from pydantic's core, because importing all of pydantic takes 0.1 s, half
+    of what reading a profile may take.
+    """
+    from pydantic_core import SchemaValidator
+
+    if hint in _CORE:
+        return SchemaValidator({"type": _CORE[hint]})
+    if typing.get_origin(hint) is Literal:
+        return SchemaValidator({"type": "literal", "expected": list(typing.get_args(hint))})
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(hint)
+
+
+_CORE = {bool: "bool", int: "int", float: "float", str: "str"}
+
+
+def _frozen(value: object) -> object:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+
+
+def _allows(marker: object, value: object) -> bool:
+    if isinstance(marker, Range):
+        return isinstance(value, int | float) and marker.allows(value)
+    if isinstance(marker, Form):
+        if isinstance(value, tuple):
+            return all(_allows(marker, item) for item in value)
+        return isinstance(value, str) and re.fullmatch(marker.pattern, value) is not None
+    return True
+
+
+def _base(hint: object) -> tuple[object, tuple[object, ...]]:
+    if typing.get_origin(hint) is Annotated:
+        base, *markers = typing.get_args(hint)
+        return base, tuple(markers)
+    return hint, ()
+
+
+def _unpacked(hint: object) -> tuple[list[object], tuple[object, ...]]:
+    """The alternatives of a type, None left out (TOML has none), and the markers around them all."""
+    base, markers = _base(hint)
+    if typing.get_origin(base) in (typing.Union, types.UnionType):
+        return [part for part in typing.get_args(base) if part is not type(None)], markers
+    return [base], markers
+
+
+def expected(hint: object) -> str:
+    """What a key takes, in words: `"auto" or a whole number from 1`."""
+    parts, markers = _unpacked(hint)
+    return any_of([_expected_one(part, markers) for part in parts])
+
+
+def _expected_one(hint: object, around: tuple[object, ...]) -> str:
+    base, own = _base(hint)
+    for marker in (*own, *around):
+        if isinstance(marker, Form):
+            return marker.words
+        if isinstance(marker, Range) and base in (int, float):
+            return f"{_NOUNS[base]} {marker.words()}"
+    if typing.get_origin(base) is Literal:
+        return any_of([toml_value(word) for word in typing.get_args(base)])
+    if typing.get_origin(base) is tuple:
+        inner = typing.get_args(base)[0]
+        words = _expected_one(inner, ()) if typing.get_origin(inner) is Literal else _NOUNS.get(inner, "values")
+        return f"a list of {words}"
+    return _NOUNS.get(base, "another value")
+
+
+_NOUNS: Mapping[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a table",
+}
+
+
+def noun(value: object) -> str:
+    """What kind of thing a TOML value is."""
+    own = {bool: "a true/false value", float: "a decimal number", type(None): "nothing"}
+    return own.get(type(value)) or _NOUNS.get(type(value), "a date or time")
+
+
+def _wrong(hint: object, value: object) -> WrongValue:
+    parts, markers = _unpacked(hint)
+    use = f"use {expected(hint)}"
+    markers = (*markers, *(marker for part in parts for marker in _base(part)[1]))
+    kinds = {_kind(part) for part in parts}
+    if type(value) not in kinds and not (type(value) is int and float in kinds):
+        return WrongValue(f"{toml_value(value)} is {noun(value)}", use)
+    literals = [_base(part)[0] for part in parts if typing.get_origin(_base(part)[0]) is Literal]
+    words = [str(word) for literal in literals for word in typing.get_args(literal)]
+    near = did_you_mean(value, words) if isinstance(value, str) else ""
+    return WrongValue(f"{toml_value(value)} is not allowed", "; ".join(filter(None, [use, near])))
+
+
+def _kind(hint: object) -> object:
+    base, _ = _base(hint)
+    if typing.get_origin(base) is Literal:
+        return type(typing.get_args(base)[0])
+    return list if typing.get_origin(base) is tuple else base
+
+
+@cache
+def comments_of(table: type) -> dict[str, str]:
+    """The comment behind each field of a dataclass: people read it there, so it is written there only."""
+    found: dict[str, str] = {}
+    for owner in reversed(table.__mro__):
+        if not dataclasses.is_dataclass(owner):
+            continue
+        source = textwrap.dedent(inspect.getsource(owner))
+        lines = source.splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            field = re.match(r" +(\w+) *:", lines[token.start[0] - 1]) if token.type == tokenize.COMMENT else None
+            if field:
+                found[field[1]] = token.string.lstrip("# ")
+    return found

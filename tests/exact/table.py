@@ -1,0 +1,158 @@
+"""The table of exactness: storages, policies, drafters and samplers, and the text that each of them writes.
+
+Rows are storage x policy x drafter x sampler x precision, on any device. `test_table.py` holds them on a CPU,
+`tests/gpu` on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+
+from kvcli.build import view
+from kvcli.drafts.lookahead import Lookahead
+from kvcli.drafts.mix import Mix
+from kvcli.drafts.ngram import Ngram
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import Engine, Ticket, events
+from kvcli.engine.feed import Feed, Work
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Rows
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.kv.dense import Dense
+from kvcli.policies.random import Random
+from kvcli.policies.window import Window
+from tests import drafters, families
+from tests.exact.half import Half
+from tests.policies import KeepAll, Ragged
+
+NEW = 40
+STOP = 96  # drawn now and then by the sampled rows; greedy rows end by length
+
+MODELS = {"dense": "llama", "sliding": "gemma3", "sinks": "gpt_oss", "rounded": "llama", "blocks": "llama"}
+# no packed product is made in float64
+NONE = {("rounded", "fp32"), ("blocks", "fp64")}
+STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) not in NONE]
+BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
+POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
+POLICIES |= {"window": (Window(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
+SAMPLERS = {
+    "greedy": Sampler(),
+    "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
+    "penalty": Sampler(temperature=0.7, repetition_penalty=1.3, seed=11),
+    "held": Sampler(temperature=0.8, top_k=40, repetition_penalty=1.2, seed=5),  # to a constraint
+}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+NUMBERS = {**DTYPES, "bf16": torch.bfloat16}  # in which rows round otherwise alone than together: no row of the table
+
+Make = Callable[[Sequence[int]], Drafter]
+DRAFTERS: dict[str, Make] = {
+    "ngram": lambda truth: Ngram().drafter(),
+    "lookahead": lambda truth: Lookahead(adaptive=False, window=3, ngram=4).drafter(),
+    "fafo": lambda truth: Lookahead(adaptive=False, view="stream", sinks=2, local=5, refresh=3).drafter(),
+    "blind": lambda truth: Lookahead(adaptive=False, view="stream", sinks=0, local=1, refresh=1).drafter(),
+    "pages": lambda truth: Lookahead(
+        adaptive=False, view="quest", page=3, pages=2, sinks=1, local=4, refresh=4
+    ).drafter(),
+    "mix": lambda truth: Mix(adaptive=False, view="stream", sinks=2, local=9).drafter(),
+    "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
+    **{
+        kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]
+        for kind in drafters.ADVERSARIES
+    },
+}
+
+
+@cache
+def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
+    if storage == "blocks":
+        model = families.build(MODELS[storage], NUMBERS[dtype], **BLOCKS)
+        return LM.of(model, quant="int4", device=torch.device(device))
+    return LM.of(families.build(MODELS[storage], NUMBERS[dtype]).to(device))
+
+
+def prompt() -> list[int]:
+    # a phrase that returns, so that n-grams match; longer than the sliding window
+    phrase = families.prompt(9)
+    return families.prompt(17, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]
+
+
+def opened(
+    storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu", seed: int = 0
+) -> Session:
+    """`seed`: of the constraint, where the sampler is held to one."""
+    model = lm(storage, dtype, device)
+    keep, every = POLICIES[policy]
+    stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
+    kv = Dense(model.shapes, stored, model.device)
+    reads = view(model, kv, drafter)
+    session = Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
+    if sampler == "held":
+        session.constraint, session.answer_at = Half(97, seed), len(prompt())
+    return session
+
+
+def written(session: Session) -> Work[object, list[int]]:
+    yield from session.read(prompt())
+    yield from session.stream(NEW, stop={STOP})
+    return session.ids
+
+
+def decode(
+    storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu", seed: int = 0
+) -> list[int]:
+    session = opened(storage, policy, sampler, dtype, drafter, device, seed)
+    for said in events(written(session)):
+        assert session.committed == len(session.ids) - 1 or isinstance(said, int)
+    return session.ids
+
+
+@cache
+def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu", seed: int = 0) -> list[int]:
+    return decode(storage, policy, sampler, dtype, Off(), device, seed)
+
+
+CANCELLED, BROKEN = 5, 3  # which of the texts side by side
+
+
+def side_by_side(
+    storage: str, policy: str, dtype: str, device: str = "cpu"
+) -> list[tuple[Ticket[object, list[int]], list[int]]]:
+    """Eight in one engine, by turns every drafter with every sampler, each with the text of plain decoding alone.
+
+    One is cancelled, and one breaks on the way.
+    """
+    pairs = list(product(DRAFTERS, SAMPLERS))
+    first = 7 * (list(POLICIES).index(policy) + len(POLICIES) * STORAGES.index((storage, dtype)))
+    engine, texts = Engine(rows=40), []
+    for at in range(8):
+        drafter, sampler = pairs[(first + at) % len(pairs)]
+        of = device, at if sampler == "held" else 0  # each is held to something else
+        want = plain(storage, policy, sampler, dtype, *of)
+        session = opened(storage, policy, sampler, dtype, DRAFTERS[drafter](want), *of)
+        texts.append((engine.add(broken(session) if at == BROKEN else written(session)), want))
+    for n in range(10_000):
+        if not engine.round():
+            break
+        if n == 9:
+            texts[CANCELLED][0].cancel()
+    return texts
+
+
+def broken(session: Session) -> Work[object, list[int]]:
+    """A text whose pass breaks, alone as among others."""
+    yield from session.read(prompt())
+
+    class Torn(Dense):
+        def attend(self, *args: Any) -> Any:
+            raise MemoryError("no room")
+
+    model = session.lm
+    torn = Torn(model.shapes, session.kv.dtype, model.device)
+    yield Feed(session.lm, Rows.chain([1], len(session.ids)), torn)
+    raise AssertionError("it went on")

@@ -1,0 +1,136 @@
+"""The heart: whatever drafts, the text is that of plain decoding with the same storage, policy and sampler (I2).
+
+Rows of the table: storage x policy x drafter x sampler x precision. A new storage, policy or drafter adds its row here
+before anybody speaks of its speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvcli.engine.drafter import Drafter, Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.kv.dense import Dense
+from tests import drafters, families
+from tests.exact.half import Half
+from tests.exact.table import (
+    BROKEN,
+    CANCELLED,
+    DRAFTERS,
+    NEW,
+    POLICIES,
+    SAMPLERS,
+    STOP,
+    STORAGES,
+    Make,
+    decode,
+    lm,
+    opened,
+    plain,
+    prompt,
+    side_by_side,
+    written,
+)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("storage", "dtype"), STORAGES)
+def test_any_drafter_gives_the_text_of_plain_decoding(
+    storage: str, policy: str, drafter: str, sampler: str, dtype: str
+) -> None:
+    want = plain(storage, policy, sampler, dtype)
+    assert decode(storage, policy, sampler, dtype, DRAFTERS[drafter](want)) == want
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("storage", "dtype"), STORAGES)
+def test_texts_side_by_side_are_those_of_plain_decoding_alone(
+    storage: str, policy: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the host learns of a pass is read back at once, as from a GPU."""
+    monkeypatch.setattr(lm(storage, dtype), "is_apart", True)
+    for at, (ticket, want) in enumerate(side_by_side(storage, policy, dtype)):
+        assert ticket.is_over
+        if at == BROKEN:
+            assert isinstance(ticket.error, MemoryError)
+        elif at != CANCELLED:
+            assert ticket.result() == want
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_constraint_is_kept_under_any_sampler(
+    drafter: str, sampler: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm("dense", "fp32"), "is_apart", is_apart)
+
+    def held(drafter: Drafter) -> list[int]:
+        session = opened("dense", "ragged", sampler, "fp32", drafter)
+        session.constraint, session.answer_at = Half(97, 3), len(prompt())
+        return drive(written(session))
+
+    want = held(Off())
+    assert held(DRAFTERS[drafter](want)) == want
+    assert want != plain("dense", "ragged", sampler, "fp32")
+    answer = want[len(prompt()) :]
+    masks = [Half(97, 3).allowed(answer[:at]) for at in range(len(answer))]
+    assert all(mask is None or mask[i] for mask, i in zip(masks, answer, strict=True))
+
+
+def test_the_right_guesses_are_taken_and_the_wrong_ones_are_not() -> None:
+    want = plain("dense", "all", "greedy", "fp32")
+    right = drafters.Right(want, 97, STOP)
+    decode("dense", "all", "greedy", "fp32", right)
+    wrong = drafters.Wrong(want, 97, STOP)
+    decode("dense", "all", "greedy", "fp32", wrong)
+    assert len(right.steps) == -(-NEW // 8)
+    assert all(step.n_accepted == step.n_drafted for step in right.steps)
+    assert len(wrong.steps) == NEW
+    assert all(step.n_accepted == 0 for step in wrong.steps)
+
+
+def test_some_rows_of_the_table_do_end_at_a_stop_token() -> None:
+    ended = [p for p in POLICIES for s in SAMPLERS if plain("dense", p, s, "fp32")[-1] == STOP]
+    assert ended, "choose a STOP that the samplers draw, or the table does not cover it"
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_reading_in_other_chunks_gives_the_same_text(sampler: str) -> None:
+    texts = []
+    for chunk in (1, 7, 13, 512):
+        model = lm("sliding", "fp64")
+        kv = Dense(model.shapes, model.dtype)
+        session = Session(model, kv, Off(), SAMPLERS[sampler], chunk=chunk)
+        drive(session.read(prompt()))
+        list(events(session.stream(20)))
+        texts.append(session.ids)
+    assert texts[1:] == texts[:-1]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_another_turn_after_an_undo_gives_the_same_text(drafter: str) -> None:
+    model = lm("dense", "fp64")
+    first, second = prompt(), [*prompt(), *families.prompt(8, seed=9)]
+
+    def fresh(maker: Make, truth: Sequence[int]) -> Session:
+        kv = Dense(model.shapes, model.dtype)
+        return Session(model, kv, maker(truth), Sampler(), chunk=13)
+
+    alone = fresh(lambda _: Off(), [])
+    drive(alone.read(second))
+    list(events(alone.stream(20)))
+    session = fresh(DRAFTERS[drafter], alone.ids)
+    drive(session.read(first))
+    list(events(session.stream(10)))
+    cached = session.resume(second)
+    assert cached >= len(first) - 1
+    drive(session.read(second[len(session.ids) :]))
+    list(events(session.stream(20)))
+    assert session.ids == alone.ids
