@@ -21,6 +21,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kv.dense import Dense
+from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Slots, nbytes
 from kvcli.policies.keydiff import KeyDiff
 from kvcli.policies.kvzip import KVzip
@@ -313,6 +314,33 @@ def test_a_text_taken_back_before_anything_was_forgotten_competes_again(name: st
     drive(fresh.read(ids))
     assert shared == 0
     assert held(s) == held(fresh)
+
+
+@pytest.mark.parametrize("where", ["_score", "_hold"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_boundary_that_failed_half_way_is_made_again(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s, fresh = (session(name, alloc="uniform") for _ in range(2))
+    for text in (s, fresh):
+        drive(text.read(families.prompt(60)))
+        list(events(text.stream(3)))
+        drive(text.step(most=1))
+    of = type(s.policy) if where == "_score" else Dense
+    asked, real = list[object](), getattr(of, where)
+
+    def failing(*args: Any) -> Any:
+        asked.append(None)
+        if len(asked) == 2:
+            raise Shortage("no room")
+        return real(*args)
+
+    monkeypatch.setattr(of, where, failing)
+    with pytest.raises(Shortage):
+        drive(s.read(families.prompt(60, seed=8)))
+    drive(s.settle("read"))
+    drive(fresh.read(families.prompt(60, seed=8)))
+    assert [[len(head) for head in layer] for layer in held(s)] == [
+        [len(head) for head in layer] for layer in held(fresh)
+    ]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

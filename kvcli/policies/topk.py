@@ -52,11 +52,12 @@ class Memory:
     own: Any = None  # what the score remembers
 
     def compressed(self, at: Boundary) -> int:
-        """Tokens that compete no more; to be asked once a boundary.
+        """Tokens that compete no more; to be asked at each boundary, and again where that one failed.
 
         While nothing was forgotten, a text may be taken back and go on in another way: then all of it competes again.
         """
-        if self.asked and not at.is_whole:
+        is_again = at.phase == "read" and at.n_prompt == self.asked
+        if self.asked and not at.is_whole and not is_again:
             self.done = self.asked
         self.asked = at.n_prompt if at.phase == "read" else 0
         return self.done
