@@ -104,6 +104,35 @@ def test_a_short_question_is_answered_before_the_next_chunk_of_a_long_prompt(pas
     assert passes == [5, 1, 13 + 1]
 
 
+def test_a_chunk_of_more_rows_than_a_round_takes_waits_for_nobody_to_end() -> None:
+    many = Engine(rows=13)
+    written = many.add(answer(session(), families.prompt(6), 60))
+    large = many.add(answer(session(chunk=40), families.prompt(90), 1))
+    for _ in range(12):
+        many.round()
+    assert large.is_over
+    assert not written.is_over
+
+
+def test_an_outbox_that_fails_ends_its_own_text() -> None:
+    ended, many = [], Engine()
+
+    def work() -> Iterator[Any]:
+        try:
+            yield from session().read(families.prompt(40))
+        finally:
+            ended.append(True)
+
+    broken = many.add(work(), lambda said: [][said])  # type: ignore[arg-type]
+    other = many.add(answer(session(), families.prompt(9), 3))
+    while many.round():
+        pass
+    with pytest.raises(IndexError):
+        broken.result()
+    assert ended == [True]
+    assert other.result() == drive(answer(session(), families.prompt(9), 3))
+
+
 def test_what_breaks_a_pass_is_thrown_where_its_feed_came_from() -> None:
     text = session()
     drive(text.read(families.prompt(9)))

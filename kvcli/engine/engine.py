@@ -155,7 +155,8 @@ class Ticket(Generic[E, T]):
             self.feed = said
         except StopIteration as end:
             self._found, self.feed = end.value, None
-        except Exception as error:  # of this text; the others go on
+        except Exception as error:  # of this text, or its outbox; the others go on
+            self._work.close()
             self.error, self.feed = error, None
 
 
@@ -168,7 +169,7 @@ class Engine:
     """
 
     def __init__(self, rows: int = 2048) -> None:
-        """`rows`: of prompts in a round; a larger chunk goes alone."""
+        """`rows`: of prompts in a round; a larger chunk is the only one of its round."""
         self._rows = rows
         self._n_waiting = 0  # of the tickets, those in front
         self._has_read = False  # were there prompts in the last round?
@@ -196,7 +197,7 @@ class Engine:
         room = 0 if found and self._has_read else self._rows
         self._has_read = False
         for ticket, feed in waiting:
-            if feed.is_prompt and (room >= feed.rows.n_rows or not found):
+            if feed.is_prompt and (room >= feed.rows.n_rows or room == self._rows):
                 found.append(ticket)
                 room -= feed.rows.n_rows
                 self._has_read = True
