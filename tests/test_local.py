@@ -292,6 +292,18 @@ def test_a_profile_that_keeps_the_past_alike_goes_on_without_reading_again() -> 
     assert m.generate(prompt(), max_new_tokens=12).ids == first
 
 
+def test_who_takes_a_past_over_has_no_answer_under_way() -> None:
+    other = model()
+    answer = other.stream(prompt(30), max_new_tokens=20)
+    assert any(isinstance(event, Text) for event in answer)
+    m = other.with_profile(other.profile)
+    m.generate(prompt(), max_new_tokens=4)
+    assert other.take_past(m)
+    with pytest.raises(BadInput):
+        list(answer)
+    assert len(other.session.ids) == len(prompt()) + 4
+
+
 def test_scouts_keep_their_view_when_a_past_is_taken_over() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)

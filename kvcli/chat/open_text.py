@@ -63,7 +63,8 @@ class OpenText:
         mine, its = self.profile, other.profile
         if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in kept):
             return False
-        other._end()
+        for text in (self, other):
+            text._end()
         self.session.take(other.session)
         return True
 
@@ -145,7 +146,7 @@ class OpenText:
         self._answer = answer
         turn = yield from answer
         if turn is None:  # it was closed
-            raise BadInput("another answer began before this one ended", code="interleaved")
+            raise BadInput("its text was closed, or another answer began, before this one ended", code="interleaved")
         yield End(turn)
         return turn
 
