@@ -4,6 +4,7 @@ the tasks of an event loop."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -258,6 +259,17 @@ def test_the_next_event_loop_finds_the_model_as_the_last_one_left_it(texts: list
     for _ in range(2):
         assert asyncio.run(turn_of(texts[0].astream(asked(0)[0], **asked(0)[1]))).ids == alone(0).ids
     assert list(events(texts[0].answer("Hello")))[-1].turn.text == demo().generate("Hello").text  # and none at all
+
+
+def test_the_thread_of_a_model_ends_with_it() -> None:
+    model = kvcli.load("demo")
+    asyncio.run(turn_of(model.open().astream("Hello", max_new_tokens=2)))
+    (thread,) = model.engine._pool._threads  # type: ignore[union-attr]
+    assert thread.is_alive()
+    del model
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_an_answer_asked_elsewhere_ends_the_one_that_a_task_waits_for() -> None:

@@ -42,7 +42,7 @@ class EngineThread:
             finally:
                 tell(None)
 
-        self._pool = pool = self._pool or ThreadPoolExecutor(1, "kvcli-engine", self._begin)
+        self._pool = pool = self._pool or ThreadPoolExecutor(1, "kvcli-engine")
         joined = pool.submit(self._join, to_its_end(), tell)
         try:
             while (event := await said.get()) is not None:
@@ -60,10 +60,8 @@ class EngineThread:
         else:
             self._pool.submit(act).result()
 
-    def _begin(self) -> None:
-        self._ident = get_ident()
-
     def _join(self, work: Work[Any, Any], tell: Callable[[Any], object]) -> Any:
+        self._ident = get_ident()
         ticket = self._engine.add(work, tell)
         if not self._is_turning:
             self._is_turning = True
