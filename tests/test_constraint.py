@@ -6,6 +6,7 @@ import builtins
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -192,6 +193,24 @@ def test_without_the_extra_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPa
     with pytest.raises(BadInput) as error:
         Grammar.json_object()
     assert error.value.try_ == ("pip install 'kvcli[schema]'",)
+
+
+def test_texts_of_several_threads_may_be_held_to_the_same() -> None:
+    held = vocabulary().constraint(Grammar.of_schema(SCHEMA))
+    answers = [list[int]() for _ in range(4)]
+    for seed, answer in enumerate(answers):
+        rng = random.Random(seed)
+        while not is_whole(held, answer, [0]):
+            mask = held.allowed(answer)
+            assert mask is not None
+            answer.append(rng.choice(mask.nonzero().flatten().tolist()))
+
+    def ask(answer: list[int]) -> list[bool]:
+        masks = [held.allowed(answer[:n]) for _ in range(5) for n in range(len(answer))]
+        return [bool(mask[i]) for mask, i in zip(masks, answer * 5, strict=True) if mask is not None]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(map(all, threads.map(ask, answers)))
 
 
 def test_a_fork_goes_on_under_the_same_constraint() -> None:

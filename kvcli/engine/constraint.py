@@ -6,6 +6,7 @@ Those of a grammar take their masks from llguidance.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -62,13 +63,21 @@ class Vocabulary:
 
 
 class _Follows:
-    """A matcher that goes back and forth to where it is asked: the rows of a tree share most of their paths."""
+    """A matcher that goes back and forth to where it is asked: the rows of a tree share most of their paths.
+
+    Texts of several threads may be held to the same, so one asks at a time.
+    """
 
     def __init__(self, start: Any, vocab: int) -> None:
         self._start, self._vocab = start, vocab
         self._matcher, self._at = start.deep_copy(), list[int]()  # behind these ids
+        self._lock = Lock()
 
     def allowed(self, ids: Sequence[int]) -> Tensor:
+        with self._lock:
+            return self._allowed(ids)
+
+    def _allowed(self, ids: Sequence[int]) -> Tensor:
         new, shared = list(ids), min(len(ids), len(self._at))
         while self._at[:shared] != new[:shared]:
             shared -= 1
