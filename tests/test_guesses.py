@@ -1,6 +1,6 @@
 """Whatever a drafter guesses from, the text is that of plain decoding: sources, views, windows, ends, caps, garbage.
 
-`test_exact.py` crosses storages, policies and samplers; here the drafters' own settings are crossed.
+`exact/test_table.py` crosses storages, policies and samplers; here the drafters' own settings are crossed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from kvcli.models.sizes import NAMES, count, sizes_of
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
-_ENDLESS = 1 << 20  # tokens, where no limit is stated: what `model.py` takes then
+_ENDLESS = 1 << 20  # tokens, where no limit is stated: what `lm.py` takes then
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _is_multi_query(config: Mapping[str, Any]) -> bool:
 
 
 def _limit(config: Mapping[str, Any], stated: int, name: str) -> int:
-    """What the loaded model will say (`model.py`): with dynamic rope, the length before keys change."""
+    """What the loaded model will say (`lm.py`): with dynamic rope, the length before keys change."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
     for one in (r for r in ropes if isinstance(r, dict)):
