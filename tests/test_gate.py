@@ -13,17 +13,23 @@ import torch
 from torch import Tensor
 
 from kvcli.engine import gate
-from kvcli.engine.engine import Engine, call, run
+from kvcli.engine.boundary import Boundary
+from kvcli.engine.engine import Engine, call, drive, run
 from kvcli.engine.feed import Asks, Feed, Made
 from kvcli.engine.forward import Pass
 from kvcli.engine.gate import Gate, Live
+from kvcli.engine.heard import Heard
+from kvcli.engine.kinds import kinds_of
 from kvcli.engine.lm import LM
+from kvcli.engine.policy import Policy
 from kvcli.engine.rows import Draft, Rows, Scouts
 from kvcli.engine.session import commit
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import LayerShape, Sight
+from kvcli.policies.knorm import KNorm
+from kvcli.policies.window import Window
 from tests import families
 from tests.test_ladder import LADDERS, PACKED
 
@@ -321,3 +327,19 @@ def test_layers_of_any_shape_attend_and_store_and_share() -> None:
         torch.testing.assert_close(torch.cat([outs[layer] for outs in found], 1), out)
         assert kv.slots(layer).pos[0].tolist() == (list(range(n)) if source < 2 else at)
     assert [use.layer for use in kv.usage()] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("policy", [KNorm(keep=0.5, sinks=1, guard=2, alloc="global"), Window(sinks=1, window=4)])
+def test_a_policy_judges_layers_of_any_shape_that_store_something(policy: Policy) -> None:
+    kv, n = Dense(SHAPES, torch.float64), 13
+    for layer, s in enumerate(SHAPES):
+        if s.shares is None:
+            kv.append(layer, torch.randn(s.n_kv_heads, n, s.k_dim), torch.randn(s.n_kv_heads, n, s.v_dim), 0)
+    sights = [Sight(0.3)] * len(SHAPES)
+    lm: Any = SimpleNamespace(n_layers=len(SHAPES), shapes=SHAPES, sights=sights, sinks=[None] * len(SHAPES))
+    wants, nothing = policy.wants(lm), kinds_of([], None, [])
+    past = lm, kv, Heard(0, lambda n: ()), wants.guard, range(n), nothing
+    masks = drive(Boundary(*past, "read", n, True, wants.memory()).ask(policy))
+    assert [layer for layer, mask in enumerate(masks) if mask is None] == [2]
+    assert kv.settle(masks)
+    assert kv.n_slots(0) == kv.n_slots(2) < n

@@ -39,8 +39,9 @@ class Boundary:
 
     @property
     def open(self) -> list[int]:
-        """Layers without a sliding window, which lets go of its past by itself."""
-        return [i for i in self.layers if self.lm.sights[i].window is None]
+        """Layers without a sliding window, which lets go of its past by itself, and with slots of their own."""
+        layers = zip(self.lm.sights, self.lm.shapes, strict=True)
+        return [i for i, (sight, shape) in enumerate(layers) if sight.window is None and shape.shares is None]
 
     def layer(self, i: int) -> tuple[Slots, Moment]:
         """What one layer holds, perhaps as a copy: look at one after the other."""

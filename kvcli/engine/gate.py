@@ -39,6 +39,7 @@ class Pruner(Protocol):
     through every layer, and a row may come back as soon as the first layer has been: so what was left behind by an
     earlier pass comes back as a row of this feed that is dropped at once, and revived where its hidden state belongs.
     A row older than what is stored takes a `past` that hides from it what is newer: stores show a row all they hold.
+    A pass that broke among those of other texts is made again: with the first layer all begins anew.
     """
 
     def before(self, layer: int, live: Live) -> Sequence[int] | None:

@@ -170,7 +170,7 @@ class EachLayer(Usual):
 
     def choose(self, at: Boundary) -> Masks:
         """Layer by layer."""
-        return [self.mask(*at.layer(i)) for i in at.layers]
+        return [self.mask(*at.layer(i)) if at.lm.shapes[i].shares is None else None for i in at.layers]
 
 
 @dataclass(frozen=True)
