@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvcli.api import Cancel, End, Event, Events, Finish, Prompt, Text, Turn, turn_of
+from kvcli.api import End, Event, Events, Finish, Prompt, Text, Turn, turn_of
 from kvcli.chat.transcript import Message, Opened, export_chat, open_chat, save_chat
 from kvcli.documents import Document
 from kvcli.engine.info import ModelInfo
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat.chat_file import ChatFile
-    from kvcli.engine.constraint import Constraint
     from kvcli.settings.profile import Profile
 
 
@@ -43,17 +42,7 @@ class Speaker(Protocol):
     def promise(self) -> str: ...
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        ignore_eos: bool = False,
-        stop: Sequence[str] = (),
-        cancel: Cancel | None = None,
-        messages: Messages = (),
-        constraint: Constraint | None = None,
-        **sample: object,
-    ) -> Events: ...
+    def stream(self, prompt: Prompt, **options: Any) -> Events: ...
 
 
 class Chat:
@@ -94,17 +83,8 @@ class Chat:
         """Ask and wait. Options are those of `stream`."""
         return turn_of(self.stream(text, **options))
 
-    def stream(
-        self,
-        text: str,
-        *,
-        cancel: Cancel | None = None,
-        ignore_eos: bool = False,
-        stop: Sequence[str] = (),
-        constraint: Constraint | None = None,
-        **sample: object,
-    ) -> Generator[Event]:
-        """Ask, and get the answer in events, `End` last. `constraint` and `sample` as of `Model.stream`.
+    def stream(self, text: str, **options: Any) -> Generator[Event]:
+        """Ask, and get the answer in events, `End` last. Options are those of `OpenText.answer`, `messages` aside.
 
         If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C, a lack of memory or by
         closing the iterator, what was said so far is kept and marked "interrupted"; without any, it is as before.
@@ -114,9 +94,7 @@ class Chat:
         question = Message("user", text, tuple(self.pending))
         asked = self._contents([*self.messages, question])
         prompt, ids = self._prompt(asked)
-        events = self.model.stream(
-            ids, ignore_eos=ignore_eos, stop=stop, cancel=cancel, messages=asked, constraint=constraint, **sample
-        )
+        events = self.model.stream(ids, messages=asked, **options)
         said: list[str] = []
         ended = False
         try:

@@ -118,7 +118,7 @@ class Ticket(Generic[E, T]):
         self.feed: Feed | None = None  # what it waits for; None = it is over
         self.error: BaseException | None = None  # that ended it
         self._found: T | None = None
-        self.go_on(lambda: next(work))
+        self._go_on(lambda: next(work))
 
     @property
     def is_over(self) -> bool:
@@ -139,13 +139,13 @@ class Ticket(Generic[E, T]):
 
     def send(self, made: Made) -> None:
         """Its feed was run."""
-        self.go_on(lambda: self._work.send(made))
+        self._go_on(lambda: self._work.send(made))
 
     def throw(self, error: Exception) -> None:
         """Its feed failed, even alone."""
-        self.go_on(lambda: self._work.throw(error))
+        self._go_on(lambda: self._work.throw(error))
 
-    def go_on(self, step: Callable[[], Feed | E]) -> None:
+    def _go_on(self, step: Callable[[], Feed | E]) -> None:
         """To the next feed, handing out what the work says on the way."""
         try:
             said = step()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.engine.policy import EachLayer
+from kvcli.engine.policy import EachLayer, Guard
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -35,11 +35,8 @@ class Quest(EachLayer):
 
         q = at.q
         n_kv, n_slots, dim = s.k.shape
-        if not n_slots:
-            return s.pos >= 0
-        newest = s.pos.amax(dim=1, keepdim=True)
-        mask = (s.pos >= 0) & ((s.pos < self.sinks) | (s.pos > newest - self.local))
-        if not q.shape[1]:
+        mask = Guard(self.sinks, self.local).covers(s, at.kinds)
+        if not n_slots or not q.shape[1]:
             return mask
         page = (s.pos.clamp(min=0) // self.page).long()  # [K, S]
         count = int(page.max()) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.engine.policy import EachLayer
+from kvcli.engine.policy import EachLayer, Guard
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -44,9 +44,8 @@ class Random(EachLayer):
         from kvcli.kernels.gumbel import gumbel
 
         n_kv, n = s.pos.shape
-        newest = s.pos.amax(dim=1, keepdim=True)
         head = at.layer * n_kv + torch.arange(n_kv, device=s.pos.device).repeat_interleave(n)
         lot = gumbel(self.seed, s.pos.flatten().long(), head.unsqueeze(1)).view(n_kv, n)
-        lot = lot.masked_fill((s.pos < self.sinks) | (s.pos > newest - self.window), torch.inf)
+        lot = lot.masked_fill(Guard(self.sinks, self.window).covers(s, at.kinds), torch.inf)
         best = lot.masked_fill(s.pos < 0, -torch.inf).topk(min(self.budget, n), dim=1).indices
         return torch.zeros_like(s.pos, dtype=torch.bool).scatter_(1, best, True) & (s.pos >= 0)

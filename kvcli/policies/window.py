@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.engine.policy import EachLayer
+from kvcli.engine.policy import EachLayer, Guard
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -37,5 +37,4 @@ class Window(EachLayer):
 
     def mask(self, s: Slots, at: Moment) -> Tensor:
         """The same in every layer and head: positions below `sinks`, and the last `window` of them."""
-        newest = s.pos.amax(dim=1, keepdim=True)
-        return (s.pos >= 0) & ((s.pos < self.sinks) | (s.pos > newest - self.window))
+        return Guard(self.sinks, self.window).covers(s, at.kinds)
