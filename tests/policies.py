@@ -83,6 +83,10 @@ class OneLayer:
         return [] if self.at.window is not None else [0]
 
     @property
+    def ids(self) -> range:
+        return range(self.at.n)
+
+    @property
     def phase(self) -> Phase:
         return self.at.phase
 

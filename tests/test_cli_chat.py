@@ -369,7 +369,8 @@ def test_an_answer_is_held_to_a_schema_or_said_to_be_cut(kvcli, tmp_path):
         cut = kvcli(*asked, "-n", "4")
         out, err = cut.communicate(timeout=300)
         assert cut.returncode == 8, err
-        assert f"cut before it was all of {tmp_path / name}" in err.decode().replace("\n     ", "")
+        said = "".join(err.decode().split())  # a long path is wrapped anywhere
+        assert "cutbeforeitwasallof" + "".join(str(tmp_path / name).split()) in said
 
 
 @pytest.mark.parametrize(

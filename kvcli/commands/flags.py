@@ -62,8 +62,10 @@ Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Same seed, sam
 Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0.", rare=True)]
 StatsMode = Literal["live", "turn", "off"]
 Schema = Annotated[str | None, _answer("--schema", metavar="FILE", help="Answer in JSON of this JSON schema.")]
-Rules = Annotated[str | None, _answer("--grammar", metavar="FILE", help="Answer by this grammar, GBNF or Lark.")]
-JsonObject = Annotated[bool, _answer("--json-object", help="Answer with a JSON object.")]
+Rules = Annotated[
+    str | None, _answer("--grammar", metavar="FILE", help="Answer by this grammar, GBNF or Lark.", rare=True)
+]
+JsonObject = Annotated[bool, _answer("--json-object", help="Answer with a JSON object.", rare=True)]
 Figures = Annotated[StatsMode | None, _answer("--stats", help=_FIGURES, rare=True)]
 Lines = Annotated[bool, _answer("--stream", help="With --json: one line for each event.", rare=True)]
 
