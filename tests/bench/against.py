@@ -1,10 +1,11 @@
 """This checkout against an earlier one: reading and plain decoding of the same random model, in turns, in one run.
 
     git worktree add /tmp/before COMMIT
-    python tests/bench/against.py /tmp/before [--prompts 512,4096,16384] [--new 24] [--reps 5] [--out FILE]
+    python tests/bench/against.py /tmp/before [--prompts 512,4096,16384] [--reps 20] [--reads 2] [--out FILE]
 
 Each side is a process that has loaded its own checkout (`build`, `ours_of`, `ours` and `rows_against_row` of its
-tests/bench/decode.py) and works when it is told to. Also one pass of 8 rows. Ratios above 1: this checkout is faster.
+tests/bench/decode.py) and works when it is told to: a few tokens here, a few there. Also passes of 8 rows. Ratios above
+1: this checkout is faster.
 Prints a table, then JSON on the last line.
 """
 
@@ -26,14 +27,20 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from tests.bench import decode
+try:
+    from kvcli.engine.engine import events
+except ImportError:  # before sessions yielded feeds
+    events = iter
 lm = decode.ours_of(decode.build())
 for line in sys.stdin:
-    n, new = json.loads(line)
-    ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
-    first, steps, session = decode.ours(lm, ids, new)
-    one, eight = decode.rows_against_row(session, 8, 9)
-    del session
-    found = {"read": first, "decode": statistics.median(steps), "pass of 8": statistics.median(eight)}
+    what, n = json.loads(line)
+    if what == "read":
+        ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+        found, _, session = decode.ours(lm, ids, 2)
+    elif what == "decode":
+        found = statistics.median(step.seconds for step in events(session.stream(n)))
+    else:
+        found = statistics.median(decode.rows_against_row(session, n, 3)[1])
     print(json.dumps(found), flush=True)
 """
 
@@ -49,40 +56,40 @@ class Side:
         command = [sys.executable, "-c", WORKER, str(checkout)]
         self._process = subprocess.Popen(command, cwd=checkout, stdin=pipe, stdout=pipe, text=True)
 
-    def measure(self, n: int, new: int) -> dict[str, float]:
+    def measure(self, what: str, n: int) -> float:
+        """Seconds: of reading n tokens, of a step of the n next ones, of a pass of n rows."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([n, new]) + "\n")
+        self._process.stdin.write(json.dumps([what, n]) + "\n")
         self._process.stdin.flush()
-        found: dict[str, float] = json.loads(self._process.stdout.readline())
-        return found
+        return float(json.loads(self._process.stdout.readline()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("--prompts", default="512,4096,16384")
-    parser.add_argument("--new", type=int, default=24)
-    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--new", type=int, default=6, help="tokens of one turn")
+    parser.add_argument("--reps", type=int, default=20, help="turns of decoding, and of passes of 8 rows")
+    parser.add_argument("--reads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     sides = [Side(args.before.resolve()), Side(ROOT)]
     for side in sides:
-        side.measure(64, 4)  # warm
+        side.measure("read", 64)  # warm
     rows: list[dict[str, Any]] = []
-    print(f"{sides[1].commit} against {sides[0].commit}, times as fast (min, median, max)")
+    print(f"{sides[1].commit} against {sides[0].commit}, times as fast (min, quartiles, max)")
     for n in map(int, args.prompts.split(",")):
-        pairs = []
-        for rep in range(args.reps):
-            order = sides if rep % 2 else sides[::-1]
-            found = {id(side): side.measure(n, args.new) for side in order}
-            pairs.append([found[id(side)] for side in sides])
-        for what in pairs[0][0]:
-            times = sorted(before[what] / now[what] for before, now in pairs)
-            row = {"prompt": n, "what": what, "times": [round(x, 3) for x in times]}
-            rows.append(row)
-            low, middle, high = times[0], statistics.median(times), times[-1]
-            print(f"{n:7,}  {what:10} {low:6.3f} {middle:6.3f} {high:6.3f}", flush=True)
+        for what, size, reps in (("read", n, args.reads), ("decode", args.new, args.reps), ("pass", 8, args.reps)):
+            times = []
+            for rep in range(reps):
+                order = sides if rep % 2 else sides[::-1]
+                found = {id(side): side.measure(what, size) for side in order}
+                times.append(found[id(sides[0])] / found[id(sides[1])])
+            quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+            spread = [round(x, 3) for x in (min(times), *quartiles, max(times))]
+            rows.append({"prompt": n, "what": what, "times": spread})
+            print(f"{n:7,}  {what:8}", *(f"{x:6.3f}" for x in spread), flush=True)
     text = json.dumps({"before": sides[0].commit, "now": sides[1].commit, "rows": rows})
     if args.out:
         args.out.write_text(text, encoding="utf-8")
