@@ -33,6 +33,7 @@ RESULTS = {
     "quality": "kvcli bench demo --profiles exact,streaming --ctx 1k --reps 1 --no-memory --quality all"
     " --quality-lengths 2k",
     "decode": "python tests/bench/decode.py",
+    "together": "python tests/bench/together.py",
     "ngram": "python tests/bench/ngram.py --reps 9",
     "ngram-replay": f"python tests/bench/ngram_replay.py --model {LISTED}",
     "live-row": "python tests/bench/live_row.py",

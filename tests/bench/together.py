@@ -119,11 +119,11 @@ def main() -> None:
         print(row)
     found = {
         "title": f"{args.texts} texts of {args.ctx} tokens side by side, {args.new} new; a question beside {args.long}",
-        "machine": machine(),
+        "machine": ", ".join(f"{key} {value}" for key, value in machine().items()),
         "command": f"python tests/bench/together.py --texts {args.texts} --ctx {args.ctx} --new {args.new}",
         "columns": ["what", "alone tok/s", "together tok/s", "times"],
         "rows": rows,
-        "runs": runs,
+        "note": "In brackets: least and most of all turns. late: in times of a chunk of the text that is being read.",
     }
     text = json.dumps(found)
     if args.out:
