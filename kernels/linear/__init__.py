@@ -1,0 +1,63 @@
+"""Linear layers in bf16 and fp32 on a CPU whose rows do not know of each other.
+
+x [..., K] -> x W^T + b [..., N], accumulated in float32 and rounded once. An output is one chain of fused products over
+k, whichever rows and outputs come along: one row, the same row in a draft and in a prompt of thousands give the same
+bits. The weight lies in panels of 64 outputs, [ceil(N / 64), S, 64] words of 32 bits: one fp32, or two bf16. `why_not`
+says what is not served.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels import native as built
+
+PANEL = 64
+
+
+def why_not(weight: Tensor) -> str:
+    """Why a weight [N, K] cannot be served; "" if it can."""
+    if built.native() is None:
+        return built.why_not()
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+        return f"{weight.dtype} on {weight.device.type}: only bf16 and float32 on a CPU"
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
+        return f"{weight.shape[1]} inputs are not a multiple of 2"
+    return ""
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight [N, K] as `linear` wants it: [ceil(N / 64), S, 64] words of 32 bits, as int32."""
+    words = weight.detach().contiguous().view(torch.int32)  # [N, S]
+    n, s = words.shape
+    panels = words.new_zeros(-(-n // PANEL), PANEL, s)
+    panels.view(-1, s)[:n] = words
+    return panels.transpose(1, 2).contiguous()
+
+
+def rows_of(packed: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows `index` [M] of the weight that was packed, [M, K]: what an embedding that shares it looks up."""
+    return packed[index // PANEL, :, index % PANEL].view(dtype)
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int, *, level: str | None = None) -> Tensor:
+    """x [..., K], a weight from `pack` with `n` outputs, bias [N] -> [..., N]; all of one type.
+
+    `level`: another kind of CPU than the best there is.
+    """
+    functions = built.native(level)
+    assert functions is not None
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    y = rows.new_empty(rows.shape[0], n)
+    functions.linear(
+        rows.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        rows.shape[0],
+        n,
+        packed.shape[1],
+        x.dtype == torch.float32,
+    )
+    return y.view(*x.shape[:-1], n)

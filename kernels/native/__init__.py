@@ -1,0 +1,84 @@
+"""The native kernels: a library of C, loaded once, and the table of functions for the kind of CPU that this is.
+
+Each output of theirs is one fixed chain of instructions over its row's own inputs, so a row's bits do not depend on how
+many rows come along, nor on threads. Bits differ between kinds of CPU. Where no library was built, `native` is None and
+`why_not` says why: every op then runs on torch, which promises no such thing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from kvcli.kernels.native.build import LEVELS, NAMES, here
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+# What each function takes, in the order of its C declaration
+_TAKES = {
+    "linear": (_P, _P, _P, _P, _L, _L, _L, _I),
+}
+
+
+class Native:
+    """The functions for one kind of CPU, as attributes; addresses are given as numbers, `None` = null."""
+
+    linear: Callable[..., None]
+
+    def __init__(self, library: ctypes.CDLL, level: str) -> None:
+        self.level = level
+        for name, takes in _TAKES.items():
+            function = library[f"{name}__{level}"]
+            function.argtypes, function.restype = takes, None
+            setattr(self, name, function)
+        self._threads = library["pool_threads"]
+        self._threads.argtypes, self._threads.restype = (_I,), None
+
+    def use_threads(self, n: int) -> None:
+        """How many threads share the work of each call from now on, in all levels."""
+        self._threads(n)
+
+
+def levels() -> tuple[str, ...]:
+    """The kinds of CPU among ours whose instructions this one has, the best last; none without a library."""
+    library = _library()
+    if library is None:
+        return ()
+    return tuple(LEVELS[here()[0]])[: library["cpu_level"]()]
+
+
+@cache
+def native(level: str | None = None) -> Native | None:
+    """The functions for this CPU, or for a lesser `level` of `levels()`; None where `why_not` has a reason."""
+    found = levels()
+    if not found:
+        return None
+    assert level is None or level in found, f"{level} is none of {found}"
+    library = _library()
+    assert library is not None
+    return Native(library, level or found[-1])
+
+
+def why_not() -> str:
+    """Why there are no native kernels here; "" if there are."""
+    machine, system = here()
+    if not machine or not system:
+        return "none are written for this kind of machine"
+    if not _path().exists():
+        return "none were built when kvcli was installed"
+    if _library() is None:
+        return f"{_path().name} cannot be loaded"
+    return "" if levels() else "this CPU lacks AVX2"
+
+
+def _path() -> Path:
+    return Path(__file__).resolve().parent / NAMES.get(here()[1], "libkvcli.so")
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(_path())) if _path().exists() and all(here()) else None
+    except OSError:  # built for another system or damaged; `why_not` says so
+        return None

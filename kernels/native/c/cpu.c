@@ -1,0 +1,32 @@
+// What this CPU has.
+#include "pool.h"
+#include <stdint.h>
+#define API __attribute__((visibility("default")))
+#if defined(__x86_64__)
+#include <cpuid.h>
+static int bit(unsigned word, int at) { return word >> at & 1; }
+// 0 = none of ours, 1 = avx2, 2 = avx512, 3 = avx512bf16; the system must save the registers too
+API int cpu_level(void) {
+  unsigned a, b, c, d, low, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27) || !bit(c, 12) || !bit(c, 29)) return 0;  // xsave, fma, f16c
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !bit(b, 5) || !bit(b, 3) || !bit(b, 8)) return 0;
+  // f, dq, cd, bw, vl: what compilers call x86-64-v4
+  if ((low & 0xe0) != 0xe0 || !bit(b, 16) || !bit(b, 17) || !bit(b, 28) || !bit(b, 30) || !bit(b, 31)) return 1;
+  int vnni = bit(c, 11);
+  return vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 5) ? 3 : 2;
+}
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+// 1 = neon, 2 = neonbf16: products of bf16 and of bytes
+API int cpu_level(void) { return getauxval(16) >> 20 & 1 && getauxval(26) >> 14 & 1 ? 2 : 1; }
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+API int cpu_level(void) {
+  int has = 0;
+  size_t size = sizeof has;
+  return !sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, 0, 0) && has ? 2 : 1;
+}
+#elif defined(__aarch64__)
+API int cpu_level(void) { return 1; }
+#endif

@@ -1,0 +1,103 @@
+// The pool behind pool.h.
+#include "pool.h"
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+#define MOST 256
+#define SPIN_NS 200000  // a decoding pass hands out a job every 10 to 100 us: sleepers would come late to each
+
+// ticket = turn of the job (high half) and its next chunk (low half). Taking a chunk and seeing that the job is still the
+// same is one step, so nobody waits for a worker that the system has put aside: a job is over when its chunks are done.
+static struct job { job_fn fn; void *arg; uint32_t chunks; } jobs[2];
+static _Atomic uint64_t ticket;
+static atomic_uint done, sleepers;
+static int n_threads = 1, n_started = 1;
+static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;  // one job at a time, whoever calls
+static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+
+static unsigned turn_now(void) { return atomic_load_explicit(&ticket, memory_order_acquire) >> 32; }
+static inline void relax(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  __asm__ volatile("yield");
+#endif
+}
+static int64_t now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+static void work(unsigned turn) {
+  for (uint64_t t = atomic_load_explicit(&ticket, memory_order_acquire); t >> 32 == turn;) {
+    struct job j = jobs[turn & 1];  // read before the ticket is taken: if the take succeeds the job was this one
+    if ((uint32_t)t >= j.chunks) return;
+    if (!atomic_compare_exchange_weak(&ticket, &t, t + 1)) continue;
+    j.fn(j.arg, (int)(uint32_t)t);
+    atomic_fetch_add_explicit(&done, 1, memory_order_release);
+    t = atomic_load_explicit(&ticket, memory_order_acquire);
+  }
+}
+static void sleep_past(unsigned seen) {
+  pthread_mutex_lock(&bed);
+  atomic_fetch_add(&sleepers, 1);
+  while (turn_now() == seen) pthread_cond_wait(&wake, &bed);
+  atomic_fetch_sub(&sleepers, 1);
+  pthread_mutex_unlock(&bed);
+}
+static void *worker(void *mine) {
+  unsigned seen = 0;
+  for (;;) {
+    int64_t until = 0;
+    for (int i = 0; turn_now() == seen; i++) {
+      relax();
+      if (i % 256 != 255) continue;
+      int64_t t = now();
+      if (!until) until = t + SPIN_NS;
+      else if (t > until) sleep_past(seen);
+    }
+    seen = turn_now();
+    if ((int)(intptr_t)mine < n_threads) work(seen);
+  }
+  return 0;
+}
+static void after_fork(void) {  // a child has no workers: it starts its own when it says how many it wants
+  pthread_mutex_init(&owner, 0);
+  pthread_mutex_init(&bed, 0);
+  pthread_cond_init(&wake, 0);
+  atomic_store(&sleepers, 0);
+  n_threads = n_started = 1;
+}
+// From now on n threads work at a job, the caller's among them. Workers are started once and never end.
+__attribute__((visibility("default"))) void pool_threads(int n) {
+  pthread_mutex_lock(&owner);
+  if (n_started == 1) pthread_atfork(0, 0, after_fork);
+  n_threads = n < 1 ? 1 : n > MOST ? MOST : n;
+  for (; n_started < n_threads; n_started++) {
+    pthread_t t;
+    if (pthread_create(&t, 0, worker, (void *)(intptr_t)n_started)) break;  // fewer then: the caller works too
+    pthread_detach(t);
+  }
+  pthread_mutex_unlock(&owner);
+}
+void pool_run(job_fn fn, void *arg, int chunks) {
+  if (n_threads == 1 || chunks == 1) {
+    for (int c = 0; c < chunks; c++) fn(arg, c);
+    return;
+  }
+  pthread_mutex_lock(&owner);
+  unsigned turn = turn_now() + 1;
+  jobs[turn & 1] = (struct job){fn, arg, (uint32_t)chunks};
+  atomic_store_explicit(&done, 0, memory_order_relaxed);
+  atomic_store(&ticket, (uint64_t)turn << 32);
+  if (atomic_load(&sleepers)) {
+    pthread_mutex_lock(&bed);
+    pthread_cond_broadcast(&wake);
+    pthread_mutex_unlock(&bed);
+  }
+  work(turn);
+  while (atomic_load_explicit(&done, memory_order_acquire) < (unsigned)chunks) relax();
+  pthread_mutex_unlock(&owner);
+}
