@@ -5,23 +5,19 @@
 // [ceil(N / 64)][S][64] such words with S = words of a row; outputs beyond N are zeros. A panel is one stream of memory
 // and one chunk of work. Where the CPU does not multiply pairs of bf16, several rows share a stretch of the panel that was
 // widened to fp32 in cache: the same products and sums in the same order.
+#pragma once
 #include "lanes.h"
 #include "pool.h"
 #include <stdlib.h>
 #define PANEL 64
-#ifndef DEPTH
-#define DEPTH 64  // words at a time where rows share them: 16 KiB of a panel stay in the first cache for all rows
-#endif
-#ifndef TALL
 #define TALL 512  // rows at a time, so that what they have summed up lies on the stack
-#endif
-#ifndef MANY
-#define MANY 16  // rows from which on it pays to copy x in stretches, each one stream of memory
-#endif
+#define MANY 16   // rows from which on it pays to copy x in stretches, each one stream of memory
 #if defined(__AVX512BF16__)
 #define WIDENS 0
+#define DEPTH 64  // words at a time where rows share them: 16 KiB of a panel stay in the first cache for all rows
 #else
 #define WIDENS 1  // bf16 is multiplied as fp32
+#define DEPTH 32
 #endif
 
 typedef struct {
@@ -57,14 +53,14 @@ INLINE F pairs(F acc, U w, U x) {
 #endif
 }
 // rows x (vecs * 16) outputs over S words; `part` [rows][64] holds the sums between stretches
-INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
+INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, long ldw, const uint32_t *x, long ldx, long S, float *part) {
   F acc[6][4];
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) acc[m][n] = load(F, part + m * PANEL + n * 16);
 #pragma clang loop unroll(disable)
   for (long s = 0; s < S; s++) {
     U wv[4];
-    for (int n = 0; n < vecs; n++) wv[n] = load(U, w + s * PANEL + n * 16);
+    for (int n = 0; n < vecs; n++) wv[n] = load(U, w + s * ldw + n * 16);
     for (int m = 0; m < rows; m++) {
       F xv = spread(x + m * ldx + s);
       for (int n = 0; n < vecs; n++) acc[m][n] = is_wide ? fma_((F)wv[n], xv, acc[m][n]) : pairs(acc[m][n], wv[n], (U)xv);
@@ -80,30 +76,33 @@ INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, const uint3
 #define ROWS 6
 #define VECS 1
 #endif
-// `rows` rows, at most ROWS, over all outputs of the panel
-INLINE void band(int is_wide, int rows, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
-  const int vecs = rows == 1 ? 4 : VECS;
-  for (int n = 0; n < 4; n += vecs) tile(is_wide, rows, vecs, w + n * 16, x, ldx, S, part + n * 16);
+// `rows` rows, at most ROWS, over all outputs of the panel; `is_cut`: w is [4 / VECS][S][VECS * 16], each tile's in one piece
+INLINE void band(int is_wide, int rows, int is_cut, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
+  const int vecs = rows == 1 && !is_cut ? 4 : VECS;
+  for (int n = 0; n < 4; n += vecs)
+    if (is_cut) tile(is_wide, rows, vecs, w + n * 16 * S, vecs * 16, x, ldx, S, part + n * 16);
+    else tile(is_wide, rows, vecs, w + n * 16, PANEL, x, ldx, S, part + n * 16);
 }
-INLINE void rows_over_panel(int is_wide, long rows, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
-  for (; rows >= ROWS; rows -= ROWS, x += ROWS * ldx, part += ROWS * PANEL) band(is_wide, ROWS, w, x, ldx, S, part);
+INLINE void rows_over_panel(int is_wide, long rows, int is_cut, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
+  for (; rows >= ROWS; rows -= ROWS, x += ROWS * ldx, part += ROWS * PANEL) band(is_wide, ROWS, is_cut, w, x, ldx, S, part);
   switch (rows) {
-    case 1: band(is_wide, 1, w, x, ldx, S, part); break;
-    case 2: band(is_wide, 2, w, x, ldx, S, part); break;
-    case 3: band(is_wide, 3, w, x, ldx, S, part); break;
+    case 1: band(is_wide, 1, is_cut, w, x, ldx, S, part); break;
+    case 2: band(is_wide, 2, is_cut, w, x, ldx, S, part); break;
+    case 3: band(is_wide, 3, is_cut, w, x, ldx, S, part); break;
 #if ROWS > 4
-    case 4: band(is_wide, 4, w, x, ldx, S, part); break;
-    case 5: band(is_wide, 5, w, x, ldx, S, part); break;
+    case 4: band(is_wide, 4, is_cut, w, x, ldx, S, part); break;
+    case 5: band(is_wide, 5, is_cut, w, x, ldx, S, part); break;
 #endif
   }
 }
-// n words of two bf16 each -> 2 n words of fp32; `wide` lies in rows of `lanes` words, the lower halves in even ones
-INLINE void widen(const uint32_t *from, uint32_t *wide, long words, long lanes) {
-  for (long s = 0; s < words; s++)
-    for (long n = 0; n < lanes; n += 16) {
-      U w = load(U, from + s * lanes + n);
-      store(wide + (2 * s) * lanes + n, w << 16);
-      store(wide + (2 * s + 1) * lanes + n, w & 0xffff0000u);
+// A stretch of S pairs of bf16 -> 2 S of fp32, cut for tiles
+INLINE void widen(const uint32_t *w, uint32_t *wide, long S) {
+  for (long s = 0; s < S; s++)
+    for (int n = 0; n < 4; n++) {
+      uint32_t *to = wide + (n / VECS * 2 * S + 2 * s) * VECS * 16 + n % VECS * 16;
+      U both = load(U, w + s * PANEL + n * 16);
+      store(to, both << 16);
+      store(to + VECS * 16, both & 0xffff0000u);
     }
 }
 static void finish(const Linear *l, long n0, const float *part) {
@@ -132,10 +131,10 @@ static void linear_chunk(void *arg, int c) {
     const long here = l->S - s < depth ? l->S - s : depth;
     const uint32_t *x = l->apart ? l->apart + s * l->M * times : l->x + s, *ws = w + s * PANEL;
     const long ldx = l->apart ? DEPTH * times : l->S;
-    if (l->widens) widen(ws, wide, here, PANEL);
-    if (l->widens) rows_over_panel(1, l->M, wide, x, ldx, here * 2, part);
-    else if (l->is_wide) rows_over_panel(1, l->M, ws, x, ldx, here, part);
-    else rows_over_panel(0, l->M, ws, x, ldx, here, part);
+    if (l->widens) widen(ws, wide, here);
+    if (l->widens) rows_over_panel(1, l->M, 1, wide, x, ldx, here * 2, part);
+    else if (l->is_wide) rows_over_panel(1, l->M, 0, ws, x, ldx, here, part);
+    else rows_over_panel(0, l->M, 0, ws, x, ldx, here, part);
   }
   finish(l, (long)c * PANEL, part);
 }
