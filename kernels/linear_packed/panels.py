@@ -30,7 +30,9 @@ def arrange(q: Tensor, bits: int) -> Tensor:
     return four.transpose(1, 2).contiguous()
 
 
-def linear(x: Tensor, n: int, bits: int, group: int, data: Tensor, scale: Tensor, *, level: str | None = None) -> Tensor:
+def linear(
+    x: Tensor, n: int, bits: int, group: int, data: Tensor, scale: Tensor, *, level: str | None = None
+) -> Tensor:
     """x [M, K] and a weight of `n` outputs -> [M, N]. `level`: another kind of CPU than the best there is."""
     functions = built.native(level)
     assert functions is not None
