@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from kvcli.kernels.linear_blocked import block, linear_blocked
 from kvcli.kernels.linear_packed import cpu, group_of, panels, reference
 
 FRESH = 128 << 20  # bytes of weights in turns, more than the caches hold
-Side = Callable[[Tensor, int], object]
+Side = Callable[[Tensor], object]
 
 
 def main() -> None:
@@ -50,7 +51,7 @@ def main() -> None:
             for rows in map(int, args.rows.split(",")):
                 x = torch.randn(rows, k).bfloat16()
                 reps = max(3, args.reps if rows < 100 else args.reps // 4)
-                took = in_turns({"sum": lambda x, i: memory.sum(), **sides}, x, reps)
+                took = in_turns({"sum": lambda x: memory.sum(), **sides}, x, reps)
                 whole = took.pop("sum") * nbytes / FRESH
                 row = {"shape": shape, "kind": kind, "rows": rows} | {s: round(t * 1e3, 3) for s, t in took.items()}
                 row |= {"gain": round(took["torch"] / took[levels[-1]], 2), "reads": round(whole / took[levels[-1]], 2)}
@@ -62,10 +63,10 @@ def main() -> None:
 def in_turns(sides: dict[str, Side], x: Tensor, reps: int) -> dict[str, float]:
     """Median seconds of each."""
     took: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(reps + 2):
+    for _ in range(reps + 2):
         for name, side in sides.items():
             start = time.thread_time()
-            side(x, i)
+            side(x)
             took[name].append(time.thread_time() - start)
     return {name: statistics.median(times[2:]) for name, times in took.items()}
 
@@ -76,12 +77,12 @@ def _weights(n: int, k: int, nbytes: int) -> list[Tensor]:
 
 def _bf16(n: int, k: int, levels: tuple[str, ...]) -> tuple[int, dict[str, Side]]:
     weights = _weights(n, k, n * k * 2)
-    theirs, ours, m = [block(w) for w in weights], [pack(w) for w in weights], len(weights)
+    theirs, ours = cycle([block(w) for w in weights]), cycle([pack(w) for w in weights])
 
     def native(level: str) -> Side:
-        return lambda x, i: linear(x, ours[i % m], None, n, level=level)
+        return lambda x: linear(x, next(ours), None, n, level=level)
 
-    sides: dict[str, Side] = {"torch": lambda x, i: linear_blocked(x, theirs[i % m], None)}
+    sides: dict[str, Side] = {"torch": lambda x: linear_blocked(x, next(theirs), None)}
     return n * k * 2, sides | {level: native(level) for level in levels}
 
 
@@ -89,14 +90,14 @@ def _packed(bits: int) -> Callable[[int, int, tuple[str, ...]], tuple[int, dict[
     def sides_of(n: int, k: int, levels: tuple[str, ...]) -> tuple[int, dict[str, Side]]:
         group = 0 if bits == 8 else group_of(k)
         q, scale = zip(*(_rounded(w, bits, group) for w in _weights(n, k, n * k * bits // 8)), strict=True)
-        theirs, ours = [c if bits == 8 else cpu.pack4(c) for c in q], [panels.arrange(c, bits) for c in q]
-        m = len(q)
+        theirs = cycle(list(zip([c if bits == 8 else cpu.pack4(c) for c in q], scale, strict=True)))
+        ours = cycle(list(zip([panels.arrange(c, bits) for c in q], scale, strict=True)))
 
         def native(level: str) -> Side:
-            return lambda x, i: panels.linear(x, n, bits, group, ours[i % m], scale[i % m], level=level)
+            return lambda x: panels.linear(x, n, bits, group, *next(ours), level=level)
 
-        sides: dict[str, Side] = {"torch": lambda x, i: cpu.linear(x, bits, group, theirs[i % m], scale[i % m])}
-        return ours[0].nbytes + scale[0].nbytes, sides | {level: native(level) for level in levels}
+        sides: dict[str, Side] = {"torch": lambda x: cpu.linear(x, bits, group, *next(theirs))}
+        return n * k * bits // 8 + scale[0].nbytes, sides | {level: native(level) for level in levels}
 
     return sides_of
 

@@ -12,12 +12,29 @@
 #define PANEL 64
 #define TALL 512  // rows at a time, so that what they have summed up lies on the stack
 #define MANY 16   // rows from which on it pays to copy x in stretches, each one stream of memory
+// A tile has ROWS rows and VECS * 16 outputs: as much as the registers hold
+#if defined(__AVX512F__)
+#define ROWS 4
+#define VECS 4
+#else
+#define ROWS 6
+#define VECS 1
+#endif
 #if defined(__AVX512BF16__)
 #define WIDENS 0
 #define DEPTH 64  // words at a time where rows share them: 16 KiB of a panel stay in the first cache for all rows
+#define ONCE 4    // rows that read a panel but once
 #else
 #define WIDENS 1  // bf16 is multiplied as fp32
 #define DEPTH 32
+#define ONCE 1
+#endif
+#ifndef FEW
+#if defined(__AVX512F__)
+#define FEW 12  // rows for which it does not pay to write a widened panel down
+#else
+#define FEW 1
+#endif
 #endif
 
 typedef struct {
@@ -69,16 +86,9 @@ INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, long ldw, c
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) store(part + m * PANEL + n * 16, acc[m][n]);
 }
-#if defined(__AVX512F__) || defined(__aarch64__)  // 32 registers
-#define ROWS 4
-#define VECS 4
-#else  // 16 of half the width
-#define ROWS 6
-#define VECS 1
-#endif
 // `rows` rows, at most ROWS, over all outputs of the panel; `is_cut`: w is [4 / VECS][S][VECS * 16], each tile's in one piece
 INLINE void band(int is_wide, int rows, int is_cut, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
-  const int vecs = rows == 1 && !is_cut ? 4 : VECS;
+  const int vecs = rows == 1 && !is_cut ? 4 : WIDENS && !is_wide ? (VECS + 1) / 2 : VECS;
   for (int n = 0; n < 4; n += vecs)
     if (is_cut) tile(is_wide, rows, vecs, w + n * 16 * S, vecs * 16, x, ldx, S, part + n * 16);
     else tile(is_wide, rows, vecs, w + n * 16, PANEL, x, ldx, S, part + n * 16);
@@ -123,7 +133,7 @@ static void finish(const Linear *l, long n0, const float *part) {
 static void linear_chunk(void *arg, int c) {
   const Linear *l = arg;
   const uint32_t *w = l->w + (long)c * PANEL * l->S;
-  const long depth = l->M <= ROWS && !l->apart ? l->S : DEPTH, times = l->widens ? 2 : 1;
+  const long depth = l->M <= ONCE && !l->apart ? l->S : DEPTH, times = l->widens ? 2 : 1;
   float part[l->M * PANEL];
   uint32_t wide[WIDENS ? 2 * DEPTH * PANEL : 1];
   memset(part, 0, sizeof part);
@@ -152,7 +162,7 @@ static void apart_chunk(void *arg, int m) {
 EXPORT(linear)(const void *x, const void *w, const void *bias, void *y, long M, long N, long S, int is_wide) {
   for (long m = 0; m < M; m += TALL) {
     const long rows = M - m < TALL ? M - m : TALL, size = is_wide ? 4 : 2;
-    Linear l = {(const uint32_t *)x + m * S, w, bias, (char *)y + m * N * size, rows, N, S, is_wide, 0, WIDENS && !is_wide && rows > 1};
+    Linear l = {(const uint32_t *)x + m * S, w, bias, (char *)y + m * N * size, rows, N, S, is_wide, 0, WIDENS && !is_wide && rows > FEW};
     if (l.widens || rows >= MANY) {
       l.apart = malloc(rows * (S + DEPTH) * 4 * (l.widens ? 2 : 1));
       if (rows >= MANY) pool_run(apart_chunk, &l, (int)rows);

@@ -19,8 +19,8 @@ typedef struct {
   int bits, is_wide;
   float *rows, *sums;  // x in fp32, [K / stretch][M][stretch]; sums over groups [K / group][M]
   long stretch;
-  int8_t *high, *low;         // [M][K]
-  float *step;                // [M][K / group]
+  int8_t *high, *low;         // [K / group][M][group]
+  float *step;                // [K / group][M]
   int32_t *of_high, *of_low;  // sums of the digits, as step
 } Packed;
 
@@ -58,16 +58,25 @@ INLINE F code(int bits, U w, int i) {
   const int shift = bits == 8 ? 8 * i : i < 4 ? 8 * i : 8 * (i - 4) + 4;
   return __builtin_convertvector((I)(w >> shift & (bits == 8 ? 255 : 15)) - (bits == 8 ? 128 : 8), F);
 }
-INLINE void one_row(int bits, const uint32_t *w, const float *x, long k, float *part) {
-  const int each = 32 / bits;
-  F acc[4];
-  for (int n = 0; n < 4; n++) acc[n] = load(F, part + n * 16);
-  for (long s = 0; s < k; s += each, w += PANEL, x += each)
-    for (int n = 0; n < 4; n++) {
-      const U word = load(U, w + n * 16);
-      for (int i = 0; i < each; i++) acc[n] = fma_(code(bits, word, i), splat(x[i]), acc[n]);
-    }
-  for (int n = 0; n < 4; n++) store(part + n * 16, acc[n]);
+// Few rows: codes are widened in registers
+INLINE void few_rows(int bits, int rows, const uint32_t *w, const float *x, long k, float *part) {
+  const int each = 32 / bits, vecs = rows == 1 ? 4 : VECS;
+  for (int n0 = 0; n0 < 4; n0 += vecs) {
+    F acc[4][4];
+    for (int m = 0; m < rows; m++)
+      for (int n = 0; n < vecs; n++) acc[m][n] = load(F, part + m * PANEL + (n0 + n) * 16);
+#pragma clang loop unroll(disable)
+    for (long s = 0; s < k; s += each)
+      for (int n = 0; n < vecs; n++) {
+        const U word = load(U, w + s / each * PANEL + (n0 + n) * 16);
+        for (int i = 0; i < each; i++) {
+          const F c = code(bits, word, i);
+          for (int m = 0; m < rows; m++) acc[m][n] = fma_(c, splat(x[m * k + s + i]), acc[m][n]);
+        }
+      }
+    for (int m = 0; m < rows; m++)
+      for (int n = 0; n < vecs; n++) store(part + m * PANEL + (n0 + n) * 16, acc[m][n]);
+  }
 }
 INLINE void widen_codes(int bits, const uint32_t *w, float *wide, long k) {
   const int each = 32 / bits;
@@ -84,10 +93,13 @@ INLINE void widened(int bits, const Packed *p, int c) {
   memset(part, 0, sizeof part), memset(total, 0, sizeof total);
   for (long k = 0; k < p->K; k += p->stretch, w += p->stretch * bits / 32 * PANEL) {
     const float *x = p->rows + k * p->M;
-    if (p->M == 1) one_row(bits, w, x, p->stretch, part);
-    else {
-      widen_codes(bits, w, wide, p->stretch);
-      rows_over_panel(1, p->M, 1, (const uint32_t *)wide, (const uint32_t *)x, p->stretch, p->stretch, part);
+    switch (p->M) {
+      case 1: few_rows(bits, 1, w, x, p->stretch, part); break;
+      case 2: few_rows(bits, 2, w, x, p->stretch, part); break;
+      case 3: few_rows(bits, 3, w, x, p->stretch, part); break;
+      default:
+        widen_codes(bits, w, wide, p->stretch);
+        rows_over_panel(1, p->M, 1, (const uint32_t *)wide, (const uint32_t *)x, p->stretch, p->stretch, part);
     }
     const long j = k / p->group;
     if (bits == 8 || (k + p->stretch) % p->group) continue;
@@ -127,8 +139,8 @@ static void rows_chunk(void *arg, int m) {
 static void digits_chunk(void *arg, int m) {
   const Packed *p = arg;
   const bf16 *x = (const bf16 *)p->x + m * p->K;
-  int8_t *high = p->high + m * p->K, *low = p->low + m * p->K;
-  for (long j = 0, at = m * (p->K / p->group); j < p->K / p->group; j++, at++, x += p->group, high += p->group, low += p->group) {
+  for (long at = m; at < p->M * (p->K / p->group); at += p->M, x += p->group) {
+    int8_t *high = p->high + at * p->group, *low = p->low + at * p->group;
     U top = {0};
     for (long k = 0; k < p->group; k += 16) top = __builtin_elementwise_max(top, __builtin_convertvector(load(H, x + k), U) & 0x7f80);
     const int e = (int)(__builtin_reduce_max(top) >> 7), least = e < 20 ? 20 : e;  // the largest one's exponent, biased
@@ -151,21 +163,23 @@ INLINE __m512i four(const int8_t *x) {  // the same four bytes in all lanes
   __asm__("" : "+v"(v));
   return v;
 }
-// rows from m0 on x (vecs * 16) outputs from n0 of panel c
-INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, long m0, long n0) {
-  const long K = p->K, group = p->group, G = K / group, each = 32 / bits;
-  const uint8_t *w = panel(p, c) + n0 * 4;
+// Groups from j to end for rows from m0 on x (vecs * 16) outputs from n0 of panel c; `part` [M][64] holds what was before
+INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, long j, long end, long m0, long n0,
+                        float *part) {
+  const long group = p->group, each = 32 / bits;
+  const uint8_t *w = panel(p, c) + j * group / each * PANEL * 4 + n0 * 4;
   F total[4][4];
   for (int m = 0; m < rows; m++)
-    for (int n = 0; n < vecs; n++) total[m][n] = (F){0};
-  for (long j = 0; j < G; j++) {
+    for (int n = 0; n < vecs; n++) total[m][n] = load(F, part + (m0 + m) * PANEL + n0 + n * 16);
+  for (; j < end; j++) {
+    const long of = j * p->M + m0;
     __m512i high[4][4], low[4][4];
     for (int m = 0; m < rows; m++)
       for (int n = 0; n < vecs; n++) {  // bytes are without sign: take their middle off beforehand
-        high[m][n] = _mm512_set1_epi32(p->of_high[(m0 + m) * G + j] * (bits == 8 ? -128 : -8));
-        low[m][n] = _mm512_set1_epi32(p->of_low[(m0 + m) * G + j] * (bits == 8 ? -128 : -8));
+        high[m][n] = _mm512_set1_epi32(p->of_high[of + m] * (bits == 8 ? -128 : -8));
+        low[m][n] = _mm512_set1_epi32(p->of_low[of + m] * (bits == 8 ? -128 : -8));
       }
-    const int8_t *xh = p->high + m0 * K + j * group, *xl = p->low + m0 * K + j * group;
+    const int8_t *xh = p->high + of * group, *xl = p->low + of * group;
 #pragma clang loop unroll(disable)
     for (long k = 0; k < group; k += each, w += PANEL * 4) {
       __m512i wv[2][4];
@@ -177,7 +191,7 @@ INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, lo
       }
       for (int half = 0; half < 8 / bits; half++)
         for (int m = 0; m < rows; m++) {
-          const __m512i h = four(xh + m * K + k + half * 4), l = four(xl + m * K + k + half * 4);
+          const __m512i h = four(xh + m * group + k + half * 4), l = four(xl + m * group + k + half * 4);
           for (int n = 0; n < vecs; n++) {
             high[m][n] = _mm512_dpbusd_epi32(high[m][n], wv[half][n], h);
             low[m][n] = _mm512_dpbusd_epi32(low[m][n], wv[half][n], l);
@@ -189,30 +203,30 @@ INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, lo
       F scale = {0}, zero = {0};
       if (bits == 4 && at < p->N) pair_of(p, j, at, &scale, &zero);
       for (int m = 0; m < rows; m++) {
-        const long of = (m0 + m) * G + j;
         const F v = __builtin_convertvector(((I)high[m][n] << 7) + (I)low[m][n], F);
-        if (bits == 8) total[m][n] = fma_(v, splat(p->step[of]), total[m][n]);
+        if (bits == 8) total[m][n] = fma_(v, splat(p->step[of + m]), total[m][n]);
         else {  // products with a power of two are exact
-          total[m][n] = fma_(v * p->step[of], scale, total[m][n]);
-          total[m][n] = fma_(splat((float)(p->of_high[of] * 128 + p->of_low[of]) * p->step[of]), zero, total[m][n]);
+          total[m][n] = fma_(v * p->step[of + m], scale, total[m][n]);
+          total[m][n] = fma_(splat((float)(p->of_high[of + m] * 128 + p->of_low[of + m]) * p->step[of + m]), zero, total[m][n]);
         }
       }
     }
   }
-  for (int n = 0; n < vecs; n++)
-    for (int m = 0; m < rows && c * PANEL + n0 + n * 16 < p->N; m++) put(p, m0 + m, c * PANEL + n0 + n * 16, total[m][n]);
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < vecs; n++) store(part + (m0 + m) * PANEL + n0 + n * 16, total[m][n]);
 }
 INLINE void digits_panel(int bits, const Packed *p, int c) {
-  long m = 0;
-  if (p->M == 1) digits_tile(bits, 1, 4, p, c, 0, 0);
-  else
-    for (; m < p->M; m += 4)
-      for (int n = 0; n < PANEL; n += 32) switch (p->M - m) {
-          case 1: digits_tile(bits, 1, 2, p, c, m, n); break;
-          case 2: digits_tile(bits, 2, 2, p, c, m, n); break;
-          case 3: digits_tile(bits, 3, 2, p, c, m, n); break;
-          default: digits_tile(bits, 4, 2, p, c, m, n);
-        }
+  const long groups = p->K / p->group, some = DEPTH * 32 / bits / p->group;  // as many as stay in the first cache
+  float part[p->M * PANEL];
+  memset(part, 0, sizeof part);
+  for (long j = 0, end; j < groups; j = end) {
+    end = groups - j < some || p->M <= 2 ? groups : j + some;
+    for (long m = 0; m < p->M; m += 2)
+      if (p->M - m > 1) digits_tile(bits, 2, 4, p, c, j, end, m, 0, part);
+      else digits_tile(bits, 1, 4, p, c, j, end, m, 0, part);
+  }
+  for (long m = 0; m < p->M; m++)
+    for (long n = 0; n < outputs(p, c); n += 16) put(p, m, c * PANEL + n, load(F, part + m * PANEL + n));
 }
 static void digits_panel_chunk(void *arg, int c) {
   const Packed *p = arg;
