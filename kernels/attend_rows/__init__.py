@@ -12,7 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from kvcli.kernels.attend_fresh import attend_fresh
+from kvcli.kernels.merge import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +29,35 @@ class Run:
     starts: Sequence[int]  # by KV head: its first slot in k and v
     lengths: Sequence[int]  # by KV head: slots from there on
     pos_starts: Sequence[int]  # by KV head: its first position
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a pass itself brings to a layer: rows read it behind what is stored."""
+
+    k: Tensor  # [K, N, D]; the rows that ask are the last n of the N
+    v: Tensor  # [K, N, E]
+    pos: Sequence[int]  # N
+    line: Tensor | None  # [n, N] bool on the CPU: a row's ancestors and itself; None = all up to itself, and n = N
+    sees: Tensor | None  # the same on the device, less what a window hides
+    sink: Tensor | None = None  # [H] learned logits that take mass and give nothing (gpt-oss)
+    before: Sequence[Part] = ()  # what the rows saw of older slots
+
+    def parts(self, q: Tensor, scale: float, softcap: float) -> list[Part]:
+        """q [H, n, D] over these alone: where what is stored cannot be read in one sequence with them."""
+        fresh = attend_fresh(q, self.k, self.v, scale, self.sees, softcap=softcap)
+        if self.sink is None:
+            return [*self.before, fresh]
+        lse = self.sink.to(fresh.lse.dtype).unsqueeze(-1).expand_as(fresh.lse)
+        return [*self.before, fresh, Part(torch.zeros_like(fresh.out), lse)]
+
+
+def serves(q: Tensor, v: Tensor) -> bool:
+    """Whether `attend_rows` can take these."""
+    return False
+
+
+def attend_rows(
+    q: Tensor, run: Run | None, own: Own | None, pos: Sequence[int], scale: float, *, window: int | None, softcap: float
+) -> Part:
+    raise NotImplementedError

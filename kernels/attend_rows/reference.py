@@ -31,7 +31,7 @@ def attend_rows(
     `before`: what the same rows saw elsewhere, older. `sink` [H]: logits that take mass and give nothing. A row that
     sees nothing gets zeros.
     """
-    h, n, d = q.shape
+    h, n, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = []
     n_kv = (run.starts if run is not None else fresh[0]).__len__()
