@@ -91,7 +91,7 @@ def test_a_folder_loads_with_what_the_model_says_of_itself(folder: Path):
     assert lm.limit == 512
     assert lm.info.parameters == found.parameters
     assert 0 <= lm.info.weight_bytes - found.parameters * 4 < 100  # the rotary table comes on top
-    assert (lm.info.family, lm.info.dtype, lm.info.backend) == ("qwen2", "float32", "torch")
+    assert (lm.info.family, lm.info.dtype, lm.info.backend.split(",")[0]) == ("qwen2", "float32", "torch")
 
 
 def test_sampling_settings_do_not_count_where_the_model_is_greedy(folder: Path):
@@ -211,13 +211,14 @@ def wide(tmp_path: Path, **changes: Any) -> Path:
 def test_packed_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant: str, least: float, most: float):
     found = source.find(str(wide(tmp_path)))
     plain, packed = LM.load(found, device="cpu"), LM.load(found, device="cpu", quant=quant)
-    assert packed.info.backend == f"torch packed {quant}"
+    assert packed.info.backend.split(",")[0] == f"torch packed {quant}"
     assert packed.info.parameters == plain.info.parameters
     assert packed.info.notes == ()
-    layers = sum(p.numel() * 4 for n, p in plain.model.named_parameters() if ".layers." in n and p.dim() == 2)
+    of_layers = [m for n, m in plain.model.named_modules() if ".layers." in n and hasattr(m, "in_features")]
+    layers = sum(m.in_features * m.out_features * 4 for m in of_layers)
     other = plain.info.weight_bytes - layers
     assert least < layers / (packed.info.weight_bytes - other) < most
-    assert type(packed.model.lm_head) is torch.nn.Linear
+    assert type(packed.model.lm_head) is type(plain.model.lm_head)
 
 
 def test_layers_that_cannot_be_packed_are_counted(tmp_path: Path):

@@ -14,13 +14,14 @@ from torch import Tensor
 from kvcli.kernels import native as built
 
 PANEL = 64
+SERVED = (torch.bfloat16, torch.float32)
 
 
 def why_not(weight: Tensor) -> str:
     """Why a weight [N, K] cannot be served; "" if it can."""
     if built.native() is None:
         return built.why_not()
-    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+    if weight.device.type != "cpu" or weight.dtype not in SERVED:
         return f"{weight.dtype} on {weight.device.type}: only bf16 and float32 on a CPU"
     if weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
         return f"{weight.shape[1]} inputs are not a multiple of 2"
@@ -36,8 +37,13 @@ def pack(weight: Tensor) -> Tensor:
     return panels.transpose(1, 2).contiguous()
 
 
+def unpack(packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] that was packed."""
+    return packed.transpose(1, 2).reshape(-1, packed.shape[1])[:n].contiguous().view(dtype)
+
+
 def rows_of(packed: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows `index` [M] of the weight that was packed, [M, K]: what an embedding that shares it looks up."""
+    """Rows `index` [...] of the weight that was packed, [..., K]: what an embedding that shares it looks up."""
     return packed[index // PANEL, :, index % PANEL].view(dtype)
 
 
@@ -49,6 +55,8 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int, *, level: str
     functions = built.native(level)
     assert functions is not None
     rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if x.dtype not in SERVED or rows.shape[1] * x.itemsize != packed.shape[1] * 4:
+        raise ValueError(f"{rows.shape[1]} inputs in {x.dtype} for a weight of {packed.shape[1] * 4} bytes a row")
     y = rows.new_empty(rows.shape[0], n)
     functions.linear(
         rows.data_ptr(),

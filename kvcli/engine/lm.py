@@ -19,6 +19,7 @@ from kvcli.engine import forward, gate, seam, weights
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
 from kvcli.errors import BadModel
+from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
 from kvcli.kernels.products import multiplies
@@ -155,10 +156,11 @@ class LM:
             self._takes_pruners = True
 
     def block(self) -> None:
-        """Have bf16 linear layers on a CPU multiplied as that CPU does it fastest. Same numbers."""
-        if done := block_(self.model, give_back):
-            how = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
-            self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers {how}")
+        """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served."""
+        widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
+        for swap, how in ((lay_out_, "in native panels"), (block_, widened)):
+            if done := swap(self.model, give_back):
+                self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers {how}")
 
 
 # ---- what is packed ----

@@ -75,7 +75,7 @@ def test_weights_are_what_loading_leaves(demo, quant):
         # layers with a layout of their own hold their weights where no other code sees them
         own = [m.blocked for m in model.lm.model.modules() if hasattr(m, "blocked")]
         plain = (*model.lm.model.parameters(), *model.lm.model.buffers(), *(t for t in own if not t.is_mkldnn))
-        held = sum({t.data_ptr(): t.nbytes for t in plain}.values())
+        held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
         held += sum(t.numel() * t.element_size() for t in own if t.is_mkldnn)
         found = planned(demo, model.profile)
     assert found.need.weights == pytest.approx(held, rel=0.02)

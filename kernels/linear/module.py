@@ -1,0 +1,117 @@
+"""`nn.Linear` on native products, a weight that other modules may share with it, and the swap inside a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvcli.kernels.linear import linear, pack, rows_of, unpack, why_not
+
+
+class NativeWeight(Tensor):
+    """A packed weight [N, K] in the place of a plain one: what an embedding holds that shares it with a head.
+
+    Products and rows are taken from the packed form, which alone has memory. Whatever else is asked unpacks it first:
+    right for every use, and slow.
+    """
+
+    packed: Tensor
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> NativeWeight:
+        made: NativeWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # type: ignore[attr-defined]
+        made.packed = packed
+        return made
+
+    @classmethod
+    def of(cls, weight: Tensor) -> NativeWeight:
+        return cls(pack(weight), weight.shape, weight.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear and isinstance(args[1], cls):
+            x, weight, bias = (*args, None)[:3]
+            return linear(x, weight.packed, bias, weight.shape[0])
+        if func is Tensor.untyped_storage:  # so that memory is counted where it is, and once
+            return args[0].packed.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed, args[0].shape, args[0].dtype)
+        if func is torch.ops.aten.embedding.default:
+            weight, index = args[:2]
+            return rows_of(weight.packed, index, weight.dtype)
+        assert not func._schema.is_mutable, f"{func} would write to a copy"
+        return func(*(plain(a) for a in args), **(kwargs or {}))
+
+
+def plain(a: Any) -> Any:
+    """A NativeWeight unpacked; anything else as it is."""
+    return unpack(a.packed, a.shape[0], a.dtype) if isinstance(a, NativeWeight) else a
+
+
+class NativeLinear(nn.Module):
+    """Stands in for one `nn.Linear`."""
+
+    packed: Tensor
+
+    def __init__(self, weight: NativeWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.register_buffer("packed", weight.packed, persistent=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.packed, self.bias, self.out_features)
+
+    @property
+    def weight(self) -> NativeWeight:
+        """As other code may want it; see `NativeWeight` for what that costs."""
+        return NativeWeight(self.packed, (self.out_features, self.in_features), self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}"
+
+
+@torch.no_grad()
+def lay_out_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
+    """Replace each `nn.Linear` below `root` that is served, one at a time, so that one weight exists twice and no more.
+
+    Embeddings that share a weight (tied heads) go on sharing it, packed. A weight that yet another module holds stays
+    as it is. `done_with` is shown each old weight, which nothing here reads again. Returns how many were replaced.
+    """
+    others: dict[int, list[nn.Module]] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False) if type(module) is not nn.Linear else ():
+            others.setdefault(id(parameter), []).append(module)
+    packed: dict[int, NativeWeight] = {}
+    done = 0
+    # a list of all modules would keep every replaced layer alive until the end
+    for parent in [module for module in root.modules() if type(module) is not nn.Linear]:
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not nn.Linear or why_not(layer.weight):
+                continue
+            key, old = id(layer.weight), layer.weight
+            if not all(_looks_up(module) for module in others.get(key, ())):
+                continue
+            packed[key] = weight = packed[key] if key in packed else NativeWeight.of(old)
+            setattr(parent, name, NativeLinear(weight, layer.bias))
+            for module in others.pop(key, ()):
+                module.weight = nn.Parameter(weight, requires_grad=False)
+            done_with(old)
+            del layer, old
+            done += 1
+    return done
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether it only ever takes rows of its weight."""
+    return isinstance(module, nn.Embedding) and module.max_norm is None
