@@ -18,6 +18,7 @@ _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 # What each function takes, in the order of its C declaration
 _TAKES = {
     "linear": (_P, _P, _P, _P, _L, _L, _L, _I),
+    "attend": (_P,),
 }
 
 
@@ -25,6 +26,7 @@ class Native:
     """The functions for one kind of CPU, as attributes; addresses are given as numbers, `None` = null."""
 
     linear: Callable[..., None]
+    attend: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level = level
