@@ -67,7 +67,11 @@ class Slab:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
         if serves(q, self.v, own):
             run = self._run(rotary)
-            return [] if run is None and own is None else [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
+            return (
+                []
+                if run is None and own is None
+                else [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
+            )
         return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
 
     def _run(self, rotary: Rotary | None) -> Run | None:
