@@ -168,7 +168,7 @@ class Model:
 
     @property
     def promise(self) -> str:
-        """What may be said of the text, for people: "exact", "exact but for near ties", "certified", "approx"."""
+        """What may be said of the text: "bit-exact", "exact", "exact but for near ties", "certified", "approx"."""
         return build.promise(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:

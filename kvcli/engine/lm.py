@@ -18,6 +18,7 @@ from transformers.utils import logging
 from kvcli.engine import forward, gate, seam, weights
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
+from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.errors import BadModel
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
@@ -54,6 +55,7 @@ class LM:
         self.stop_ids = _stop_ids(model, info.id)
         self.generation = _generation(model, info.id)  # the model's own sampling settings, only those it states
         self.info = info
+        self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
         self._takes_pruners = False  # known to
 
     @staticmethod
@@ -140,14 +142,14 @@ class LM:
             model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code)
             names = {"id": source.id, "path": str(source.path), "revision": source.revision}
             lm = LM.of(model, **names, quant=quant, device=where, verify=verify, notes=notes)
-        lm.block()
+        lm.lay_out()
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
 
     @property
     def rounds_by_rows(self) -> bool:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
-        return self.dtype.itemsize < 4
+        return self.dtype.itemsize < 4 and not self.is_row_invariant
 
     def meet_pruner(self) -> None:
         """Raises BadModel where rows cannot be narrowed between layers; asked when a feed first wants that."""
@@ -155,12 +157,16 @@ class LM:
             seam.compare_narrowed(self, self.info.id)
             self._takes_pruners = True
 
-    def block(self) -> None:
-        """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served."""
+    def lay_out(self) -> None:
+        """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served.
+
+        Then a trial says whether rows are independent of each other to the bit.
+        """
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
         for swap, how in ((lay_out_, "in native panels"), (block_, widened)):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers {how}")
+        self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
 
 
 # ---- what is packed ----

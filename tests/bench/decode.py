@@ -53,7 +53,7 @@ def ours_of(model: Any) -> Any:
     from kvcli.engine.lm import LM
 
     lm = LM.of(model)
-    lm.block()
+    lm.lay_out()
     return lm
 
 
