@@ -19,6 +19,7 @@ from kvcli.engine import forward, gate, seam, weights
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
 from kvcli.engine.neighbours import rows_know_neighbours
+from kvcli.engine.threads import use_threads
 from kvcli.errors import BadModel
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
@@ -135,8 +136,7 @@ class LM:
         refuse_quant(source.id, quant, where.type, is_quantized="quantization_config" in source.config)
         if source.is_pickle and not allow_pickle:
             raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
-        if threads > 0:
-            torch.set_num_threads(threads)
+        use_threads(threads or torch.get_num_threads())
         with quiet():
             config = read_config(source, trust_remote_code)
             model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code)
