@@ -93,7 +93,7 @@ def opened(
     reads = view(model, kv, drafter)
     session = Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
     if sampler == "held":
-        session.constraint, session.answer_at = Half(97, seed), len(prompt())
+        session.begin(prompt(), SAMPLERS[sampler], Half(97, seed))
     return session
 
 

@@ -78,7 +78,7 @@ def test_a_constraint_is_kept_under_any_sampler(
 
     def held(drafter: Drafter) -> list[int]:
         session = opened("dense", "ragged", sampler, "fp32", drafter)
-        session.constraint, session.answer_at = Half(97, 3), len(prompt())
+        session.begin(prompt(), SAMPLERS[sampler], Half(97, 3))
         return drive(written(session))
 
     want = held(Off())
