@@ -15,6 +15,7 @@ import pytest
 import kvcli
 from kvcli.chat.local import Model
 from kvcli.engine.constraint import Vocabulary, is_whole
+from kvcli.engine.sample import Sampler
 from kvcli.errors import BadInput, BadModel
 from kvcli.models.grammar import Grammar
 from tests import small_tokenizers
@@ -167,8 +168,13 @@ def test_what_cannot_be_kept_to_is_refused_by_its_fault(make: Any, said: str) ->
 
 def test_what_has_no_end_or_no_bytes_is_refused() -> None:
     m = model("exact")
-    with pytest.raises(BadInput, match="ignore_eos"):
+    with pytest.raises(BadInput, match="ignore_eos") as error:
         m.stream(QUESTION, constraint=m.constraint(Grammar.json_object()), ignore_eos=True)
+    assert error.value.code == "needs_end"
+    for empty in ("root ::= ", 'start: ""'):
+        with pytest.raises(BadInput, match="no answer but an empty one"):
+            m.constraint(Grammar.of_text(empty))
+    assert m.constraint(Grammar.of_text('start: "a"?')).allowed([]) is not None
     with pytest.raises(BadModel, match="ends an answer"):
         Vocabulary(small_tokenizers.demo(), V, [])
     for tokenizer, said in ((SlowTokenizer(), "fast"), (small_tokenizers.metaspace(), "decoder")):
@@ -215,5 +221,5 @@ def test_texts_of_several_threads_may_be_held_to_the_same() -> None:
 
 def test_a_fork_goes_on_under_the_same_constraint() -> None:
     session = model("exact").new_session()
-    session.constraint = model("exact").constraint(Grammar.json_object())
+    session.begin([1], Sampler(), model("exact").constraint(Grammar.json_object()))
     assert session.fork().constraint is session.constraint

@@ -145,6 +145,15 @@ def test_closing_a_text_ends_its_answer() -> None:
     assert text.session.ids == []
 
 
+@pytest.mark.parametrize("act", [OpenText.close, lambda text: text.generate("Thank you!")])
+def test_nothing_ends_an_answer_from_its_own_cancel_but_the_cancel(act: Callable[[OpenText], object]) -> None:
+    with demo().open() as text:
+        with pytest.raises(BadInput, match="from within") as error:
+            text.generate("Hello", cancel=lambda: bool(act(text)))
+        assert error.value.try_ == ("return True from cancel",)
+        assert text.generate("Hello", 4).ids == demo().generate("Hello", 4).ids
+
+
 # in an event loop
 
 

@@ -52,14 +52,17 @@ class Vocabulary:
             )
         with blamed(_unreadable):
             self._tokens: Any = from_tokenizer(tokenizer, max(vocab, len(tokenizer)), sorted(stops))
-        self._vocab = vocab
+        self._vocab, self._stops = vocab, sorted(stops)
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """What holds an answer of the model to the grammar."""
         matcher = library().LLMatcher(self._tokens, grammar.text, log_level=0)
         if matcher.is_error():
             raise refused(grammar.name, matcher.get_error(), "bad_grammar")
-        return _Follows(matcher, self._vocab)
+        held = _Follows(matcher, self._vocab)
+        if not held.allowed([]).index_fill(0, torch.tensor(self._stops), False).any():
+            raise refused(grammar.name, "it allows no answer but an empty one", "bad_grammar")
+        return held
 
 
 class _Follows:
