@@ -70,9 +70,7 @@ class FastGen(Usual):
     every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
     score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, for each token; 1 = equal
     max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB that measuring may take; more goes in blocks
-    paper: bool = (
-        False  # as published: 1,024 rows at most, their mean, guard 0, no cross-fit, five policies, nothing protected
-    )
+    paper: bool = False  # as published: the mean of 1,024 rows at most, five policies, no guard, cross-fit or protect
 
     def __post_init__(self) -> None:
         published = {"criterion": "mean", "guard": 0, "crossfit": False, "policies": PAPER, "probe_rows": "auto"}
