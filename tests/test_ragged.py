@@ -118,7 +118,7 @@ def same(kv: Dense, plain: Listed, layer: int) -> None:
 
 def reads_the_same(kv: Dense, plain: Listed, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> None:
     nothing = Part(torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=q.dtype))
-    got = [*kv.attend(layer, q, sight, pos), nothing]
+    got = [*kv.attend(layer, q, sight, pos.tolist()), nothing]
     (want,) = plain.attend(layer, q, sight, pos)
     torch.testing.assert_close(merge([*got, nothing]), want.out, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(torch.logsumexp(torch.stack([p.lse for p in got]), 0), want.lse, atol=1e-10, rtol=1e-10)

@@ -76,8 +76,8 @@ def rows(n: int, seed: int = 5, sharp: float = 1.0, dtype: torch.dtype = torch.f
     return randn(H, n, D, seed=seed, dtype=dtype) * sharp
 
 
-def at(kv: Recall, n: int) -> Tensor:
-    return kv.n_slots(0) + torch.arange(n)
+def at(kv: Recall, n: int) -> range:
+    return range(kv.n_slots(0), kv.n_slots(0) + n)
 
 
 def mass(parts: list[Part]) -> Tensor:
