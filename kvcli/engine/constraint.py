@@ -39,7 +39,7 @@ def is_whole(constraint: Constraint, ids: Sequence[int], stops: Collection[int])
 
 
 class Vocabulary:
-    """The tokens of a model as llguidance sees them; half a second for 49,152 of them, seconds for 262,144."""
+    """The tokens of a model as llguidance sees them; made in up to seconds, so once for all grammars."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab: int, stops: Collection[int]) -> None:
         """`vocab`: V of the logits; `stops`: what ends an answer. Raises BadModel where tokens cannot be told."""
