@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvcli.drafts.off import Off
 from kvcli.engine import engine as module
-from kvcli.engine.drafter import Off
 from kvcli.engine.engine import Engine, drive, events, run
 from kvcli.engine.feed import Asks, Feed, Work
 from kvcli.engine.lm import LM

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.sample import Sampler

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvcli import build
 from kvcli.bench.profile_side import plain
 from kvcli.build import view
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session

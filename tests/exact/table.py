@@ -17,7 +17,8 @@ from kvcli.build import view
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.mix import Mix
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import Engine, Ticket, events
 from kvcli.engine.feed import Feed, Work
 from kvcli.engine.lm import LM

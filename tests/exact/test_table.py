@@ -11,7 +11,8 @@ from itertools import product
 
 import pytest
 
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
