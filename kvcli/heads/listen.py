@@ -47,13 +47,7 @@ def whole(model: Model) -> Session:
 
 
 def listening(
-    model: Model,
-    rows: Rows,
-    hear: Hear,
-    kinds: Tensor | None = None,
-    *,
-    recent: int = 0,
-    every: int | None = None,
+    model: Model, rows: Rows, hear: Hear, kinds: Tensor | None = None, *, recent: int = 0, every: int | None = None
 ) -> Session:
     """A greedy session of its own that hears these rows once its prompt is read. `kinds` [V] by id.
 

@@ -25,14 +25,7 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Masks
 
 Candidate = Literal[
-    "special",
-    "punct",
-    "local",
-    "frequent",
-    "punct+local",
-    "punct+frequent",
-    "local+frequent",
-    "punct+frequent+local",
+    "special", "punct", "local", "frequent", "punct+local", "punct+frequent", "local+frequent", "punct+frequent+local"
 ]
 Ratio = Literal["auto"] | Annotated[float, Range(0, 1)]
 CANDIDATES: tuple[Candidate, ...] = get_args(Candidate)
