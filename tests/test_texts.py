@@ -7,7 +7,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing
 from functools import cache
@@ -19,7 +19,8 @@ import kvcli
 from kvcli.api import End, Event, Live, Read, Text, Turn
 from kvcli.chat.local import Model
 from kvcli.chat.open_text import OpenText
-from kvcli.engine.engine import Engine, events
+from kvcli.engine.engine import Engine, events, run
+from kvcli.engine.feed import Feed, Made
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, DoesNotFit
 from kvcli.kv.slots import nbytes
 
@@ -292,4 +293,28 @@ def test_an_answer_asked_elsewhere_ends_the_one_that_a_task_waits_for() -> None:
         with pytest.raises(BadInput, match="another answer began"):
             await turn_of(stream)
 
+    asyncio.run(ask())
+
+
+def test_who_ends_an_answer_elsewhere_waits_for_the_pass_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, in_pass, goes_on = demo().open(), threading.Event(), threading.Event()
+
+    def held(feeds: Sequence[Feed]) -> list[Made]:
+        in_pass.set()
+        assert goes_on.wait(60)
+        return run(feeds)
+
+    async def ask() -> None:
+        stream = text.astream("Hello")
+        await anext(stream)
+        await asyncio.to_thread(in_pass.wait, 60)
+        closing = asyncio.ensure_future(asyncio.to_thread(text.close))
+        done, _ = await asyncio.wait([closing], timeout=0.3)
+        goes_on.set()
+        await closing
+        assert not done, "its rows were being computed"
+        with pytest.raises(BadInput, match="was closed"):
+            await turn_of(stream)
+
+    monkeypatch.setattr("kvcli.engine.engine.run", held)
     asyncio.run(ask())
