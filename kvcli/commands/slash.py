@@ -252,7 +252,7 @@ def _spec(repl: Repl, _: str) -> None:
 
 @slash("kv", "", "what the cache holds, by layer and tier")
 def _kv(repl: Repl, _: str) -> None:
-    rows = repl.kv_rows()
+    rows = repl.chat.model.kv_table()
     repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the cache is empty"])
 
 
