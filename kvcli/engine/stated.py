@@ -63,8 +63,8 @@ def stop_ids(model: Any, name: str) -> frozenset[int]:
     for holder in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
         ids = getattr(holder, "eos_token_id", None)
         each = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
-        stop |= {count(i, "eos_token_id", name, least=-1) for i in each}  # -1: some say so that there is none
-    return frozenset(stop)
+        stop |= {count(i, "eos_token_id", name, least=-1) for i in each}
+    return frozenset(stop - {-1})  # by which some say that there is none
 
 
 def generation(model: Any, name: str) -> Mapping[str, Any]:
