@@ -136,6 +136,14 @@ def test_an_open_text_has_a_profile_of_its_own_and_the_weights_of_all() -> None:
         demo().open(profile="cpu")
 
 
+def test_a_model_under_another_profile_has_a_text_of_its_own() -> None:
+    own = demo().text
+    changed = demo().with_profile(demo().profile.replace(sample={"temperature": 0.5}))
+    assert changed.text is not own
+    assert changed.text.profile.sample.temperature == 0.5
+    assert demo().text is own
+
+
 def test_closing_a_text_ends_its_answer() -> None:
     text = demo().open()
     stream = text.stream("Hello")
