@@ -125,14 +125,17 @@ def test_what_is_allowed_depends_on_the_ids_alone(grammar: Grammar) -> None:
     assert max(map(len, known)) > 10
 
 
+@pytest.mark.parametrize("more", [7, -1])  # logits than tokens, and fewer
 @pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
-def test_bytes_and_words_that_fall_back_on_bytes_can_be_held(kind: str) -> None:
+def test_bytes_and_words_that_fall_back_on_bytes_can_be_held(kind: str, more: int) -> None:
     tokenizer = small_tokenizers.KINDS[kind]()
     stop = tokenizer.eos_token_id
-    held = Vocabulary(tokenizer, len(tokenizer) + 7, [stop]).constraint(Grammar.of_schema({"enum": ["Hello", "world"]}))
+    held = Vocabulary(tokenizer, len(tokenizer) + more, [stop]).constraint(
+        Grammar.of_schema({"enum": ["Hello", "world"]})
+    )
     ids: list[int] = []
     while (i := int(held.allowed(ids).nonzero()[-1])) != stop:
-        assert held.allowed(ids).shape == (len(tokenizer) + 7,)
+        assert held.allowed(ids).shape == (len(tokenizer) + more,)
         ids.append(i)
     assert json.loads(tokenizer.decode(ids)) in ("Hello", "world")
 
