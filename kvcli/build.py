@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "policy": {
-        "none": "kvcli.engine.policy:Everything",
+        "none": "kvcli.policies.everything:Everything",
         "window": "kvcli.policies.window:Window",
         "random": "kvcli.policies.random:Random",
         "fastgen": "kvcli.policies.fastgen:FastGen",
@@ -48,7 +48,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "certified": "kvcli.kv.recall_settings:Certified",
     },
     "spec": {
-        "off": "kvcli.engine.drafter:Off",
+        "off": "kvcli.drafts.off:Off",
         "ngram": "kvcli.drafts.ngram:Ngram",
         "lookahead": "kvcli.drafts.lookahead:Lookahead",
         "mix": "kvcli.drafts.mix:Mix",

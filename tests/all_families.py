@@ -37,7 +37,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM, quiet
 from kvcli.engine.sample import Sampler

@@ -17,7 +17,8 @@ from kvcli.build import view
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.mix import Mix
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import Engine, Ticket, events
 from kvcli.engine.feed import Feed, Work
 from kvcli.engine.lm import LM
@@ -93,7 +94,7 @@ def opened(
     reads = view(model, kv, drafter)
     session = Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
     if sampler == "held":
-        session.constraint, session.answer_at = Half(97, seed), len(prompt())
+        session.begin(prompt(), SAMPLERS[sampler], Half(97, seed))
     return session
 
 
