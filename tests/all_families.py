@@ -4,7 +4,8 @@
 
 Each class is built by its own config with the settings of TINY put in, has its weights sharpened, and writes greedily
 in float32: by `generate`, by kvcli, and by kvcli with an n-gram drafter. In bf16 kvcli then tries whether its rows have
-the same bits alone and among others ("bits"). Each runs in a process of its own with a time limit. Prints a line per class, then JSON on the last line. Exit status 1 if a text is wrong or kvcli crashed. Outcomes:
+the same bits alone and among others ("bits"). Each runs in a process of its own with a time limit. Prints a line per
+class, then JSON on the last line. Exit status 1 if a text is wrong or kvcli crashed. Outcomes:
 
     equal    both of our texts are that of `generate`, or of `generate` without its cache where that writes another text
     refused  kvcli says by name that it cannot serve the design, from its config or when it is loaded

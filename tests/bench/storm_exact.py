@@ -70,7 +70,7 @@ def conversation(model: Model, i: int) -> list[Turn]:
 
 
 def storm(runs: int, seed: int = 0, dtypes: Sequence[str] = ("bf16", "fp32")) -> dict[str, int]:
-    """How many runs and tokens there were, how many runs wrote others, and how many of their passes drafted by dtype."""
+    """How many runs and tokens there were, how many runs wrote others, and by dtype how many passes drafted."""
     rng, bad, tokens, drafted = random.Random(seed), 0, 0, dict.fromkeys(dtypes, 0)
     for dtype in drafted:
         loaded = kvcli.load("demo", "exact", set={"load.dtype": dtype, "load.verify": False})
