@@ -16,7 +16,8 @@ from torch import Tensor
 from kvcli import build
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, Span
 from kvcli.engine.lm import LM
@@ -24,9 +25,10 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import Masks, Sight, Slots, Usage, compact
+from kvcli.kv.slots import Masks, Sight, Slots, Usage, alone, compact
 from kvcli.policies.fastgen import FastGen
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.recovery import Sets
@@ -148,11 +150,12 @@ class Masked:
         self.all = [Slots(empty, empty, empty[..., 0].long()) for _ in range(model.n_layers)]
         self.shown = [empty[..., 0].bool() for _ in range(model.n_layers)]
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         s, mask = self.all[layer], self.shown[layer].unsqueeze(1).expand(-1, q.shape[1], -1)
         if sight.window is not None:
             mask = mask & (s.pos.unsqueeze(1) > (torch.tensor(pos) - sight.window).view(1, -1, 1))
-        return [attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)] if s.n_slots else []
+        part = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
+        return [*([part] if s.n_slots else []), *alone(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         s, wide = self.all[layer], torch.arange(start, start + k.shape[1]).expand(k.shape[0], -1)

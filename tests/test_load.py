@@ -80,7 +80,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def test_a_folder_loads_with_what_the_model_says_of_itself(folder: Path):
-    settings = {"eos_token_id": [5, 7], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    settings = {"eos_token_id": [5, 7, -1], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     edit_config(folder, eos_token_id=9)
     found = source.find(str(folder))
@@ -211,7 +211,7 @@ def wide(tmp_path: Path, **changes: Any) -> Path:
 def test_packed_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant: str, least: float, most: float):
     found = source.find(str(wide(tmp_path)))
     plain, packed = LM.load(found, device="cpu"), LM.load(found, device="cpu", quant=quant)
-    assert packed.info.backend.split(",")[0] == f"torch packed {quant}"
+    assert packed.info.backend.split(",")[0] in (f"native packed {quant}", f"torch packed {quant}")
     assert packed.info.parameters == plain.info.parameters
     assert packed.info.notes == ()
     of_layers = [m for n, m in plain.model.named_modules() if ".layers." in n and hasattr(m, "in_features")]

@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part, merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.ragged import Extents
-from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, alike, empty_like, nbytes
+from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, alike, alone, empty_like, nbytes
 from tests import drafters, families
 from tests.policies import Ragged, Recent, masks
 from tests.test_kv import allocated
@@ -37,7 +39,7 @@ class Listed:
         self.dtype, self.dim, self.changes = dtype, shapes[0].k_dim, 0
         self.held: list[list[list[Slot]]] = [[[] for _ in range(shape.n_kv_heads)] for shape in shapes]
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor, own: Own | None = None) -> list[Part]:
         group, (h, n, _) = q.shape[0] // len(self.held[layer]), q.shape
         out, lse = torch.zeros(h, n, self.dim, dtype=self.dtype), torch.full((h, n), -torch.inf, dtype=self.dtype)
         for head in range(h):
@@ -50,7 +52,7 @@ class Listed:
                         score = sight.softcap * torch.tanh(score / sight.softcap)
                     lse[head, row] = torch.logsumexp(score, 0)
                     out[head, row] = torch.softmax(score, 0) @ torch.stack([v for *_, v in near])
-        return [Part(out, lse)]
+        return [Part(out, lse), *alone(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         pos = torch.arange(start, start + k.shape[1]).expand(k.shape[0], -1)
@@ -118,7 +120,7 @@ def same(kv: Dense, plain: Listed, layer: int) -> None:
 
 def reads_the_same(kv: Dense, plain: Listed, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> None:
     nothing = Part(torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=q.dtype))
-    got = [*kv.attend(layer, q, sight, pos), nothing]
+    got = [*kv.attend(layer, q, sight, pos.tolist()), nothing]
     (want,) = plain.attend(layer, q, sight, pos)
     torch.testing.assert_close(merge([*got, nothing]), want.out, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(torch.logsumexp(torch.stack([p.lse for p in got]), 0), want.lse, atol=1e-10, rtol=1e-10)

@@ -1,7 +1,8 @@
 """Attention of a pass's rows over each other: a causal chunk while reading, a tree of guesses while decoding.
 
-q [H, N, D], k [K, N, D], v [K, N, E]; `sees` [N, N] bool allows (row i sees row j), None = causal, row i sees rows
-0..i. Every row sees itself, so no row comes out empty. Returns one part, like `attend`.
+q [H, n, D], k [K, N, D], v [K, N, E], the n rows being the last of the N; `sees` [n, N] bool allows (row i sees row j),
+None = causal, n = N and row i sees rows 0..i. Every row sees itself, so no row comes out empty. Returns one part, like
+`attend`.
 """
 
 from __future__ import annotations

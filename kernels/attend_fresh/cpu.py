@@ -22,17 +22,17 @@ def attend_fresh(
     h, n, d = q.shape
     kv = k.shape[0]
     wide = torch.promote_types(q.dtype, torch.float32)
-    if n == 1:  # plain decoding: a row alone with itself
+    if k.shape[1] == 1:  # plain decoding: a row alone with itself
         lse = (q.view(kv, h // kv, d).to(wide) * k).sum(-1) * scale  # [K, G]
         return v.expand(kv, h // kv, v.shape[2]).reshape(h, 1, -1), lse.view(h, 1)
     if sees is None:
         out, lse = square(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scale, is_causal=True)
         return out[0], lse[0]
-    if n > MANY:
+    if k.shape[1] > MANY:
         return flash(q, k, v, scale, sees)
     rows = q.reshape(kv, (h // kv) * n, d).to(wide)
-    score = torch.bmm(rows, k.to(wide).transpose(1, 2)).mul_(scale)  # [K, G*N, N]
-    score = score.view(kv, h // kv, n, n).masked_fill_(~sees, -torch.inf).view(kv, -1, n)
+    score = torch.bmm(rows, k.to(wide).transpose(1, 2)).mul_(scale)  # [K, G*n, N]
+    score = score.view(kv, h // kv, *sees.shape).masked_fill_(~sees, -torch.inf).view_as(score)
     lse = torch.logsumexp(score, -1)
     out = torch.bmm(score.sub_(lse.unsqueeze(-1)).exp_(), v.to(wide))
     return out.view(h, n, -1), lse.view(h, n)

@@ -14,4 +14,4 @@ def attend_fresh(
     n = q.shape[1]
     if sees is None:
         sees = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
-    return attend(q, k, v, scale, softcap, sees, n)
+    return attend(q, k, v, scale, softcap, sees, k.shape[1])

@@ -31,10 +31,12 @@ def attend_rows(
     `before`: what the same rows saw elsewhere, older. `sink` [H]: logits that take mass and give nothing. A row that
     sees nothing gets zeros.
     """
-    h, n, d = q.shape
+    h, n, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = []
-    n_kv = (run.starts if run is not None else fresh[0]).__len__()
+    n_kv = 0 if fresh is None else len(fresh[0])
+    if run is not None:
+        n_kv = len(run.starts)
     rows = torch.tensor(pos)
     for j in range(n_kv):
         ks, vs, shown = [], [], []
@@ -59,4 +61,5 @@ def attend_rows(
     lses = [p.lse.to(wide) for p in parts] + ([] if sink is None else [sink.to(wide).unsqueeze(1).expand(h, n)])
     total = torch.logsumexp(torch.stack(lses), 0)
     weights = [torch.exp(e - total).nan_to_num(0.0).unsqueeze(-1) for e in lses]
-    return Part(sum(p.out.to(wide) * w for p, w in zip(parts, weights)), total)
+    # a sink's weight is behind those of the parts
+    return Part(torch.stack([p.out.to(wide) * w for p, w in zip(parts, weights, strict=False)]).sum(0), total)

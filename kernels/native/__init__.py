@@ -20,6 +20,7 @@ _TAKES = {
     "linear": (_P, _P, _P, _P, _L, _L, _L, _I),
     "unfused": (_P,),
     "linear_packed": (_P, _P, _P, _P, _L, _L, _L, _I, _L, _I),
+    "attend": (_P,),
 }
 
 
@@ -29,6 +30,7 @@ class Native:
     linear: Callable[..., None]
     unfused: Callable[..., None]
     linear_packed: Callable[..., None]
+    attend: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level = level

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvcli.engine.feed import Fresh
 from kvcli.engine.gate import Live, narrowed
 from kvcli.engine.rows import Rows, places
-from kvcli.kernels.attend_fresh import attend_fresh
-from kvcli.kernels.merge import Part, merge
+from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.merge import merge
 from kvcli.kv.slots import Sight
 
 if TYPE_CHECKING:
@@ -88,16 +88,16 @@ class Pass:
             raise Enough
         if feed.is_prompt:
             sight = replace(sight, is_prompt=True)
-        parts = past.attend(layer, q[:, :tree], sight, pos[:tree])
-        if tree < self.rows.n_rows:
-            scouts = (feed.view or past).attend(layer, q[:, tree:], sight, pos[tree:])
-            parts = _beside(parts, tree, scouts, self.rows.n_rows, q)
-        sees = self._sees(sight.window, q.device)
-        parts.append(attend_fresh(q, k, v, sight.scale, sees, softcap=sight.softcap))
-        if sink is not None:  # a learned logit that takes mass and gives nothing (gpt-oss)
-            lse = sink.to(parts[-1].lse.dtype).unsqueeze(-1).expand(-1, q.shape[1])
-            parts.append(Part(torch.zeros_like(parts[-1].out), lse))
-        return merge(parts)
+        line, sees = self.rows.sees, self._sees(sight.window, q.device)
+        if tree == self.rows.n_rows:
+            return merge(past.attend(layer, q, sight, pos, Own(k, v, pos, line, sees, sink)))
+        assert line is not None, "scouts stand beside a tree"
+        assert sees is not None
+        of_tree = Own(k[:, :tree], v[:, :tree], pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
+        for_scouts = Own(k, v, pos, line[tree:], sees[tree:], sink)
+        its = past.attend(layer, q[:, :tree], sight, pos[:tree], of_tree)  # and no scout: they change nothing of it
+        theirs = (feed.view or past).attend(layer, q[:, tree:], sight, pos[tree:], for_scouts)
+        return torch.cat([merge(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
 
     def _of(self, shared: Fresh) -> tuple[Tensor, Tensor]:
         """What another layer made of the rows on their way, all of which have been there."""
@@ -183,14 +183,3 @@ def _band(rows: Rows, window: int) -> Tensor | None:
     pos, n = torch.tensor(rows.pos), rows.n_rows
     sees = torch.ones(n, n, dtype=torch.bool).tril() if rows.sees is None else rows.sees
     return sees & (pos.view(1, -1) > (pos - window).view(-1, 1))
-
-
-def _beside(parts: list[Part], tree: int, scouts: list[Part], n: int, q: Tensor) -> list[Part]:
-    """Parts of the tree rows and parts of the scout rows as parts of all n rows: each sees nothing of the other's."""
-    wide = []
-    for part, a, b in [*((p, 0, tree) for p in parts), *((p, tree, n) for p in scouts)]:
-        out = part.out.new_zeros(q.shape[0], n, part.out.shape[2])
-        lse = part.lse.new_full((q.shape[0], n), -torch.inf)
-        out[:, a:b], lse[:, a:b] = part.out, part.lse
-        wide.append(Part(out, lse))
-    return wide

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import Sight, Slots, Store, compact, opens
+from kvcli.kv.slots import Sight, Slots, Store, alone, compact, opens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +38,20 @@ class Blinkers:
         self.dtype = store.dtype
         self._store, self._blind, self._reach = store, blind, reach
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N] -> the store's parts without these heads, and one of theirs."""
-        parts = self._store.attend(layer, q, sight, pos)
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> the store's parts without these heads, theirs, and their pass."""
         blind = self._blind[layer]  # [K]
-        if not parts or not bool(blind.any()):
-            return parts
+        if not bool(blind.any()):
+            return self._store.attend(layer, q, sight, pos, own)
+        parts, rest = self._store.attend(layer, q, sight, pos), alone(q, sight, own)
+        if not parts:
+            return rest
         rows = blind.repeat_interleave(q.shape[0] // blind.shape[0])  # [H]
         left = [_without(part, rows) for part in parts]
         s = self._store.slots(layer)
         few = self._near(Slots(s.k[blind], s.v[blind], s.pos[blind]), pos)
         if not few.n_slots:
-            return left
+            return [*left, *rest]
         shown = self._reach.covers(few.pos, pos)
         if sight.window is not None:
             shown &= few.pos.unsqueeze(1) > opens(pos, sight.window, few.pos.device)
@@ -56,7 +59,7 @@ class Blinkers:
         out = torch.zeros_like(left[0].out)
         lse = torch.full_like(left[0].lse, -torch.inf)
         out[rows], lse[rows] = seen.out.to(out.dtype), seen.lse.to(lse.dtype)
-        return [*left, Part(out, lse)]
+        return [*left, Part(out, lse), *rest]
 
     def _near(self, s: Slots, pos: Sequence[int]) -> Slots:
         """The slots that any of the rows sees."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.ragged import Ragged
@@ -31,8 +32,10 @@ class Held(Protocol):
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
 
-    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
-        """Rows over what is held, its keys rotated first if they lie un-rotated."""
+    def attend(
+        self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
+    ) -> list[Part]:
+        """Rows over what is held, its keys rotated first if they lie un-rotated, and over their pass."""
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """Store the same rows in all heads, at positions from `start` on."""
@@ -108,9 +111,9 @@ class Dense:
         assert rope is None or len(rope) == len(shapes), "one rotary embedding per layer"
         assert all(holder in self._slabs for holder in self._holder), "a shared layer has slots of its own"
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N] -> at most one part."""
-        return self._read(layer).attend(q, sight, pos, self._rope[layer])
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> in one part what is held and their pass, where that can be."""
+        return self._read(layer).attend(q, sight, pos, self._rope[layer], own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""

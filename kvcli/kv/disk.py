@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import Own, Run, attend_part, serves
 from kvcli.kernels.merge import Part
 from kvcli.kv.folder import temporary_folder
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Sight, Slots, Usage, compact, last, run_of, visible
+from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, last, run_of, visible
 
 
 @dataclass(slots=True)
@@ -45,6 +46,13 @@ class _Extent:
     def slots(self) -> Slots:
         n = self.length
         return Slots(self.k[:, :n], self.v[:, :n], self.pos[:, :n])
+
+    @property
+    def run(self) -> Run:
+        """The same, holes included."""
+        n_kv, cap = self.pos.shape
+        starts = range(0, n_kv * cap, cap)
+        return Run(self.k.flatten(0, 1), self.v.flatten(0, 1), self.pos.flatten(), starts, [self.length] * n_kv, starts)
 
 
 class Disk:
@@ -83,13 +91,20 @@ class Disk:
                 new._store(layer, extent.slots)
         return new
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> one part for each extent."""
         parts = []
-        for s in (extent.slots for extent in self._layers[layer] if extent.length):
-            mask = visible(s.pos, pos, sight.window)
-            parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask))
-        return parts
+        for extent in self._layers[layer]:
+            s = extent.slots
+            if not extent.length:
+                continue
+            if serves(q, s.v, None) and bool((s.pos >= 0).all()):
+                found = attend_part(q, extent.run, pos, sight.scale, window=sight.window, softcap=sight.softcap)
+            else:
+                mask = visible(s.pos, pos, sight.window)
+                found = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
+            parts.append(found)
+        return [*parts, *alone(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""

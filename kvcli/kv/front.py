@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import LayerShape, Sight, Slots, Store, Usage, compact
+from kvcli.kv.slots import LayerShape, Sight, Slots, Store, Usage, alone, compact
 from kvcli.kv.view import Pick
 
 
@@ -38,17 +39,17 @@ class Front:
         """The same choice from another store, with nothing copied yet."""
         return Front(store, self._pick, self._every, self._shapes)
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> what is kept, if anything is, and their pass."""
         n = self._store.n_slots(layer)
         if not n:
-            return []
+            return alone(q, sight, own)
         is_stale = self._store.changes != self._changes[layer]
         if is_stale or n - self._chosen[layer] >= self._every:
             self._choose(layer, q, self._store.slots(layer))
         elif n > self._seen[layer]:
             self._join(layer, self._store.newest(layer, n - self._seen[layer]))
-        return self._copy.attend(layer, q, sight, pos)
+        return self._copy.attend(layer, q, sight, pos, own)
 
     def usage(self) -> list[Usage]:
         """What the copy takes, as a tier of its own."""

@@ -14,9 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.recall_source import Shelf
-from kvcli.kv.slots import Sight, Slots, Usage
+from kvcli.kv.slots import Sight, Slots, Usage, alone
 
 
 class Staging:
@@ -65,12 +66,12 @@ class Host:
         self._tier, self._device = tier, torch.device(device)
         self.staging = Staging()
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N], on the device -> parts on the device."""
         if not self._tier.n_slots(layer):
-            return []
+            return alone(q, sight, own)
         parts = self._tier.attend(layer, q.cpu(), sight, pos)
-        return [Part(p.out.to(q.device), p.lse.to(q.device)) for p in parts]
+        return [Part(p.out.to(q.device), p.lse.to(q.device)) for p in parts] + alone(q, sight, own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         self._tier.append(layer, self.staging.down(k), self.staging.down(v), start)

@@ -9,12 +9,13 @@ full precision and packs older ones in groups: that is a first rung that holds `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Masks, Sight, Slots, Tier, Usage, compact, empty_like
@@ -66,9 +67,12 @@ class Ladder:
         """Numbers that new rows are stored in: those of the top."""
         return self._top.dtype
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N] -> the parts of every rung that holds something."""
-        return [part for rung in self._rungs for part in rung.tier.attend(layer, q, sight, pos)]
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> the parts of every rung that holds something, the top's last."""
+        below = [part for rung in self._rungs[:0:-1] for part in rung.tier.attend(layer, q, sight, pos)]
+        if own is None:
+            return [*below, *self._top.attend(layer, q, sight, pos)]
+        return self._top.attend(layer, q, sight, pos, replace(own, before=below))
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on in the top."""

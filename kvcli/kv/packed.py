@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend_packed import PackedHead, attend_packed
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard
 from kvcli.kv.packed_head import Form, Head
-from kvcli.kv.slots import Sight, Slots, Usage, compact, empty_like, opens, run_of
+from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, empty_like, opens, run_of
 
 
 class Packed:
@@ -54,16 +55,16 @@ class Packed:
         wide = self._empty.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
         self._turn = hadamard(head_dim, wide) if rotate == "hadamard" else None
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
         seen = [_seen(head, sight.window, pos) for head in self._layers[layer]]
         if not any(head.length for head, _ in seen):
-            return []
+            return alone(q, sight, own)
         masks = [mask for _, mask in seen]
         part = attend_packed(
             self._turned(q), [head for head, _ in seen], sight.scale, self.dtype, softcap=sight.softcap, masks=masks
         )
-        return [Part(self._turned(part.out), part.lse)]
+        return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
@@ -207,9 +208,7 @@ def _check(head_dim: int, k_bits: int, v_bits: int, rotate: str) -> None:
         if head_dim * bits % 8:
             why = f"its heads have {head_dim} numbers, and a byte holds {8 // bits}"
             raise BadConfig(
-                f"{name} = {bits} does not fit this model: {why}",
-                code="kv_bits",
-                try_=[f"--set {name}=16"],
+                f"{name} = {bits} does not fit this model: {why}", code="kv_bits", try_=[f"--set {name}=16"]
             )
     if rotate == "hadamard" and head_dim & (head_dim - 1):
         raise BadConfig(

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import Own, Run, read, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.slab import rises, seen
-from kvcli.kv.slots import Sight, Slots, last, run_of
+from kvcli.kv.slots import Sight, Slots, alone, last, run_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,18 @@ class Ragged:
         """All that takes memory."""
         return [self.k, self.v, self.pos, self._ends, self._order, self._back]
 
-    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
-        """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
+    def attend(
+        self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
+    ) -> list[Part]:
+        """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
+        if serves(q, self.v, own):
+            k = self.k if rotary is None else rotate(self.k.unsqueeze(0), self.pos.unsqueeze(0), rotary)[0]
+            run = Run(k, self.v, self.pos, self._extents.start, self._lengths, self._extents.start)
+            return [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
+        return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
+
+    def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
+        """Over the slots alone: at most one part."""
         if not self.length:
             return []
         as_they_lie = self._moved(q, self._order)

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.index import Index
 from kvcli.kv.recall_near import Near
 from kvcli.kv.recall_pages import Budget, Pages, padded
 from kvcli.kv.recall_source import Source, Whole
-from kvcli.kv.slots import Loss, Sight, Slots, Usage, visible
+from kvcli.kv.slots import Loss, Sight, Slots, Usage, alone, visible
 
 if TYPE_CHECKING:
     from kvcli.kv.ladder import Floor
@@ -71,17 +72,17 @@ class Recall:
         self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
         self.tally = Tally()
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, and what since."""
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, what since, and their pass."""
         pages = self._pages.get(layer)
         if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
-            return self._tier.attend(layer, q, sight, pos)
+            return self._tier.attend(layer, q, sight, pos, own)
         old = [self._recall(layer, pages, q[:, a : a + ROWS], sight) for a in range(0, q.shape[1], ROWS)]
         parts = [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
         if self._late[layer]:
             s = _here(self._tier.newest(layer, self._late[layer]), q)
             parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None)))
-        return parts
+        return [*parts, *alone(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store accepted rows, which all rows read until the next boundary."""

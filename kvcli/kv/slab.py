@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import Own, Run, read, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
-from kvcli.kv.slots import Sight, Slots, opens, picked
+from kvcli.kv.slots import Sight, Slots, alone, opens, picked
 
 
 @dataclass(slots=True)
@@ -60,8 +61,29 @@ class Slab:
         """Positions [S] of what is held."""
         return self.pos[0, : self.length].numpy()
 
-    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
-        """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
+    def attend(
+        self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
+    ) -> list[Part]:
+        """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
+        if serves(q, self.v, own):
+            run = self._run(rotary)
+            return (
+                []
+                if run is None and own is None
+                else [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
+            )
+        return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
+
+    def _run(self, rotary: Rotary | None) -> Run | None:
+        if not self.length:
+            return None
+        k = self.k if rotary is None else rotate(self.k, self.pos, rotary)
+        n_kv, cap, _ = k.shape
+        starts = range(0, n_kv * cap, cap)
+        return Run(k.flatten(0, 1), self.v.flatten(0, 1), self.pos[0], starts, [self.length] * n_kv, [0] * n_kv)
+
+    def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
+        """Over the slots alone."""
         if self.length == 0:
             return []
         start, mask = 0, None

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 
 
@@ -72,9 +73,10 @@ Masks = Sequence[Tensor | None]  # by layer: which of its slots stay, bool [K, S
 class Readable(Protocol):
     """Something rows can attend to: a tier, a ladder, a view."""
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N] -> parts over what is stored; none if nothing is.
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> parts over what is stored, the oldest first; none if nothing is.
 
+        With `own`, over what their pass made of them too: in one part with the newest slots where these can be read so.
         Positions of rows are the host's: no pass waits for the device to say where it is.
         """
 
@@ -134,6 +136,11 @@ class Lens(Readable, Protocol):
 
     def over(self, store: Store) -> Lens:
         """The same choice from another store, with nothing held yet."""
+
+
+def alone(q: Tensor, sight: Sight, own: Own | None) -> list[Part]:
+    """Rows over their pass alone: the last parts of a store whose slots are not read in one sequence with it."""
+    return [] if own is None else own.parts(q, sight.scale, sight.softcap)
 
 
 def nbytes(*held: Readable | None) -> dict[str, int]:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import Sight, Slots, Tier, Usage, compact, visible
+from kvcli.kv.slots import Sight, Slots, Tier, Usage, alone, compact, visible
 
 Pick = Callable[[int, Tensor, Slots], Tensor]  # layer, q [H, N, D], slots -> keep mask [K, S]
 
@@ -31,10 +32,11 @@ class View:
         """Nothing of its own."""
         return []
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N] -> at most one part; none when nothing is kept."""
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> what is kept, if anything is, and their pass."""
         all_slots = self._store.slots(layer)
         s = compact(all_slots, self._pick(layer, q, all_slots))
         if s.n_slots == 0:
-            return []
-        return [attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))]
+            return alone(q, sight, own)
+        part = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
+        return [part, *alone(q, sight, own)]

@@ -12,8 +12,9 @@ from kvcli.engine.feed import Asks, Feed
 from kvcli.engine.policy import Moment
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import Sight, Slots, Usage, compact, visible
+from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, visible
 
 if TYPE_CHECKING:
     from kvcli.engine.boundary import Boundary
@@ -56,13 +57,14 @@ class _Before:
         self.dtype = at.kv.dtype
         self._at, self._end, self._pick = at, end, pick
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         s, at = self._at.layer(layer)
         few = compact(s, (s.pos >= 0) & (s.pos < self._end) & self._pick(s, at))
         if not few.n_slots:
-            return []
+            return alone(q, sight, own)
         shown = visible(few.pos, pos, sight.window)
-        return [attend(q, few.k, few.v, sight.scale, softcap=sight.softcap, mask=shown)]
+        part = attend(q, few.k, few.v, sight.scale, softcap=sight.softcap, mask=shown)
+        return [part, *alone(q, sight, own)]
 
     def usage(self) -> list[Usage]:
         return []

@@ -26,6 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.engine.engine import drive, events
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.dense import Dense
 from kvcli.kv.index import Index
@@ -58,10 +59,10 @@ class Watched(RecallStore):
         self.bound: list[Tensor] = []
         self.took = [0.0, 0.0]  # CPU seconds of recall, and of reading everything
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor, own: Own | None = None) -> list[Part]:
         """One row a pass."""
         began = time.process_time()
-        parts = super().attend(layer, q, sight, pos)
+        parts = super().attend(layer, q, sight, pos, own)
         middle = time.process_time()
         self._tier.attend(layer, q, sight, pos)
         if layer in self._chosen:
@@ -174,7 +175,7 @@ def demo() -> tuple[Any, list[int]]:
 
 def answer(model: Any, prompt: list[int], index: Index, budget: Budget) -> dict[str, float | None]:
     """Of the first tokens of the answer, all layers."""
-    from kvcli.engine.drafter import Off
+    from kvcli.drafts.off import Off
     from kvcli.engine.sample import Sampler
     from kvcli.engine.session import Session
 
