@@ -201,8 +201,8 @@ def test_a_vision_model_loads_its_text_decoder(tmp_path: Path):
 
 
 def wide(tmp_path: Path, **changes: Any) -> Path:
-    """A model whose layers can be packed."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16} | changes
+    """A model whose layers can be packed and fill panels of 64 outputs."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32} | changes
     build("llama", **sizes).save_pretrained(tmp_path / "mine")
     return tmp_path / "mine"
 
