@@ -21,6 +21,7 @@ from kvcli.engine.memory import give_back
 from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.engine.threads import use_threads
 from kvcli.errors import BadModel
+from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed import panels
@@ -160,9 +161,10 @@ class LM:
         Then a trial says whether rows are independent of each other to the bit.
         """
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
-        for swap, how in ((lay_out_, "in native panels"), (block_, widened)):
+        native, experts = "layers in native panels", "weights of experts and routers in native panels"
+        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), (block_, f"layers {widened}")):
             if done := swap(self.model, give_back):
-                self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers {how}")
+                self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
         self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
 
 
