@@ -69,7 +69,9 @@ def build(to: Path, machine: str, system: str, cc: Sequence[str], extra: Sequenc
         with ThreadPoolExecutor() as pool:
             objects = list(pool.map(compile_one, jobs))
         linked, library = Path(scratch, NAMES[system]), to / NAMES[system]
-        subprocess.run([*common, "-shared", "-s", *objects, "-lpthread", "-o", str(linked)], check=True)
+        # macOS writes where a library was linked into it, unless it is told another name
+        name = [f"-Wl,-install_name,@rpath/{linked.name}"] if system == "macos" else []
+        subprocess.run([*common, "-shared", "-s", *name, *objects, "-lpthread", "-o", str(linked)], check=True)
         to.mkdir(parents=True, exist_ok=True)
         library.unlink(missing_ok=True)  # never written over: a process that runs it would read the new one's bytes
         shutil.copy(linked, library)
