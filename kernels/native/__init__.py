@@ -65,8 +65,10 @@ def why_not() -> str:
         note = path.with_name("why_not.txt")  # by the hook that built the wheel
         reason = note.read_text(encoding="utf-8").strip() if note.exists() else ""
         return "none were built when kvcli was installed" + (reason and f": {reason}")
-    if _library() is None:
+    if _loaded() is None:
         return f"{path.name} cannot be loaded"
+    if _library() is None:
+        return f"{path.name} was compiled from other sources than these"
     return "" if levels() else "this CPU lacks AVX2"
 
 
@@ -91,6 +93,15 @@ def _place() -> tuple[Path, tuple[str, ...]]:
 
 @cache
 def _library() -> ctypes.CDLL | None:
+    """The library, if it was made of what lies beside it in c/; an installed one has nothing beside it."""
+    from kvcli.kernels.native.build import sources
+
+    now = sources()
+    return _loaded() if not now or hasattr(_loaded(), now) else None
+
+
+@cache
+def _loaded() -> ctypes.CDLL | None:
     path, written = _place()
     try:
         return ctypes.CDLL(str(path)) if written and path.exists() else None

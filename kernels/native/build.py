@@ -7,6 +7,7 @@ wheels (hatch_build.py) runs this file on its own, so it imports nothing of ours
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shutil
 import subprocess
@@ -53,12 +54,18 @@ def compiler(folder: Path | None = None) -> list[str]:
     return [str(Path(found.origin).with_name("zig")), "cc"] if found and found.origin else []
 
 
+def sources() -> str:
+    """A name for what is in c/ now, exported by what was built from it; "" where kvcli was installed without c/."""
+    found = sorted((HERE / "c").glob("*.[ch]"))
+    return "sources_" + hashlib.sha256(b"".join(p.read_bytes() for p in found)).hexdigest()[:16] if found else ""
+
+
 def build(to: Path, machine: str, system: str, cc: Sequence[str], extra: Sequence[str] = ()) -> Path:
     """Compile and link into the folder `to` -> the library. `cc`: the compiler's command; raises CalledProcessError."""
     common = [*cc, "-target", target(machine, system), *FLAGS, *extra]
     with tempfile.TemporaryDirectory() as scratch:
         jobs = [([f"-mcpu={cpu}", f"-DLEVEL={name}"], "level.c", name) for name, cpu in LEVELS[machine].items()]
-        jobs += [([], f"{name}.c", name) for name in ("pool", "cpu")]
+        jobs += [([], "pool.c", "pool"), ([f"-DSOURCES={sources()}"], "cpu.c", "cpu")]
 
         def compile_one(job: tuple[list[str], str, str]) -> str:
             flags, source, name = job
