@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# By architecture: levels in rising order, as `cpu_level` in c/cpu.c counts them, and what the compiler may use for each
+# By architecture: levels in rising order, as `cpu_level` in c/cpu.c counts them, and what the compiler may use.
 LEVELS = {
     "x86_64": {"avx2": "x86_64_v3", "avx512": "x86_64_v4", "avx512bf16": "x86_64_v4+avx512bf16+avx512vnni"},
     "aarch64": {"neon": "generic", "neonbf16": "generic+v8_2a+bf16+dotprod+i8mm"},
