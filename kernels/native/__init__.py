@@ -17,6 +17,8 @@ _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _TAKES = {
     "linear": (_P, _P, _P, _P, _L, _L, _L, _I),
     "attend": (_P,),
+    "unfused": (_P,),
+    "linear_packed": (_P, _P, _P, _P, _L, _L, _L, _I, _L, _I),
 }
 
 
@@ -25,6 +27,8 @@ class Native:
 
     linear: Callable[..., None]
     attend: Callable[..., None]
+    unfused: Callable[..., None]
+    linear_packed: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level = level
