@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from kvcli.engine.gate import Live, narrowed
 from kvcli.engine.rows import Rows, places
 from kvcli.kernels.attend_fresh import attend_fresh
 from kvcli.kernels.merge import Part, merge
-from kvcli.kv.slots import Sight
+from kvcli.kv.slots import Readable, Sight
 
 if TYPE_CHECKING:
     from kvcli.engine.feed import Feed
@@ -39,6 +40,7 @@ class Pass:
         self.live: Sequence[int] | None = None  # which of the feed's these are, rising; None = all
         self.fresh: dict[int, Fresh] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
+        self._dtype = feed.past.dtype
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[int | None, Tensor | None] = {}  # by window, on the device
 
@@ -72,14 +74,14 @@ class Pass:
         No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
         read in the store's numbers: a guess must see its ancestors as it will once they are stored.
         """
-        feed, past = self._feed, self._feed.past
-        q, k, v = (t.to(past.dtype) for t in (q, k, v))
+        feed, rows = self._feed, self.rows
+        if q.dtype is not self._dtype:  # asking for it costs as much as a small product, in every layer
+            q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
         if (source := feed.lm.shapes[layer].shares) is None:
             self.fresh[layer] = Fresh(k, v, self.live)
         else:
             k, v = self._of(self.fresh[source])
-        tree, pos = self.rows.tree, self.rows.pos
         if feed.hear:
             if self._hear is None:
                 self._hear = torch.tensor(places(feed.hear, self.live), device=q.device)
@@ -88,16 +90,13 @@ class Pass:
             raise Enough
         if feed.is_prompt:
             sight = replace(sight, is_prompt=True)
-        parts = past.attend(layer, q[:, :tree], sight, pos[:tree])
-        if tree < self.rows.n_rows:
-            scouts = (feed.view or past).attend(layer, q[:, tree:], sight, pos[tree:])
-            parts = _beside(parts, tree, scouts, self.rows.n_rows, q)
-        sees = self._sees(sight.window, q.device)
-        parts.append(attend_fresh(q, k, v, sight.scale, sees, softcap=sight.softcap))
-        if sink is not None:  # a learned logit that takes mass and gives nothing (gpt-oss)
-            lse = sink.to(parts[-1].lse.dtype).unsqueeze(-1).expand(-1, q.shape[1])
-            parts.append(Part(torch.zeros_like(parts[-1].out), lse))
-        return merge(parts)
+        fresh = attend_fresh(q, k, v, sight.scale, self._sees(sight.window, q.device), softcap=sight.softcap)
+        if (tree := rows.tree) == len(rows.ids):
+            return _merged(feed.past, layer, q, sight, rows.pos, fresh, sink)
+        verified, scouts = _cut(fresh, 0, tree), _cut(fresh, tree, rows.n_rows)
+        told = _merged(feed.past, layer, q[:, :tree], sight, rows.pos[:tree], verified, sink)
+        seen = _merged(feed.view or feed.past, layer, q[:, tree:], sight, rows.pos[tree:], scouts, sink)
+        return torch.cat((told, seen), 1)
 
     def _of(self, shared: Fresh) -> tuple[Tensor, Tensor]:
         """What another layer made of the rows on their way, all of which have been there."""
@@ -168,12 +167,16 @@ def attention(
     sight = sight_of(query, scaling, softcap, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = kvcli_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
-    return out.transpose(0, 1).unsqueeze(0).to(query.dtype).contiguous(), None
+    out = out.unsqueeze(0).transpose(1, 2)
+    return (out if out.dtype is query.dtype else out.to(query.dtype)).contiguous(), None
 
 
 def sight_of(query: Tensor, scaling: float | None, softcap: float | None, window: int | None) -> Sight:
     """How a layer looks at slots, from what it hands to its attention function; query [.., D]."""
-    return Sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
+    return _sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
+
+
+_sight = lru_cache(64)(Sight)  # layers hand over the same few in every pass
 
 
 def _band(rows: Rows, window: int) -> Tensor | None:
@@ -185,12 +188,17 @@ def _band(rows: Rows, window: int) -> Tensor | None:
     return sees & (pos.view(1, -1) > (pos - window).view(-1, 1))
 
 
-def _beside(parts: list[Part], tree: int, scouts: list[Part], n: int, q: Tensor) -> list[Part]:
-    """Parts of the tree rows and parts of the scout rows as parts of all n rows: each sees nothing of the other's."""
-    wide = []
-    for part, a, b in [*((p, 0, tree) for p in parts), *((p, tree, n) for p in scouts)]:
-        out = part.out.new_zeros(q.shape[0], n, part.out.shape[2])
-        lse = part.lse.new_full((q.shape[0], n), -torch.inf)
-        out[:, a:b], lse[:, a:b] = part.out, part.lse
-        wide.append(Part(out, lse))
-    return wide
+def _merged(
+    past: Readable, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], fresh: Part, sink: Tensor | None
+) -> Tensor:
+    """What rows at positions `pos` make of a past, of each other (`fresh`) and of a sink."""
+    parts = [*past.attend(layer, q, sight, pos), fresh]
+    if sink is not None:  # a learned logit that takes mass and gives nothing (gpt-oss)
+        lse = sink.to(fresh.lse.dtype).unsqueeze(-1).expand(-1, q.shape[1])
+        parts.append(Part(torch.zeros_like(fresh.out), lse))
+    return merge(parts)
+
+
+def _cut(part: Part, a: int, b: int) -> Part:
+    """Of rows a to b."""
+    return Part(part.out[:, a:b], part.lse[:, a:b])

@@ -58,7 +58,7 @@ class Slab:
     @property
     def at(self) -> np.ndarray:
         """Positions [S] of what is held."""
-        return self.pos[0, : self.length].numpy()
+        return self.pos.numpy()[0, : self.length]
 
     def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> at most one part."""
@@ -77,13 +77,14 @@ class Slab:
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """k, v [K, M, D] at positions from `start` on, M > 0."""
-        self._append(k, v, np.arange(start, start + k.shape[1]))
+        end = start + k.shape[1]
+        self._append(k, v, np.arange(start, end), end - 1)
 
-    def _append(self, k: Tensor, v: Tensor, pos: np.ndarray) -> None:
+    def _append(self, k: Tensor, v: Tensor, pos: np.ndarray, highest: int) -> None:
         first, end = self.length, self.length + len(pos)
         self.reserve(end)
         self.ordered &= int(pos[0]) > self.highest
-        self.highest = max(self.highest, int(pos.max()))
+        self.highest = max(self.highest, highest)
         self.k[:, first:end] = k
         self.v[:, first:end] = v
         self.length = end
@@ -94,7 +95,7 @@ class Slab:
         if not agree(slots):
             return False
         pos = slots.pos[0].cpu()
-        self._append(slots.k, slots.v, pos.numpy())
+        self._append(slots.k, slots.v, pos.numpy(), int(pos.max()))
         self.ordered &= rises(pos)
         return True
 
