@@ -1,12 +1,12 @@
 """Gates stand in the places of decoder layers in transformers' own loop, and let on the rows that a pruner names.
 
-A pass without a pruner goes straight through them. Rows that stay behind are no longer computed, and rows further on do
-not see them: the same as a mask that hides them from there on (tests/test_gate.py).
+They are put up for the first pass with a pruner; one without goes straight through. Rows that stay behind are no longer
+computed, and rows further on do not see them: the same as a mask that hides them from there on (tests/test_gate.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,11 +83,12 @@ class Gate:
         return (whole, *out[1:]) if isinstance(out, tuple) else whole
 
 
-def install(layers: Sequence[Any]) -> None:
+def install(layers: Iterable[Any]) -> None:
     """Put gates in front of these decoder layers, where there are none yet."""
-    for i, layer in enumerate(layers):
+    every = list(layers)
+    for i, layer in enumerate(every):
         if not isinstance(layer.forward, Gate):
-            layer.forward = Gate(i, layer.forward, is_last=i == len(layers) - 1)
+            layer.forward = Gate(i, layer.forward, is_last=i == len(every) - 1)
 
 
 def narrowed(pruner: Pruner, layer: int, live: Live, hidden: Tensor) -> tuple[Sequence[int], Tensor]:
