@@ -1,4 +1,4 @@
-"""What a loaded model says: events of a stream, the finished turn, facts about the model. Imports nothing heavy."""
+"""What an answer is made of: events of a stream, and the finished turn. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "policy": {
-        "none": "kvcli.engine.policy:Everything",
+        "none": "kvcli.policies.everything:Everything",
         "window": "kvcli.policies.window:Window",
         "random": "kvcli.policies.random:Random",
         "fastgen": "kvcli.policies.fastgen:FastGen",
@@ -48,7 +48,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "certified": "kvcli.kv.recall_settings:Certified",
     },
     "spec": {
-        "off": "kvcli.engine.drafter:Off",
+        "off": "kvcli.drafts.off:Off",
         "ngram": "kvcli.drafts.ngram:Ngram",
         "lookahead": "kvcli.drafts.lookahead:Lookahead",
         "mix": "kvcli.drafts.mix:Mix",
@@ -70,8 +70,8 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
 def settled(lm: LM, profile: Profile) -> tuple[Profile, str]:
     """The profile as this model can keep it, and what had to be changed for that.
 
-    A strict profile drafts only where a row has the same bits alone and in a draft. No 16-bit kernel we run on promises
-    that: a row rounds otherwise among others, and so do the keys and values that an accepted guess leaves behind.
+    A strict profile drafts only where a row has the same bits alone and in a draft. Where kernels do not promise that,
+    a row rounds otherwise among others, and so do the keys and values that an accepted guess leaves behind.
     """
     if not profile.spec.strict or not lm.rounds_by_rows:
         return profile, ""
@@ -80,9 +80,12 @@ def settled(lm: LM, profile: Profile) -> tuple[Profile, str]:
 
 
 def promise(lm: LM, profile: Profile) -> str:
-    """What may be said of the text: `exactness`, less what drafting takes from it in 16 bits."""
-    parts = profile.exactness == "exact" and profile.spec.method != "off" and lm.rounds_by_rows
-    return "exact but for near ties" if parts else profile.exactness
+    """What may be said of the text: `exactness`, or more where rows are independent, or less where they round."""
+    if profile.exactness != "exact":
+        return profile.exactness
+    if lm.is_row_invariant:
+        return "bit-exact"
+    return "exact but for near ties" if profile.spec.method != "off" and lm.rounds_by_rows else "exact"
 
 
 def chunk(lm: LM, profile: Profile) -> int:

@@ -3,8 +3,9 @@
     python -m tests.all_families [--only llama,gpt2] [--new 24] [--seconds 60] [--jobs 1] [--out FILE]
 
 Each class is built by its own config with the settings of TINY put in, has its weights sharpened, and writes greedily
-in float32: by `generate`, by kvcli, and by kvcli with an n-gram drafter. Each runs in a process of its own with a time
-limit. Prints a line per class, then JSON on the last line. Exit status 1 if a text is wrong or kvcli crashed. Outcomes:
+in float32: by `generate`, by kvcli, and by kvcli with an n-gram drafter. In bf16 kvcli then tries whether its rows have
+the same bits alone and among others ("bits"). Each runs in a process of its own with a time limit. Prints a line per
+class, then JSON on the last line. Exit status 1 if a text is wrong or kvcli crashed. Outcomes:
 
     equal    both of our texts are that of `generate`, or of `generate` without its cache where that writes another text
     refused  kvcli says by name that it cannot serve the design, from its config or when it is loaded
@@ -16,6 +17,7 @@ limit. Prints a line per class, then JSON on the last line. Exit status 1 if a t
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import multiprocessing
 import os
@@ -37,7 +39,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM, quiet
 from kvcli.engine.sample import Sampler
@@ -131,6 +134,7 @@ class Verdict:
     why: str = ""
     distinct: int = 0  # tokens among those written: one or two compare little
     seconds: float = 0.0
+    bits: bool | None = None  # whether rows are independent to the bit in bf16; None = not tried
 
 
 class Unbuilt(Exception):
@@ -225,22 +229,26 @@ def judge(kind: str, new: int) -> Verdict:
         want: list[int] | Unbuilt = lively(model, new)
     except Unbuilt as error:
         want = error  # it may yet be refused
+    twin = copy.deepcopy(model).to(torch.bfloat16)
     try:
         lm = LM.of(model, id=kind, verify=True)
     except KvcliError as error:
         return Verdict(kind, "refused", "; ".join([f"{error.code}: {error.message}", *error.lines]))
     if isinstance(want, Unbuilt):
         raise want
+    lm.lay_out()
     texts, why = {name: ours(lm, drafter(), prompt(), new) for name, drafter in DRAFTERS.items()}, ""
     if any(text != want for text in texts.values()):
         why = "without its cache: with it, generate writes another text than its own forward"
-        model.set_attn_implementation("eager")
+        model = twin.float()
         want = theirs(model, prompt(), new, use_cache=False)
     for name, text in texts.items():
         if text != want:
             at = next(i for i, (a, b) in enumerate(zip(text, want, strict=True)) if a != b)
             return Verdict(kind, "wrong", f"{name} parts at token {at + 1}", len(set(want)))
-    return Verdict(kind, "equal", why, len(set(want)))
+    half = LM.of(twin.to(torch.bfloat16), id=kind)
+    half.lay_out()
+    return Verdict(kind, "equal", why, len(set(want)), bits=half.is_row_invariant)
 
 
 def _class_name(config: Any) -> str:
@@ -308,7 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdicts = []
     for one in census(kinds, args.new, args.seconds, args.jobs):
         verdicts.append(one)
-        print(f"{one.kind:26}{one.outcome:9}{one.seconds:6.1f} s {one.distinct:3}  {one.why}"[:240], flush=True)
+        bits = {True: "bits", False: "no bits"}.get(one.bits, "")  # type: ignore[call-overload]
+        print(f"{one.kind:26}{one.outcome:9}{bits:9}{one.seconds:6.1f} s {one.distinct:3}  {one.why}"[:240], flush=True)
     counts = Counter(one.outcome for one in verdicts)
     result = {
         "transformers": transformers.__version__,
@@ -316,6 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "counts": {outcome: counts[outcome] for outcome in OUTCOMES},
         # their logits were compared all the same, when they were loaded
         "few_tokens": sorted(v.kind for v in verdicts if v.outcome == "equal" and v.distinct < 3),
+        "bits": {str(bits): sorted(v.kind for v in verdicts if v.bits is bits) for bits in (True, False)},
         "classes": {outcome: sorted(v.kind for v in verdicts if v.outcome == outcome) for outcome in OUTCOMES},
     }
     if args.out:

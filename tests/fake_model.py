@@ -137,6 +137,16 @@ class FakeModel:
     def with_profile(self, profile: FakeProfile) -> FakeModel:
         return FakeModel(**(vars(self) | {"profile": profile}))
 
+    def take_past(self, other: FakeModel) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def limit(self) -> int:
+        return self.info.limit
+
     def kv_table(self) -> list[dict[str, Any]]:
         return [
             {"layer": layer, "tier": tier, "slots": 1976, "nbytes": size // self.info.layers}

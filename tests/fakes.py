@@ -48,10 +48,6 @@ class ClosedPipe(Stream):
 class Loaded(FakeModel):
     """The fake model as `load` would return it."""
 
-    @property
-    def limit(self) -> int:
-        return self.info.limit
-
     def __enter__(self) -> Loaded:
         return self
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvcli.engine.engine import drive
 from kvcli.engine.feed import asked
-from kvcli.engine.policy import EachLayer, Everything, Moment, Phase, Policy, Wants
+from kvcli.engine.policy import EachLayer, Moment, Phase, Policy, Wants
 from kvcli.kv.slots import Slots
+from kvcli.policies.everything import Everything
 
 
 class KeepAll(Everything):

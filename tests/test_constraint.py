@@ -15,6 +15,7 @@ import pytest
 import kvcli
 from kvcli.chat.local import Model
 from kvcli.engine.constraint import Vocabulary, is_whole
+from kvcli.engine.sample import Sampler
 from kvcli.errors import BadInput, BadModel
 from kvcli.models.grammar import Grammar
 from tests import small_tokenizers
@@ -124,14 +125,17 @@ def test_what_is_allowed_depends_on_the_ids_alone(grammar: Grammar) -> None:
     assert max(map(len, known)) > 10
 
 
+@pytest.mark.parametrize("more", [7, -1])  # logits than tokens, and fewer
 @pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
-def test_bytes_and_words_that_fall_back_on_bytes_can_be_held(kind: str) -> None:
+def test_bytes_and_words_that_fall_back_on_bytes_can_be_held(kind: str, more: int) -> None:
     tokenizer = small_tokenizers.KINDS[kind]()
     stop = tokenizer.eos_token_id
-    held = Vocabulary(tokenizer, len(tokenizer) + 7, [stop]).constraint(Grammar.of_schema({"enum": ["Hello", "world"]}))
+    held = Vocabulary(tokenizer, len(tokenizer) + more, [stop]).constraint(
+        Grammar.of_schema({"enum": ["Hello", "world"]})
+    )
     ids: list[int] = []
     while (i := int(held.allowed(ids).nonzero()[-1])) != stop:
-        assert held.allowed(ids).shape == (len(tokenizer) + 7,)
+        assert held.allowed(ids).shape == (len(tokenizer) + more,)
         ids.append(i)
     assert json.loads(tokenizer.decode(ids)) in ("Hello", "world")
 
@@ -167,8 +171,13 @@ def test_what_cannot_be_kept_to_is_refused_by_its_fault(make: Any, said: str) ->
 
 def test_what_has_no_end_or_no_bytes_is_refused() -> None:
     m = model("exact")
-    with pytest.raises(BadInput, match="ignore_eos"):
+    with pytest.raises(BadInput, match="ignore_eos") as error:
         m.stream(QUESTION, constraint=m.constraint(Grammar.json_object()), ignore_eos=True)
+    assert error.value.code == "needs_end"
+    for empty in ("root ::= ", 'start: ""'):
+        with pytest.raises(BadInput, match="no answer but an empty one"):
+            m.constraint(Grammar.of_text(empty))
+    assert m.constraint(Grammar.of_text('start: "a"?')).allowed([]) is not None
     with pytest.raises(BadModel, match="ends an answer"):
         Vocabulary(small_tokenizers.demo(), V, [])
     for tokenizer, said in ((SlowTokenizer(), "fast"), (small_tokenizers.metaspace(), "decoder")):
@@ -215,5 +224,5 @@ def test_texts_of_several_threads_may_be_held_to_the_same() -> None:
 
 def test_a_fork_goes_on_under_the_same_constraint() -> None:
     session = model("exact").new_session()
-    session.constraint = model("exact").constraint(Grammar.json_object())
+    session.begin([1], Sampler(), model("exact").constraint(Grammar.json_object()))
     assert session.fork().constraint is session.constraint

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvcli.drafts.off import Off
 from kvcli.engine import engine as module
-from kvcli.engine.drafter import Off
 from kvcli.engine.engine import Engine, drive, events, run
 from kvcli.engine.feed import Asks, Feed, Work
 from kvcli.engine.lm import LM
@@ -104,6 +104,15 @@ def test_a_short_question_is_answered_before_the_next_chunk_of_a_long_prompt(pas
     assert passes == [5, 1, 13 + 1]
 
 
+def test_prompts_that_one_round_does_not_take_are_read_in_turns() -> None:
+    many, said = Engine(rows=13), list[str]()
+    for name in "abc":
+        many.add(answer(session(), families.prompt(40), 1), lambda event, name=name: said.append(name))  # type: ignore[misc]
+    for _ in range(6):
+        many.round()
+    assert said == list("abcabc")
+
+
 def test_a_chunk_of_more_rows_than_a_round_takes_waits_for_nobody_to_end() -> None:
     many = Engine(rows=13)
     written = many.add(answer(session(), families.prompt(6), 60))
@@ -138,6 +147,7 @@ def test_what_breaks_a_pass_is_thrown_where_its_feed_came_from() -> None:
     drive(text.read(families.prompt(9)))
 
     def mended() -> Asks[str]:
+        yield Feed(text.lm, Rows.chain([1], 8), text.kv)  # while the others read
         try:
             yield Feed(text.lm, Rows.chain([1], 8), None)  # type: ignore[arg-type]
         except AttributeError:
@@ -147,11 +157,12 @@ def test_what_breaks_a_pass_is_thrown_where_its_feed_came_from() -> None:
 
     assert drive(mended()) == "1 row"
     many = Engine()
-    tickets = [many.add(mended()), many.add(answer(session(), families.prompt(9), 3))]
+    works = answer(session(), families.prompt(9), 3), mended(), answer(session(), families.prompt(9), 3)
+    first, broke, last = [many.add(work) for work in works]  # type: ignore[var-annotated]
     while many.round():
         pass
-    assert tickets[0].result() == "1 row"
-    assert tickets[1].result() == drive(answer(session(), families.prompt(9), 3))
+    assert broke.result() == "1 row"
+    assert first.result() == last.result() == drive(answer(session(), families.prompt(9), 3))
 
 
 def test_closing_the_events_closes_the_work() -> None:

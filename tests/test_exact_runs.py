@@ -8,6 +8,7 @@ import torch
 from kvcli import build
 from kvcli.chat.local import Model
 from kvcli.engine.lm import LM
+from kvcli.kernels.native import native
 from kvcli.settings.profile import Profile
 from tests import families, small_tokenizers
 from tests.bench.storm_exact import storm
@@ -45,7 +46,8 @@ def test_only_what_is_exact_is_called_so() -> None:
 def test_exact_runs_write_one_text_whatever_passes_take() -> None:
     found = storm(6)
     assert (found["tried"], found["bad"]) == (6, 0)
-    assert found["drafted_bf16"] == 0 < found["drafted_fp32"]
+    assert found["drafted_fp32"] > 0
+    assert (found["drafted_bf16"] > 0) is (native() is not None)  # elsewhere rows of 16 bits know their neighbours
 
 
 @pytest.mark.slow

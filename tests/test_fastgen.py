@@ -16,7 +16,8 @@ from torch import Tensor
 from kvcli import build
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, Span
 from kvcli.engine.lm import LM

@@ -16,7 +16,7 @@ from kvcli.build import front, view
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.mix import Mix
 from kvcli.drafts.mixer import Mixer
-from kvcli.engine.drafter import Off
+from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.feed import Feed
 from kvcli.engine.lm import LM

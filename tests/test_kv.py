@@ -45,7 +45,7 @@ def rows(n: int, at: int) -> tuple[Tensor, Tensor]:
 
 
 def read(kv: Dense | View, q: Tensor, pos: Tensor, window: int | None = None, layer: int = 1) -> Tensor:
-    parts = kv.attend(layer, q, Sight(0.3, 0.0, window), pos)
+    parts = kv.attend(layer, q, Sight(0.3, 0.0, window), pos.tolist())
     return merge([*parts, *parts]) if parts else torch.zeros_like(q)  # a part merged with itself is itself
 
 
@@ -178,9 +178,7 @@ def test_a_store_emptied_after_an_eviction_is_as_good_as_new(ragged: bool) -> No
     kv.settle(masks(kv, lambda layer, s: uneven(s) if ragged else s.pos % 3 > 0))
     kv.crop(0)
     for at in (0, 1):
-        kv.append(
-            1, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), torch.tensor([at])
-        )
+        kv.append(1, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), at)
     assert kv._slabs[1].ordered, "windows of slots out of order are read under a mask, all slots of them"
 
 

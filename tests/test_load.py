@@ -80,7 +80,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def test_a_folder_loads_with_what_the_model_says_of_itself(folder: Path):
-    settings = {"eos_token_id": [5, 7], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    settings = {"eos_token_id": [5, 7, -1], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     edit_config(folder, eos_token_id=9)
     found = source.find(str(folder))

@@ -8,10 +8,11 @@ import torch
 from kvcli import build
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
-from kvcli.engine.policy import Everything, Policy
+from kvcli.engine.policy import Policy
 from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots, nbytes
+from kvcli.policies.everything import Everything
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window
 from kvcli.settings.profile import Profile, load_profile

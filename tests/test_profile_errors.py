@@ -32,7 +32,7 @@ class Copy:
 
 SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
-    "policy": {"none": "kvcli.engine.policy:Everything"},
+    "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
 }

@@ -43,7 +43,7 @@ class Guess:
 
 
 REGISTRIES = {
-    "policy": {"none": "kvcli.engine.policy:Everything"},
+    "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {
         "off": f"{__name__}:Off",

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.sample import Sampler
@@ -119,7 +120,7 @@ def same(kv: Dense, plain: Listed, layer: int) -> None:
 
 def reads_the_same(kv: Dense, plain: Listed, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> None:
     nothing = Part(torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=q.dtype))
-    got = [*kv.attend(layer, q, sight, pos), nothing]
+    got = [*kv.attend(layer, q, sight, pos.tolist()), nothing]
     (want,) = plain.attend(layer, q, sight, pos)
     torch.testing.assert_close(merge([*got, nothing]), want.out, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(torch.logsumexp(torch.stack([p.lse for p in got]), 0), want.lse, atol=1e-10, rtol=1e-10)

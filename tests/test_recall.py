@@ -17,7 +17,8 @@ from torch import Tensor
 from kvcli import build
 from kvcli.bench.profile_side import plain
 from kvcli.build import view
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
@@ -76,8 +77,8 @@ def rows(n: int, seed: int = 5, sharp: float = 1.0, dtype: torch.dtype = torch.f
     return randn(H, n, D, seed=seed, dtype=dtype) * sharp
 
 
-def at(kv: Recall, n: int) -> Tensor:
-    return kv.n_slots(0) + torch.arange(n)
+def at(kv: Recall, n: int) -> range:
+    return range(kv.n_slots(0), kv.n_slots(0) + n)
 
 
 def mass(parts: list[Part]) -> Tensor:

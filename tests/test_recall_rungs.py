@@ -13,7 +13,8 @@ from torch import Tensor
 from kvcli import build
 from kvcli.build import view
 from kvcli.chat.local import Model
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session

@@ -14,11 +14,12 @@ from kvcli.engine.boundary import Boundary
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.feed import Asks, Feed
 from kvcli.engine.lm import LM
-from kvcli.engine.policy import EachLayer, Everything, Guard, Moment, Wants
+from kvcli.engine.policy import EachLayer, Guard, Moment, Wants
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Masks, Slots, compact
+from kvcli.policies.everything import Everything
 from kvcli.policies.fastgen import FastGen
 from kvcli.policies.recovery import recover
 from kvcli.policies.replay import Replay

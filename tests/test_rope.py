@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from kvcli.engine.drafter import Off
+from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.rope import rotaries

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.drafter import Off
+from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.feed import Feed
 from kvcli.engine.lm import LM

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcli import build
-from kvcli.engine.drafter import Off
+from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.feed import Made
 from kvcli.engine.lm import LM

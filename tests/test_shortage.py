@@ -15,7 +15,7 @@ from kvcli.api import End, Event, Text
 from kvcli.chat.local import Model
 from kvcli.chat.open_text import OpenText
 from kvcli.chat.relief import mend, stepped
-from kvcli.engine.drafter import Off
+from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.policy import Policy

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing
 from functools import cache
@@ -19,7 +19,8 @@ import kvcli
 from kvcli.api import End, Event, Live, Read, Text, Turn
 from kvcli.chat.local import Model
 from kvcli.chat.open_text import OpenText
-from kvcli.engine.engine import Engine, events
+from kvcli.engine.engine import Engine, events, run
+from kvcli.engine.feed import Feed, Made
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, DoesNotFit
 from kvcli.kv.slots import nbytes
 
@@ -135,6 +136,14 @@ def test_an_open_text_has_a_profile_of_its_own_and_the_weights_of_all() -> None:
         demo().open(profile="cpu")
 
 
+def test_a_model_under_another_profile_has_a_text_of_its_own() -> None:
+    own = demo().text
+    changed = demo().with_profile(demo().profile.replace(sample={"temperature": 0.5}))
+    assert changed.text is not own
+    assert changed.text.profile.sample.temperature == 0.5
+    assert demo().text is own
+
+
 def test_closing_a_text_ends_its_answer() -> None:
     text = demo().open()
     stream = text.stream("Hello")
@@ -143,6 +152,15 @@ def test_closing_a_text_ends_its_answer() -> None:
     with pytest.raises(BadInput):
         list(stream)
     assert text.session.ids == []
+
+
+@pytest.mark.parametrize("act", [OpenText.close, lambda text: text.generate("Thank you!")])
+def test_nothing_ends_an_answer_from_its_own_cancel_but_the_cancel(act: Callable[[OpenText], object]) -> None:
+    with demo().open() as text:
+        with pytest.raises(BadInput, match="from within") as error:
+            text.generate("Hello", cancel=lambda: bool(act(text)))
+        assert error.value.try_ == ("return True from cancel",)
+        assert text.generate("Hello", 4).ids == demo().generate("Hello", 4).ids
 
 
 # in an event loop
@@ -283,4 +301,28 @@ def test_an_answer_asked_elsewhere_ends_the_one_that_a_task_waits_for() -> None:
         with pytest.raises(BadInput, match="another answer began"):
             await turn_of(stream)
 
+    asyncio.run(ask())
+
+
+def test_who_ends_an_answer_elsewhere_waits_for_the_pass_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, in_pass, goes_on = demo().open(), threading.Event(), threading.Event()
+
+    def held(feeds: Sequence[Feed]) -> list[Made]:
+        in_pass.set()
+        assert goes_on.wait(60)
+        return run(feeds)
+
+    async def ask() -> None:
+        stream = text.astream("Hello")
+        await anext(stream)
+        await asyncio.to_thread(in_pass.wait, 60)
+        closing = asyncio.ensure_future(asyncio.to_thread(text.close))
+        done, _ = await asyncio.wait([closing], timeout=0.3)
+        goes_on.set()
+        await closing
+        assert not done, "its rows were being computed"
+        with pytest.raises(BadInput, match="was closed"):
+            await turn_of(stream)
+
+    monkeypatch.setattr("kvcli.engine.engine.run", held)
     asyncio.run(ask())

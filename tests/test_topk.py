@@ -13,7 +13,8 @@ import torch
 from kvcli import build
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.kinds import SYSTEM, Span
 from kvcli.engine.lm import LM

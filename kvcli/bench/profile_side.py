@@ -11,6 +11,7 @@ import torch
 from kvcli.bench.side import Sample
 from kvcli.engine.engine import drive, events
 from kvcli.engine.stats import Stats
+from kvcli.engine.threads import use_threads
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.kv.slots import nbytes
 
@@ -90,7 +91,7 @@ class ProfileSide:
     def run(self, prompt: Sequence[int], new: int) -> Sample:
         """Continue `prompt`; drafting starts knowing nothing, as in the first question of a process."""
         self._check(prompt, new)
-        torch.set_num_threads(self.threads)
+        use_threads(self.threads)
         session = self.model.new_session()
         stats, at = Stats(prompt=len(prompt)), list[float]()
         began = self.clock()

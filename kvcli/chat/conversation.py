@@ -1,4 +1,4 @@
-"""A conversation with a loaded model.
+"""A conversation in a text that is open over a model.
 
     chat = kvcli.load("demo").chat(system="Answer briefly.")
     chat.attach(read_document("report.md"))
@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvcli.api import End, Event, Events, Finish, Prompt, Text, Turn, turn_of
+from kvcli.api import End, Event, Finish, Text, Turn, turn_of
 from kvcli.chat.transcript import Message, Opened, export_chat, open_chat, save_chat
 from kvcli.documents import Document
-from kvcli.engine.info import ModelInfo
 from kvcli.errors import BadInput, DoesNotFit
 from kvcli.models.text import Messages, decode, encode, render_text, resume_ids, special_ids
 
@@ -26,23 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat.chat_file import ChatFile
-    from kvcli.settings.profile import Profile
-
-
-class Speaker(Protocol):
-    """The part of a loaded model that a conversation uses."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-    @property
-    def profile(self) -> Profile: ...
-    @property
-    def cautions(self) -> Sequence[str]: ...
-    @property
-    def promise(self) -> str: ...
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-    def stream(self, prompt: Prompt, **options: Any) -> Events: ...
+    from kvcli.chat.open_text import OpenText
 
 
 class Chat:
@@ -50,7 +33,7 @@ class Chat:
 
     def __init__(
         self,
-        model: Speaker,
+        model: OpenText,
         system: str | None = None,
         *,
         title: str | None = None,
@@ -58,7 +41,7 @@ class Chat:
         holds: bool = False,
         called: str = "",
     ) -> None:
-        """`folder` is where `save` puts conversations; the default is the user's data folder.
+        """`model`: the text it is held in. `folder`: where `save` puts conversations; None = the user's data folder.
 
         `holds`: no other process can open or write its file until it is closed. `called`: how the model is named when
         the conversation is opened again, if not by its id.

@@ -77,16 +77,7 @@ def load(
     given, found = found, unpack.ready(found, wants.dtype, cache or Paths.of({}).cache, packs=packs, tell=tell)
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
-    lm = LM.load(
-        found,
-        quant=wants.quant,
-        dtype=wants.dtype,
-        device=wants.device,
-        threads=wants.threads,
-        allow_pickle=wants.allow_pickle,
-        trust_remote_code=wants.trust_remote_code,
-        verify=wants.verify,
-    )
+    lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
     notes = unpack.told(given, packs, lm.info.dtype)
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
     return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began)
@@ -168,7 +159,7 @@ class Model:
 
     @property
     def promise(self) -> str:
-        """What may be said of the text, for people: "exact", "exact but for near ties", "certified", "approx"."""
+        """What may be said of the text: "bit-exact", "exact", "exact but for near ties", "certified", "approx"."""
         return build.promise(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:

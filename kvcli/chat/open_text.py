@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from functools import partial
+from inspect import GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
@@ -109,7 +110,11 @@ class OpenText:
         Raises ContextOverflow before reading anything.
         """
         if constraint is not None and ignore_eos:
-            raise BadInput("what an answer is held to needs the end that ignore_eos ignores", code="no_stop_token")
+            raise BadInput(
+                "what an answer is held to needs the end that ignore_eos ignores",
+                code="needs_end",
+                try_=["ignore_eos=False"],
+            )
         model, ids = self.model, self.model.encode(prompt)
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
@@ -153,4 +158,14 @@ class OpenText:
     def _end(self) -> None:
         """End the answer under way; what it has stored stays."""
         if self._answer is not None:
-            self.model.engine.between_rounds(self._answer.close)
+            self.model.engine.between_rounds(partial(_close, self._answer))
+
+
+def _close(answer: Work[Event, Turn | None]) -> None:
+    if getgeneratorstate(answer) == GEN_RUNNING:  # its own `cancel` asks for it
+        raise BadInput(
+            "the text is in the midst of an answer, which cannot be ended from within",
+            code="interleaved",
+            try_=["return True from cancel"],
+        )
+    answer.close()

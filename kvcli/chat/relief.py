@@ -81,7 +81,7 @@ def _apply(session: Session, old: Profile, new: Profile) -> bool:
         session.every = build.every(new)
         with lacking() as lacks:
             move(session.kv, store, session.lm.n_layers)
-            _put(session, store)
+            session.put(store)
             session.rewind(session.committed + 1)  # the next boundary may be another
         if lacks:
             _restart(session, new)
@@ -115,10 +115,4 @@ def _restart(session: Session, profile: Profile) -> None:
     """Forget everything stored, in a new store: the old one may be torn."""
     session.committed = 0
     session.rewind(0)  # first: should there be no room for another store, nothing refers to what is torn
-    _put(session, build.store(session.lm, profile))
-
-
-def _put(session: Session, store: Store) -> None:
-    session.kv = store
-    if session.view is not None:
-        session.view = session.view.over(store)
+    session.put(build.store(session.lm, profile))

@@ -54,12 +54,9 @@ class Answering:
 
     def events(self) -> Work[Event, Turn]:
         """Live and Read first, then Text as it comes. The session survives whatever ends it."""
-        session = self._text.session
+        session, asked = self._text.session, self._asked
         try:
-            session.sampler = self._asked.sampler
-            session.constraint, session.answer_at = self._asked.constraint, len(self._asked.ids)
-            self._stats.cached = session.resume(self._asked.ids)
-            session.spans = self._asked.spans
+            self._stats.cached = session.begin(asked.ids, asked.sampler, asked.constraint, asked.spans)
             yield Live(self._stats)
             yield from self._read()
             return (yield from self._write())

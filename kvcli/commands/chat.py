@@ -237,12 +237,7 @@ def converse(
 
     if not screen.quiet:
         opening = Opening(
-            __version__,
-            profile.name,
-            text.promise,
-            context=text.limit,
-            estimate=run.estimate,
-            threads=threads(),
+            __version__, profile.name, text.promise, context=text.limit, estimate=run.estimate, threads=threads()
         )
         lines = header(text.info, opening, screen.err.width)
         lines += [f"each answer is held to {held.name}"] if held is not None else []

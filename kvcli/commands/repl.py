@@ -184,13 +184,7 @@ class Repl:
     @property
     def limit(self) -> int:
         """The window in use, tokens."""
-        model = self.chat.model
-        return int(getattr(model, "limit", 0) or model.info.limit)
-
-    def kv_rows(self) -> list[dict[str, object]]:
-        """What the model's cache holds by layer and tier; nothing where the model runs elsewhere."""
-        table: Callable[[], list[dict[str, object]]] | None = getattr(self.chat.model, "kv_table", None)
-        return table() if table is not None else []
+        return self.chat.model.limit
 
     @property
     def settings(self) -> str:
@@ -202,14 +196,11 @@ class Repl:
         """Go on under another profile with the same weights. Refused, and nothing changed, if it does not work."""
         if self.profiles is None:
             raise BadInput("profiles cannot be changed in this chat", code="no_profiles")
-        model: Any = self.chat.model
-        changed = model.with_profile(self.profiles.resolve(name, [*self.given, *said]))
-        take = getattr(changed, "take_past", None)
-        is_kept = take is not None and take(model)
+        before = self.chat.model
+        changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
+        is_kept = changed.take_past(before)
         self.chat.model = changed
-        close = getattr(model, "close", None)
-        if close is not None:
-            close()  # what keys and values it still has are of no use to the other profile
+        before.close()  # what keys and values it still has are of no use to the other profile
         self.profile_name, self.said = name, list(said)
         again = "; the conversation is read again with it" if self.chat.messages and not is_kept else ""
         self.say(f"{self.settings} from the next question on{again}")

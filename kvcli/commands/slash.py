@@ -74,11 +74,8 @@ def run(repl: Repl, line: str) -> None:
 
 def table() -> list[tuple[str, str]]:
     """Call and help of every command, in the order of the list."""
-    rows = []
-    for command in COMMANDS.values():
-        also = f" ({', '.join('/' + n for n in command.also)})" if command.also else ""
-        rows.append((command.call, command.help + also))
-    return rows
+    also = {c.name: f" ({', '.join('/' + n for n in c.also)})" if c.also else "" for c in COMMANDS.values()}
+    return [(c.call, c.help + also[c.name]) for c in COMMANDS.values()]
 
 
 def markdown(_: str = "") -> str:
@@ -168,9 +165,8 @@ def _file(repl: Repl, argument: str) -> None:
         repl.warn(note)
     tokens = document.tokens(repl.chat.model.tokenizer)
     repl.say(f"attached {name} · {f.plural(document.lines, 'line')} · {f.plural(tokens, 'token')}")
-    limit = repl.limit
-    if limit and tokens > limit:
-        repl.warn(f"{name} alone is longer than the window of {f.count(limit)} tokens")
+    if repl.limit and tokens > repl.limit:
+        repl.warn(f"{name} alone is longer than the window of {f.count(repl.limit)} tokens")
 
 
 @slash("files", "", "list the attached documents")
@@ -233,12 +229,7 @@ def _profile(repl: Repl, argument: str) -> None:
 # --- figures
 
 
-@slash(
-    "stats",
-    "live|turn|off|last",
-    "when to show figures; or show the last ones",
-    completes="stats",
-)
+@slash("stats", "live|turn|off|last", "when to show figures; or show the last ones", completes="stats")
 def _stats(repl: Repl, argument: str) -> None:
     match argument:
         case "last":
@@ -261,7 +252,7 @@ def _spec(repl: Repl, _: str) -> None:
 
 @slash("kv", "", "what the cache holds, by layer and tier")
 def _kv(repl: Repl, _: str) -> None:
-    rows = repl.kv_rows()
+    rows = repl.chat.model.kv_table()
     repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the cache is empty"])
 
 
@@ -275,8 +266,7 @@ def _tokens(repl: Repl, _: str) -> None:
 
 @slash("save", "[TITLE]", "keep the conversation, with a title if given, and say where")
 def _save(repl: Repl, argument: str) -> None:
-    path = str(repl.chat.save(argument or None))
-    repl.say(f"kept in {path}" + ("" if repl.keeps else ", from now on with each turn"))
+    repl.say(f"kept in {repl.chat.save(argument or None)}" + ("" if repl.keeps else ", from now on with each turn"))
     repl.keeps = True
 
 
@@ -303,8 +293,7 @@ def _export(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
         raise UsageError("which file?", try_=["/export chat.md"])
-    written = repl.chat.export(path if path.startswith("~") else repl.world.cwd / path)
-    repl.say(f"wrote {written}")
+    repl.say(f"wrote {repl.chat.export(path if path.startswith('~') else repl.world.cwd / path)}")
 
 
 def _number(text: str, example: str) -> int:

@@ -21,14 +21,7 @@ CLEAR = 1.02  # a factor below which drafting is not worth a word of praise
 
 
 def examine(
-    name: str,
-    model: Model,
-    passes: list[PassTime],
-    workload: str,
-    prompt: Sequence[int],
-    new: int,
-    reps: int,
-    bar: Bar,
+    name: str, model: Model, passes: list[PassTime], workload: str, prompt: Sequence[int], new: int, reps: int, bar: Bar
 ) -> SpecDocument:
     """Decode the prompt with and without drafting, in turns. `passes`: what the drafter was told of their times."""
     profile = model.profile

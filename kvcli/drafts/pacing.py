@@ -17,7 +17,7 @@ class Pacing:
     max: Annotated[int, Range(1, 256)] = 15  # rows verified beside the pending one, at most
     branches: Annotated[int, Range(1, 64)] = 3  # different tokens tried at one place, at most
     adaptive: bool = True  # draft as much as the measured pass times justify; false = always, as much as there is
-    strict: bool = False  # draft only where a token has the same bits guessed or written alone: never in 16 bits
+    strict: bool = False  # draft only where a token has the same bits guessed or written alone
     kill_below: Annotated[float, Range(0, 1)] = 0.98  # pause when slower than this multiple of plain decoding
     probe_every: Annotated[int, Range(8, 4096)] = 64  # passes between two plain passes timed as the yardstick
 

@@ -39,7 +39,7 @@ def is_whole(constraint: Constraint, ids: Sequence[int], stops: Collection[int])
 
 
 class Vocabulary:
-    """The tokens of a model as llguidance sees them; half a second for 49,152 of them, seconds for 262,144."""
+    """The tokens of a model as llguidance sees them; made in up to seconds, so once for all grammars."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab: int, stops: Collection[int]) -> None:
         """`vocab`: V of the logits; `stops`: what ends an answer. Raises BadModel where tokens cannot be told."""
@@ -52,14 +52,17 @@ class Vocabulary:
             )
         with blamed(_unreadable):
             self._tokens: Any = from_tokenizer(tokenizer, max(vocab, len(tokenizer)), sorted(stops))
-        self._vocab = vocab
+        self._vocab, self._stops = vocab, sorted(stops)
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """What holds an answer of the model to the grammar."""
         matcher = library().LLMatcher(self._tokens, grammar.text, log_level=0)
         if matcher.is_error():
             raise refused(grammar.name, matcher.get_error(), "bad_grammar")
-        return _Follows(matcher, self._vocab)
+        held = _Follows(matcher, self._vocab)
+        if not held.allowed([]).index_fill(0, torch.tensor(self._stops), False).any():
+            raise refused(grammar.name, "it allows no answer but an empty one", "bad_grammar")
+        return held
 
 
 class _Follows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -15,9 +15,11 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
-from kvcli.engine import forward, gate, seam, weights
+from kvcli.engine import forward, gate, seam, stated, weights
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
+from kvcli.engine.neighbours import rows_know_neighbours
+from kvcli.engine.threads import use_threads
 from kvcli.errors import BadModel
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
@@ -28,8 +30,6 @@ from kvcli.models.gguf import quantizer
 from kvcli.models.refusals import refuse_quant
 from kvcli.models.sizes import count
 from kvcli.models.source import Source
-from kvcli.settings.schema import Sample
-from kvcli.settings.values import WrongValue, check, keys_of
 
 _ATTENTION = "kvcli"  # our name in transformers' registries
 _PROBE = "kvcli_probe"
@@ -51,9 +51,10 @@ class LM:
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
         self.limit = info.limit  # tokens
-        self.stop_ids = _stop_ids(model, info.id)
-        self.generation = _generation(model, info.id)  # the model's own sampling settings, only those it states
+        self.stop_ids = stated.stop_ids(model, info.id)
+        self.generation = stated.generation(model, info.id)
         self.info = info
+        self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
         self._takes_pruners = False  # known to
 
     @staticmethod
@@ -77,11 +78,9 @@ class LM:
         _register()
         model.eval().requires_grad_(False)
         text = model.config.get_text_config()
-        n_layers, (limit, of_limit) = (
-            count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", id),
-            _limit(text, id),
-        )
-        of_rope = _settle_rope(model, text, id)
+        n_layers = count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", id)
+        limit, of_limit = stated.limit(text, id)
+        of_rope = stated.settle_rope(model, text, id)
         shape = _probe(model, n_layers, limit, id)
         parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
         backend, of_layers = _pack(model, shape, quant, device or model.device)
@@ -133,21 +132,20 @@ class LM:
         refuse_quant(source.id, quant, where.type, is_quantized="quantization_config" in source.config)
         if source.is_pickle and not allow_pickle:
             raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
-        if threads > 0:
-            torch.set_num_threads(threads)
+        use_threads(threads or torch.get_num_threads())
         with quiet():
             config = read_config(source, trust_remote_code)
             model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code)
             names = {"id": source.id, "path": str(source.path), "revision": source.revision}
             lm = LM.of(model, **names, quant=quant, device=where, verify=verify, notes=notes)
-        lm.block()
+        lm.lay_out()
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
 
     @property
     def rounds_by_rows(self) -> bool:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
-        return self.dtype.itemsize < 4
+        return self.dtype.itemsize < 4 and not self.is_row_invariant
 
     def meet_pruner(self) -> None:
         """Raises BadModel where rows cannot be narrowed between layers; asked when a feed first wants that."""
@@ -155,12 +153,16 @@ class LM:
             seam.compare_narrowed(self, self.info.id)
             self._takes_pruners = True
 
-    def block(self) -> None:
-        """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served."""
+    def lay_out(self) -> None:
+        """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served.
+
+        Then a trial says whether rows are independent of each other to the bit.
+        """
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
         for swap, how in ((lay_out_, "in native panels"), (block_, widened)):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers {how}")
+        self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
 
 
 # ---- what is packed ----
@@ -212,83 +214,6 @@ def _weight_bytes(model: nn.Module) -> int:
     for t in (*model.parameters(), *model.buffers()):
         held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     return sum(held.values())
-
-
-# ---- what the model says of itself ----
-
-
-def _limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
-    """Positions the model was made for."""
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is None:
-        return 1 << 20, ("its config states no context limit",)
-    dynamic = [r for r in _ropes(text) if "dynamic" in str(r.get("rope_type"))]
-    if dynamic:
-        limit = _original(dynamic[0], limit, name)
-        return limit, (f"context ends at {limit:,} tokens: beyond, dynamic rope changes keys that are stored already",)
-    return count(limit, "max_position_embeddings", name), ()
-
-
-def _original(rope: Mapping[str, Any], limit: Any, name: str) -> int:
-    """Positions before the rope's own stretching."""
-    key = "original_max_position_embeddings"
-    return count(rope.get(key) or limit, key, name)
-
-
-def _settle_rope(model: nn.Module, text: Any, name: str) -> tuple[str, ...]:
-    """longrope has two tables and transformers picks one by the longest position of each call: a text read in chunks
-    would mix them. A model that goes beyond the short table's reach uses the long one throughout."""
-    longs = [r for r in _ropes(text) if r.get("rope_type") == "longrope"]
-    reach = [_original(r, text.max_position_embeddings, name) for r in longs]
-    if not longs or text.max_position_embeddings <= min(reach):
-        return ()
-    for part in model.modules():
-        for table in [n for n, _ in part.named_buffers(recurse=False) if n.endswith("original_inv_freq")]:
-            prefix = table.removesuffix("original_inv_freq")
-            kind = {"layer_type": prefix.removesuffix("_")} if prefix else {}
-            x = torch.zeros(1, dtype=torch.float32, device=getattr(part, table).device)
-            part(x, torch.tensor([[max(reach)]], device=x.device), **kind)  # one position further: the long table
-            setattr(part, table, getattr(part, f"{prefix}inv_freq").clone())
-    return (f"rope: its table for texts beyond {min(reach):,} tokens is used for shorter ones too",)
-
-
-def _ropes(text: Any) -> list[dict[str, Any]]:
-    """The rope settings, one per kind of layer where a family has several."""
-    given = getattr(text, "rope_parameters", None)
-    if not isinstance(given, dict):
-        return []
-    return [given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)]
-
-
-def _stop_ids(model: Any, name: str) -> frozenset[int]:
-    stop: set[int] = set()
-    for holder in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
-        ids = getattr(holder, "eos_token_id", None)
-        each = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
-        stop |= {count(i, "eos_token_id", name, least=-1) for i in each}  # -1: some say so that there is none
-    return frozenset(stop)
-
-
-def _generation(model: Any, name: str) -> Mapping[str, Any]:
-    given = getattr(model, "generation_config", None)
-    samples = bool(getattr(given, "do_sample", False))  # else transformers is greedy whatever the rest says
-    keys = ("repetition_penalty", *(("temperature", "top_k", "top_p", "min_p") if samples else ()))
-    said = {k: getattr(given, k, None) for k in keys}
-    stated = {k: _sampling(k, v, name) for k, v in said.items() if v is not None}
-    return {"temperature": 1.0 if samples else 0.0, **stated}
-
-
-def _sampling(key: str, value: object, name: str) -> object:
-    """A sampling setting of the model, held to what a profile may set. Raises BadModel."""
-    try:
-        return check(keys_of(Sample)[key].hint, value)
-    except WrongValue as wrong:
-        raise BadModel(
-            f"generation_config.json of {name} cannot be used: {key} = {str(value)[:40]}",
-            code="model_corrupt",
-            lines=[wrong.message, *([wrong.hint] if wrong.hint else [])],
-            try_=["download generation_config.json again"],
-        ) from wrong
 
 
 # ---- the seam ----

@@ -171,17 +171,3 @@ class EachLayer(Usual):
     def choose(self, at: Boundary) -> Masks:
         """Layer by layer."""
         return [self.mask(*at.layer(i)) if at.lm.shapes[i].shares is None else None for i in at.layers]
-
-
-@dataclass(frozen=True)
-class Everything(EachLayer):
-    """Keep every token."""
-
-    every = None
-    keeps = ""
-
-    def mask(self, s: Slots, at: Moment) -> Tensor:
-        return s.pos >= 0
-
-    def slots(self, n: int) -> int:
-        return n

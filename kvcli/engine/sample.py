@@ -115,7 +115,8 @@ class Draw:
     sampler: Sampler
     seen: Seen
     constraint: Constraint | None = None
-    answer: Sequence[int] = ()  # what the constraint is asked of, the pending token its last
+    text: Sequence[int] = ()  # up to the pending token
+    answer_at: int = 0  # where the answer begins, of which the constraint is asked
 
     def behind(self, rows: Rows, which: range, logits: Tensor) -> Tensor:
         """Ids [len(which)] of what follows these tree rows, by logits [tree, V].
@@ -134,13 +135,13 @@ class Draw:
         """[len(which), V] bool: what may follow these rows, each by its path; None = anything."""
         if self.constraint is None:
             return None
-        every = torch.ones(logits.shape[-1], dtype=torch.bool)
+        every, answer = torch.ones(logits.shape[-1], dtype=torch.bool), self.text[self.answer_at :]
         found: dict[int, Tensor] = {}
         for row in which:
             before = found.get(rows.parent[row], every)
             if before[rows.ids[row]]:
                 path = [rows.ids[above] for above in rows.above(row)[-2::-1]]  # below the pending token
-                mask = self.constraint.allowed([*self.answer, *path])
+                mask = self.constraint.allowed([*answer, *path])
                 found[row] = every if mask is None else mask
             else:  # nobody gets here, nor below
                 found[row] = torch.zeros_like(every)

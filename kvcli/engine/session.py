@@ -63,12 +63,24 @@ class Session:
         self.seen = Seen(lm.vocab, lm.device)
         self.constraint: Constraint | None = None  # of the answer, which begins at `answer_at`
         self.answer_at = 0
-        self.kinds, self.spans = kinds, list[Span]()  # by id; by position
+        self.kinds = kinds  # by id
+        self.spans: Sequence[Span] = ()  # by position
         self._wants = policy.wants(lm) if policy is not None else Wants()
         self.heard = Heard(self._wants.recent, self._wants.probes)
         self.memory = self._wants.memory()  # the policy's, of this text
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # nothing was ever evicted, so the past may be rewound
+
+    def begin(
+        self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[Span] = ()
+    ) -> int:
+        """An answer to `ids`, drawn by `sampler` and held to `constraint`, is to be written once they are read.
+
+        `spans`: what kinds of text they are. Rewinds to what they share with the text; returns how many of them need no
+        reading.
+        """
+        self.sampler, self.constraint, self.answer_at, self.spans = sampler, constraint, len(ids), spans
+        return self.resume(ids)
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Asks[Step]:
         """One pass: guess, run, accept, commit. New tokens, at least one and at most `most`, end at one of `stop`."""
@@ -78,8 +90,8 @@ class Session:
         draft = yield from asked(self.drafter.propose(self.ids, room))
         assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
-        answer = self.ids[self.answer_at :] if self.constraint else ()
-        how, hear = Draw(self.sampler, self.seen, self.constraint, answer), self.heard.of_tree(rows.tree)
+        how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
+        hear = self.heard.of_tree(rows.tree)
         made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
         path, new = walk(rows, made.drawn, stop)
         self._commit(rows, hear, made, path)
@@ -168,16 +180,21 @@ class Session:
         Each keeps its own way to view a past: that is the drafter's. The store was made for passes of `other`'s.
         """
         self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
-        self.kv, other.kv = other.kv, self.kv
-        for session in (self, other):
-            if session.view is not None:
-                session.view = session.view.over(session.kv)
+        mine, its = self.kv, other.kv
+        self.put(its)
+        other.put(mine)
         self.heard, other.heard = other.heard, self.heard
         self.memory, other.memory = other.memory, self.memory
         self._is_whole, self._n_prompt = other._is_whole, other._n_prompt
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
         other.rewind(0)
+
+    def put(self, kv: Store) -> None:
+        """Go on with a past that lies in `kv`."""
+        self.kv = kv
+        if self.view is not None:
+            self.view = self.view.over(kv)
 
     def fork(self) -> Session:
         """A second session with the same text and a past of its own; the weights are shared."""

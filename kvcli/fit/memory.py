@@ -97,13 +97,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         settled = min(context, max(settled, run.reading(context)))
     fresh = max(chunk, run.between or EVERY)
     working = working_bytes(
-        shape,
-        chunk=chunk,
-        rows=run.rows,
-        slots=held,
-        number=run.number,
-        kv_number=run.kv_number,
-        device=run.device,
+        shape, chunk=chunk, rows=run.rows, slots=held, number=run.number, kv_number=run.kv_number, device=run.device
     )
     if run.device == "cpu" and run.number == 2:
         uneven = shape.layers * shape.kv_heads if run.is_uneven else 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.engine.policy import Everything, Moment, Wants
+from kvcli.engine.policy import EachLayer, Moment, Wants
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.quality.controls import full_profile
@@ -23,12 +23,14 @@ Rows = Callable[[int], Sequence[int]]  # tokens of the prompt -> positions to he
 
 
 @dataclass(frozen=True)
-class Listen(Everything):
+class Listen(EachLayer):
     """Hands each layer's stored slots, with the queries at the probed positions, to `hear`; evicts nothing."""
 
     rows: Rows
     hear: Hear
     recent: int = 0
+
+    every, keeps = None, ""
 
     def wants(self, lm: LM) -> Wants:
         return Wants(self.recent, self.rows, lasting=True, kinds=True)
@@ -36,7 +38,7 @@ class Listen(Everything):
     def mask(self, s: Slots, at: Moment) -> Tensor:
         if at.phase != "reading":
             self.hear(s, at)
-        return super().mask(s, at)
+        return s.pos >= 0
 
 
 def whole(model: Model) -> Session:
@@ -45,13 +47,7 @@ def whole(model: Model) -> Session:
 
 
 def listening(
-    model: Model,
-    rows: Rows,
-    hear: Hear,
-    kinds: Tensor | None = None,
-    *,
-    recent: int = 0,
-    every: int | None = None,
+    model: Model, rows: Rows, hear: Hear, kinds: Tensor | None = None, *, recent: int = 0, every: int | None = None
 ) -> Session:
     """A greedy session of its own that hears these rows once its prompt is read. `kinds` [V] by id.
 

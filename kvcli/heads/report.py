@@ -21,14 +21,7 @@ from kvcli.models.text import decode
 from kvcli.policies.headmap import read_headmap
 from kvcli.policies.recovery import punctuation
 from kvcli.quality.fingerprint import fingerprint
-from kvcli.schemas.heads import (
-    HeadsCheck,
-    HeadsDocument,
-    HeadsPolicy,
-    HeadsPrompt,
-    HeadsStability,
-    HeadsSuggest,
-)
+from kvcli.schemas.heads import HeadsCheck, HeadsDocument, HeadsPolicy, HeadsPrompt, HeadsStability, HeadsSuggest
 from kvcli.version import __version__
 
 if TYPE_CHECKING:

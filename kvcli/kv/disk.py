@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.attend_rows import Own, Run, attend_part, serves
 from kvcli.kernels.merge import Part
 from kvcli.kv.folder import temporary_folder
 from kvcli.kv.shortage import Shortage
@@ -46,6 +46,13 @@ class _Extent:
     def slots(self) -> Slots:
         n = self.length
         return Slots(self.k[:, :n], self.v[:, :n], self.pos[:, :n])
+
+    @property
+    def run(self) -> Run:
+        """The same, holes included."""
+        n_kv, cap = self.pos.shape
+        starts = range(0, n_kv * cap, cap)
+        return Run(self.k.flatten(0, 1), self.v.flatten(0, 1), self.pos.flatten(), starts, [self.length] * n_kv, starts)
 
 
 class Disk:
@@ -87,9 +94,16 @@ class Disk:
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> one part for each extent."""
         parts = []
-        for s in (extent.slots for extent in self._layers[layer] if extent.length):
-            mask = visible(s.pos, pos, sight.window)
-            parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask))
+        for extent in self._layers[layer]:
+            s = extent.slots
+            if not extent.length:
+                continue
+            if serves(q, s.v, None) and bool((s.pos >= 0).all()):
+                found = attend_part(q, extent.run, pos, sight.scale, window=sight.window, softcap=sight.softcap)
+            else:
+                mask = visible(s.pos, pos, sight.window)
+                found = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
+            parts.append(found)
         return [*parts, *alone(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:

@@ -208,9 +208,7 @@ def _check(head_dim: int, k_bits: int, v_bits: int, rotate: str) -> None:
         if head_dim * bits % 8:
             why = f"its heads have {head_dim} numbers, and a byte holds {8 // bits}"
             raise BadConfig(
-                f"{name} = {bits} does not fit this model: {why}",
-                code="kv_bits",
-                try_=[f"--set {name}=16"],
+                f"{name} = {bits} does not fit this model: {why}", code="kv_bits", try_=[f"--set {name}=16"]
             )
     if rotate == "hadamard" and head_dim & (head_dim - 1):
         raise BadConfig(

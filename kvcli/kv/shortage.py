@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,16 +18,8 @@ class Shortage(DoesNotFit):
 
     code = "out_of_memory"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        lines: Sequence[str] = (),
-        detail: Mapping[str, object] | None = None,
-        try_: Sequence[str] = (),
-        most: int | None = None,
-    ) -> None:
-        super().__init__(message, lines=lines, detail=detail, try_=try_)
+    def __init__(self, message: str, *, most: int | None = None, **told: Any) -> None:
+        super().__init__(message, **told)
         self.most = most
 
 

@@ -138,10 +138,7 @@ def _odd_layers(config: Config, text: Config, family: str) -> list[str]:
 def _alibi(config: Config, text: Config, family: str) -> list[str]:
     attn = text.get("attn_config")
     if text.get("alibi") or family == "bloom" or (isinstance(attn, dict) and attn.get("alibi")):
-        return [
-            "it uses ALiBi",
-            "it adds a bias that grows with distance to the scores, which kvcli does not serve",
-        ]
+        return ["it uses ALiBi", "it adds a bias that grows with distance to the scores, which kvcli does not serve"]
     return []
 
 

@@ -25,14 +25,7 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Masks
 
 Candidate = Literal[
-    "special",
-    "punct",
-    "local",
-    "frequent",
-    "punct+local",
-    "punct+frequent",
-    "local+frequent",
-    "punct+frequent+local",
+    "special", "punct", "local", "frequent", "punct+local", "punct+frequent", "local+frequent", "punct+frequent+local"
 ]
 Ratio = Literal["auto"] | Annotated[float, Range(0, 1)]
 CANDIDATES: tuple[Candidate, ...] = get_args(Candidate)
@@ -70,9 +63,7 @@ class FastGen(Usual):
     every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
     score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, for each token; 1 = equal
     max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB that measuring may take; more goes in blocks
-    paper: bool = (
-        False  # as published: 1,024 rows at most, their mean, guard 0, no cross-fit, five policies, nothing protected
-    )
+    paper: bool = False  # as published: the mean of 1,024 rows at most, five policies, no guard, cross-fit or protect
 
     def __post_init__(self) -> None:
         published = {"criterion": "mean", "guard": 0, "crossfit": False, "policies": PAPER, "probe_rows": "auto"}

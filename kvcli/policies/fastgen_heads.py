@@ -121,29 +121,13 @@ class Heads:
         return torch.arange(at.q_pos.shape[0], device=at.q_pos.device)[-self.settings.rows :]
 
     def _measured(self, s: Slots, at: Moment) -> Layer:
-        settings, rows = self.settings, self._rows(at)
-        q, q_pos = at.q[:, rows], at.q_pos[rows]
-        found = recover(
-            q,
-            q_pos,
-            s,
-            at.kinds,
-            settings,
-            at.scale,
-            at.softcap,
-            sink=at.sink,
-            protected=at.protected,
-            n_prompt=at.n_prompt,
-        )
+        settings, rows, n = self.settings, self._rows(at), at.kinds.shape[0]
+        own, q_pos = (settings, at.scale, at.softcap), at.q_pos[rows]
+        q, guard = at.q[:, rows], at.protected
+        found = recover(q, q_pos, s, at.kinds, *own, sink=at.sink, protected=guard, n_prompt=at.n_prompt)
         sets = Sets.of(settings, at.kinds, at.n_prompt)
-        return Layer(
-            sets=sets,
-            value=found.value(settings.measure, settings.gqa),
-            cost=found.cost,
-            measured=at.kinds.shape[0],
-            frequent=found.frequent,
-            scores=self._scores(found, q_pos, at, sets),
-        )
+        value, scores = found.value(settings.measure, settings.gqa), self._scores(found, q_pos, at, sets)
+        return Layer(sets, value, found.cost, n, frequent=found.frequent, scores=scores)
 
     def _scores(self, found: Recovery, q_pos: Tensor, at: Moment, sets: Sets) -> Scores:
         """What the measured rows looked at, as the beginning of what all later rows will."""

@@ -45,9 +45,8 @@ class Lag(TopK):
         spread = (_spread(s.k, body, size) + _spread(s.v, body, size)) / 2  # [K, parts - 1, size]
         if not self.across:
             spread = spread.argsort(dim=2, stable=True).argsort(dim=2).to(spread.dtype) / size
-        whole = (torch.arange(2, parts + 1, device=s.pos.device) * size <= count).unsqueeze(
-            -1
-        )  # the part behind it too
+        # the part behind it too
+        whole = (torch.arange(2, parts + 1, device=s.pos.device) * size <= count).unsqueeze(-1)
         spread = spread.where(whole, 1.0)
         return out.scatter_(1, body[:, : (parts - 1) * size], spread.flatten(1))
 

@@ -40,7 +40,7 @@ def answers(model: Model, prompts: Prompts, job: Job, *, is_visible: bool) -> tu
 def open_session(model: Model) -> Session:
     """A past of its own under the model's profile, greedy and without a penalty: answers repeat the text."""
     session = model.new_session()
-    session.sampler = Sampler()
+    session.begin([], Sampler())
     return session
 
 

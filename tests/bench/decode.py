@@ -53,7 +53,7 @@ def ours_of(model: Any) -> Any:
     from kvcli.engine.lm import LM
 
     lm = LM.of(model)
-    lm.block()
+    lm.lay_out()
     return lm
 
 
@@ -81,7 +81,7 @@ def theirs(model: Any, ids: list[int], new: int) -> tuple[float, list[float], li
 
 def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
     """The same by our engine, no drafting -> seconds to the first token, of each later token, the session."""
-    from kvcli.engine.drafter import Off
+    from kvcli.drafts.off import Off
     from kvcli.engine.engine import drive, events
     from kvcli.engine.sample import Sampler
     from kvcli.engine.session import Session

@@ -79,7 +79,7 @@ def resident() -> int:
 
 
 def session(lm: Any, side: str, chunk: int) -> Any:
-    from kvcli.engine.drafter import Off
+    from kvcli.drafts.off import Off
     from kvcli.engine.sample import Sampler
     from kvcli.engine.session import Session
 

@@ -100,7 +100,7 @@ USUAL = ("dense", "k8v8", "keep25", "two", "k4v4", "k4v2")
 
 def session(lm: Any, side: str, n: int) -> Any:
     """A session that has n slots of noise stored and one token pending."""
-    from kvcli.engine.drafter import Off
+    from kvcli.drafts.off import Off
     from kvcli.engine.sample import Sampler
     from kvcli.engine.session import Session
 

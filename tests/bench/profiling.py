@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.drafter import Off  # noqa: E402
+from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.engine.feed import asked  # noqa: E402
 from kvcli.engine.sample import Sampler  # noqa: E402

@@ -175,7 +175,7 @@ def demo() -> tuple[Any, list[int]]:
 
 def answer(model: Any, prompt: list[int], index: Index, budget: Budget) -> dict[str, float | None]:
     """Of the first tokens of the answer, all layers."""
-    from kvcli.engine.drafter import Off
+    from kvcli.drafts.off import Off
     from kvcli.engine.sample import Sampler
     from kvcli.engine.session import Session
 

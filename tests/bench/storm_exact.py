@@ -1,10 +1,10 @@
 """One text however long passes take: `spec.strict` against plain decoding, with timings shuffled and none remembered.
 
-    python tests/bench/storm_exact.py [--runs 200]
+    python tests/bench/storm_exact.py [--runs 200] [--dtypes bf16,fp32]
 
 Each run asks two questions under a drafting profile with `spec.strict`, as `--exact` does: the clock leaps, and what
 passes are said to take is drawn by lot, so that drafts differ in length from run to run. Every token must be that of
-`-P exact`. Half of the runs in the model's bf16, half in fp32, where strict profiles draft. JSON on the last line.
+`-P exact`. A part of the runs in each dtype, greedy and at temperature 0.8 by lot. JSON on the last line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -69,13 +69,13 @@ def conversation(model: Model, i: int) -> list[Turn]:
     return turns
 
 
-def storm(runs: int, seed: int = 0) -> dict[str, int]:
-    """How many runs there were, how many wrote other tokens, and how many of their passes drafted by dtype."""
-    rng, bad, drafted = random.Random(seed), 0, {"bf16": 0, "fp32": 0}
+def storm(runs: int, seed: int = 0, dtypes: Sequence[str] = ("bf16", "fp32")) -> dict[str, int]:
+    """How many runs and tokens there were, how many runs wrote others, and by dtype how many passes drafted."""
+    rng, bad, tokens, drafted = random.Random(seed), 0, 0, dict.fromkeys(dtypes, 0)
     for dtype in drafted:
         loaded = kvcli.load("demo", "exact", set={"load.dtype": dtype, "load.verify": False})
         load = dict(vars(loaded.profile.load))
-        for i in range(runs // 2):
+        for i in range(runs // len(drafted)):
             sample = {"temperature": rng.choice([0.0, 0.8]), "seed": i}
             plain = loaded.with_profile(Profile.load("exact").replace(load=load, sample=sample))
             wanted = conversation(plain, i)
@@ -85,16 +85,19 @@ def storm(runs: int, seed: int = 0) -> dict[str, int]:
             with jumping_clock(rng):
                 found = conversation(model, i)
             bad += [turn.ids for turn in found] != [turn.ids for turn in wanted]
+            tokens += sum(len(turn.ids) for turn in wanted)
             drafted[dtype] += sum(turn.stats.drafted_passes for turn in found)
-    return {"tried": runs // 2 * 2, "bad": bad} | {f"drafted_{dtype}": n for dtype, n in drafted.items()}
+    tried = runs // len(drafted) * len(drafted)
+    return {"tried": tried, "tokens": tokens, "bad": bad} | {f"drafted_{dtype}": n for dtype, n in drafted.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
-    runs = parser.parse_args().runs
-    found = storm(runs)
-    command = f"python tests/bench/storm_exact.py --runs {runs}"
+    parser.add_argument("--dtypes", default="bf16,fp32")
+    args = parser.parse_args()
+    found = storm(args.runs, dtypes=args.dtypes.split(","))
+    command = f"python tests/bench/storm_exact.py --runs {args.runs} --dtypes {args.dtypes}"
     print(json.dumps({"what": "exact runs with shuffled timings", **found, "command": command}))
 
 

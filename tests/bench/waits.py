@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from kvcli.build import view  # noqa: E402
 from kvcli.drafts.lookahead import Lookahead  # noqa: E402
 from kvcli.drafts.ngram import Ngram  # noqa: E402
-from kvcli.engine.drafter import Off  # noqa: E402
+from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.engine.lm import LM  # noqa: E402
 from kvcli.engine.sample import Sampler  # noqa: E402

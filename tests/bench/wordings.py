@@ -57,7 +57,7 @@ FILES = (  # (end of the path, its package, its pages)
     ("crc-doc.1.0.pdf.gz", "zlib1g-dev", "1-4"),
     ("zoo/doc/zoo.pdf", "r-cran-zoo", "1-4"),
     ("lmtest-intro.pdf", "r-cran-lmtest", "1-4"),
-    ("philosophersimprint/sample.pdf", "texlive-humanities-doc", "1-3"),
+    ("philosophersimprint/sample.pdf", "texlive-publishers-doc", "1-3"),
     ("common-licenses/GPL-3", "base-files", ""),
     ("common-licenses/Artistic", "base-files", ""),
     ("common-licenses/CC0-1.0", "base-files", ""),

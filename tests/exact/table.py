@@ -17,13 +17,15 @@ from kvcli.build import view
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.mix import Mix
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import Engine, Ticket, events
 from kvcli.engine.feed import Feed, Work
 from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
+from kvcli.kernels.native import native
 from kvcli.kv.dense import Dense
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window
@@ -38,6 +40,8 @@ MODELS = {"dense": "llama", "sliding": "gemma3", "sinks": "gpt_oss", "rounded": 
 # no packed product is made in float64
 NONE = {("rounded", "fp32"), ("blocks", "fp64")}
 STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) not in NONE]
+# where rows are known to have the same bits alone and in company, 16 bits are a row like any other
+STORAGES += [(name, "bf16") for name in ("dense", "sliding", "blocks") if native() is not None]
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 POLICIES |= {"window": (Window(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
@@ -48,7 +52,7 @@ SAMPLERS = {
     "held": Sampler(temperature=0.8, top_k=40, repetition_penalty=1.2, seed=5),  # to a constraint
 }
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-NUMBERS = {**DTYPES, "bf16": torch.bfloat16}  # in which rows round otherwise alone than together: no row of the table
+NUMBERS = {**DTYPES, "bf16": torch.bfloat16}
 
 Make = Callable[[Sequence[int]], Drafter]
 DRAFTERS: dict[str, Make] = {
@@ -70,10 +74,13 @@ DRAFTERS: dict[str, Make] = {
 
 @cache
 def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
-    if storage == "blocks":
-        model = families.build(MODELS[storage], NUMBERS[dtype], **BLOCKS)
-        return LM.of(model, quant="int4", device=torch.device(device))
-    return LM.of(families.build(MODELS[storage], NUMBERS[dtype]).to(device))
+    blocks: dict[str, Any] = {"quant": "int4", "device": torch.device(device)} if storage == "blocks" else {}
+    model = families.build(MODELS[storage], NUMBERS[dtype], **(BLOCKS if blocks else {})).to(device)
+    found = LM.of(model, **blocks)
+    if dtype == "bf16":
+        found.lay_out()
+        assert found.is_row_invariant
+    return found
 
 
 def prompt() -> list[int]:
@@ -93,7 +100,7 @@ def opened(
     reads = view(model, kv, drafter)
     session = Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
     if sampler == "held":
-        session.constraint, session.answer_at = Half(97, seed), len(prompt())
+        session.begin(prompt(), SAMPLERS[sampler], Half(97, seed))
     return session
 
 

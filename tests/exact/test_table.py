@@ -11,7 +11,8 @@ from itertools import product
 
 import pytest
 
-from kvcli.engine.drafter import Drafter, Off
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
@@ -78,7 +79,7 @@ def test_a_constraint_is_kept_under_any_sampler(
 
     def held(drafter: Drafter) -> list[int]:
         session = opened("dense", "ragged", sampler, "fp32", drafter)
-        session.constraint, session.answer_at = Half(97, 3), len(prompt())
+        session.begin(prompt(), SAMPLERS[sampler], Half(97, 3))
         return drive(written(session))
 
     want = held(Off())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine.drafter import Off
+from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session

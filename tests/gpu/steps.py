@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvcli.engine.drafter import Off
+from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.engine import run as run_feeds
 from kvcli.engine.feed import Feed

@@ -26,6 +26,7 @@ from kvcli.heads.listen import whole
 from kvcli.heads.report import document, strip
 from kvcli.heads.run import probe
 from kvcli.policies.fastgen import FastGen
+from kvcli.schemas.heads import HeadsDocument
 from kvcli.settings.profile import Profile
 from tests.families import build
 
@@ -76,32 +77,32 @@ def test_ranks_with_ties():
     assert spearman([1, 1, 1], [1, 2, 3]) is None
 
 
+def said_and_done(model: Model, settings: FastGen) -> tuple[HeadsDocument, Session]:
+    """What the probe says of a prompt under these settings, and a session that has read it under them."""
+    ask = Ask(probes=("prompt",), context=400, settings=settings)
+    found = probe(model, ask)
+    made = document(model, ask, found)
+    plain = whole(model)
+    kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
+    session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
+    drive(session.read(found.reading.ids))
+    return made, session
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"recovery": 0.95}, {"recovery": 1.0}, {"keep": 0.4}, {"criterion": "mean"}, {"probe_rows": "auto"}]
 )
 def test_choices_are_those_of_the_policy_itself(model, changes):
     """FastGen on the same prompt, as a session runs it, picks the same candidate for each head."""
     settings = FastGen(**{"guard": 32, "probe_rows": 24, **changes})
-    ask = Ask(probes=("prompt",), context=400, settings=settings)
-    found = probe(model, ask)
-    made = document(model, ask, found)
-    plain = whole(model)
-    kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
-    session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
-    drive(session.read(found.reading.ids))
+    made, session = said_and_done(model, settings)
     names = [[made.policy.candidates[c] for c in row] for row in made.policy.chosen]
     assert names == [session.memory.chosen()[layer] for layer in range(model.lm.n_layers)]
 
 
 def test_what_it_says_is_kept_is_what_is_kept(model):
     settings = FastGen(guard=32, probe_rows=24)
-    ask = Ask(probes=("prompt",), context=400, settings=settings)
-    found = probe(model, ask)
-    made = document(model, ask, found)
-    plain = whole(model)
-    kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
-    session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
-    drive(session.read(found.reading.ids))
+    made, session = said_and_done(model, settings)
     held = [[int(n) for n in (session.kv.slots(layer).pos >= 0).sum(1)] for layer in range(model.lm.n_layers)]
     said = [
         [made.policy.cost[c][layer][head] for head, c in enumerate(row)] for layer, row in enumerate(made.policy.chosen)

@@ -1,0 +1,64 @@
+"""No drafting: one row a pass, the yardstick."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from kvcli.engine.drafter import Costs, Glance
+    from kvcli.engine.feed import Glean
+    from kvcli.engine.report import Report
+    from kvcli.engine.rows import Draft
+    from kvcli.engine.sample import Sampler
+    from kvcli.engine.stats import Step
+
+
+@dataclass(frozen=True)
+class Off:
+    """No drafting: one row a pass, the yardstick."""
+
+    strict: ClassVar[bool] = False  # nothing to be strict about
+
+    @property
+    def rows(self) -> int:
+        """Of a pass, at most: what memory is planned with."""
+        return 1
+
+    def copied(self, n: int) -> int:
+        """How many of n slots a head a view keeps a copy of: what memory is planned with."""
+        return 0
+
+    def tables(self, n: int) -> int:
+        """Bytes of host memory, at most, of what a drafter remembers of n tokens: what memory is planned with."""
+        return 0
+
+    def drafter(self, ends: Collection[int] = ()) -> Off:
+        """The drafter of these settings, as every method's dataclass makes its own. `ends`: tokens that end a text."""
+        return self
+
+    @property
+    def view(self) -> Glance | None:
+        return None
+
+    @property
+    def glean(self) -> Glean | None:
+        return None
+
+    def expect(self, costs: Costs) -> None:
+        return
+
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
+        return
+
+    def propose(self, ids: Sequence[int], room: int) -> Draft:
+        from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
+
+        return Draft.none()
+
+    def observe(self, step: Step) -> None:
+        return
+
+    def report(self) -> Report | None:
+        return None

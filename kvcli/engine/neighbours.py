@@ -1,0 +1,56 @@
+"""Whether a row's bits depend on which other rows share its pass: tried on a loaded model.
+
+Where they do not, drafting gives the text of plain decoding in 16 bits too, and the size of a chunk or another text in
+the pass changes nothing. It rests on every op of the model: our own are made so, for the others only a trial can say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli.engine.engine import run
+from kvcli.engine.feed import Feed
+from kvcli.engine.rows import Draft, Rows
+from kvcli.kv.dense import Dense
+
+if TYPE_CHECKING:
+    from kvcli.engine.lm import LM
+
+STORED = 70  # tokens read first: past the first block of native attention, not at the end of the second
+DEPTH, WIDTH = 5, 4  # of the tree; the text goes through its last branches
+
+
+def rows_know_neighbours(lm: LM) -> bool:
+    """Whether logits of a text differ when its rows run among guesses or in other chunks. Random tokens, fixed."""
+    n = min(STORED, lm.limit - DEPTH)
+    if n < 1:
+        return True
+    ids = torch.randint(0, lm.vocab, (n + DEPTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    alone, cut = _past(lm, ids[:n], n), _past(lm, ids[:n], n // 2)
+    guesses, parent, on_path, last = list[int](), list[int](), [0], -1
+    for token in ids[n + 1 :]:
+        guesses += [*((token + wrong) % lm.vocab for wrong in range(1, WIDTH)), token]
+        parent += [last] * WIDTH
+        last = len(guesses) - 1
+        on_path.append(last + 1)
+    (among,) = run([Feed(lm, Rows.build(ids[n], n, Draft(guesses, parent)), cut, want=on_path)])
+    for i in range(DEPTH):
+        (made,) = run([Feed(lm, Rows.chain(ids[n + i : n + i + 1], n + i), alone, want=[0])])
+        if not torch.equal(made.logits[0], among.logits[i]):
+            return True
+        for layer, fresh in made.fresh.items():
+            alone.append(layer, fresh.k, fresh.v, n + i)
+    return False
+
+
+def _past(lm: LM, ids: list[int], chunk: int) -> Dense:
+    """A store that has read these in chunks of this size."""
+    kv = Dense(lm.shapes, lm.dtype, lm.device)
+    for start in range(0, len(ids), max(1, chunk)):
+        some = ids[start : start + max(1, chunk)]
+        (made,) = run([Feed(lm, Rows.chain(some, start), kv, want=[0])])
+        for layer, fresh in made.fresh.items():
+            kv.append(layer, fresh.k, fresh.v, start)
+    return kv

@@ -1,0 +1,90 @@
+"""What a model says of itself: how long its texts get, its rope, what ends them, and how it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcli.errors import BadModel
+from kvcli.models.sizes import count
+from kvcli.settings.schema import Sample
+from kvcli.settings.values import WrongValue, check, keys_of
+
+
+def limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
+    """Positions the model was made for."""
+    said = getattr(text, "max_position_embeddings", None)
+    if said is None:
+        return 1 << 20, ("its config states no context limit",)
+    dynamic = [r for r in _ropes(text) if "dynamic" in str(r.get("rope_type"))]
+    if dynamic:
+        end = _original(dynamic[0], said, name)
+        return end, (f"context ends at {end:,} tokens: beyond, dynamic rope changes keys that are stored already",)
+    return count(said, "max_position_embeddings", name), ()
+
+
+def _original(rope: Mapping[str, Any], limit: Any, name: str) -> int:
+    """Positions before the rope's own stretching."""
+    key = "original_max_position_embeddings"
+    return count(rope.get(key) or limit, key, name)
+
+
+def settle_rope(model: nn.Module, text: Any, name: str) -> tuple[str, ...]:
+    """longrope has two tables and transformers picks one by the longest position of each call: a text read in chunks
+    would mix them. A model that goes beyond the short table's reach uses the long one throughout."""
+    longs = [r for r in _ropes(text) if r.get("rope_type") == "longrope"]
+    reach = [_original(r, text.max_position_embeddings, name) for r in longs]
+    if not longs or text.max_position_embeddings <= min(reach):
+        return ()
+    for part in model.modules():
+        for table in [n for n, _ in part.named_buffers(recurse=False) if n.endswith("original_inv_freq")]:
+            prefix = table.removesuffix("original_inv_freq")
+            kind = {"layer_type": prefix.removesuffix("_")} if prefix else {}
+            x = torch.zeros(1, dtype=torch.float32, device=getattr(part, table).device)
+            part(x, torch.tensor([[max(reach)]], device=x.device), **kind)  # one position further: the long table
+            setattr(part, table, getattr(part, f"{prefix}inv_freq").clone())
+    return (f"rope: its table for texts beyond {min(reach):,} tokens is used for shorter ones too",)
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """The rope settings, one per kind of layer where a family has several."""
+    given = getattr(text, "rope_parameters", None)
+    if not isinstance(given, dict):
+        return []
+    return [given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)]
+
+
+def stop_ids(model: Any, name: str) -> frozenset[int]:
+    """Tokens that end a text, by any of its configs."""
+    stop: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
+        ids = getattr(holder, "eos_token_id", None)
+        each = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        stop |= {count(i, "eos_token_id", name, least=-1) for i in each}
+    return frozenset(stop - {-1})  # by which some say that there is none
+
+
+def generation(model: Any, name: str) -> Mapping[str, Any]:
+    """Its own sampling settings, only those it states."""
+    given = getattr(model, "generation_config", None)
+    samples = bool(getattr(given, "do_sample", False))  # else transformers is greedy whatever the rest says
+    keys = ("repetition_penalty", *(("temperature", "top_k", "top_p", "min_p") if samples else ()))
+    said = {k: getattr(given, k, None) for k in keys}
+    stated = {k: _sampling(k, v, name) for k, v in said.items() if v is not None}
+    return {"temperature": 1.0 if samples else 0.0, **stated}
+
+
+def _sampling(key: str, value: object, name: str) -> object:
+    """A sampling setting of the model, held to what a profile may set. Raises BadModel."""
+    try:
+        return check(keys_of(Sample)[key].hint, value)
+    except WrongValue as wrong:
+        raise BadModel(
+            f"generation_config.json of {name} cannot be used: {key} = {str(value)[:40]}",
+            code="model_corrupt",
+            lines=[wrong.message, *([wrong.hint] if wrong.hint else [])],
+            try_=["download generation_config.json again"],
+        ) from wrong

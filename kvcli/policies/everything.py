@@ -1,0 +1,28 @@
+"""No policy: every token stays, the yardstick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.engine.policy import EachLayer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.policy import Moment
+    from kvcli.kv.slots import Slots
+
+
+@dataclass(frozen=True)
+class Everything(EachLayer):
+    """Keep every token."""
+
+    every = None
+    keeps = ""
+
+    def mask(self, s: Slots, at: Moment) -> Tensor:
+        return s.pos >= 0
+
+    def slots(self, n: int) -> int:
+        return n
