@@ -19,6 +19,10 @@ _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _TAKES = {
     "linear": (_P, _P, _P, _P, _L, _L, _L, _I),
     "attend": (_P,),
+    "rms_norm": (_P, _P, _P, _L),
+    "mlp": (_P, _P, _P, _L),
+    "layer_before": (_P, _P, _P, _P, _P, _P, _P, _L, _L),
+    "layer_after": (_P, _P, _P, _P, _L),
 }
 
 
@@ -27,6 +31,10 @@ class Native:
 
     linear: Callable[..., None]
     attend: Callable[..., None]
+    rms_norm: Callable[..., None]
+    mlp: Callable[..., None]
+    layer_before: Callable[..., None]
+    layer_after: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level = level
