@@ -57,7 +57,7 @@ class Gate:
 
     def __init__(self, layer: int, forward: Callable[..., Any], *, is_last: bool) -> None:
         """`forward`: the layer's own, held weakly: a layer that held itself would outlive its model."""
-        self._layer, self._is_last = layer, is_last
+        self.layer, self.is_last = layer, is_last
         # what accelerate puts in its place is no method, and holds the layer anyway
         self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
 
@@ -70,13 +70,13 @@ class Gate:
         forward: Any = self._forward()
         if not getattr(its_pass, "prunes", False):
             return forward(hidden_states, *args, **told)
-        hidden = its_pass.narrow(self._layer, hidden_states[0]).unsqueeze(0)
+        hidden = its_pass.narrow(self.layer, hidden_states[0]).unsqueeze(0)
         if (live := its_pass.live) is None:
             return forward(hidden, *args, **told)
         at = torch.tensor(live, device=hidden.device)
         cut = {name: _cut(told[name], dim, at) for name, dim in _CARRY.items() if name in told}
         out = forward(hidden, *args, **{**told, **cut})
-        if not self._is_last:
+        if not self.is_last:
             return out
         states = out[0] if isinstance(out, tuple) else out  # some models written for older releases
         whole = states.new_zeros(1, its_pass.n_rows, states.shape[2]).index_copy_(1, at, states)
@@ -88,6 +88,12 @@ def install(layers: Sequence[Any]) -> None:
     for i, layer in enumerate(layers):
         if not isinstance(layer.forward, Gate):
             layer.forward = Gate(i, layer.forward, is_last=i == len(layers) - 1)
+
+
+def lead(layer: Any, forward: Callable[..., Any]) -> None:
+    """Have the gate in front of a layer lead to this way through it instead of the layer's own."""
+    before: Gate = layer.forward
+    layer.forward = Gate(before.layer, forward, is_last=before.is_last)
 
 
 def narrowed(pruner: Pruner, layer: int, live: Live, hidden: Tensor) -> tuple[Sequence[int], Tensor]:

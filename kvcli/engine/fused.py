@@ -1,0 +1,168 @@
+"""What stands between products and attention made native: norms, MLPs, and whole decoder layers around their attention.
+
+A module is replaced by what it does, not by its name: trial rows go through both, and it stays where they differ. Norms
+and layers must agree to the bit; in an MLP e^x may be rounded to the other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.engine import gate
+from kvcli.engine.engine import call
+from kvcli.kernels.decoder_layer import Layer, after, before
+from kvcli.kernels.gated_mlp import product_of
+from kvcli.kernels.gated_mlp.module import NativeMlp, mlp_
+from kvcli.kernels.linear.module import NativeLinear
+from kvcli.kernels.rms_norm import Norm
+from kvcli.kernels.rms_norm.module import NativeNorm, norm_
+
+if TYPE_CHECKING:
+    from kvcli.engine.lm import LM
+    from kvcli.kv.slots import Sight
+
+_POSITIONS = (0, 1, 2, 5, 26, 27, 131)  # of the trial rows
+
+
+def fuse_(lm: LM) -> str:
+    """Make native what can be, in a model whose linear layers are; says what that is, "" = nothing."""
+    norms, mlps = norm_(lm.model), mlp_(lm.model)
+    layers = [m for m in lm.model.modules() if isinstance(vars(m).get("forward"), gate.Gate)]
+    done = 0
+    for layer, trial in zip(layers, _trials(lm, layers) if mlps else (), strict=False):
+        for turns in (True, False):
+            fused = _fused(layer, trial, lm.head_dim, turns)
+            if fused is not None and _is_same(fused, trial):
+                layer.fused = fused
+                gate.lead(layer, MethodType(_forward, layer))
+                done += 1
+                break
+    found = {"norms": norms, "MLPs": mlps, "whole layers": done}
+    return ", ".join(f"{n} {what}" for what, n in found.items() if n)
+
+
+class Fused:
+    """One layer in two calls. Holds its weights and no module: a module that held itself would outlive its model."""
+
+    def __init__(self, index: int, layer: Layer, keeps: Sequence[object], sight: Sight, turns: bool) -> None:
+        """`keeps`: what holds the weights that `layer` points to."""
+        self._index, self.layer, self._keeps, self._sight, self._turns = index, layer, keeps, sight, turns
+        self.dtype = torch.float32 if layer.mlp.is_wide else torch.bfloat16
+
+    def __call__(self, hidden: Tensor, told: dict[str, Any]) -> Tensor:
+        """hidden [1, N, E] -> the same of the next layer."""
+        x = hidden[0]
+        cos, sin = (table[0] for table in told["position_embeddings"]) if self._turns else (None, None)
+        q, k, v = before(self.layer, x, cos, sin)
+        out: Tensor = told["kvcli_pass"].attend(self._index, q, k, v, self._sight, None)
+        return after(self.layer, x, out.transpose(0, 1).to(x.dtype)).unsqueeze(0)
+
+
+def _forward(layer: Any, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
+    """In the place of a layer's own, which serves calls that are no pass of ours."""
+    if told.get("kvcli_pass") is None or hidden_states.shape[0] != 1 or hidden_states.dtype != layer.fused.dtype:
+        return type(layer).forward(layer, hidden_states, *args, **told)
+    return layer.fused(hidden_states, told)
+
+
+# ---- trials ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a layer handed to its attention."""
+
+    layer: int
+    made: tuple[Tensor, Tensor, Tensor]  # q, k, v
+    sight: Sight
+    sink: Tensor | None
+
+
+class _Listener:
+    """Travels in place of a pass. A row attends to itself."""
+
+    prunes = False
+
+    def __init__(self) -> None:
+        self.asked: list[_Asked] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+        self.asked.append(_Asked(layer, (q.clone(), k.clone(), v.clone()), sight, sink))
+        return q
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What came into a layer, what it was told, asked and gave."""
+
+    hidden: Tensor  # [1, N, E]
+    told: dict[str, Any]
+    asked: _Asked
+    gave: Any
+
+
+def _trials(lm: LM, layers: Sequence[nn.Module]) -> list[_Trial]:
+    """One of each layer, from a pass of random tokens."""
+    ids = torch.randint(0, lm.vocab, (len(_POSITIONS),), generator=torch.Generator().manual_seed(0)).tolist()
+    pos = [p % lm.limit for p in _POSITIONS]
+    listener, seen = _Listener(), list[tuple[Tensor, dict[str, Any], Any]]()
+
+    def note(_: nn.Module, args: tuple[Any, ...], told: dict[str, Any], gave: Any) -> None:
+        seen.append((args[0] if args else told["hidden_states"], told, gave))
+
+    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        call(lm.model, ids, pos, [0], kvcli_pass=listener)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    pairs = zip(seen, listener.asked, strict=True)
+    return [_Trial(hidden, told, asked, gave) for (hidden, told, gave), asked in pairs]
+
+
+def _is_same(fused: Fused, trial: _Trial) -> bool:
+    """Whether it hands the same to its attention and gives the same, to the bit."""
+    listener = _Listener()
+    gave = fused(trial.hidden, {**trial.told, "kvcli_pass": listener})
+    (asked,) = listener.asked
+    pairs = [*zip(asked.made, trial.asked.made, strict=True), (gave, trial.gave)]
+    return all(isinstance(theirs, Tensor) and torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None:
+    """The layer by its parts, were it of the common form; None where it has others."""
+    parts = [vars(child).get("forward") for child in layer.children()]
+    norms = [part for part in parts if isinstance(part, NativeNorm)]
+    mlps = [part for part in parts if isinstance(part, NativeMlp)]
+    asks = [child for child in layer.children() if getattr(child, "layer_idx", None) == trial.asked.layer]
+    if (len(norms), len(mlps), len(asks)) != (2, 1, 1) or trial.asked.sink is not None:
+        return None
+    of_heads = [part for child in asks[0].children() if isinstance(part := vars(child).get("forward"), NativeNorm)]
+    linears = [child for child in asks[0].children() if isinstance(child, NativeLinear)]
+    q, k, v = trial.asked.made
+    e, inside = trial.hidden.shape[2], q.shape[0] * d
+    shapes = [(inside, e), (k.shape[0] * d, e), (v.shape[0] * d, e), (e, inside)]
+    if [(linear.out_features, linear.in_features) for linear in linears] != shapes or mlps[0].mlp.down.N != e:
+        return None
+    if [norm.norm.H for norm in (*norms, *of_heads)] not in ([e, e], [e, e, d, d]):
+        return None
+    if {*(linear.dtype for linear in linears), *(mlp.dtype for mlp in mlps)} != {trial.hidden.dtype}:
+        return None
+    cos, _ = trial.told.get("position_embeddings") or (None, None)
+    if turns and not (isinstance(cos, Tensor) and cos.dtype == trial.hidden.dtype and cos.shape[-1] <= d):
+        return None
+    made = Layer(
+        *(norm.norm for norm in (*norms, *of_heads)),
+        *([Norm()] * (2 - len(of_heads))),
+        *(product_of(linear.packed, linear.bias, linear.out_features) for linear in linears),
+        mlps[0].mlp,
+        d,
+    )
+    keeps = [*norms, *of_heads, *mlps, *((linear.packed, linear.bias) for linear in linears)]
+    return Fused(trial.asked.layer, made, keeps, trial.asked.sight, turns)
