@@ -29,33 +29,44 @@ sys.path.insert(0, str(ROOT))
 
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
-LEFT_OUT = ("linear", "attend", "linear_many", "mlp")  # of the native functions, those that are there
+
+@contextmanager
+def without_products(lm: Any) -> Iterator[None]:
+    """Products give zeros, and attention whatever lay in memory."""
+    from kvcli.kernels.native import native
+
+    functions: Any = native(None)  # the table that ops take, who name no level
+    assert functions is not None, "the native kernels are what is measured around"
+    linear, attend = functions.linear, functions.attend
+    functions.linear, functions.attend = zeros, lambda _: None
+    inside = [(product, product.S) for product in products_inside(lm.model)]
+    for product, _ in inside:
+        product.S = 0
+    try:
+        yield
+    finally:
+        functions.linear, functions.attend = linear, attend
+        for product, words in inside:
+            product.S = words
 
 
 def zeros(x: int, w: int, bias: int, y: int, m: int, n: int, s: int, is_wide: bool) -> None:
     ctypes.memset(y, 0, m * n * (4 if is_wide else 2))
 
 
-@contextmanager
-def without_products() -> Iterator[None]:
-    """What products and attention give is whatever lay in memory."""
-    from kvcli.kernels.native import native
-
-    functions: Any = native(None)  # the table that ops take, who name no level
-    assert functions is not None, "the native kernels are what is measured around"
-    kept = {name: getattr(functions, name) for name in LEFT_OUT if hasattr(functions, name)}
-    for name in kept:
-        setattr(functions, name, zeros if name == "linear" else lambda *_: None)
-    try:
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(functions, name, function)
+def products_inside(model: Any) -> Iterator[Any]:
+    """Those of native calls that do more than one product."""
+    for module in model.modules():
+        for way in (vars(module).get("fused"), vars(module).get("forward")):
+            layer, mlp = getattr(way, "layer", None), getattr(way, "mlp", None)
+            yield from (layer.q, layer.k, layer.v, layer.o) if isinstance(layer, ctypes.Structure) else ()
+            for part in (layer.mlp if isinstance(layer, ctypes.Structure) else None, mlp):
+                yield from (part.gate, part.up, part.down) if part is not None else ()
 
 
 def session_of(lm: Any, n: int) -> Any:
     """A text of n random tokens, read."""
-    from kvcli.engine.drafter import Off
+    from kvcli.drafts.off import Off
     from kvcli.engine.engine import drive
     from kvcli.engine.sample import Sampler
     from kvcli.engine.session import Session
@@ -104,7 +115,7 @@ def main() -> None:
     lm = ours_of(build().float() if args.fp32 else build())
     session = session_of(lm, args.prompt)
     rows = {"whole": milliseconds(one_step(session), args.passes // 4)}
-    with without_products():
+    with without_products(lm):
         rows |= {
             "pass": milliseconds(one_pass(session), args.passes),
             "step": milliseconds(one_step(session), args.passes),
