@@ -148,7 +148,7 @@ def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None
     q, k, v = trial.asked.made
     e, inside = trial.hidden.shape[2], q.shape[0] * d
     shapes = [(inside, e), (k.shape[0] * d, e), (v.shape[0] * d, e), (e, inside)]
-    if [(linear.out_features, linear.in_features) for linear in linears] != shapes or mlps[0].mlp.down.N != e:
+    if [(linear.out_features, linear.in_features) for linear in linears] != shapes or e != mlps[0].mlp.down.N:
         return None
     if [norm.norm.H for norm in (*norms, *of_heads)] not in ([e, e], [e, e, d, d]):
         return None
