@@ -212,7 +212,7 @@ def exists(_: str) -> str:
         if path.stem != "slots" and any(_has_layers(v.get("append")) and _has_layers(v.get("attend")) for v in verbs):
             rows.append(f"| store | `kv/{path.name}` | {(ast.get_docstring(tree) or '').splitlines()[0]} |")
     for folder in sorted((ROOT / "kernels").glob("*/")):
-        more = sorted({file.stem for file in folder.glob("*.py")} - {"__init__", "module", "probe"})
+        more = sorted({file.stem for file in folder.glob("*.py")} - {"__init__", "build", "module", "probe"})
         if more:
             rows.append(f"| kernel | `{folder.name}` | {', '.join(more)} |")
     return "\n".join(["| | | |", "|---|---|---|", *rows])

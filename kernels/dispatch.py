@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from kvcli.kernels import native
+
 
 @cache
 def choose(op: str, device: str, dtype: torch.dtype, softcap: bool = False) -> Callable[..., Any]:
@@ -19,7 +21,17 @@ def choose(op: str, device: str, dtype: torch.dtype, softcap: bool = False) -> C
 
 def explain(device: str, dtype: torch.dtype) -> list[tuple[str, str, str]]:
     """(op, implementation, reason) for each op that dispatches; `kvcli doctor` prints it."""
-    return [(op, *_decide(op, device, dtype, False)) for op in ("attend", "attend_fresh", "attend_packed")]
+    ops = [(op, *_decide(op, device, dtype, False)) for op in ("attend", "attend_fresh", "attend_packed")]
+    return [*ops, ("native", *_explain_native())] if device == "cpu" else ops
+
+
+def _explain_native() -> tuple[str, str]:
+    if why := native.why_not():
+        todo = native.remedy()
+        return "none", f"{why}; torch computes instead" + (todo and f" (to have them: {todo})")
+    *lesser, best = native.levels()
+    also = f"; this CPU has {', '.join(lesser)} as well" if lesser else ""
+    return best, f"compiled; threads {torch.get_num_threads()}{also}"
 
 
 def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[str, str]:

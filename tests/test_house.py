@@ -61,16 +61,17 @@ def test_without_one_transformers_sees_none():
 
 def test_wheel_and_sdist_hold_the_tree(tmp_path: Path):
     pytest.importorskip("hatchling", reason="the build backend; comes with the dev extra")
-    _python("-m", "hatchling", "build", "-d", str(tmp_path))
+    _python("-m", "hatchling", "build", "-d", str(tmp_path), KVCLI_WHEEL="any")  # test_hook.py has the others
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     listed = _tracked()
+    want = {f"kvcli/{n}" if n.startswith(("kernels/", "profiles/")) else n for n in listed}
     with zipfile.ZipFile(wheel) as z:
         got = {n for n in z.namelist() if ".dist-info/" not in n}
-    want = {f"kvcli/{n}" if n.startswith(("kernels/", "profiles/")) else n for n in listed}
-    assert got == {n for n in want if n.startswith("kvcli/")}
+    noted = {"kvcli/kernels/native/why_not.txt"}  # instead of a library
+    assert got == noted | {n for n in want if n.startswith("kvcli/") and not n.endswith((".c", ".h"))}
     with tarfile.open(sdist) as t:
         got = {m.name.partition("/")[2] for m in t.getmembers() if m.isfile()}
-    assert got - {"PKG-INFO"} == listed | {"pyproject.toml", "README.md", "LICENSE", ".gitignore"}
+    assert got - {"PKG-INFO"} == listed | {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"}
 
 
 def _tracked() -> set[str]:
@@ -78,7 +79,9 @@ def _tracked() -> set[str]:
     tops = ["kvcli", "kernels", "profiles", "tests", "docs", ".ci"]
     files = [p for top in tops for p in (ROOT / top).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     links = [ROOT / "kvcli" / name for name in ("kernels", "profiles")]
-    return {p.relative_to(ROOT).as_posix() for p in files if not any(p.is_relative_to(link) for link in links)}
+    made = ("libkvcli.so", "libkvcli.dylib", "kvcli.dll", "why_not.txt")
+    files = [p for p in files if p.name not in made and not any(p.is_relative_to(link) for link in links)]
+    return {p.relative_to(ROOT).as_posix() for p in files}
 
 
 def test_every_path_named_in_the_docs_exists():

@@ -23,7 +23,7 @@ class NativeWeight(Tensor):
 
     @staticmethod
     def __new__(cls, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> NativeWeight:
-        made: NativeWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # type: ignore[attr-defined]
+        made: NativeWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
         made.packed = packed
         return made
 
@@ -42,7 +42,7 @@ class NativeWeight(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return cls(args[0].packed, args[0].shape, args[0].dtype)
         if func is torch.ops.aten.embedding.default:

@@ -3,8 +3,8 @@
 Layouts: x [..., K], weight [N, K], result [..., N] in x's dtype (bfloat16, float16 or float32).
   8 bits: w[n, k] = scale[n] * q[n, k],                          q in -127..127, one scale per output
   4 bits: w[n, k] = scale[n, k // g] * (q[n, k] - 8) + zero[n, k // g],  q in 0..15, one pair per g inputs
-Refused by `why_not`: shapes that torch's kernels would read or write outside of (they do not check), and a group that
-does not divide K.
+On a CPU the native kernel serves them, or torch's where there is none (and for float16). Refused by `why_not`: shapes
+that torch's kernels would read or write outside of (they do not check), and a group that does not divide K.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from kvcli.kernels.linear_packed import cpu, reference
+from kvcli.kernels.linear_packed import cpu, panels, reference
 
 Bits = Literal[8, 4]
 GROUPS = (128, 64, 32)  # the int4 kernel takes these; wider is smaller and faster, narrower is closer to the weights
@@ -22,12 +23,12 @@ GROUPS = (128, 64, 32)  # the int4 kernel takes these; wider is smaller and fast
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights of one layer. `is_native` says that `data` is in the order torch's CPU kernel wants."""
+    """Weights of one layer. `is_native` says that `data` is in the order that the CPU kernel for its scales wants."""
 
     bits: Bits
     group: int  # 0 = a scale per output
     shape: tuple[int, int]  # N, K
-    data: Tensor  # 8 bits: [N, K] int8; 4 bits: [N, K // 2] uint8, low nibble first unless native
+    data: Tensor  # unless native: 8 bits [N, K] int8; 4 bits [N, K // 2] uint8, low nibble first
     scale: Tensor  # 8 bits: [N]; 4 bits: [K // g, N, 2], scale and zero
     is_native: bool
 
@@ -57,12 +58,17 @@ def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> Packed:
     n, k = weight.shape
     if native and (why := why_not((n, k), bits)):
         raise ValueError(f"a weight of {n} x {k} cannot be packed to {bits} bits: {why}")
-    if bits == 8:
-        q, scale = reference.round8(weight)
-        return Packed(8, 0, (n, k), q, scale, native)
-    group = group_of(k) or k
-    q, scale = reference.round4(weight, group)
-    return Packed(4, group, (n, k), cpu.pack4(q) if native else reference.pack4(q), scale, native)
+    group = 0 if bits == 8 else group_of(k) or k
+    q, scale = reference.round8(weight) if bits == 8 else reference.round4(weight, group)
+    data = arrange(q, bits, scale.dtype) if native else q if bits == 8 else reference.pack4(q)
+    return Packed(bits, group, (n, k), data, scale, native)
+
+
+def arrange(q: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
+    """Codes [N, K] in the order that the CPU kernel wants which serves inputs of `dtype`."""
+    if panels.serves(dtype):
+        return panels.arrange(q, bits)
+    return q if bits == 8 else cpu.pack4(q)
 
 
 def linear_packed(x: Tensor, w: Packed) -> Tensor:
@@ -72,18 +78,20 @@ def linear_packed(x: Tensor, w: Packed) -> Tensor:
     if x.dtype != w.scale.dtype:
         raise ValueError(f"inputs are {x.dtype}, the scales {w.scale.dtype}")
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
-    run = cpu.linear if w.is_native and x.device.type == "cpu" else reference.linear
-    if w.is_native and run is reference.linear:
+    if w.is_native and x.device.type != "cpu":
         raise ValueError(f"packed for the CPU kernel, but the inputs are on {x.device.type}")
     if rows.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], w.shape[0])
-    y = run(rows, w.bits, w.group, w.data, w.scale)
+    if w.is_native and panels.serves(x.dtype):
+        y = panels.linear(rows, w.shape[0], w.bits, w.group, w.data, w.scale)
+    else:
+        y = (cpu.linear if w.is_native else reference.linear)(rows, w.bits, w.group, w.data, w.scale)
     return y.view(*x.shape[:-1], w.shape[0])
 
 
 def explain() -> str:
     """What serves packed layers here; for `kvcli doctor`."""
-    return cpu.explain()
+    return "native kernel, float16 on torch" if panels.serves(torch.bfloat16) else cpu.explain()
 
 
-__all__ = ["GROUPS", "Bits", "Packed", "explain", "group_of", "linear_packed", "pack", "why_not"]
+__all__ = ["GROUPS", "Bits", "Packed", "arrange", "explain", "group_of", "linear_packed", "pack", "why_not"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear_packed import Bits, Packed, cpu, linear_packed, pack, reference, why_not
+from kvcli.kernels.linear_packed import Bits, Packed, arrange, linear_packed, pack, reference, why_not
 
 
 class PackedLinear(nn.Module):
@@ -79,7 +79,8 @@ def make_native_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda
     """Lay 4-bit layers that came packed out as this CPU's kernel wants them, one at a time."""
     for layer in root.modules():
         if isinstance(layer, PackedLinear) and layer.bits == 4 and not layer.is_native:
-            portable, layer.data = layer.data, cpu.pack4(reference.unpack4(layer.data))
+            portable, codes = layer.data, reference.unpack4(layer.data)
+            layer.data = arrange(codes, 4, layer.scale.dtype)
             layer.is_native = True
             done_with(portable)
 

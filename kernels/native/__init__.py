@@ -12,13 +12,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from kvcli.kernels.native.build import LEVELS, NAMES, here
-
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 # What each function takes, in the order of its C declaration
 _TAKES = {
     "linear": (_P, _P, _P, _P, _L, _L, _L, _I),
     "attend": (_P,),
+    "unfused": (_P,),
+    "linear_packed": (_P, _P, _P, _P, _L, _L, _L, _I, _L, _I),
     "rms_norm": (_P, _P, _P, _L),
     "mlp": (_P, _P, _P, _L),
     "layer_before": (_P, _P, _P, _P, _P, _P, _P, _L, _L),
@@ -31,6 +31,8 @@ class Native:
 
     linear: Callable[..., None]
     attend: Callable[..., None]
+    unfused: Callable[..., None]
+    linear_packed: Callable[..., None]
     rms_norm: Callable[..., None]
     mlp: Callable[..., None]
     layer_before: Callable[..., None]
@@ -53,9 +55,7 @@ class Native:
 def levels() -> tuple[str, ...]:
     """The kinds of CPU among ours whose instructions this one has, the best last; none without a library."""
     library = _library()
-    if library is None:
-        return ()
-    return tuple(LEVELS[here()[0]])[: library["cpu_level"]()]
+    return () if library is None else _place()[1][: library["cpu_level"]()]
 
 
 @cache
@@ -72,23 +72,52 @@ def native(level: str | None = None) -> Native | None:
 
 def why_not() -> str:
     """Why there are no native kernels here; "" if there are."""
-    machine, system = here()
-    if not machine or not system:
+    path, written = _place()
+    if not written:
         return "none are written for this kind of machine"
-    if not _path().exists():
-        return "none were built when kvcli was installed"
+    if not path.exists():
+        note = path.with_name("why_not.txt")  # by the hook that built the wheel
+        reason = note.read_text(encoding="utf-8").strip() if note.exists() else ""
+        return "none were built when kvcli was installed" + (reason and f": {reason}")
+    if _loaded() is None:
+        return f"{path.name} cannot be loaded"
     if _library() is None:
-        return f"{_path().name} cannot be loaded"
+        return f"{path.name} was compiled from other sources than these"
     return "" if levels() else "this CPU lacks AVX2"
 
 
-def _path() -> Path:
-    return Path(__file__).resolve().parent / NAMES.get(here()[1], "libkvcli.so")
+def remedy() -> str:
+    """What to type where `why_not` has a reason; "" where nothing would help."""
+    path, written = _place()
+    if not written or _library() is not None:
+        return ""
+    if path.with_name("c").is_dir():
+        return "python -m pip install ziglang; python -m kvcli.kernels.native.build"
+    return "in a checkout, with a network: pip install --force-reinstall --no-deps --no-cache-dir ."
+
+
+@cache
+def _place() -> tuple[Path, tuple[str, ...]]:
+    """Where the library for this machine belongs, and the levels that are written for it, if any."""
+    from kvcli.kernels.native.build import HERE, LEVELS, NAMES, here  # late, as that file is a program too
+
+    machine, system = here()
+    return HERE / NAMES.get(system, "libkvcli.so"), tuple(LEVELS.get(machine, ()) if system else ())
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
+    """The library, if it was made of what lies beside it in c/; an installed one has nothing beside it."""
+    from kvcli.kernels.native.build import sources
+
+    now = sources()
+    return _loaded() if not now or hasattr(_loaded(), now) else None
+
+
+@cache
+def _loaded() -> ctypes.CDLL | None:
+    path, written = _place()
     try:
-        return ctypes.CDLL(str(_path())) if _path().exists() and all(here()) else None
+        return ctypes.CDLL(str(path)) if written and path.exists() else None
     except OSError:  # built for another system or damaged; `why_not` says so
         return None

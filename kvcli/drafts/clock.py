@@ -21,6 +21,7 @@ class Clock:
         self._now = 0  # passes
         self._plain: deque[float] = deque(maxlen=5)  # seconds
         self._units: dict[int, deque[float]] = {}  # stair -> what passes on it took
+        self._medians: dict[int, float] = {}  # of those that were timed more than once
         self._timed: dict[int, int] = {}  # stair -> the pass it was last timed in
         self._prior: dict[int, float] = {}  # stair -> units, from a calibration; counts until the stair is timed
         self._stairs: list[float] = []  # units of 1, 2, ... rows as far as known; empty = to be worked out
@@ -33,7 +34,7 @@ class Clock:
     @property
     def measured(self) -> dict[int, float]:
         """Stair -> units. It takes two passes, of which the faster counts: a first one includes its preparation."""
-        return {stair: median_low(units) for stair, units in sorted(self._units.items()) if len(units) > 1}
+        return dict(sorted(self._medians.items()))
 
     def expect(self, costs: Mapping[int, float]) -> None:
         """What passes took when the machine was calibrated: rows -> units."""
@@ -45,6 +46,7 @@ class Clock:
         self._now += 1
         for stair in [stair for stair, when in self._timed.items() if self._now - when > _STALE]:
             del self._units[stair], self._timed[stair]
+            self._medians.pop(stair, None)
             self._stairs = []
 
     def agrees(self, seconds: float) -> bool:
@@ -58,7 +60,10 @@ class Clock:
     def time(self, rows: int, units: float) -> None:
         """A pass of `rows` rows, more than one, took as long as `units` plain passes."""
         stair = _stair(rows)
-        self._units.setdefault(stair, deque(maxlen=9)).append(units)
+        times = self._units.setdefault(stair, deque(maxlen=9))
+        times.append(units)
+        if len(times) > 1:
+            self._medians[stair] = median_low(times)
         self._timed[stair] = self._now
         self._stairs = []
 
@@ -72,7 +77,7 @@ class Clock:
 
     def _climb(self) -> list[float]:
         measured, costs, least = [], [1.0], math.inf
-        for stair, units in sorted((self._prior | self.measured).items(), reverse=True):
+        for stair, units in sorted((self._prior | self._medians).items(), reverse=True):
             least = max(1.0, min(least, units))  # fewer rows cannot take longer: that was noise
             measured.append((stair, least))
         for stair, units in reversed(measured):
@@ -83,11 +88,11 @@ class Clock:
     @property
     def reach(self) -> int:
         """Rows that a pass may have for its cost to be known soon: one stair beyond what was timed lately."""
-        return _stair(max(self.measured, default=1) + 1)
+        return _stair(max(self._medians, default=1) + 1)
 
     def knows(self, rows: int) -> bool:
         """Have passes of this many rows or more been timed lately?"""
-        return rows <= max(self.measured, default=1)
+        return rows <= max(self._medians, default=1)
 
     def is_fading(self, rows: int) -> bool:
         """Is the cost of this many rows unknown, or on its way to being forgotten?"""

@@ -66,14 +66,15 @@ class Copies:
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
         named: dict[int, list[int]] = {}
+        weights: dict[int, float] = {}
         for place in state:
-            named.setdefault(self._ahead[place][depth], []).append(place)
-        weights = {token: sum(self._weight[place] for place in agree) for token, agree in named.items()}
+            token = self._ahead[place][depth]
+            named.setdefault(token, []).append(place)
+            weights[token] = weights.get(token, 0.0) + self._weight[place]
         total = sum(weights.values())
-        ranked = sorted(named.items(), key=lambda item: -weights[item[0]])
         found = []
-        for rank, (token, agree) in enumerate(ranked[:branches]):
-            share = weights[token] / total
+        for rank, token in enumerate(sorted(weights, key=weights.__getitem__, reverse=True)[:branches]):
+            agree, share = named[token], weights[token] / total
             match = self._lengths[agree[0]] + depth  # places come longest match first
             row, column = by_bits(match, len(_START) - 1), 3 if rank else min(len(agree), 3) - 1
             chance = share * self._odds.chance(row, column)

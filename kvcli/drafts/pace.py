@@ -9,7 +9,7 @@ here changes the speed and never the text.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -47,6 +47,36 @@ class Timed:
     units: float
 
 
+class Books:
+    """The last so many passes, and what they come to: asked several times a pass."""
+
+    def __init__(self, most: int) -> None:
+        self._passes: deque[Timed] = deque(maxlen=most)
+        self._rate: float | None = 0.0  # None = to be worked out
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def __iter__(self) -> Iterator[Timed]:
+        return iter(self._passes)
+
+    def note(self, timed: Timed) -> None:
+        self._passes.append(timed)
+        self._rate = None
+
+    def clear(self) -> None:
+        self._passes.clear()
+        self._rate = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Speed as a multiple of plain decoding; 0 = nothing noted."""
+        if self._rate is None:
+            units = sum([p.units for p in self._passes])
+            self._rate = sum([p.tokens for p in self._passes]) / units if units else 0.0
+        return self._rate
+
+
 class Pace:
     """Says what each pass is for and how many guesses it verifies, and hears how long it took."""
 
@@ -59,8 +89,8 @@ class Pace:
         self._owed = _FIRST_PLAIN  # plain passes to time
         self._timed = 0  # pass in which a plain one was last timed
         self._doubts: list[int] = []  # passes in which the plain time was thrown away
-        self._window: deque[Timed] = deque(maxlen=_WINDOW)  # passes with a look-up
-        self._recent: deque[Timed] = deque(maxlen=2 * _WINDOW)  # all passes
+        self._window = Books(_WINDOW)  # passes with a look-up
+        self._recent = Books(2 * _WINDOW)  # all passes
         self._left = 0  # passes until the pause ends
         self._pause = _PAUSE
         self._kept = 0  # guesses on paper that came true in a row
@@ -83,7 +113,7 @@ class Pace:
             self._mode = Mode.PAPER if self._left % _PAPER_EVERY == 0 else Mode.PLAIN
         else:
             # where drafting gains little a plain pass costs little, and the yardstick must be good
-            every = self.probe_every // 4 if self._rate(self._window) < _MARGINAL else self.probe_every
+            every = self.probe_every // 4 if self._window.rate < _MARGINAL else self.probe_every
             due = self._passes < _WARM_UP or self._owed or self._passes - self._timed >= every
             self._mode = Mode.PLAIN if due else Mode.DRAFT
         return self._mode
@@ -94,10 +124,10 @@ class Pace:
         Past `safe` a stair at a time, each of which must have been timed before the next one is tried.
         """
         costs = self._clock.costs(len(chances) + 1)
-        rate = max(self._rate(self._window), 1.0)
+        rate, reach = max(self._window.rate, 1.0), self._clock.reach
         best, most, tokens = 0, 1 - rate, 1.0
         for n, chance in enumerate(chances, start=1):
-            if n > safe and n + 1 > self._clock.reach:
+            if n > safe and n + 1 > reach:
                 break
             tokens += chance
             if tokens - rate * costs[n] > most:
@@ -107,7 +137,7 @@ class Pace:
     @property
     def speed(self) -> float:
         """Tokens by the time of a plain pass, lately; 0 = not measured."""
-        return self._rate(self._recent)
+        return self._recent.rate
 
     def surcharge(self, rows: int) -> float:
         """Plain passes that a pass takes longer with so many rows on top of one and a few guesses: an estimate."""
@@ -163,7 +193,7 @@ class Pace:
             reason=f"{reason}; next try in {self._left} passes" if self._left else reason,
             paused_passes=self.paused_passes,
             plain_pass=self._clock.plain,
-            gain=self._rate(self._recent) if self._recent else None,
+            gain=self._recent.rate if self._recent else None,
             row_cost=self._clock.measured,
         )
 
@@ -180,25 +210,19 @@ class Pace:
         self._owed = owed
         return True
 
-    @staticmethod
-    def _rate(passes: Sequence[Timed]) -> float:
-        """Speed as a multiple of plain decoding."""
-        units = sum(p.units for p in passes)
-        return sum(p.tokens for p in passes) / units if units else 0.0
-
     def _note(self, timed: Timed) -> None:
-        self._recent.append(timed)
+        self._recent.note(timed)
         if self._left:
             self._tick_pause()
         elif self._mode is Mode.DRAFT:
-            self._window.append(timed)
-            is_hopeless = len(self._window) == _EARLY and self._rate(self._window) < self.kill_below - _CLEARLY
+            self._window.note(timed)
+            is_hopeless = len(self._window) == _EARLY and self._window.rate < self.kill_below - _CLEARLY
             if len(self._window) == _WINDOW or is_hopeless:
                 self._judge()
 
     def _judge(self) -> None:
         """Pause if the window was slower than plain decoding, for longer if drafting itself made it so once more."""
-        rate = self._rate(self._window)
+        rate = self._window.rate
         if rate >= self.kill_below:
             return
         guessed = sum(p.guesses > 0 for p in self._window) >= _FEW * len(self._window)

@@ -147,5 +147,6 @@ def top(logits: Tensor) -> Tensor:
     import torch  # late: reading a profile must not import it
 
     best = logits.topk(min(WIDE, logits.shape[-1]))
-    logp = best.values[:, :TOP].double() - best.values.double().logsumexp(-1, keepdim=True)
+    scores = best.values.double()
+    logp = scores[:, :TOP] - scores.logsumexp(-1, keepdim=True)
     return torch.cat((best.indices[:, :TOP].double(), logp), 1)

@@ -46,24 +46,35 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> Tenso
     starts = [0]
     for feed in feeds:
         starts.append(starts[-1] + feed.rows.n_rows)
-    want = [start + row for start, feed in zip(starts, feeds, strict=False) for row in feed.want]
+    want: list[int] | None = [start + row for start, feed in zip(starts, feeds, strict=False) for row in feed.want]
     attends.last = -1 if want else lm.n_layers - 1
+    if want == list(range(starts[-1])):
+        want = None  # all: nothing to pick
     ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
     try:
-        return call(lm.model, ids, pos, want, kvcli_pass=attends)
+        return call(lm.model, ids, pos, want, device=lm.device, kvcli_pass=attends)
     except Enough:
         return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
 
 
 def call(
-    model: Any, ids: Sequence[int], pos: Sequence[int] | None = None, want: Sequence[int] | None = None, **more: object
+    model: Any,
+    ids: Sequence[int],
+    pos: Sequence[int] | None = None,
+    want: Sequence[int] | None = None,
+    *,
+    device: torch.device | None = None,
+    **more: object,
 ) -> Tensor:
     """Logits [len(want), V] of one trip of these tokens through a transformers model; by itself it counts positions
     from 0, and wants all rows. `more` is handed on, as far as to whatever is registered as its attention.
+
+    `device`: where the model is, which takes a search through its modules to find out.
     """
+    where = device or model.device
 
     def tensor(numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=model.device)
+        return torch.tensor(list(numbers), dtype=torch.int64, device=where)
 
     if pos is not None:
         more["position_ids"] = tensor(pos).unsqueeze(0)

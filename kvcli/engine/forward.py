@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ class Pass:
         self.live: Sequence[int] | None = None  # which of the feed's these are, rising; None = all
         self.fresh: dict[int, Fresh] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
+        self._dtype = feed.past.dtype
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[int | None, Tensor | None] = {}  # by window, on the device
 
@@ -72,14 +74,14 @@ class Pass:
         No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
         read in the store's numbers: a guess must see its ancestors as it will once they are stored.
         """
-        feed, past = self._feed, self._feed.past
-        q, k, v = (t.to(past.dtype) for t in (q, k, v))
+        feed, rows = self._feed, self.rows
+        if q.dtype is not self._dtype:  # asking for it costs as much as a small product, in every layer
+            q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
         if (source := feed.lm.shapes[layer].shares) is None:
             self.fresh[layer] = Fresh(k, v, self.live)
         else:
             k, v = self._of(self.fresh[source])
-        tree, pos = self.rows.tree, self.rows.pos
         if feed.hear:
             if self._hear is None:
                 self._hear = torch.tensor(places(feed.hear, self.live), device=q.device)
@@ -88,15 +90,15 @@ class Pass:
             raise Enough
         if feed.is_prompt:
             sight = replace(sight, is_prompt=True)
-        line, sees = self.rows.sees, self._sees(sight.window, q.device)
-        if tree == self.rows.n_rows:
-            return merge(past.attend(layer, q, sight, pos, Own(k, v, pos, line, sees, sink)))
+        line, sees = rows.sees, self._sees(sight.window, q.device)
+        if (tree := rows.tree) == len(rows.ids):
+            return merge(feed.past.attend(layer, q, sight, rows.pos, Own(k, v, rows.pos, line, sees, sink)))
         assert line is not None, "scouts stand beside a tree"
         assert sees is not None
-        of_tree = Own(k[:, :tree], v[:, :tree], pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
-        for_scouts = Own(k, v, pos, line[tree:], sees[tree:], sink)
-        its = past.attend(layer, q[:, :tree], sight, pos[:tree], of_tree)  # and no scout: they change nothing of it
-        theirs = (feed.view or past).attend(layer, q[:, tree:], sight, pos[tree:], for_scouts)
+        of_tree = Own(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
+        for_scouts = Own(k, v, rows.pos, line[tree:], sees[tree:], sink)
+        its = feed.past.attend(layer, q[:, :tree], sight, rows.pos[:tree], of_tree)  # scouts change nothing of it
+        theirs = (feed.view or feed.past).attend(layer, q[:, tree:], sight, rows.pos[tree:], for_scouts)
         return torch.cat([merge(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
 
     def _of(self, shared: Fresh) -> tuple[Tensor, Tensor]:
@@ -168,12 +170,16 @@ def attention(
     sight = sight_of(query, scaling, softcap, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = kvcli_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
-    return out.transpose(0, 1).unsqueeze(0).to(query.dtype).contiguous(), None
+    out = out.unsqueeze(0).transpose(1, 2)
+    return (out if out.dtype is query.dtype else out.to(query.dtype)).contiguous(), None
 
 
 def sight_of(query: Tensor, scaling: float | None, softcap: float | None, window: int | None) -> Sight:
     """How a layer looks at slots, from what it hands to its attention function; query [.., D]."""
-    return Sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
+    return _sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
+
+
+_sight = lru_cache(64)(Sight)  # layers hand over the same few in every pass
 
 
 def _band(rows: Rows, window: int) -> Tensor | None:

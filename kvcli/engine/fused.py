@@ -6,15 +6,14 @@ and layers must agree to the bit; in an MLP e^x may be rounded to the other side
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
-from kvcli.engine import gate
 from kvcli.engine.engine import call
 from kvcli.kernels.decoder_layer import Layer, after, before
 from kvcli.kernels.gated_mlp import product_of
@@ -30,52 +29,23 @@ if TYPE_CHECKING:
 _POSITIONS = (0, 1, 2, 5, 26, 27, 131)  # of the trial rows
 
 
-def fuse_(lm: LM) -> str:
+def fuse_(lm: LM, layers: Iterable[nn.Module]) -> str:
     """Make native what can be, in a model whose linear layers are; says what that is, "" = nothing."""
     norms, mlps = norm_(lm.model), mlp_(lm.model)
-    layers = [m for m in lm.model.modules() if isinstance(vars(m).get("forward"), gate.Gate)]
     done = 0
     for layer, trial in zip(layers, _trials(lm, layers) if mlps else (), strict=False):
         for turns in (True, False):
             fused = _fused(layer, trial, lm.head_dim, turns)
             if fused is not None and _is_same(fused, trial):
-                layer.fused = fused
-                gate.lead(layer, MethodType(_forward, layer))
+                layer.forward = fused
                 done += 1
                 break
     found = {"norms": norms, "MLPs": mlps, "whole layers": done}
     return ", ".join(f"{n} {what}" for what, n in found.items() if n)
 
 
-class Fused:
-    """One layer in two calls. Holds its weights and no module: a module that held itself would outlive its model."""
-
-    def __init__(self, index: int, layer: Layer, keeps: Sequence[object], sight: Sight, turns: bool) -> None:
-        """`keeps`: what holds the weights that `layer` points to."""
-        self._index, self.layer, self._keeps, self._sight, self._turns = index, layer, keeps, sight, turns
-        self.dtype = torch.float32 if layer.mlp.is_wide else torch.bfloat16
-
-    def __call__(self, hidden: Tensor, told: dict[str, Any]) -> Tensor:
-        """hidden [1, N, E] -> the same of the next layer."""
-        x = hidden[0]
-        cos, sin = (table[0] for table in told["position_embeddings"]) if self._turns else (None, None)
-        q, k, v = before(self.layer, x, cos, sin)
-        out: Tensor = told["kvcli_pass"].attend(self._index, q, k, v, self._sight, None)
-        return after(self.layer, x, out.transpose(0, 1).to(x.dtype)).unsqueeze(0)
-
-
-def _forward(layer: Any, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
-    """In the place of a layer's own, which serves calls that are no pass of ours."""
-    if told.get("kvcli_pass") is None or hidden_states.shape[0] != 1 or hidden_states.dtype != layer.fused.dtype:
-        return type(layer).forward(layer, hidden_states, *args, **told)
-    return layer.fused(hidden_states, told)
-
-
-# ---- trials ----
-
-
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class Asked:
     """What a layer handed to its attention."""
 
     layer: int
@@ -84,16 +54,43 @@ class _Asked:
     sink: Tensor | None
 
 
+class Fused:
+    """One layer in two calls. Holds its weights and no module: a module that held itself would outlive its model."""
+
+    def __init__(
+        self, layer: Layer, keeps: Sequence[object], asked: Asked, turns: bool, own: Callable[..., Any]
+    ) -> None:
+        """`keeps`: what holds the weights that `layer` points to; `own`: the module's forward, for what is no pass."""
+        self.layer, self._keeps, self._turns = layer, keeps, turns
+        self._index, self._sight = asked.layer, asked.sight
+        self._dtype = torch.float32 if layer.mlp.is_wide else torch.bfloat16
+        self._own = WeakMethod(own)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
+        """hidden_states [1, N, E] -> the same of the next layer."""
+        if told.get("kvcli_pass") is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
+            own: Any = self._own()
+            return own(hidden_states, *args, **told)
+        x = hidden_states[0]
+        cos, sin = (table[0] for table in told["position_embeddings"]) if self._turns else (None, None)
+        q, k, v = before(self.layer, x, cos, sin)
+        out: Tensor = told["kvcli_pass"].attend(self._index, q, k, v, self._sight, None)
+        return after(self.layer, x, out.transpose(0, 1).to(x.dtype)).unsqueeze(0)
+
+
+# ---- trials ----
+
+
 class _Listener:
     """Travels in place of a pass. A row attends to itself."""
 
     prunes = False
 
     def __init__(self) -> None:
-        self.asked: list[_Asked] = []
+        self.asked: list[Asked] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
-        self.asked.append(_Asked(layer, (q.clone(), k.clone(), v.clone()), sight, sink))
+        self.asked.append(Asked(layer, (q.clone(), k.clone(), v.clone()), sight, sink))
         return q
 
 
@@ -103,11 +100,11 @@ class _Trial:
 
     hidden: Tensor  # [1, N, E]
     told: dict[str, Any]
-    asked: _Asked
+    asked: Asked
     gave: Any
 
 
-def _trials(lm: LM, layers: Sequence[nn.Module]) -> list[_Trial]:
+def _trials(lm: LM, layers: Iterable[nn.Module]) -> list[_Trial]:
     """One of each layer, from a pass of random tokens."""
     ids = torch.randint(0, lm.vocab, (len(_POSITIONS),), generator=torch.Generator().manual_seed(0)).tolist()
     pos = [p % lm.limit for p in _POSITIONS]
@@ -129,7 +126,7 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> list[_Trial]:
 def _is_same(fused: Fused, trial: _Trial) -> bool:
     """Whether it hands the same to its attention and gives the same, to the bit."""
     listener = _Listener()
-    gave = fused(trial.hidden, {**trial.told, "kvcli_pass": listener})
+    gave = fused(trial.hidden, **{**trial.told, "kvcli_pass": listener})
     (asked,) = listener.asked
     pairs = [*zip(asked.made, trial.asked.made, strict=True), (gave, trial.gave)]
     return all(isinstance(theirs, Tensor) and torch.equal(ours, theirs) for ours, theirs in pairs)
@@ -165,4 +162,4 @@ def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None
         d,
     )
     keeps = [*norms, *of_heads, *mlps, *((linear.packed, linear.bias) for linear in linears)]
-    return Fused(trial.asked.layer, made, keeps, trial.asked.sight, turns)
+    return Fused(made, keeps, trial.asked, turns, layer.forward)

@@ -1,12 +1,12 @@
 """Gates stand in the places of decoder layers in transformers' own loop, and let on the rows that a pruner names.
 
-A pass without a pruner goes straight through them. Rows that stay behind are no longer computed, and rows further on do
-not see them: the same as a mask that hides them from there on (tests/test_gate.py).
+They are put up for the first pass with a pruner; one without goes straight through. Rows that stay behind are no longer
+computed, and rows further on do not see them: the same as a mask that hides them from there on (tests/test_gate.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -57,7 +57,7 @@ class Gate:
 
     def __init__(self, layer: int, forward: Callable[..., Any], *, is_last: bool) -> None:
         """`forward`: the layer's own, held weakly: a layer that held itself would outlive its model."""
-        self.layer, self.is_last = layer, is_last
+        self._layer, self._is_last = layer, is_last
         # what accelerate puts in its place is no method, and holds the layer anyway
         self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
 
@@ -70,30 +70,25 @@ class Gate:
         forward: Any = self._forward()
         if not getattr(its_pass, "prunes", False):
             return forward(hidden_states, *args, **told)
-        hidden = its_pass.narrow(self.layer, hidden_states[0]).unsqueeze(0)
+        hidden = its_pass.narrow(self._layer, hidden_states[0]).unsqueeze(0)
         if (live := its_pass.live) is None:
             return forward(hidden, *args, **told)
         at = torch.tensor(live, device=hidden.device)
         cut = {name: _cut(told[name], dim, at) for name, dim in _CARRY.items() if name in told}
         out = forward(hidden, *args, **{**told, **cut})
-        if not self.is_last:
+        if not self._is_last:
             return out
         states = out[0] if isinstance(out, tuple) else out  # some models written for older releases
         whole = states.new_zeros(1, its_pass.n_rows, states.shape[2]).index_copy_(1, at, states)
         return (whole, *out[1:]) if isinstance(out, tuple) else whole
 
 
-def install(layers: Sequence[Any]) -> None:
+def install(layers: Iterable[Any]) -> None:
     """Put gates in front of these decoder layers, where there are none yet."""
-    for i, layer in enumerate(layers):
+    every = list(layers)
+    for i, layer in enumerate(every):
         if not isinstance(layer.forward, Gate):
-            layer.forward = Gate(i, layer.forward, is_last=i == len(layers) - 1)
-
-
-def lead(layer: Any, forward: Callable[..., Any]) -> None:
-    """Have the gate in front of a layer lead to this way through it instead of the layer's own."""
-    before: Gate = layer.forward
-    layer.forward = Gate(before.layer, forward, is_last=before.is_last)
+            layer.forward = Gate(i, layer.forward, is_last=i == len(every) - 1)
 
 
 def narrowed(pruner: Pruner, layer: int, live: Live, hidden: Tensor) -> tuple[Sequence[int], Tensor]:

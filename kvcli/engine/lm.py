@@ -56,7 +56,8 @@ class LM:
         self.generation = stated.generation(model, info.id)
         self.info = info
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
-        self._takes_pruners = False  # known to
+        self._layers = _decoder_layers(model, shape)
+        self._takes_pruners = False  # known to, and behind gates
 
     @staticmethod
     def of(
@@ -70,7 +71,7 @@ class LM:
         verify: bool = False,
         notes: tuple[str, ...] = (),
     ) -> LM:
-        """Wrap a transformers causal LM that is already built; its layers are left as they are, behind gates.
+        """Wrap a transformers causal LM that is already built; its layers are left as they are.
 
         With `quant` the decoder's linear layers are packed here, by what serves `device` (None: where the model is).
         Raises BadModel for a model whose attention is not one we serve.
@@ -106,7 +107,6 @@ class LM:
             revision=revision,
             notes=(*notes, *of_limit, *of_rope, *of_layers),
         )
-        gate.install(list(_decoder_layers(model, shape) or ()))
         lm = LM(model, shape, info)
         if verify:
             seam.compare(lm, lambda: _attention(model, "eager"), id)
@@ -149,8 +149,12 @@ class LM:
         return self.dtype.itemsize < 4 and not self.is_row_invariant
 
     def meet_pruner(self) -> None:
-        """Raises BadModel where rows cannot be narrowed between layers; asked when a feed first wants that."""
+        """Raises BadModel where rows cannot be narrowed between layers; asked when a feed first wants that.
+
+        Gates come with it: a call more in each layer of each pass, which most models never need.
+        """
         if not self._takes_pruners:
+            gate.install(self._layers or ())
             seam.compare_narrowed(self, self.info.id)
             self._takes_pruners = True
 
@@ -163,7 +167,7 @@ class LM:
         for swap, how in ((lay_out_, "in native panels"), (block_, widened)):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers {how}")
-        if fused := fuse_(self):
+        if fused := fuse_(self, self._layers or ()):
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
 

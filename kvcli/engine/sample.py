@@ -23,16 +23,24 @@ class Seen:
     """Which tokens the text holds so far, for the repetition penalty."""
 
     def __init__(self, vocab: int, device: torch.device | str = "cpu") -> None:
-        self.mask = torch.zeros(vocab, dtype=torch.bool, device=device)  # [V]
+        self._mask = torch.zeros(vocab, dtype=torch.bool, device=device)  # [V]
+        self._new: list[int] = []  # not in the mask yet: few samplers ever ask for it
+
+    @property
+    def mask(self) -> Tensor:
+        """[V] bool."""
+        if self._new:
+            self._mask[self._new] = True
+            self._new = []
+        return self._mask
 
     def add(self, ids: Iterable[int]) -> None:
         """Tokens joined the text."""
-        new = list(ids)
-        if new:
-            self.mask[new] = True
+        self._new += ids
 
     def clear(self) -> None:
-        self.mask.zero_()
+        self._mask.zero_()
+        self._new = []
 
     def of(self, rows: Rows, which: Sequence[int]) -> Tensor:
         """[len(which), V]: what the text holds if it goes on to each of these rows, guesses included."""
@@ -74,7 +82,8 @@ class Sampler:
         ids, scores = self.scores(logits, pos, seen)
         best = scores.argmax(-1, keepdim=True)  # NaN counts as the largest
         found = best if ids is None else ids.gather(-1, best)
-        return found.masked_fill(~scores.gather(-1, best).isfinite(), -1).squeeze(-1)
+        top = scores.gather(-1, best)
+        return found.masked_fill(top - top != 0, -1).squeeze(-1)  # as `isfinite`, which takes six calls for it
 
     def scores(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """What decides: candidates [N, C], None = all of the vocabulary, and their scores; the highest is drawn."""

@@ -31,6 +31,7 @@ class Slab:
     length: int = 0  # slots of each head
     highest: int = -1  # position
     ordered: bool = True  # positions rise with the slot index
+    noted: int = 0  # slots whose positions are in `pos`; those behind rise one by one to `highest`
 
     @staticmethod
     def of(slots: Slots, step: int) -> Slab:
@@ -44,6 +45,7 @@ class Slab:
             length=slots.n_slots,
             highest=int(pos.max()) if slots.n_slots else -1,
             ordered=rises(pos[0]),
+            noted=slots.n_slots,
         )
 
     @property
@@ -59,28 +61,35 @@ class Slab:
     @property
     def at(self) -> np.ndarray:
         """Positions [S] of what is held."""
-        return self.pos[0, : self.length].numpy()
+        found: np.ndarray = self._pos.numpy()[0, : self.length]
+        return found
+
+    @property
+    def _pos(self) -> Tensor:
+        """`pos`, all noted: in decoding nobody may ask for it but at boundaries."""
+        if n := self.length - self.noted:
+            end = self.highest + 1
+            self.pos.numpy()[0, self.noted : self.length] = np.arange(end - n, end)
+            self.noted = self.length
+        return self.pos
 
     def attend(
         self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
     ) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
-        if serves(q, self.v, own):
-            run = self._run(rotary)
-            return (
-                []
-                if run is None and own is None
-                else [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
-            )
-        return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
+        if not serves(q, self.v, own):
+            return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
+        if not self.length and own is None:
+            return []
+        run = self._run(rotary, sight) if self.length else None
+        return [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
 
-    def _run(self, rotary: Rotary | None) -> Run | None:
-        if not self.length:
-            return None
-        k = self.k if rotary is None else rotate(self.k, self.pos, rotary)
+    def _run(self, rotary: Rotary | None, sight: Sight) -> Run:
+        k = self.k if rotary is None else rotate(self.k, self._pos, rotary)
+        pos = self.pos if sight.window is None else self._pos  # read where a window hides some
         n_kv, cap, _ = k.shape
         starts = range(0, n_kv * cap, cap)
-        return Run(k.flatten(0, 1), self.v.flatten(0, 1), self.pos[0], starts, [self.length] * n_kv, [0] * n_kv)
+        return Run(k.flatten(0, 1), self.v.flatten(0, 1), pos[0], starts, [self.length] * n_kv, [0] * n_kv)
 
     def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """Over the slots alone."""
@@ -90,26 +99,35 @@ class Slab:
         if sight.window is not None:
             start, mask = seen(self.at, rows, sight.window, self.ordered, q.device)
         if start == 0 and mask is None:  # the slab in one piece
-            k = self.k if rotary is None else rotate(self.k, self.pos.to(q.device), rotary)
+            k = self.k if rotary is None else rotate(self.k, self._pos.to(q.device), rotary)
             return [attend(q, k, self.v, sight.scale, softcap=sight.softcap, length=self.length)]
         k, v = self.k[:, start : self.length], self.v[:, start : self.length]
         if rotary is not None:
-            k = rotate(k, self.pos[:, start : self.length].to(q.device), rotary)
+            k = rotate(k, self._pos[:, start : self.length].to(q.device), rotary)
         return [attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)]
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """k, v [K, M, D] at positions from `start` on, M > 0."""
-        self._append(k, v, np.arange(start, start + k.shape[1]))
+        if start == self.highest + 1:
+            self._put(k, v)
+            self.highest += k.shape[1]
+        else:
+            self._append(k, v, np.arange(start, start + k.shape[1]))
 
     def _append(self, k: Tensor, v: Tensor, pos: np.ndarray) -> None:
-        first, end = self.length, self.length + len(pos)
-        self.reserve(end)
+        first = len(self.at)
+        self._put(k, v)
         self.ordered &= int(pos[0]) > self.highest
         self.highest = max(self.highest, int(pos.max()))
+        self.noted = self.length
+        self.at[first:] = pos
+
+    def _put(self, k: Tensor, v: Tensor) -> None:
+        first, end = self.length, self.length + k.shape[1]
+        self.reserve(end)
         self.k[:, first:end] = k
         self.v[:, first:end] = v
         self.length = end
-        self.at[first:] = pos
 
     def take(self, slots: Slots) -> bool:
         """Store these as well, unless heads bring different ones: then nothing is stored, and the answer is False."""
@@ -122,7 +140,7 @@ class Slab:
 
     def slots(self) -> Slots:
         """What is held, as views."""
-        pos = self.pos[:, : self.length].to(self.k.device).expand(self.k.shape[0], -1)
+        pos = self._pos[:, : self.length].to(self.k.device).expand(self.k.shape[0], -1)
         return Slots(self.k[:, : self.length], self.v[:, : self.length], pos)
 
     def newest(self, n: int) -> Slots:
@@ -147,6 +165,7 @@ class Slab:
         if not self.ordered:
             return False
         was, self.length = self.length, int(np.searchsorted(self.at, n))
+        self.noted = self.length
         self.v[:, self.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
         self.highest = int(self.at[-1]) if self.length else -1
         return True
@@ -164,7 +183,7 @@ class Slab:
 
         k, v = wider(self.k), wider(self.v)
         pos = self.pos.new_full((1, cap), -1)
-        pos[:, : self.length] = self.pos[:, : self.length]
+        pos[:, : self.length] = self._pos[:, : self.length]
         self.k, self.v, self.pos = k, v, pos  # together: memory may have run out between them
 
 

@@ -5,7 +5,8 @@
 
 Each side is a process that has loaded its own checkout (`build`, `ours_of`, `ours` and `rows_against_row` of its
 tests/bench/decode.py) and works when it is told to: a few tokens here, a few there. Also passes of 8 rows. Ratios above
-1: this checkout is faster.
+1: this checkout is faster. `least` compares the shortest steps, the shortest passes of either side: what a busy machine
+leaves alone.
 Prints a table, then JSON on the last line.
 """
 
@@ -38,10 +39,10 @@ for line in sys.stdin:
         ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
         found, _, session = decode.ours(lm, ids, 2)
     elif what == "decode":
-        found = statistics.median(step.seconds for step in events(session.stream(n)))
+        found = [step.seconds for step in events(session.stream(n))]
     else:
-        found = statistics.median(decode.rows_against_row(session, n, 3)[1])
-    print(json.dumps(found), flush=True)
+        found = decode.rows_against_row(session, n, 3)[1]
+    print(json.dumps(found if isinstance(found, list) else [found]), flush=True)
 """
 
 
@@ -56,13 +57,14 @@ class Side:
         command = [sys.executable, "-c", WORKER, str(checkout)]
         self._process = subprocess.Popen(command, cwd=checkout, stdin=pipe, stdout=pipe, text=True)
 
-    def measure(self, what: str, n: int) -> float:
-        """Seconds: of reading n tokens, of a step of the n next ones, of a pass of n rows."""
+    def measure(self, what: str, n: int) -> list[float]:
+        """Seconds: of reading n tokens, of each step of the n next ones, of each pass of n rows."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([what, n]) + "\n")
         self._process.stdin.flush()
-        return float(json.loads(self._process.stdout.readline()))
+        found: list[float] = json.loads(self._process.stdout.readline())
+        return found
 
 
 def main() -> None:
@@ -78,18 +80,21 @@ def main() -> None:
     for side in sides:
         side.measure("read", 64)  # warm
     rows: list[dict[str, Any]] = []
-    print(f"{sides[1].commit} against {sides[0].commit}, times as fast (min, quartiles, max)")
+    print(f"{sides[1].commit} against {sides[0].commit}, times as fast (min, quartiles, max; least)")
     for n in map(int, args.prompts.split(",")):
         for what, size, reps in (("read", n, args.reads), ("decode", args.new, args.reps), ("pass", 8, args.reps)):
-            times = []
+            times, least = [], [float("inf")] * 2
             for rep in range(reps):
                 order = sides if rep % 2 else sides[::-1]
                 found = {id(side): side.measure(what, size) for side in order}
-                times.append(found[id(sides[0])] / found[id(sides[1])])
+                both = [found[id(side)] for side in sides]
+                times.append(statistics.median(both[0]) / statistics.median(both[1]))
+                least = [min(old, *new) for old, new in zip(least, both, strict=True)]
             quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
             spread = [round(x, 3) for x in (min(times), *quartiles, max(times))]
-            rows.append({"prompt": n, "what": what, "times": spread})
-            print(f"{n:7,}  {what:8}", *(f"{x:6.3f}" for x in spread), flush=True)
+            shortest = round(least[0] / least[1], 3)
+            rows.append({"prompt": n, "what": what, "times": spread, "least": shortest})
+            print(f"{n:7,}  {what:8}", *(f"{x:6.3f}" for x in spread), f"  {shortest:6.3f}", flush=True)
     text = json.dumps({"before": sides[0].commit, "now": sides[1].commit, "rows": rows})
     if args.out:
         args.out.write_text(text, encoding="utf-8")

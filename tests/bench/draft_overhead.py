@@ -28,23 +28,9 @@ from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.engine.sample import Sampler  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402
 from tests.bench.decode import machine, spread  # noqa: E402
+from tests.bench.overhead import words  # noqa: E402
 
 VOCAB = 16384
-
-
-def words(n: int) -> list[int]:
-    """So many tokens of the standard library's source, a number for each different word."""
-    import re
-    import sysconfig
-
-    known: dict[str, int] = {}
-    text: list[int] = []
-    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        found = re.findall(r"\w+|\s+|[^\w\s]", file.read_text(encoding="utf-8", errors="ignore"))
-        text += [known.setdefault(word, len(known) % VOCAB) for word in found]
-        if len(text) >= n:
-            break
-    return text[:n]
 
 
 def replay(drafter: Any, text: list[int], context: int, passes: int, temperature: float) -> dict[str, Any]:
@@ -66,11 +52,13 @@ def replay(drafter: Any, text: list[int], context: int, passes: int, temperature
             node = match[0]
             path.append(node)
         new = text[at : at + len(path)]
-        logits = base[: rows.want.shape[0]].clone()
+        logits = base[: len(rows.want)].clone()
         for row, token in zip(path, new, strict=True):
             logits[row, token] = 12.0
         rows_seen += rows.n_rows
-        step = Step(rows, logits, path, new, 0.02)
+        glean = drafter.glean
+        gleaned = (lambda row, glean=glean, of=logits: glean(of[row : row + 1])[0].tolist()) if glean else None
+        step = Step(rows, logits, path, new, 0.02, *([gleaned] if gleaned else []))
         began = time.perf_counter()
         drafter.observe(step)
         observing.append(1000 * (time.perf_counter() - began))
@@ -92,7 +80,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=300)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    text, rows = words(args.context + 40 * args.passes), []
+    text, rows = words(args.context + 40 * args.passes, VOCAB), []
     torch.set_num_threads(1)
     for temperature in (0.0, 0.8):
         for name, config in (("ngram", Ngram()), ("lookahead", Lookahead()), ("fafo", Mix(view="stream"))):

@@ -57,11 +57,11 @@ def zeros(x: int, w: int, bias: int, y: int, m: int, n: int, s: int, is_wide: bo
 def products_inside(model: Any) -> Iterator[Any]:
     """Those of native calls that do more than one product."""
     for module in model.modules():
-        for way in (vars(module).get("fused"), vars(module).get("forward")):
-            layer, mlp = getattr(way, "layer", None), getattr(way, "mlp", None)
-            yield from (layer.q, layer.k, layer.v, layer.o) if isinstance(layer, ctypes.Structure) else ()
-            for part in (layer.mlp if isinstance(layer, ctypes.Structure) else None, mlp):
-                yield from (part.gate, part.up, part.down) if part is not None else ()
+        way = vars(module).get("forward")
+        layer = getattr(way, "layer", None)
+        yield from (layer.q, layer.k, layer.v, layer.o) if layer is not None else ()
+        for part in (getattr(layer, "mlp", None), getattr(way, "mlp", None)):
+            yield from (part.gate, part.up, part.down) if part is not None else ()
 
 
 def session_of(lm: Any, n: int) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels import attend, attend_fresh, dispatch
+from kvcli.kernels import attend, attend_fresh, dispatch, native
 from kvcli.kernels.attend import attend as attend_op
 from kvcli.kernels.merge import Part, merge
 from kvcli.kernels.merge.reference import merge as merge_reference
@@ -184,7 +184,18 @@ def test_scores_beyond_half_precision_stay_finite(name: str) -> None:
 def test_dispatch_says_what_it_chose_and_why() -> None:
     chosen = dispatch.explain("cpu", torch.bfloat16)
     assert [(op, what) for op, what, _ in chosen[:2]] == [("attend", "cpu"), ("attend_fresh", "cpu")]
-    assert [op for op, _, _ in chosen[2:]] == ["attend_packed"]  # which asks the CPU
+    assert [op for op, _, _ in chosen[2:]] == ["attend_packed", "native"]  # which ask the CPU
     assert all(why for *_, why in chosen)
     assert {what for _, what, _ in dispatch.explain("cuda", torch.bfloat16)} == {"reference"}
     assert attend.dispatch is attend_fresh.dispatch
+
+
+@pytest.mark.parametrize("levels", [(), ("avx2",), ("avx2", "avx512")])
+def test_native_kernels_are_named_or_missed(levels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "levels", lambda: levels)
+    monkeypatch.setattr(native, "why_not", lambda: "" if levels else "none were built")
+    monkeypatch.setattr(native, "remedy", lambda: "build them")
+    _, what, why = dispatch.explain("cpu", torch.bfloat16)[-1]
+    assert what == (levels[-1] if levels else "none")
+    assert why.startswith("compiled; threads" if levels else "none were built; torch computes instead")
+    assert ("build them" in why, "avx2 as well" in why) == (not levels, len(levels) == 2)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear_packed import Bits, Packed, cpu, group_of, linear_packed, pack, reference, why_not
+from kvcli.kernels import native as built
+from kvcli.kernels.linear_packed import Bits, Packed, cpu, group_of, linear_packed, pack, panels, reference, why_not
 from kvcli.kernels.linear_packed.module import PackedLinear, quantize_
 
 torch.set_num_threads(1)
@@ -26,12 +27,23 @@ def weight(n: int, k: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(n, k, generator=noise) * torch.linspace(0.1, 3.0, n).unsqueeze(1)).to(dtype)
 
 
+@pytest.fixture(params=["native", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the library is, and where it is not."""
+    if request.param == "native" and not panels.serves(torch.bfloat16):
+        pytest.skip(built.why_not())
+    if request.param == "torch":
+        monkeypatch.setattr(panels, "serves", lambda dtype: False)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("dtype", WITHIN, ids=str)
 @pytest.mark.parametrize(("bits", "shape"), [(b, s) for b, shapes in SHAPES.items() for s in shapes], ids=str)
-def test_cpu_equals_reference(bits: Bits, shape: tuple[int, int], dtype: torch.dtype):
+def test_cpu_equals_reference(bits: Bits, shape: tuple[int, int], dtype: torch.dtype, way: str):
     w = weight(*shape, dtype)
     native, plain = pack(w, bits), pack(w, bits, native=False)
-    assert native.nbytes == plain.nbytes
+    if shape[0] % panels.PANEL == 0 or way == "torch":
+        assert native.nbytes == plain.nbytes
     for rows in ROWS:
         x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)).to(dtype)
         want = linear_packed(x, plain)
@@ -46,11 +58,12 @@ def test_a_cpu_that_does_not_multiply_bf16_takes_float32(bits: Bits, monkeypatch
     x = torch.randn(rows, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = linear_packed(x, pack(w, bits, native=False))
     monkeypatch.setattr(cpu, "multiplies", lambda dtype: False)
+    monkeypatch.setattr(panels, "serves", lambda dtype: False)
     got = linear_packed(x, pack(w, bits))
     torch.testing.assert_close(got, want, rtol=0, atol=WITHIN[torch.bfloat16] * float(want.abs().max()))
 
 
-def test_results_do_not_lean_on_what_memory_held():
+def test_results_do_not_lean_on_what_memory_held(way: str):
     """Poison the allocator with NaN, then compute: unwritten output would show."""
     for bits in (8, 4):
         w = pack(weight(112, 160, torch.float32), bits)
@@ -62,7 +75,7 @@ def test_results_do_not_lean_on_what_memory_held():
 
 def test_int8_rounds_by_half_a_step_at_most():
     w = weight(7, 48, torch.float32)
-    p = pack(w, 8)
+    p = pack(w, 8, native=False)
     step = w.abs().amax(1, keepdim=True) / 127
     assert ((reference.weight(8, 0, p.data, p.scale) - w).abs() <= step * 0.501).all()
 
@@ -117,7 +130,7 @@ def test_wrong_inputs_are_refused():
         linear_packed(torch.zeros(1, 64, dtype=torch.float64), w)
 
 
-def test_batches_keep_their_shape_and_may_be_empty():
+def test_batches_keep_their_shape_and_may_be_empty(way: str):
     w = pack(weight(16, 64, torch.float32), 4)
     assert linear_packed(torch.ones(2, 3, 64), w).shape == (2, 3, 16)
     assert linear_packed(torch.ones(1, 0, 64), w).shape == (1, 0, 16)

@@ -29,7 +29,7 @@ typedef struct {
 } Layer;
 
 // 16 numbers from place i on, of which n are there; the others are zeros
-INLINE F get(const void *p, long i, long n, int is_wide) {
+INLINE F get16(const void *p, long i, long n, int is_wide) {
   if (n >= 16) return is_wide ? load(F, (const float *)p + i) : wide(load(H, (const bf16 *)p + i));
   F v = {0};
   H h = {0};
@@ -37,7 +37,7 @@ INLINE F get(const void *p, long i, long n, int is_wide) {
   else memcpy(&h, (const bf16 *)p + i, n * 2);
   return is_wide ? v : wide(h);
 }
-INLINE void put(void *p, long i, long n, F v, int is_wide) {
+INLINE void put16(void *p, long i, long n, F v, int is_wide) {
   H h = narrow(v);
   if (is_wide) memcpy((float *)p + i, &v, (n >= 16 ? 16 : n) * 4);
   else memcpy((bf16 *)p + i, &h, (n >= 16 ? 16 : n) * 2);
@@ -83,14 +83,14 @@ static void norm_row(const Norm *w, const void *x, void *y) {
   const long n = w->H;
   const int is_wide = w->is_wide;
   float row[n + 16];
-  for (long i = 0; i < n; i += 16) store(row + i, get(x, i, n - i, is_wide));
+  for (long i = 0; i < n; i += 16) store(row + i, get16(x, i, n - i, is_wide));
   const float sum = w->lanes == 16 ? squares(row, n, 16) : w->lanes == 8 ? squares(row, n, 8) : squares(row, n, 4);
   const F by = splat(1.f / sqrtf(sum / (float)n + w->eps));
   for (long i = 0; i < n; i += 16) {
-    F v = load(F, row + i) * by, by_channel = get(w->w, i, n - i, is_wide);
+    F v = load(F, row + i) * by, by_channel = get16(w->w, i, n - i, is_wide);
     if (w->form == 0) v = rounded(v, is_wide);
     if (w->form == 1) by_channel += 1.f;
-    put(y, i, n - i, v * by_channel, is_wide);
+    put16(y, i, n - i, v * by_channel, is_wide);
   }
 }
 typedef struct { const Norm *w; const char *x; char *y; } NormJob;
@@ -134,8 +134,8 @@ static void gated_row(const void *job, long m) {
   char *g = j->gate + m * n * (is_wide ? 4 : 2);
   const char *u = j->up + m * n * (is_wide ? 4 : 2);
   for (long i = 0; i < n; i += 16) {
-    const F a = rounded(activate(get(g, i, n - i, is_wide), j->w->act), is_wide);
-    put(g, i, n - i, a * get(u, i, n - i, is_wide), is_wide);
+    const F a = rounded(activate(get16(g, i, n - i, is_wide), j->w->act), is_wide);
+    put16(g, i, n - i, a * get16(u, i, n - i, is_wide), is_wide);
   }
 }
 static void product(const Product *w, const void *x, void *y, long M, int is_wide) {
@@ -167,10 +167,10 @@ static void turn_row(const void *job, long m) {
     if (j->norm->w) norm_row(j->norm, a, a);
     for (long i = 0; i < half; i += 16) {
       const long n = half - i;
-      const F low = get(a, i, n, is_wide), high = get(b, i, n, is_wide);
-#define BY(v, t, at) rounded((v) * get(t, at, n, is_wide), is_wide)
-      put(a, i, n, BY(low, cos, i) + BY(-high, sin, i), is_wide);
-      put(b, i, n, BY(high, cos, half + i) + BY(low, sin, half + i), is_wide);
+      const F low = get16(a, i, n, is_wide), high = get16(b, i, n, is_wide);
+#define BY(v, t, at) rounded((v) * get16(t, at, n, is_wide), is_wide)
+      put16(a, i, n, BY(low, cos, i) + BY(-high, sin, i), is_wide);
+      put16(b, i, n, BY(high, cos, half + i) + BY(low, sin, half + i), is_wide);
     }
   }
 }
@@ -192,7 +192,7 @@ static void sum_row(const void *job, long m) {
   const Sum *j = job;
   const long at = m * j->n * (j->is_wide ? 4 : 2);
   for (long i = 0; i < j->n; i += 16)
-    put(j->b + at, i, j->n - i, get(j->a + at, i, j->n - i, j->is_wide) + get(j->b + at, i, j->n - i, j->is_wide), j->is_wide);
+    put16(j->b + at, i, j->n - i, get16(j->a + at, i, j->n - i, j->is_wide) + get16(j->b + at, i, j->n - i, j->is_wide), j->is_wide);
 }
 // What attention gave [M, heads, D], and x [M, E] -> y [M, E]
 EXPORT(layer_after)(const Layer *l, const void *x, const void *attended, void *y, long M) {

@@ -3,81 +3,172 @@
 //
 // A row's numbers are read 32 bits at a time: one fp32, or two bf16. Weights are packed in panels of 64 outputs,
 // [ceil(N / 64)][S][64] such words with S = words of a row; outputs beyond N are zeros. A panel is one stream of memory
-// and one chunk of work.
+// and one chunk of work. Where the CPU does not multiply pairs of bf16, several rows share a stretch of the panel that was
+// widened to fp32 in cache: the same products and sums in the same order.
+#pragma once
 #include "lanes.h"
 #include "pool.h"
+#include <stdlib.h>
 #define PANEL 64
-#define DEPTH 512  // words at a time when there are many rows: a stretch of a panel, 128 KiB, stays in cache for all of them
-#define TALL 1024  // rows at a time, so that what they have summed up lies on the stack
-#define KEEP(v) __asm__("" : "+r"(v))  // in a register, once for all lanes
+#define TALL 512  // rows at a time, so that what they have summed up lies on the stack
+#define MANY 16   // rows from which on it pays to copy x in stretches, each one stream of memory
+// A tile has ROWS rows and VECS * 16 outputs: as much as the registers hold
+#if defined(__AVX512F__)
+#define ROWS 4
+#define VECS 4
+#else
+#define ROWS 6
+#define VECS 1
+#endif
+#if defined(__AVX512BF16__)
+#define WIDENS 0
+#define DEPTH 64  // words at a time where rows share them: 16 KiB of a panel stay in the first cache for all rows
+#define ONCE 4    // rows that read a panel but once
+#else
+#define WIDENS 1  // bf16 is multiplied as fp32
+#define DEPTH 32
+#define ONCE 1
+#endif
+#ifndef FEW
+#if defined(__AVX512F__)
+#define FEW 12  // rows for which it does not pay to write a widened panel down
+#else
+#define FEW 1
+#endif
+#endif
 
 typedef struct {
   const uint32_t *x, *w;
   const void *bias;  // [N], as y
   void *y;           // [M, N] bf16 or fp32
   long M, N, S;
-  int is_wide;  // fp32
+  int is_wide;      // fp32
+  uint32_t *apart;  // x in stretches of DEPTH words, [ceil(S / DEPTH)][M][DEPTH], widened where w is; or null
+  int widens;
 } Linear;
 
+// One number, or one pair of bf16, in all lanes. In a register: the compiler would fetch it again for each product.
+INLINE F spread(const uint32_t *p) {
+#if defined(__AVX512F__)
+  __m512i v = _mm512_set1_epi32((int)*p);
+  __asm__("" : "+v"(v));
+  return (F)v;
+#elif defined(__AVX2__)
+  __m256 v = _mm256_broadcast_ss((const float *)p);
+  __asm__("" : "+x"(v));
+  return (F)__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+#else
+  return splat(*(const float *)p);
+#endif
+}
+// acc + w0 * x0 + w1 * x1 by lane, of pairs of bf16
+INLINE F pairs(F acc, U w, U x) {
+#if WIDENS
+  return fma_((F)(w & 0xffff0000u), (F)(x & 0xffff0000u), fma_((F)(w << 16), (F)(x << 16), acc));
+#else
+  return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+#endif
+}
 // rows x (vecs * 16) outputs over S words; `part` [rows][64] holds the sums between stretches
-INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
-  F acc[4][4];
+INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, long ldw, const uint32_t *x, long ldx, long S, float *part) {
+  F acc[6][4];
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) acc[m][n] = load(F, part + m * PANEL + n * 16);
 #pragma clang loop unroll(disable)
   for (long s = 0; s < S; s++) {
     U wv[4];
-    for (int n = 0; n < vecs; n++) wv[n] = load(U, w + s * PANEL + n * 16);
+    for (int n = 0; n < vecs; n++) wv[n] = load(U, w + s * ldw + n * 16);
     for (int m = 0; m < rows; m++) {
-      uint32_t word = x[m * ldx + s];
-      KEEP(word);
-      float number;
-      memcpy(&number, &word, 4);
-      for (int n = 0; n < vecs; n++) acc[m][n] = is_wide ? fma_((F)wv[n], splat(number), acc[m][n]) : dot2(acc[m][n], wv[n], word);
+      F xv = spread(x + m * ldx + s);
+      for (int n = 0; n < vecs; n++) acc[m][n] = is_wide ? fma_((F)wv[n], xv, acc[m][n]) : pairs(acc[m][n], wv[n], (U)xv);
     }
   }
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) store(part + m * PANEL + n * 16, acc[m][n]);
 }
-INLINE void rows_over_panel(int is_wide, long rows, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
-  long m = 0;
-#if defined(__AVX512F__) || defined(__aarch64__)  // 32 registers
-  for (; rows - m >= 4; m += 4) tile(is_wide, 4, 4, w, x + m * ldx, ldx, S, part + m * PANEL);
-#else  // 16 of half the width
-  for (; rows - m >= 4; m += 4)
-    for (int n = 0; n < PANEL; n += 16) tile(is_wide, 4, 1, w + n, x + m * ldx, ldx, S, part + m * PANEL + n);
+// `rows` rows, at most ROWS, over all outputs of the panel; `is_cut`: w is [4 / VECS][S][VECS * 16], each tile's in one piece
+INLINE void band(int is_wide, int rows, int is_cut, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
+  const int vecs = rows == 1 && !is_cut ? 4 : WIDENS && !is_wide ? (VECS + 1) / 2 : VECS;
+  for (int n = 0; n < 4; n += vecs)
+    if (is_cut) tile(is_wide, rows, vecs, w + n * 16 * S, vecs * 16, x, ldx, S, part + n * 16);
+    else tile(is_wide, rows, vecs, w + n * 16, PANEL, x, ldx, S, part + n * 16);
+}
+INLINE void rows_over_panel(int is_wide, long rows, int is_cut, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
+  for (; rows >= ROWS; rows -= ROWS, x += ROWS * ldx, part += ROWS * PANEL) band(is_wide, ROWS, is_cut, w, x, ldx, S, part);
+  switch (rows) {
+    case 1: band(is_wide, 1, is_cut, w, x, ldx, S, part); break;
+    case 2: band(is_wide, 2, is_cut, w, x, ldx, S, part); break;
+    case 3: band(is_wide, 3, is_cut, w, x, ldx, S, part); break;
+#if ROWS > 4
+    case 4: band(is_wide, 4, is_cut, w, x, ldx, S, part); break;
+    case 5: band(is_wide, 5, is_cut, w, x, ldx, S, part); break;
 #endif
-  for (; m < rows; m++) tile(is_wide, 1, 4, w, x + m * ldx, ldx, S, part + m * PANEL);
+  }
+}
+// A stretch of S pairs of bf16 -> 2 S of fp32, cut for tiles
+INLINE void widen(const uint32_t *w, uint32_t *wide, long S) {
+  for (long s = 0; s < S; s++)
+    for (int n = 0; n < 4; n++) {
+      uint32_t *to = wide + (n / VECS * 2 * S + 2 * s) * VECS * 16 + n % VECS * 16;
+      U both = load(U, w + s * PANEL + n * 16);
+      store(to, both << 16);
+      store(to + VECS * 16, both & 0xffff0000u);
+    }
+}
+static void finish(const Linear *l, long n0, const float *part) {
+  const long width = l->N - n0 < PANEL ? l->N - n0 : PANEL, size = l->is_wide ? 4 : 2;
+  float bias[PANEL] = {0};
+  for (long n = 0; l->bias && n < width; n++) bias[n] = l->is_wide ? ((const float *)l->bias)[n0 + n] : wide1(((const bf16 *)l->bias)[n0 + n]);
+  for (long m = 0; m < l->M; m++)
+    for (long n = 0; n < width; n += 16) {
+      F v = load(F, part + m * PANEL + n);
+      if (l->bias) v += load(F, bias + n);
+      H h = narrow(v);
+      char *y = (char *)l->y + (m * l->N + n0 + n) * size;
+      const void *from = l->is_wide ? (void *)&v : (void *)&h;
+      if (n + 16 <= width) memcpy(y, from, 16 * size);
+      else memcpy(y, from, (width - n) * size);
+    }
 }
 static void linear_chunk(void *arg, int c) {
   const Linear *l = arg;
-  const long n0 = (long)c * PANEL, width = l->N - n0 < PANEL ? l->N - n0 : PANEL, size = l->is_wide ? 4 : 2;
-  const uint32_t *w = l->w + n0 * l->S;
-  float part[(l->M < TALL ? l->M : TALL) * PANEL], bias[PANEL] = {0};
-  for (long n = 0; l->bias && n < width; n++) bias[n] = l->is_wide ? ((const float *)l->bias)[n0 + n] : wide1(((const bf16 *)l->bias)[n0 + n]);
-  for (long m0 = 0; m0 < l->M; m0 += TALL) {
-    const long rows = l->M - m0 < TALL ? l->M - m0 : TALL, depth = rows <= 4 ? l->S : DEPTH;
-    memset(part, 0, rows * PANEL * 4);
-    for (long s = 0; s < l->S; s += depth) {
-      const long here = l->S - s < depth ? l->S - s : depth;
-      const uint32_t *x = l->x + m0 * l->S + s;
-      if (l->is_wide) rows_over_panel(1, rows, w + s * PANEL, x, l->S, here, part);
-      else rows_over_panel(0, rows, w + s * PANEL, x, l->S, here, part);
-    }
-    for (long m = 0; m < rows; m++)
-      for (long n = 0; n < PANEL; n += 16) {
-        F v = load(F, part + m * PANEL + n);
-        if (l->bias) v += load(F, bias + n);
-        H h = narrow(v);
-        char *y = (char *)l->y + ((m0 + m) * l->N + n0 + n) * size;
-        const void *from = l->is_wide ? (void *)&v : (void *)&h;
-        if (n + 16 <= width) memcpy(y, from, 16 * size);
-        else if (n < width) memcpy(y, from, (width - n) * size);
-      }
+  const uint32_t *w = l->w + (long)c * PANEL * l->S;
+  const long depth = l->M <= ONCE && !l->apart ? l->S : DEPTH, times = l->widens ? 2 : 1;
+  float part[l->M * PANEL];
+  uint32_t wide[WIDENS ? 2 * DEPTH * PANEL : 1];
+  memset(part, 0, sizeof part);
+  for (long s = 0; s < l->S; s += depth) {
+    const long here = l->S - s < depth ? l->S - s : depth;
+    const uint32_t *x = l->apart ? l->apart + s * l->M * times : l->x + s, *ws = w + s * PANEL;
+    const long ldx = l->apart ? DEPTH * times : l->S;
+    if (l->widens) widen(ws, wide, here);
+    if (l->widens) rows_over_panel(1, l->M, 1, wide, x, ldx, here * 2, part);
+    else if (l->is_wide) rows_over_panel(1, l->M, 0, ws, x, ldx, here, part);
+    else rows_over_panel(0, l->M, 0, ws, x, ldx, here, part);
+  }
+  finish(l, (long)c * PANEL, part);
+}
+static void apart_chunk(void *arg, int m) {
+  const Linear *l = arg;
+  for (long s = 0; s < l->S; s += DEPTH) {
+    const long here = l->S - s < DEPTH ? l->S - s : DEPTH;
+    const uint32_t *x = l->x + m * l->S + s;
+    if (!l->widens) memcpy(l->apart + s * l->M + m * DEPTH, x, here * 4);
+    else
+      for (uint32_t i = 0, *to = l->apart + (s * l->M + m * DEPTH) * 2; i < here; i++) to[2 * i] = x[i] << 16, to[2 * i + 1] = x[i] & 0xffff0000u;
   }
 }
 // x [M, K], w packed, bias [N] or null -> y [M, N]; all fp32 (S = K) or all bf16 (S = K / 2)
 EXPORT(linear)(const void *x, const void *w, const void *bias, void *y, long M, long N, long S, int is_wide) {
-  Linear l = {x, w, bias, y, M, N, S, is_wide};
-  pool_run(linear_chunk, &l, (int)((N + PANEL - 1) / PANEL));
+  for (long m = 0; m < M; m += TALL) {
+    const long rows = M - m < TALL ? M - m : TALL, size = is_wide ? 4 : 2;
+    Linear l = {(const uint32_t *)x + m * S, w, bias, (char *)y + m * N * size, rows, N, S, is_wide, 0, WIDENS && !is_wide && rows > FEW};
+    if (l.widens || rows >= MANY) {
+      l.apart = malloc(rows * (S + DEPTH) * 4 * (l.widens ? 2 : 1));
+      if (rows >= MANY) pool_run(apart_chunk, &l, (int)rows);
+      else for (int r = 0; r < rows; r++) apart_chunk(&l, r);
+    }
+    pool_run(linear_chunk, &l, (int)((N + PANEL - 1) / PANEL));
+    free(l.apart);
+  }
 }

@@ -63,6 +63,7 @@ static void *worker(void *mine) {
   }
   return 0;
 }
+__attribute__((unused))  // by Windows, which does not fork
 static void after_fork(void) {  // a child has no workers: it starts its own when it says how many it wants
   pthread_mutex_init(&owner, 0);
   pthread_mutex_init(&bed, 0);

@@ -1,0 +1,223 @@
+"""Clocks between the parts of a pass, and a model whose layers take nothing, for any tree of this project."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pkgutil import iter_modules
+from time import perf_counter_ns
+from types import SimpleNamespace
+from typing import Any
+
+VOCAB = 1024
+
+
+class Parts:
+    """Nanoseconds by part, each moment counted to one: whoever was called last and has not returned."""
+
+    def __init__(self) -> None:
+        self._stack, self._mark = ["session"], 0
+        self._spent: dict[str, int] = defaultdict(int)
+        self._calls: dict[tuple[str, str], int] = defaultdict(int)  # (from, to)
+        self._leaks = 0.0, 0.0  # of one call: what its clock takes outside, and inside
+        self._leaks = self._calibrated()
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, on this part's account."""
+        spent, calls, stack = self._spent, self._calls, self._stack
+
+        def counted(*args: Any, **more: Any) -> Any:
+            outer = stack[-1]
+            stack.append(part)
+            calls[outer, part] += 1
+            now = perf_counter_ns()
+            spent[outer] += now - self._mark
+            self._mark = perf_counter_ns()
+            try:
+                return function(*args, **more)
+            finally:
+                now = perf_counter_ns()
+                spent[part] += now - self._mark
+                stack.pop()
+                self._mark = perf_counter_ns()
+
+        return counted
+
+    def begin(self) -> None:
+        self._spent.clear()
+        self._calls.clear()
+        self._mark = perf_counter_ns()
+
+    def end(self) -> dict[str, float]:
+        """Microseconds since the beginning, without what the clocks took."""
+        self._spent[self._stack[-1]] += perf_counter_ns() - self._mark
+        found = dict(self._spent)
+        outside, inside = self._leaks
+        for (outer, inner), n in self._calls.items():
+            found[outer] -= n * outside
+            found[inner] -= n * inside
+        return {part: ns / 1000 for part, ns in found.items()}
+
+    def _calibrated(self, n: int = 50, reps: int = 2000) -> tuple[float, float]:
+        def nothing(*args: Any, **more: Any) -> None:
+            return
+
+        def loop(function: Callable[..., Any]) -> int:
+            began = perf_counter_ns()
+            for i in range(n):
+                function(i, one=i, two=i)
+            return perf_counter_ns() - began
+
+        nothing_timed, found = self.timed("inside", nothing), list[tuple[float, float, float]]()
+        for _ in range(reps):
+            bare = loop(nothing)
+            self.begin()
+            loop(nothing_timed)
+            spent = self.end()
+            found.append((bare / n, 1000 * spent["session"] / n, 1000 * spent["inside"] / n))
+        bare, outside, inside = map(min, zip(*found, strict=True))
+        return outside - bare, inside
+
+
+class Prepared:
+    """Tensors that are there already, by their shapes."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch, self._held = torch, dict[Any, Any]()
+
+    def tensor(self, *shape: int) -> Any:
+        if shape not in self._held:
+            self._held[shape] = self._torch.rand(shape, generator=self._torch.Generator().manual_seed(1))
+        return self._held[shape]
+
+    def part(self, q: Any, *_: Any) -> tuple[Any, Any]:
+        """What a kernel makes of queries [H, N, D]."""
+        h, n, d = q.shape
+        return self.tensor(h, n, d), self.tensor(h, n)
+
+    def merged(self, parts: Any) -> Any:
+        return self.tensor(*parts[0].out.shape)
+
+    def layer(self, module: Any, attention: Any) -> Callable[..., Any]:
+        """A decoder layer that does nothing but attend."""
+
+        def forward(hidden: Any, **told: Any) -> Any:
+            n = hidden.shape[1]
+            q, kv = self.tensor(1, 4, n, 16), self.tensor(1, 2, n, 16)
+            attention(module, q, kv, kv, None, dropout=0.0, scaling=0.25, sliding_window=None, **told)
+            return hidden
+
+        return forward
+
+
+class Hollow:
+    """Stands in for a model: its layers attend, one after the other."""
+
+    def __init__(self, parts: Parts, model: Any, answer: Prepared) -> None:
+        self._model, self._answer = model, answer
+        self._layers = [layer.forward for layer in model.model.layers]
+        self._run = parts.timed("model", self._through)
+
+    @property
+    def device(self) -> Any:
+        return self._model.device  # which has to look for it
+
+    def __call__(self, **told: Any) -> Any:
+        return self._run(**told)
+
+    def _through(self, input_ids: Any, kvcli_pass: Any, logits_to_keep: Any = None, **_: Any) -> Any:
+        hidden = self._answer.tensor(1, input_ids.shape[1], 64)
+        for layer in self._layers:
+            layer(hidden, kvcli_pass=kvcli_pass)
+        n = input_ids.shape[1] if logits_to_keep is None else logits_to_keep.shape[0]
+        return SimpleNamespace(logits=self._answer.tensor(1, n, VOCAB))
+
+
+class Checkout:
+    """The names of one tree, wherever a file lay when it was committed."""
+
+    def __init__(self, root: str) -> None:
+        sys.path.insert(0, root)
+        import torch
+        from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+
+        torch.set_num_threads(1)
+        self.torch, self._interface = torch, AttentionInterface
+        self._build, self._config = AutoModelForCausalLM.from_config, LlamaConfig
+        self.forward = _first("kvcli.engine.forward", "kvcli.forward")
+        self.session = _first("kvcli.engine.session", "kvcli.session")
+        self.sample = _first("kvcli.engine.sample", "kvcli.sample")
+        self.lm = _first("kvcli.engine.lm", "kvcli.model")
+        self.stats = _first("kvcli.engine.stats", "kvcli.stats")
+        self.drafter = _first("kvcli.engine.drafter", "kvcli.drafts.base")
+        self.build, self.dense = import_module("kvcli.build"), import_module("kvcli.kv.dense")
+
+    def model(self, layers: int) -> Any:
+        config = self._config(
+            hidden_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCAB,
+            intermediate_size=128,
+            max_position_embeddings=32768,
+            tie_word_embeddings=True,
+            eos_token_id=None,
+        )
+        self.torch.manual_seed(0)
+        lm = self.lm.LM.of(self._build(config, dtype=self.torch.float32, attn_implementation="sdpa").eval())
+        lm.block()
+        return lm
+
+    def clock(self, parts: Parts, lm: Any, *, hollow: bool) -> None:
+        """Put clocks where work passes from one part to another."""
+        answer = Prepared(self.torch)
+        for op in ("attend", "attend_fresh", "merge"):
+            package = import_module(f"kvcli.kernels.{op}")
+            for inner in iter_modules(package.__path__):
+                module = import_module(f"{package.__name__}.{inner.name}")
+                if hasattr(module, op):
+                    own = answer.part if hollow else getattr(module, op)
+                    setattr(module, op, parts.timed("kernels", own))
+        import_module("kvcli.kernels.dispatch").choose.cache_clear()
+        self.forward.merge = parts.timed("kernels", answer.merged if hollow else self.forward.merge)
+        attention = parts.timed("attention", self.forward.attention)
+        self._interface.register("kvcli", attention)
+        for layer in lm.model.model.layers:
+            own = answer.layer(layer.self_attn, attention) if hollow else None
+            if "forward" in vars(layer):  # a gate
+                gate = layer.forward
+                inner = parts.timed("model", own or gate._forward())
+                gate._forward = lambda inner=inner: inner
+                layer.forward = parts.timed("gates", gate)
+            elif own:
+                layer.forward = own
+        if hollow:
+            lm.model = Hollow(parts, lm.model, answer)
+        else:
+            lm.model.forward = parts.timed("model", lm.model.forward)
+        if hasattr(self.session, "walk"):
+            self.session.walk = parts.timed("drawing", self.session.walk)
+            self.session.commit = parts.timed("store", self.session.commit)
+            engine = import_module("kvcli.engine.engine")
+            engine.run = parts.timed("engine", engine.run)
+        else:  # before sessions yielded feeds
+            self.session.exact = parts.timed("drawing", self.session.exact)
+            self.session.run = parts.timed("engine", self.session.run)
+            self.forward.Pass.commit = parts.timed("store", self.forward.Pass.commit)
+
+    def events(self, work: Any) -> Iterator[Any]:
+        """The engine's, which an earlier session did without."""
+        engine = sys.modules.get("kvcli.engine.engine")
+        return iter(engine.events(work) if engine else work)
+
+
+def _first(*names: str) -> Any:
+    for name in names[:-1]:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError:
+            pass
+    return import_module(names[-1])
