@@ -43,8 +43,8 @@ NUMBERS = [torch.float32, torch.bfloat16]
 torch.set_num_threads(1)
 
 
-def loaded(name: str, dtype: torch.dtype = torch.float32) -> LM:
-    found = LM.of(build(name, dtype))
+def loaded(name: str, dtype: torch.dtype = torch.float32, quant: str = "none") -> LM:
+    found = LM.of(build(name, dtype), quant=quant)
     found.lay_out()
     return found
 
@@ -72,11 +72,14 @@ def test_families_are_found_by_what_they_do(name: str, dtype: torch.dtype):
     assert counts(loaded(name, dtype).model) == FOUND[name]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "smollm3"])
-def test_logits_stay_as_they_were(name: str, monkeypatch: pytest.MonkeyPatch):
-    ours = logits(loaded(name))
+@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "smollm3"])
+def test_logits_stay_as_they_were(name: str, quant: str, monkeypatch: pytest.MonkeyPatch):
+    found = loaded(name, quant=quant)
+    assert counts(found.model) == FOUND[name]
+    ours = logits(found)
     monkeypatch.setattr(lm, "fuse_", lambda *_: "")
-    plain = loaded(name)
+    plain = loaded(name, quant=quant)
     assert counts(plain.model) == (0, 0, 0)
     wanted = logits(plain)
     assert (ours - wanted).norm() <= 1e-5 * wanted.norm()

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.gated_mlp import ACTIVATIONS, Mlp, gated_mlp, product_of
+from kvcli.kernels.gated_mlp import ACTIVATIONS, Mlp, gated_mlp
+from kvcli.kernels.gated_mlp.product import product_of, type_of
 from kvcli.kernels.gated_mlp.reference import ACTIVATIONS as KNOWN
-from kvcli.kernels.linear.module import NativeLinear
 
 
 class NativeMlp:
     """The forward of one MLP. Holds its weights and no module: a module that held itself would outlive its model."""
 
-    def __init__(self, linears: tuple[NativeLinear, ...], act: str, own: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, linears: Sequence[nn.Module], act: str, own: Callable[[Tensor], Tensor]) -> None:
         """`linears`: gate, up and down; `own`: the module's forward, for rows of another type than its weights'."""
-        self.dtype = linears[0].dtype
-        self._weights = [(linear.packed, linear.bias) for linear in linears]
-        products = [product_of(linear.packed, linear.bias, linear.out_features) for linear in linears]
+        products, self._keeps = zip(*map(product_of, linears), strict=True)
+        self.dtype = type_of(linears[0])
         self.mlp = Mlp(*products, ACTIVATIONS.index(act), self.dtype == torch.float32)
         self._own = WeakMethod(own)
 
@@ -38,17 +37,15 @@ def mlp_(root: nn.Module) -> int:
     """Have all MLPs below `root` computed natively that are found to be gated ones. Returns how many."""
     done = 0
     for module in root.modules():
-        linears = [child for child in module.children() if isinstance(child, NativeLinear)]
-        others = [child for child in module.children() if not isinstance(child, NativeLinear)]
-        if len(linears) != 3 or len(others) != 1 or "forward" in vars(module):
+        linears = [child for child in module.children() if type_of(child) is not None]
+        others = [child for child in module.children() if type_of(child) is None]
+        if len(linears) != 3 or len(others) != 1 or "forward" in vars(module) or len({*map(type_of, linears)}) > 1:
             continue
         if list(module.parameters(recurse=False)) or (act := _activation(others[0])) is None:
             continue
-        for gate, up, down in permutations(linears):
-            if (gate.weight.shape, gate.weight.shape[::-1]) != (up.weight.shape, down.weight.shape):
-                continue
-            mlp = NativeMlp((gate, up, down), act, module.forward)
-            if _is_same(module, mlp, gate):
+        for order in permutations(linears):
+            mlp = NativeMlp(order, act, module.forward)
+            if _is_same(module, mlp):
                 module.forward = mlp
                 done += 1
                 break
@@ -66,9 +63,12 @@ def _activation(module: nn.Module) -> str | None:
     return next((name for name, same in is_same.items() if same), None)
 
 
-def _is_same(module: nn.Module, mlp: NativeMlp, gate: NativeLinear) -> bool:
+def _is_same(module: nn.Module, mlp: NativeMlp) -> bool:
     """On random rows, but for the few numbers whose activation is rounded to the other side."""
-    x = torch.randn(3, gate.in_features, generator=torch.Generator().manual_seed(0)).to(mlp.dtype)
+    gate, up, down = (mlp.mlp.gate, mlp.mlp.up, mlp.mlp.down)
+    if (gate.N, gate.K) != (up.N, up.K) or (gate.N, gate.K) != (down.K, down.N):
+        return False
+    x = torch.randn(3, gate.K, generator=torch.Generator().manual_seed(0)).to(mlp.dtype)
     theirs, ours = module(x), mlp(x)
     if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
         return False

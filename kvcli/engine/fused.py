@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from kvcli.engine.engine import call
 from kvcli.kernels.decoder_layer import Layer, after, before
-from kvcli.kernels.gated_mlp import product_of
 from kvcli.kernels.gated_mlp.module import NativeMlp, mlp_
-from kvcli.kernels.linear.module import NativeLinear
+from kvcli.kernels.gated_mlp.product import product_of, type_of
 from kvcli.kernels.rms_norm import Norm
 from kvcli.kernels.rms_norm.module import NativeNorm, norm_
 
@@ -141,7 +140,7 @@ def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None
     if (len(norms), len(mlps), len(asks)) != (2, 1, 1) or trial.asked.sink is not None:
         return None
     of_heads = [part for child in asks[0].children() if isinstance(part := vars(child).get("forward"), NativeNorm)]
-    linears = [child for child in asks[0].children() if isinstance(child, NativeLinear)]
+    linears: list[Any] = [child for child in asks[0].children() if type_of(child) is not None]
     q, k, v = trial.asked.made
     e, inside = trial.hidden.shape[2], q.shape[0] * d
     shapes = [(inside, e), (k.shape[0] * d, e), (v.shape[0] * d, e), (e, inside)]
@@ -149,17 +148,17 @@ def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None
         return None
     if [norm.norm.H for norm in (*norms, *of_heads)] not in ([e, e], [e, e, d, d]):
         return None
-    if {*(linear.dtype for linear in linears), *(mlp.dtype for mlp in mlps)} != {trial.hidden.dtype}:
+    if {*map(type_of, linears), *(mlp.dtype for mlp in mlps)} != {trial.hidden.dtype}:
         return None
     cos, _ = trial.told.get("position_embeddings") or (None, None)
     if turns and not (isinstance(cos, Tensor) and cos.dtype == trial.hidden.dtype and cos.shape[-1] <= d):
         return None
+    products, weights = zip(*map(product_of, linears), strict=True)
     made = Layer(
         *(norm.norm for norm in (*norms, *of_heads)),
         *([Norm()] * (2 - len(of_heads))),
-        *(product_of(linear.packed, linear.bias, linear.out_features) for linear in linears),
+        *products,
         mlps[0].mlp,
         d,
     )
-    keeps = [*norms, *of_heads, *mlps, *((linear.packed, linear.bias) for linear in linears)]
-    return Fused(made, keeps, trial.asked, turns, layer.forward)
+    return Fused(made, [*norms, *of_heads, *mlps, *weights], trial.asked, turns, layer.forward)

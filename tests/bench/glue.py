@@ -39,15 +39,15 @@ def without_products(lm: Any) -> Iterator[None]:
     assert functions is not None, "the native kernels are what is measured around"
     linear, attend = functions.linear, functions.attend
     functions.linear, functions.attend = zeros, lambda _: None
-    inside = [(product, product.S) for product in products_inside(lm.model)]
+    inside = [(product, product.K) for product in products_inside(lm.model)]
     for product, _ in inside:
-        product.S = 0
+        product.K = 0
     try:
         yield
     finally:
         functions.linear, functions.attend = linear, attend
         for product, words in inside:
-            product.S = words
+            product.K = words
 
 
 def zeros(x: int, w: int, bias: int, y: int, m: int, n: int, s: int, is_wide: bool) -> None:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.kernels import native
 from kvcli.kernels.decoder_layer import Layer, after, before
 from kvcli.kernels.decoder_layer import reference as by_parts
-from kvcli.kernels.gated_mlp import ACTIVATIONS, Mlp, Product, gated_mlp, product_of
+from kvcli.kernels.gated_mlp import ACTIVATIONS, Mlp, gated_mlp
 from kvcli.kernels.gated_mlp import reference as mlp_reference
-from kvcli.kernels.linear import linear, pack
+from kvcli.kernels.gated_mlp.product import Product, product_of
+from kvcli.kernels.linear import linear
+from kvcli.kernels.linear.module import NativeLinear, NativeWeight
+from kvcli.kernels.linear_packed import panels
+from kvcli.kernels.linear_packed.module import PackedLinear
 from kvcli.kernels.rms_norm import FORMS, Norm, norm_of, reference, rms_norm
 from kvcli.kernels.rms_norm.module import trial_rows
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
 LEVELS = native.levels()
 NUMBERS = [torch.float32, torch.bfloat16]
-E, INSIDE, HEADS, KV, D = 80, 104, 5, 1, 24
+BITS = [0, 8, 4]  # of the weights; 0 = those of the numbers
+E, INSIDE, HEADS, KV, D = 96, 160, 4, 2, 24
 
 torch.set_num_threads(1)
 
@@ -40,21 +46,38 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 class Parts:
     """Weights of a layer, and what the native calls are told of them."""
 
-    linears: dict[str, tuple[Tensor, Tensor | None, int]]  # packed, bias, outputs
+    linears: dict[str, nn.Module]
     norms: dict[str, tuple[Tensor, Norm]]
     mlp: Mlp
     layer: Layer
     level: str
 
     def product(self, name: str) -> Callable[[Tensor], Tensor]:
-        packed, bias, n = self.linears[name]
-        return lambda x: linear(x, packed, bias, n, level=self.level)
+        of = self.linears[name]
+        if isinstance(of, NativeLinear):
+            return lambda x: linear(x, of.packed, of.bias, of.out_features, level=self.level)
+        assert isinstance(of, PackedLinear)
+
+        def product(x: Tensor) -> Tensor:
+            y = panels.linear(x, of.out_features, of.bits, of.group, of.data, of.scale, level=self.level)
+            return y if of.bias is None else y.add_(of.bias)
+
+        return product
 
     def norm(self, name: str) -> Callable[[Tensor], Tensor]:
         return lambda x: reference.rms_norm(x, self.norms[name][0], 1e-5, FORMS[0])
 
 
-def parts(dtype: torch.dtype, level: str, act: str = "silu") -> Parts:
+def layer_of(weight: Tensor, bias: Tensor | None, bits: Any) -> nn.Module:
+    if not bits:
+        return NativeLinear(NativeWeight.of(weight), bias)
+    plain = nn.Linear(*weight.shape[::-1], bias is not None)
+    plain.weight = nn.Parameter(weight, requires_grad=False)
+    plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return PackedLinear.of(plain, bits)
+
+
+def parts(dtype: torch.dtype, level: str, act: str = "silu", bits: int = 0) -> Parts:
     noise = torch.Generator().manual_seed(3)
     shapes = {
         "q": (HEADS * D, E),
@@ -68,12 +91,12 @@ def parts(dtype: torch.dtype, level: str, act: str = "silu") -> Parts:
     linears = {}
     for name, (n, k) in shapes.items():
         bias = torch.randn(n, generator=noise).to(dtype) if name in "qkv" else None
-        linears[name] = pack((torch.randn(n, k, generator=noise) * k**-0.5).to(dtype)), bias, n
+        linears[name] = layer_of((torch.randn(n, k, generator=noise) * k**-0.5).to(dtype), bias, bits)
     norms = {}
     for name, h in {"first": E, "second": E, "of_q": D, "of_k": D}.items():
         weight = (1 + 0.3 * torch.randn(h, generator=noise)).to(dtype)
         norms[name] = weight, norm_of(weight, 1e-5, FORMS[0])
-    made: dict[str, Product] = {name: product_of(*held) for name, held in linears.items()}
+    made: dict[str, Product] = {name: product_of(of)[0] for name, of in linears.items()}
     mlp = Mlp(made["gate"], made["up"], made["down"], ACTIVATIONS.index(act), dtype == torch.float32)
     layer = Layer(*(norm for _, norm in norms.values()), *(made[name] for name in "qkvo"), mlp, D)
     return Parts(linears, norms, mlp, layer, level)
@@ -99,8 +122,9 @@ def test_a_norm_is_pytorchs_to_the_bit(level: str, form: str, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 def test_an_activation_is_a_rounding_off_at_most(level: str, act: str, dtype: torch.dtype):
     n = 64
-    eye, none, one = pack(torch.eye(n, dtype=dtype)), pack(torch.zeros(n, n, dtype=dtype)), torch.ones(n, dtype=dtype)
-    made = product_of(eye, None, n), product_of(none, one, n), product_of(eye, None, n)
+    eye = layer_of(torch.eye(n, dtype=dtype), None, 0)
+    one = layer_of(torch.zeros(n, n, dtype=dtype), torch.ones(n, dtype=dtype), 0)
+    made = [product_of(of)[0] for of in (eye, one, eye)]
     x = torch.cat([torch.linspace(-40, 40, 1000 * n), torch.linspace(-2e-3, 2e-3, 100 * n)]).view(-1, n).to(dtype)
     ours = gated_mlp(x, Mlp(*made, ACTIVATIONS.index(act), dtype == torch.float32), level=level)
     exact = mlp_reference.ACTIVATIONS[act](x.double())
@@ -121,9 +145,10 @@ def test_an_mlp_is_its_products_and_its_activation(level: str, act: str, dtype: 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("turning", [0, 10, D])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-def test_a_layer_is_its_parts_to_the_bit(level: str, turning: int, dtype: torch.dtype):
-    given, x = parts(dtype, level), rows(9, E, dtype)
+def test_a_layer_is_its_parts_to_the_bit(level: str, turning: int, bits: int, dtype: torch.dtype):
+    given, x = parts(dtype, level, bits=bits), rows(9, E, dtype)
     cos, sin = (rows(9, turning, dtype), rows(9, turning, dtype).flip(0)) if turning else (None, None)
     still = torch.zeros(9, 0, dtype=dtype)
     made = before(given.layer, x, cos, sin, level=level)
@@ -144,9 +169,10 @@ def test_a_layer_is_its_parts_to_the_bit(level: str, turning: int, dtype: torch.
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-def test_a_row_does_not_know_its_neighbours(level: str, dtype: torch.dtype):
-    given, x = parts(dtype, level, "gelu_tanh"), rows(64, E, dtype)
+def test_a_row_does_not_know_its_neighbours(level: str, bits: int, dtype: torch.dtype):
+    given, x = parts(dtype, level, "gelu_tanh", bits), rows(64, E, dtype)
     attended, cos = rows(64, HEADS * D, dtype).view(64, HEADS, D), rows(64, D, dtype)
     norm = given.norms["first"][1]
 

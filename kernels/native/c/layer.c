@@ -11,7 +11,10 @@
 #define LOG2E 1.44269504088896341f
 #define LN2 0.693147180559945309f
 
-typedef struct { const void *w, *bias; int64_t N, S; } Product;  // as `linear` takes them; w null: there is none
+typedef struct {  // as `linear` takes it, or, with bits, `linear_packed`
+  const void *w, *scale, *bias;
+  int64_t N, K, bits, group;
+} Product;
 typedef struct {
   const void *w;
   int64_t H;  // numbers of a row
@@ -138,8 +141,27 @@ static void gated_row(const void *job, long m) {
     put16(g, i, n - i, a * get16(u, i, n - i, is_wide), is_wide);
   }
 }
+typedef struct { const char *a; char *y; long n, step; int is_wide; } Sum;
+static void sum_row(const void *job, long m) {
+  const Sum *j = job;
+  const long size = j->is_wide ? 4 : 2;
+  const char *a = j->a + m * j->step * size;
+  char *y = j->y + m * j->n * size;
+  for (long i = 0; i < j->n; i += 16)
+    put16(y, i, j->n - i, get16(a, i, j->n - i, j->is_wide) + get16(y, i, j->n - i, j->is_wide), j->is_wide);
+}
+// a [M, n], or with step 0 [n], is added to y [M, n]
+static void add(const void *a, void *y, long M, long n, long step, int is_wide) {
+  Sum j = {a, y, n, step, is_wide};
+  by_row(sum_row, &j, M);
+}
 static void product(const Product *w, const void *x, void *y, long M, int is_wide) {
-  JOIN(linear, LEVEL)(x, w->w, w->bias, y, M, w->N, w->S, is_wide);
+  if (!w->bits) {
+    JOIN(linear, LEVEL)(x, w->w, w->bias, y, M, w->N, is_wide ? w->K : w->K / 2, is_wide);
+    return;
+  }
+  JOIN(linear_packed, LEVEL)(x, w->w, w->scale, y, M, w->N, w->K, w->bits, w->group, is_wide);
+  if (w->bias) add(w->bias, y, M, w->N, 0, is_wide);
 }
 // x [M, E] -> y [M, E]: down(act(gate(x)) * up(x)); act 0 = silu, 1 = gelu by tanh, 2 = gelu
 EXPORT(mlp)(const Mlp *w, const void *x, void *y, long M) {
@@ -187,23 +209,15 @@ EXPORT(layer_before)(const Layer *l, const void *x, const void *cos, const void 
   by_row(turn_row, &of_q, M);
   by_row(turn_row, &of_k, M);
 }
-typedef struct { const char *a; char *b; long n; int is_wide; } Sum;
-static void sum_row(const void *job, long m) {
-  const Sum *j = job;
-  const long at = m * j->n * (j->is_wide ? 4 : 2);
-  for (long i = 0; i < j->n; i += 16)
-    put16(j->b + at, i, j->n - i, get16(j->a + at, i, j->n - i, j->is_wide) + get16(j->b + at, i, j->n - i, j->is_wide), j->is_wide);
-}
 // What attention gave [M, heads, D], and x [M, E] -> y [M, E]
 EXPORT(layer_after)(const Layer *l, const void *x, const void *attended, void *y, long M) {
   const int is_wide = l->mlp.is_wide;
   const long E = l->first.H, bytes = M * E * (is_wide ? 4 : 2);
   char *middle = malloc(2 * bytes), *normed = middle + bytes;
   product(&l->o, attended, middle, M, is_wide);
-  Sum of_attention = {x, middle, E, is_wide}, of_mlp = {middle, y, E, is_wide};
-  by_row(sum_row, &of_attention, M);
+  add(x, middle, M, E, E, is_wide);
   JOIN(rms_norm, LEVEL)(&l->second, middle, normed, M);
   JOIN(mlp, LEVEL)(&l->mlp, normed, y, M);
-  by_row(sum_row, &of_mlp, M);
+  add(middle, y, M, E, E, is_wide);
   free(middle);
 }
