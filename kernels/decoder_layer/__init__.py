@@ -1,7 +1,8 @@
 """A decoder layer of the common form on a CPU in two calls, one before its attention and one after it.
 
-x -> norm -> q, k, v -> norms of the heads, if any -> rotary embedding -> attention -> o, + x -> norm -> gated MLP, +:
-bit for bit what its modules give one by one, once norms, products and MLP are native. reference.py has it in PyTorch.
+x -> norm -> q, k, v -> rotary embedding -> attention -> o, + x -> norm -> gated MLP, +: bit for bit what its modules
+give one by one, once norms, products and MLP are native. There may be norms of the heads, before they turn (Qwen 3),
+and of what attention and MLP give (Gemma 2). reference.py has it in PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class Layer(ctypes.Structure):
     """As in native/c/layer.c; holds addresses, so it lives no longer than the weights."""
 
     _fields_ = [
-        *((name, Norm) for name in ("first", "second", "of_q", "of_k")),  # the latter two over D numbers, or empty
+        *(
+            (name, Norm) for name in ("first", "second", "of_q", "of_k", "of_attention", "of_mlp")
+        ),  # the latter four or none
         *((name, Product) for name in ("q", "k", "v", "o")),
         ("mlp", Mlp),
         ("D", ctypes.c_int64),

@@ -19,10 +19,10 @@ def before(
     return [_turned(of_q(heads[0]), cos, sin), _turned(of_k(heads[1]), cos, sin), heads[2]]
 
 
-def after(x: Tensor, attended: Tensor, o: Op, norm: Op, mlp: Op) -> Tensor:
+def after(x: Tensor, attended: Tensor, o: Op, of_attention: Op, norm: Op, mlp: Op, of_mlp: Op) -> Tensor:
     """x [N, E], what attention gave [N, H, D] -> [N, E]."""
-    middle = x + o(attended.flatten(1))
-    return middle + mlp(norm(middle))
+    middle = x + of_attention(o(attended.flatten(1)))
+    return middle + of_mlp(mlp(norm(middle)))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None
     norms = [part for part in parts if isinstance(part, NativeNorm)]
     mlps = [part for part in parts if isinstance(part, NativeMlp)]
     asks = [child for child in layer.children() if getattr(child, "layer_idx", None) == trial.asked.layer]
-    if (len(norms), len(mlps), len(asks)) != (2, 1, 1) or trial.asked.sink is not None:
+    if len(norms) not in (2, 4) or (len(mlps), len(asks)) != (1, 1) or trial.asked.sink is not None:
         return None
     of_heads = [part for child in asks[0].children() if isinstance(part := vars(child).get("forward"), NativeNorm)]
     linears: list[Any] = [child for child in asks[0].children() if type_of(child) is not None]
@@ -146,7 +146,7 @@ def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None
     shapes = [(inside, e), (k.shape[0] * d, e), (v.shape[0] * d, e), (e, inside)]
     if [(linear.out_features, linear.in_features) for linear in linears] != shapes or e != mlps[0].mlp.down.N:
         return None
-    if [norm.norm.H for norm in (*norms, *of_heads)] not in ([e, e], [e, e, d, d]):
+    if {norm.norm.H for norm in norms} != {e} or [norm.norm.H for norm in of_heads] not in ([], [d, d]):
         return None
     if {*map(type_of, linears), *(mlp.dtype for mlp in mlps)} != {trial.hidden.dtype}:
         return None
@@ -155,8 +155,9 @@ def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None
         return None
     products, weights = zip(*map(product_of, linears), strict=True)
     made = Layer(
-        *(norm.norm for norm in (*norms, *of_heads)),
-        *([Norm()] * (2 - len(of_heads))),
+        *(norm.norm for norm in (norms[0], norms[len(norms) // 2])),
+        *([norm.norm for norm in of_heads] or [Norm(), Norm()]),
+        *([norms[1].norm, norms[3].norm] if len(norms) == 4 else [Norm(), Norm()]),
         *products,
         mlps[0].mlp,
         d,

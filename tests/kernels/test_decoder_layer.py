@@ -93,7 +93,7 @@ def parts(dtype: torch.dtype, level: str, act: str = "silu", bits: int = 0) -> P
         bias = torch.randn(n, generator=noise).to(dtype) if name in "qkv" else None
         linears[name] = layer_of((torch.randn(n, k, generator=noise) * k**-0.5).to(dtype), bias, bits)
     norms = {}
-    for name, h in {"first": E, "second": E, "of_q": D, "of_k": D}.items():
+    for name, h in {"first": E, "second": E, "of_q": D, "of_k": D, "of_attention": E, "of_mlp": E}.items():
         weight = (1 + 0.3 * torch.randn(h, generator=noise)).to(dtype)
         norms[name] = weight, norm_of(weight, 1e-5, FORMS[0])
     made: dict[str, Product] = {name: product_of(of)[0] for name, of in linears.items()}
@@ -164,8 +164,9 @@ def test_a_layer_is_its_parts_to_the_bit(level: str, turning: int, bits: int, dt
     assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
     attended = rows(9, HEADS * D, dtype).view(9, HEADS, D)
     ours = after(given.layer, x, attended, level=level)
+    norms = [given.norm(name) for name in ("of_attention", "second", "of_mlp")]
     mlp = lambda normed: gated_mlp(normed, given.mlp, level=level)  # noqa: E731
-    assert torch.equal(ours, by_parts.after(x, attended, given.product("o"), given.norm("second"), mlp))
+    assert torch.equal(ours, by_parts.after(x, attended, given.product("o"), *norms[:2], mlp, norms[2]))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -25,7 +25,8 @@ typedef struct {
 } Norm;
 typedef struct { Product gate, up, down; int32_t act, is_wide; } Mlp;
 typedef struct {
-  Norm first, second, of_q, of_k;  // the latter two of each head; w null: there are none
+  Norm first, second;                      // of what goes into attention and MLP
+  Norm of_q, of_k, of_attention, of_mlp;  // of each head, and of what comes out; w null: there is none
   Product q, k, v, o;
   Mlp mlp;
   int64_t D;  // numbers of a head
@@ -215,9 +216,11 @@ EXPORT(layer_after)(const Layer *l, const void *x, const void *attended, void *y
   const long E = l->first.H, bytes = M * E * (is_wide ? 4 : 2);
   char *middle = malloc(2 * bytes), *normed = middle + bytes;
   product(&l->o, attended, middle, M, is_wide);
+  if (l->of_attention.w) JOIN(rms_norm, LEVEL)(&l->of_attention, middle, middle, M);
   add(x, middle, M, E, E, is_wide);
   JOIN(rms_norm, LEVEL)(&l->second, middle, normed, M);
   JOIN(mlp, LEVEL)(&l->mlp, normed, y, M);
+  if (l->of_mlp.w) JOIN(rms_norm, LEVEL)(&l->of_mlp, y, y, M);
   add(middle, y, M, E, E, is_wide);
   free(middle);
 }
