@@ -19,6 +19,10 @@ _TAKES = {
     "attend": (_P,),
     "unfused": (_P,),
     "linear_packed": (_P, _P, _P, _P, _L, _L, _L, _I, _L, _I),
+    "rms_norm": (_P, _P, _P, _L),
+    "mlp": (_P, _P, _P, _L),
+    "layer_before": (_P, _P, _P, _P, _P, _P, _P, _L, _L),
+    "layer_after": (_P, _P, _P, _P, _L),
 }
 
 
@@ -29,6 +33,10 @@ class Native:
     attend: Callable[..., None]
     unfused: Callable[..., None]
     linear_packed: Callable[..., None]
+    rms_norm: Callable[..., None]
+    mlp: Callable[..., None]
+    layer_before: Callable[..., None]
+    layer_after: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level = level

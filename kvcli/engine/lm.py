@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
 from kvcli.engine import forward, gate, seam, stated, weights
+from kvcli.engine.fused import fuse_
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
 from kvcli.engine.neighbours import rows_know_neighbours
@@ -169,6 +170,8 @@ class LM:
         for swap, how in ((lay_out_, native), (lay_out_experts_, experts), (block_, f"layers {widened}")):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
+        if fused := fuse_(self, self._layers or ()):
+            self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
 
 

@@ -1,5 +1,6 @@
 // All kernels for one kind of CPU; compiled once for each, with -DLEVEL=name and what that CPU has.
 #include "attend.c"
 #include "linear_packed.c"
+#include "layer.c"
 // A product and a sum, so that a test can see that they are rounded apart
 EXPORT(unfused)(float *x) { x[3] = x[0] * x[1] + x[2]; }

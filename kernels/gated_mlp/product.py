@@ -1,0 +1,42 @@
+"""One product of a native call that makes several: what it is told of a linear layer."""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor, dtype, nn
+
+from kvcli.kernels.linear.module import NativeLinear
+from kvcli.kernels.linear_packed import panels
+from kvcli.kernels.linear_packed.module import PackedLinear
+
+
+class Product(ctypes.Structure):
+    """As in native/c/layer.c; holds addresses, so it lives no longer than the layer's tensors."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("w", "scale", "bias")),
+        *((name, ctypes.c_int64) for name in ("N", "K", "bits", "group")),
+    ]
+
+
+def type_of(layer: nn.Module) -> dtype | None:
+    """Of the numbers that go into a linear layer; None = it is none, or not made natively."""
+    if isinstance(layer, NativeLinear):
+        return layer.dtype
+    if isinstance(layer, PackedLinear) and layer.is_native and panels.serves(layer.scale.dtype):
+        return layer.scale.dtype
+    return None
+
+
+def product_of(layer: nn.Module) -> tuple[Product, list[Tensor | None]]:
+    """What a call is told of a layer that has a `type_of`, and what holds its numbers."""
+    keeps: list[Tensor | None]
+    packing: tuple[int, int]
+    if isinstance(layer, PackedLinear):
+        keeps, packing = [layer.data, layer.scale, layer.bias], (layer.bits, layer.group)
+    else:
+        assert isinstance(layer, NativeLinear)
+        keeps, packing = [layer.packed, None, layer.bias], (0, 0)
+    at = (None if t is None else t.data_ptr() for t in keeps)
+    return Product(*at, layer.out_features, layer.in_features, *packing), keeps
