@@ -13,7 +13,8 @@ served. Native alone: without it torch's kernels remain, whose rows do know of e
 
 from __future__ import annotations
 
-import ctypes
+import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from kvcli.kernels import native as built
 from kvcli.kernels.merge import Part
 
 LARGEST = 512  # numbers of a key or a value
+# The structures of native/c/attend.c. A call is Python's for some microseconds, so all of it is packed at once.
+ATTEND, PART = struct.Struct("13P15q2f2i"), struct.Struct("2P5q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +39,6 @@ class Run:
     starts: Sequence[int]  # by KV head: its first slot in k and v
     lengths: Sequence[int]  # by KV head: slots from there on
     pos_starts: Sequence[int]  # by KV head: its first position
-
-
-class _Part(ctypes.Structure):
-    """As in native/c/attend.c."""
-
-    _fields_ = [
-        ("out", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("out_h", "out_n", "lse_h", "lse_n", "is_wide")),
-    ]
-
-
-class _Attend(ctypes.Structure):
-    """As in native/c/attend.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "fk", "fv", "out", "lse", "pos", "row_pos", "heads")),
-        *((name, ctypes.c_void_p) for name in ("sees", "sink", "before")),
-        *((name, ctypes.c_int64) for name in ("n_before", "H", "K", "N", "D", "E", "qh", "qn", "kh", "kn", "vh", "vn")),
-        *((name, ctypes.c_int64) for name in ("out_h", "out_n", "window")),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int32) for name in ("is_wide", "is_wide_out")),
-    ]
 
 
 def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
@@ -130,59 +110,52 @@ def _call(
 ) -> None:
     functions = built.native(level)
     assert functions is not None
-    q = _rows_whole(q)
+    q, qh, qn = _rows(q)
     h, n, d = q.shape
-    a = _Attend(H=h, N=n, D=d, E=out.shape[2], scale=scale, cap=softcap)
-    a.is_wide, a.is_wide_out = q.dtype == torch.float32, out.dtype == torch.float32
-    a.q, a.qh, a.qn, a.out, a.out_h, a.out_n = (
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        out.data_ptr(),
-        out.shape[2],
-        out.stride(0),
-    )
-    if lse is not None:
-        a.lse = lse.data_ptr()
-    if run is not None:
-        assert run.k.dtype == run.v.dtype == q.dtype, "rows and slots are of one type"
-        a.K, a.k, a.v = len(run.starts), run.k.data_ptr(), run.v.data_ptr()
-        heads = (ctypes.c_int64 * (3 * a.K))(*run.starts, *run.lengths, *run.pos_starts)
+    k = v = fk = fv = slots_at = rows_at = sees_at = sink_at = parts_at = 0
+    kh = kn = vh = vn = kv = 0
     if fresh is not None:
-        k, v = _rows_whole(fresh[0]), _rows_whole(fresh[1])
-        assert k.dtype == v.dtype == q.dtype, "rows are of one type"
-        a.fk, a.kh, a.kn, a.fv, a.vh, a.vn = (
-            k.data_ptr(),
-            k.stride(0),
-            k.stride(1),
-            v.data_ptr(),
-            v.stride(0),
-            v.stride(1),
-        )
-        if run is None:
-            a.K = k.shape[0]
-            heads = (ctypes.c_int64 * (3 * a.K))()
-    a.heads = ctypes.addressof(heads)
+        (k_rows, kh, kn), (v_rows, vh, vn) = _rows(fresh[0]), _rows(fresh[1])
+        assert k_rows.dtype == v_rows.dtype == q.dtype, "rows are of one type"
+        fk, fv, kv = k_rows.data_ptr(), v_rows.data_ptr(), k_rows.shape[0]
+    if run is None:
+        heads = array("q", bytes(24 * kv))
+    else:
+        assert run.k.dtype == run.v.dtype == q.dtype, "rows and slots are of one type"
+        k, v, kv = run.k.data_ptr(), run.v.data_ptr(), len(run.starts)
+        heads = array("q", (*run.starts, *run.lengths, *run.pos_starts))
     if window is not None:
-        row_pos = (ctypes.c_int32 * n)(*pos)
-        a.window, a.row_pos, a.pos = window, ctypes.addressof(row_pos), None if run is None else run.pos.data_ptr()
+        positions = array("i", pos)
+        rows_at, slots_at = positions.buffer_info()[0], 0 if run is None else run.pos.data_ptr()
     if sees is not None and n > 1:
         sees = sees.contiguous()
-        a.sees = sees.data_ptr()
+        sees_at = sees.data_ptr()
     if sink is not None:
         sink = sink.float().contiguous()
-        a.sink = sink.data_ptr()
+        sink_at = sink.data_ptr()
     if before:
-        outs = [_rows_whole(p.out if p.out.dtype == torch.bfloat16 else p.out.float()) for p in before]
+        outs = [_rows(p.out if p.out.dtype == torch.bfloat16 else p.out.float()) for p in before]
         lses = [p.lse.float() for p in before]
-        parts = (_Part * len(before))()
-        for part, o, e in zip(parts, outs, lses, strict=True):
-            part.out, part.out_h, part.out_n, part.is_wide = o.data_ptr(), *o.stride()[:2], o.dtype == torch.float32
-            part.lse, part.lse_h, part.lse_n = e.data_ptr(), *e.stride()
-        a.before, a.n_before = ctypes.addressof(parts), len(before)
-    functions.attend(ctypes.addressof(a))
+        parts = array("q", b"".join(_part(*out, lse) for out, lse in zip(outs, lses, strict=True)))
+        parts_at = parts.buffer_info()[0]
+    functions.attend(
+        ATTEND.pack(
+            *(q.data_ptr(), k, v, fk, fv, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
+            *(slots_at, rows_at, heads.buffer_info()[0], sees_at, sink_at, parts_at, len(before), h, kv, n, d),
+            *(out.shape[2], qh, qn, kh, kn, vh, vn, out.shape[2], h * out.shape[2], window or 0, scale, softcap),
+            *(q.dtype == torch.float32, out.dtype == torch.float32),
+        )
+    )
 
 
-def _rows_whole(x: Tensor) -> Tensor:
-    """The last dimension in one piece; the others may lie anywhere."""
-    return x if x.stride(2) == 1 else x.contiguous()
+def _rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """[.., N, D] with D in one piece, and the other strides."""
+    a, b, c = x.stride()
+    if c == 1:
+        return x, a, b
+    x = x.contiguous()
+    return x, x.stride(0), x.stride(1)
+
+
+def _part(out: Tensor, h: int, n: int, lse: Tensor) -> bytes:
+    return PART.pack(out.data_ptr(), lse.data_ptr(), h, n, *lse.stride(), out.dtype == torch.float32)

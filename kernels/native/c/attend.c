@@ -87,7 +87,7 @@ static Job begin(const Plan *p, long h, long first, long rows) {
   char *all = malloc((size_t)j.all + 64);
   lay_out(&j, p, n, (char *)UP((uintptr_t)all, 64));
   j.all = all;
-  memset(j.room.vt, 0, B * p->width * 4);
+  if (a->E != p->width) memset(j.room.vt, 0, B * p->width * 4);  // what lies behind a value's last channel
   const int64_t start = a->heads[h], length = a->heads[a->K + h], pos = a->heads[2 * a->K + h];
   j.rows.n = n, j.rows.S = p->S, j.rows.E = a->E, j.rows.width = p->width, j.rows.is_wide = a->is_wide;
   j.rows.scale = a->cap > 0 ? a->scale / a->cap : a->scale * LOG2E, j.rows.cap = a->cap * LOG2E;
@@ -119,7 +119,11 @@ static Slots fetch(Job *j, const Plan *p, int64_t at) {
   const Attend *a = p->a;
   const Sequence *s = &j->seq;
   const long dk = a->D * p->size, dv = a->E * p->size, kn = a->kn * p->size, vn = a->vn * p->size;
-  if (at + B <= s->length) return (Slots){s->k + at * dk, s->v + at * dv, dk, dv, a->window ? s->pos + at : 0};
+  if (at + B <= s->length) {
+    const char *k = s->k + at * dk, *v = s->v + at * dv;
+    const int has_next = at + 2 * B <= s->length;
+    return (Slots){k, v, dk, dv, a->window ? s->pos + at : 0, has_next ? k + B * dk : 0, has_next ? v + B * dv : 0};
+  }
   for (long i = 0; i < B; i++) {
     const int64_t place = at + i, fresh = place - s->length, f = s->order && place < s->end ? s->order[fresh] : fresh;
     const int is_stored = fresh < 0, is_there = place < s->end;
@@ -129,7 +133,7 @@ static Slots fetch(Job *j, const Plan *p, int64_t at) {
       memcpy(j->v + i * dv, is_stored ? s->v + place * dv : s->fv + f * vn, dv);
     } else memset(j->k + i * dk, 0, dk), memset(j->v + i * dv, 0, dv);
   }
-  return (Slots){j->k, j->v, dk, dv, a->window ? j->pos : 0};
+  return (Slots){j->k, j->v, dk, dv, a->window ? j->pos : 0, 0, 0};
 }
 // Whether a window hides a block from all rows; if it hides nothing from any, positions are of no more interest
 static int is_hidden(const Job *j, Slots *b) {

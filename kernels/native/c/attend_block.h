@@ -32,13 +32,17 @@ typedef struct {
 typedef struct {
   const char *k, *v;  // the first slot's
   long ldk, ldv;      // bytes from slot to slot
-  const int32_t *pos; // [64], null without a window
+  const int32_t *pos;  // [64], null without a window
+  const char *next_k, *next_v;  // the next block, if it lies behind this one
 } Slots;
 
-// acc[rows][vecs * 16] over S words of x and S times 16 words of w: one chain a lane
-INLINE void chains(int is_wide, int rows, int vecs, const uint32_t *w, long ldw, const uint32_t *x, long ldx, long S, F acc[4][4]) {
+// acc[rows][vecs * 16] over S words of x and S times 16 words of w: one chain a lane. `next`: asked for meanwhile, as many
+// lines as are read of w, into the second cache; null = nothing
+INLINE void chains(int is_wide, int rows, int vecs, const uint32_t *w, long ldw, const uint32_t *x, long ldx, long S, const char *next, F acc[4][4]) {
 #pragma clang loop unroll(disable)
   for (long s = 0; s < S; s++) {
+    if (next)
+      for (int n = 0; n < vecs; n++) __builtin_prefetch(next + (s * vecs + n) * 64, 0, 2);
     U wv[4];
     for (int n = 0; n < vecs; n++) wv[n] = load(U, w + s * ldw + n * 16);
     for (int m = 0; m < rows; m++) {
@@ -50,21 +54,21 @@ INLINE void chains(int is_wide, int rows, int vecs, const uint32_t *w, long ldw,
     }
   }
 }
-INLINE void scores(int is_wide, int rows, int vecs, const Rows *a, const Room *room, long r, long slot) {
+INLINE void scores(int is_wide, int rows, int vecs, const Rows *a, const Room *room, const char *next, long r, long slot) {
   F acc[4][4];
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) acc[m][n] = splat(0.f);
-  chains(is_wide, rows, vecs, room->kt + slot, B, a->q + r * a->S, a->S, a->S, acc);
+  chains(is_wide, rows, vecs, room->kt + slot, B, a->q + r * a->S, a->S, a->S, next && r == 0 ? next + slot * a->S * 4 : 0, acc);
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) store(room->s + (r + m) * B + slot + n * 16, acc[m][n]);
 }
-INLINE void weigh(int is_wide, int rows, int vecs, const Rows *a, const Room *room, const uint32_t *vt, long ldv, long r, long e) {
+INLINE void weigh(int is_wide, int rows, int vecs, const Rows *a, const Room *room, const uint32_t *vt, long ldv, const char *next, long r, long e) {
   F acc[4][4];
   const long S = is_wide ? B : B / 2;
   float *o = a->o + r * a->width + e;
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) acc[m][n] = load(F, o + m * a->width + n * 16) * room->shrink[r + m];
-  chains(is_wide, rows, vecs, vt + e, ldv, room->p + r * S, S, S, acc);
+  chains(is_wide, rows, vecs, vt + e, ldv, room->p + r * S, S, S, next && r == 0 ? next + e * S * 4 : 0, acc);
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) store(o + m * a->width + n * 16, acc[m][n]);
 }
@@ -97,36 +101,38 @@ INLINE void soften(int is_wide, const Rows *a, const Room *room, const int32_t *
   a->top[r] = now;
   room->shrink[r] = shrink;
 }
-// Keys [64] -> room->kt. Behind each line that is read, the next block's is asked for, into the second cache.
-INLINE void turn_keys(const Rows *a, const Room *room, const Slots *b) {
-  for (long slot = 0; slot < B; slot += 16)
-    for (long s = 0; s < a->S; s += 16) {
-      U rows[16];
-      const char *from = b->k + slot * b->ldk + s * 4;
-      for (int i = 0; i < 16; i++) {
-        rows[i] = load_some(from + i * b->ldk, a->S - s);
-        __builtin_prefetch(from + (i + B) * b->ldk, 0, 2);
-      }
-      turn16(rows);
-      for (int i = 0; i < 16 && s + i < a->S; i++) store(room->kt + (s + i) * B + slot, rows[i]);
-    }
+// 16 keys' words, all of them there if `is_whole` -> 16 columns of room->kt
+INLINE void turn_some(int is_whole, long n, const char *k, long ld, uint32_t *kt) {
+  U a[16];
+  for (int i = 0; i < 16; i++) a[i] = is_whole ? load(U, k + i * ld) : load_some(k + i * ld, n);
+  turn16(a);
+  for (int i = 0; i < 16; i++)
+    if (is_whole || i < n) store(kt + i * B, a[i]);
+}
+static void turn_keys(const Rows *a, const Room *room, const Slots *b) {
+  for (long slot = 0; slot < B; slot += 16) {
+    const char *k = b->k + slot * b->ldk;
+    long s = 0;
+    for (; s + 16 <= a->S; s += 16) turn_some(1, 16, k + s * 4, b->ldk, room->kt + s * B + slot);
+    if (s < a->S) turn_some(0, a->S - s, k + s * 4, b->ldk, room->kt + s * B + slot);
+  }
 }
 // Values [64] as bf16 -> room->vt, by pairs of slots
-INLINE void pair_values(const Rows *a, const Room *room, const Slots *b) {
-  for (long j = 0; j < B / 2; j++)
-    for (long e = 0; e < a->E; e += 32) {
-      H2 x = {0}, y = {0};
-      const char *from = b->v + 2 * j * b->ldv + e * 2;
-      uint32_t *to = room->vt + j * a->width + e;
-      const long n = a->E - e;
-      if (n >= 32) x = load(H2, from), y = load(H2, from + b->ldv);
-      else memcpy(&x, from, n * 2), memcpy(&y, from + b->ldv, n * 2);
-      __builtin_prefetch(from + B * b->ldv, 0, 2);
-      __builtin_prefetch(from + (B + 1) * b->ldv, 0, 2);
-      store(to, (U)__builtin_shufflevector(x, y, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47));
-      if (n > 16)
-        store(to + 16, (U)__builtin_shufflevector(x, y, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63));
-    }
+INLINE void pair(int is_whole, long n, const char *v, long ld, uint32_t *to) {
+  H2 x = {0}, y = {0};
+  if (is_whole) x = load(H2, v), y = load(H2, v + ld);
+  else memcpy(&x, v, n * 2), memcpy(&y, v + ld, n * 2);
+  store(to, (U)__builtin_shufflevector(x, y, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47));
+  if (is_whole || n > 16)
+    store(to + 16, (U)__builtin_shufflevector(x, y, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63));
+}
+static void pair_values(const Rows *a, const Room *room, const Slots *b) {
+  for (long j = 0; j < B / 2; j++) {
+    const char *v = b->v + 2 * j * b->ldv;
+    long e = 0;
+    for (; e + 32 <= a->E; e += 32) pair(1, 32, v + e * 2, b->ldv, room->vt + j * a->width + e);
+    if (e < a->E) pair(0, a->E - e, v + e * 2, b->ldv, room->vt + j * a->width + e);
+  }
 }
 #if defined(__AVX512F__)  // 32 registers of 16 lanes hold 4 rows of 4 vectors; others hold 4 of 1
 #define WIDEST 4
@@ -152,7 +158,7 @@ INLINE void block_of(int is_wide, const Rows *a, const Room *room, const Slots *
   const uint32_t *vt = room->vt;
   long ldv = a->width;
   turn_keys(a, room, b);
-#define CALL(m, n, r, e) scores(is_wide, m, n, a, room, r, e)
+#define CALL(m, n, r, e) scores(is_wide, m, n, a, room, b->next_k, r, e)
   TILES(a->n, B, CALL)
 #undef CALL
   for (long r = 0; r < a->n; r++) soften(is_wide, a, room, b->pos, at, r);
@@ -160,7 +166,7 @@ INLINE void block_of(int is_wide, const Rows *a, const Room *room, const Slots *
   else if (a->E == a->width) vt = (const uint32_t *)b->v, ldv = b->ldv / 4;  // as they lie
   else
     for (long j = 0; j < B; j++) memcpy(room->vt + j * a->width, b->v + j * b->ldv, a->E * 4);
-#define CALL(m, n, r, e) weigh(is_wide, m, n, a, room, vt, ldv, r, e)
+#define CALL(m, n, r, e) weigh(is_wide, m, n, a, room, vt, ldv, b->next_v, r, e)
   TILES(a->n, a->width, CALL)
 #undef CALL
 }
