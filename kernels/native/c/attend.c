@@ -37,6 +37,7 @@ typedef struct {  // strides in numbers; keys and values of slots lie close toge
 typedef struct {
   const Attend *a;
   long G, S, width, size;      // query heads of a KV head; words of a key; channels in whole vectors; bytes of a number
+  int kind;
   long tile, tiles, spans;     // fresh rows of a tile; tiles; spans to share out, 0 = each tile does them all
   int is_chain;
   float *tops, *o;             // by KV head, span and row: the states of spans to share out
@@ -71,8 +72,8 @@ static void lay_out(Job *j, const Plan *p, long n, char *at) {
   const long S = p->S, W = p->width;
   j->q = take(&at, n * S * 4);
   j->count = take(&at, n * 8), j->low = take(&at, n * 8), j->order = take(&at, p->a->N * 8);
-  j->pos = take(&at, B * 4), j->k = take(&at, B * S * 4), j->v = take(&at, B * W * 4);
-  j->room.kt = take(&at, S * B * 4), j->room.vt = take(&at, B * W * 4);
+  j->pos = take(&at, B * 4), j->k = take(&at, B * p->a->D * p->size), j->v = take(&at, B * p->a->E * p->size);
+  j->room.kt = take(&at, S * B * 4), j->room.vt = take(&at, words(p->kind, B) * W * 4);
   j->room.s = take(&at, n * B * 4), j->room.p = take(&at, n * B * 4), j->room.shrink = take(&at, n * 4);
   j->rows.top = take(&at, n * 4), j->rows.mass = take(&at, n * sizeof(F)), j->rows.o = take(&at, n * W * 4);
   j->met_top = take(&at, n * 4), j->met_mass = take(&at, n * 4), j->met = take(&at, n * W * 4);
@@ -87,14 +88,16 @@ static Job begin(const Plan *p, long h, long first, long rows) {
   char *all = malloc((size_t)j.all + 64);
   lay_out(&j, p, n, (char *)UP((uintptr_t)all, 64));
   j.all = all;
-  if (a->E != p->width) memset(j.room.vt, 0, B * p->width * 4);  // what lies behind a value's last channel
+  if (a->E != p->width) memset(j.room.vt, 0, words(p->kind, B) * p->width * 4);  // what lies behind a value's last channel
   const int64_t start = a->heads[h], length = a->heads[a->K + h], pos = a->heads[2 * a->K + h];
-  j.rows.n = n, j.rows.S = p->S, j.rows.E = a->E, j.rows.width = p->width, j.rows.is_wide = a->is_wide;
+  j.rows.n = n, j.rows.D = a->D, j.rows.E = a->E, j.rows.width = p->width, j.rows.kind = p->kind;
   j.rows.scale = a->cap > 0 ? a->scale / a->cap : a->scale * LOG2E, j.rows.cap = a->cap * LOG2E;
   j.rows.q = j.q, j.rows.count = j.count, j.rows.low = j.low;
   for (long r = 0; r < n; r++) {
     const long i = first + r / p->G, head = h * p->G + r % p->G;
-    memcpy(j.q + r * p->S, a->q + (head * a->qh + i * a->qn) * p->size, p->S * 4);
+    const char *q = a->q + (head * a->qh + i * a->qn) * p->size;
+    if (p->kind != WIDENED) memcpy(j.q + r * p->S, q, p->S * 4);
+    for (long d = 0; p->kind == WIDENED && d < a->D; d++) j.q[r * p->S + d] = (uint32_t)((const bf16 *)q)[d] << 16;
     j.count[r] = length + (a->fk ? i + 1 : 0);
     const int64_t low = a->window ? (int64_t)a->row_pos[i] - a->window : 0;
     j.low[r] = low < INT32_MIN ? INT32_MIN : low;
@@ -111,7 +114,7 @@ static Job begin(const Plan *p, long h, long first, long rows) {
   return j;
 }
 static void empty(Job *j) {
-  for (long r = 0; r < j->rows.n; r++) j->rows.top[r] = -__builtin_inff(), j->rows.mass[r] = splat(0.f);
+  for (long r = 0; r < j->rows.n; r++) j->rows.top[r] = NEVER, j->rows.mass[r] = splat(0.f);
   memset(j->rows.o, 0, j->rows.n * j->rows.width * 4);
 }
 // The block at place `at` of the sequence: where it lies, or gathered with zeros behind the end
@@ -160,7 +163,7 @@ static void blocks(Job *j, const Plan *p, int64_t from, int64_t to) {
 // Another state of row r meets what came before: the one fixed order of all that a row saw
 static void meet(Job *j, long r, float top, float mass, const float *o) {
   const float was = j->met_top[r], now = top > was ? top : was;
-  if (top == -__builtin_inff()) return;
+  if (top == NEVER) return;
   const float a = was == now ? 1.f : exp2_1(was - now), b = top == now ? 1.f : exp2_1(top - now);
   j->met_top[r] = now;
   j->met_mass[r] = j->met_mass[r] * a + mass * b;
@@ -171,7 +174,7 @@ static void meet_parts(Job *j, const Plan *p, long h, long first) {
   const Attend *a = p->a;
   float o[p->width];
   memset(o, 0, sizeof o);
-  for (long r = 0; r < j->rows.n; r++) j->met_top[r] = -__builtin_inff(), j->met_mass[r] = 0;
+  for (long r = 0; r < j->rows.n; r++) j->met_top[r] = NEVER, j->met_mass[r] = 0;
   memset(j->met, 0, j->rows.n * p->width * 4);
   for (const Part *b = a->before; b < a->before + a->n_before; b++)
     for (long r = 0; r < j->rows.n; r++) {
@@ -193,7 +196,7 @@ static void write_out(Job *j, const Plan *p, long h, long first) {
       const H narrowed = narrow(v);
       memcpy(out + e * size, a->is_wide_out ? (const void *)&v : (const void *)&narrowed, (a->E - e < 16 ? a->E - e : 16) * size);
     }
-    if (a->lse) a->lse[i * a->H + head] = mass == 0 ? -__builtin_inff() : (j->met_top[r] + log2_(mass)) / LOG2E;
+    if (a->lse) a->lse[i * a->H + head] = mass == 0 ? NEVER : (j->met_top[r] + log2_(mass)) / LOG2E;
   }
 }
 static int64_t whole(const Attend *a, long h) { return a->heads[a->K + h] / B * B; }
@@ -246,7 +249,7 @@ static int is_chain(const Attend *a) {
 EXPORT(attend)(const void *arg) {
   const Attend *a = arg;
   Plan p = {.a = a, .G = a->H / a->K, .size = a->is_wide ? 4 : 2, .width = UP(a->E, 16), .is_chain = is_chain(a) || !a->fk};
-  p.S = a->D * p.size / 4;
+  p.kind = a->is_wide ? WIDE : NARROW, p.S = words(p.kind, a->D);
   p.tile = p.G < TILE ? TILE / p.G : 1;
   p.tiles = (a->N + p.tile - 1) / p.tile;
   int64_t longest = 0;
