@@ -36,8 +36,7 @@ typedef struct {  // strides in numbers; keys and values of slots lie close toge
 
 typedef struct {
   const Attend *a;
-  long G, S, width, size;      // query heads of a KV head; words of a key; channels in whole vectors; bytes of a number
-  int kind;
+  long G, width, size;         // query heads of a KV head; channels in whole vectors; bytes of a number
   long tile, tiles, spans;     // fresh rows of a tile; tiles; spans to share out, 0 = each tile does them all
   int is_chain;
   float *tops, *o;             // by KV head, span and row: the states of spans to share out
@@ -59,6 +58,8 @@ typedef struct {  // the memory of a job
   int64_t *count, *low, *order;
   int32_t *pos;
   char *k, *v;            // a block that is gathered
+  int64_t *laid;          // the fresh row in each place of the block in kt and vt, -1 = none
+  int is_laid;
   float *met_top, *met_mass, *met;  // what the spans before this one came to
   void *all;
 } Job;
@@ -69,11 +70,11 @@ static void *take(char **at, long bytes) {
   return found;
 }
 static void lay_out(Job *j, const Plan *p, long n, char *at) {
-  const long S = p->S, W = p->width;
+  const long kind = j->rows.kind, S = words(kind, p->a->D), W = p->width;
   j->q = take(&at, n * S * 4);
-  j->count = take(&at, n * 8), j->low = take(&at, n * 8), j->order = take(&at, p->a->N * 8);
+  j->count = take(&at, n * 8), j->low = take(&at, n * 8), j->order = take(&at, p->a->N * 8), j->laid = take(&at, B * 8);
   j->pos = take(&at, B * 4), j->k = take(&at, B * p->a->D * p->size), j->v = take(&at, B * p->a->E * p->size);
-  j->room.kt = take(&at, S * B * 4), j->room.vt = take(&at, words(p->kind, B) * W * 4);
+  j->room.kt = take(&at, S * B * 4), j->room.vt = take(&at, words(kind, B) * W * 4);
   j->room.s = take(&at, n * B * 4), j->room.p = take(&at, n * B * 4), j->room.shrink = take(&at, n * 4);
   j->rows.top = take(&at, n * 4), j->rows.mass = take(&at, n * sizeof(F)), j->rows.o = take(&at, n * W * 4);
   j->met_top = take(&at, n * 4), j->met_mass = take(&at, n * 4), j->met = take(&at, n * W * 4);
@@ -83,34 +84,28 @@ static void lay_out(Job *j, const Plan *p, long n, char *at) {
 static Job begin(const Plan *p, long h, long first, long rows) {
   const Attend *a = p->a;
   const long n = rows * p->G;
-  Job j = {0};
+  Job j = {.rows = {.n = n, .D = a->D, .E = a->E, .width = p->width, .kind = a->is_wide ? WIDE : NARROW(n)}};
+  const int kind = j.rows.kind;
+  const long S = words(kind, a->D);
   lay_out(&j, p, n, 0);
   char *all = malloc((size_t)j.all + 64);
   lay_out(&j, p, n, (char *)UP((uintptr_t)all, 64));
   j.all = all;
-  if (a->E != p->width) memset(j.room.vt, 0, words(p->kind, B) * p->width * 4);  // what lies behind a value's last channel
+  if (a->E != p->width) memset(j.room.vt, 0, words(kind, B) * p->width * 4);  // what lies behind a value's last channel
   const int64_t start = a->heads[h], length = a->heads[a->K + h], pos = a->heads[2 * a->K + h];
-  j.rows.n = n, j.rows.D = a->D, j.rows.E = a->E, j.rows.width = p->width, j.rows.kind = p->kind;
   j.rows.scale = a->cap > 0 ? a->scale / a->cap : a->scale * LOG2E, j.rows.cap = a->cap * LOG2E;
   j.rows.q = j.q, j.rows.count = j.count, j.rows.low = j.low;
   for (long r = 0; r < n; r++) {
     const long i = first + r / p->G, head = h * p->G + r % p->G;
     const char *q = a->q + (head * a->qh + i * a->qn) * p->size;
-    if (p->kind != WIDENED) memcpy(j.q + r * p->S, q, p->S * 4);
-    for (long d = 0; p->kind == WIDENED && d < a->D; d++) j.q[r * p->S + d] = (uint32_t)((const bf16 *)q)[d] << 16;
+    if (kind != WIDENED) memcpy(j.q + r * S, q, S * 4);
+    for (long d = 0; kind == WIDENED && d < a->D; d++) j.q[r * S + d] = (uint32_t)((const bf16 *)q)[d] << 16;
     j.count[r] = length + (a->fk ? i + 1 : 0);
     const int64_t low = a->window ? (int64_t)a->row_pos[i] - a->window : 0;
     j.low[r] = low < INT32_MIN ? INT32_MIN : low;
   }
   j.seq = (Sequence){a->k + start * a->D * p->size, a->v + start * a->E * p->size, a->fk + h * a->kh * p->size, a->fv + h * a->vh * p->size,
                      a->pos + pos, a->row_pos, length, j.count[n - 1], 0};
-  if (!p->is_chain && rows == 1) {
-    int64_t seen = 0;
-    for (long f = 0; f <= first; f++)
-      if (f == first || a->sees[first * a->N + f]) j.order[seen++] = f;
-    j.seq.order = j.order, j.seq.end = length + seen;
-    for (long r = 0; r < n; r++) j.count[r] = j.seq.end;
-  }
   return j;
 }
 static void empty(Job *j) {
@@ -199,6 +194,58 @@ static void write_out(Job *j, const Plan *p, long h, long first) {
     if (a->lse) a->lse[i * a->H + head] = mass == 0 ? NEVER : (j->met_top[r] + log2_(mass)) / LOG2E;
   }
 }
+// The span so far meets what came before it
+static void close_span(Job *j) {
+  for (long r = 0; r < j->rows.n; r++) meet(j, r, j->rows.top[r], sum_across(j->rows.mass[r]), j->rows.o + r * j->rows.width);
+  empty(j);
+}
+// All blocks from place `at` on
+static void finish(Job *j, const Plan *p, int64_t at) {
+  do {
+    const int64_t end = (at / SPAN + 1) * SPAN;
+    blocks(j, p, at, end < j->seq.end ? end : j->seq.end);
+    close_span(j);
+    at = end;
+  } while (at < j->seq.end);
+}
+// Fresh row i of a tile by itself, in the same memory: a tree's row, which has a sequence of its own
+static Job one_of(Job *j, const Plan *p, long first, long i) {
+  const Attend *a = p->a;
+  const long G = p->G, r = i * G, row = first + i;
+  Job one = *j;
+  one.rows.n = G, one.rows.q += r * words(j->rows.kind, a->D), one.rows.count += r, one.rows.low += r, one.low += r;
+  one.rows.top += r, one.rows.mass += r, one.rows.o += r * p->width, one.met_top += r, one.met_mass += r, one.met += r * p->width;
+  int64_t seen = 0;
+  for (long f = 0; f <= row; f++)
+    if (f == row || a->sees[row * a->N + f]) j->order[seen++] = f;
+  one.seq.order = j->order, one.seq.end = j->seq.length + seen;
+  for (long g = 0; g < G; g++) j->count[r + g] = one.seq.end;
+  return one;
+}
+// The same for a row whose tail is one block: what is stored of it is laid out once for all rows, and of the fresh ones those
+// that were not there for the row before; what lies behind the row's own end is not seen
+static void tail(Job *j, Job *one, const Plan *p, int64_t at) {
+  const Attend *a = p->a;
+  const Sequence *s = &one->seq;
+  if (!j->is_laid) {
+    Job stored = *j;
+    stored.seq.end = s->length;
+    const Slots b = fetch(&stored, p, at);
+    lay(&j->rows, &j->room, &b);
+    for (long i = 0; i < B; i++) j->laid[i] = -1;
+    j->is_laid = 1;
+  }
+  for (int64_t f = 0; f < s->end - s->length; f++) {
+    const int64_t i = s->length - at + f, row = s->order[f];
+    if (j->laid[i] == row) continue;
+    place(&j->rows, &j->room, i, s->fk + row * a->kn * p->size, s->fv + row * a->vn * p->size);
+    j->laid[i] = row;
+    if (a->window) j->pos[i] = s->row_pos[row];
+  }
+  Slots b = {.pos = a->window ? j->pos : 0};
+  if (!is_hidden(one, &b)) block(&one->rows, &one->room, &b, at);
+  close_span(one);
+}
 static int64_t whole(const Attend *a, long h) { return a->heads[a->K + h] / B * B; }
 // One span of whole stored blocks, for the rows of a tile
 static void span_chunk(void *arg, int c) {
@@ -230,13 +277,12 @@ static void tile_chunk(void *arg, int c) {
       else j.rows.top[r] = p->tops[state + r], j.rows.mass[r] = p->mass[state + r], memcpy(j.rows.o + r * p->width, o, p->width * 4);
     }
   }
-  do {
-    const int64_t end = (at / SPAN + 1) * SPAN;
-    blocks(&j, p, at, end < j.seq.end ? end : j.seq.end);
-    for (long r = 0; r < j.rows.n; r++) meet(&j, r, j.rows.top[r], sum_across(j.rows.mass[r]), j.rows.o + r * p->width);
-    empty(&j);
-    at = end;
-  } while (at < j.seq.end);
+  if (p->is_chain) finish(&j, p, at);
+  for (long i = 0; !p->is_chain && i < rows; i++) {
+    Job one = one_of(&j, p, first, i);
+    if (one.seq.end <= at + B) tail(&j, &one, p, at);
+    else finish(&one, p, at), j.is_laid = 0;
+  }
   write_out(&j, p, h, first);
   free(j.all);
 }
@@ -249,7 +295,6 @@ static int is_chain(const Attend *a) {
 EXPORT(attend)(const void *arg) {
   const Attend *a = arg;
   Plan p = {.a = a, .G = a->H / a->K, .size = a->is_wide ? 4 : 2, .width = UP(a->E, 16), .is_chain = is_chain(a) || !a->fk};
-  p.kind = a->is_wide ? WIDE : NARROW, p.S = words(p.kind, a->D);
   p.tile = p.G < TILE ? TILE / p.G : 1;
   p.tiles = (a->N + p.tile - 1) / p.tile;
   int64_t longest = 0;
@@ -262,7 +307,10 @@ EXPORT(attend)(const void *arg) {
     at = (char *)UP((uintptr_t)at, 64);
     p.tops = take(&at, n * 4), p.mass = take(&at, n * sizeof(F)), p.o = take(&at, n * p.width * 4);
     pool_run(span_chunk, &p, (int)(a->K * p.spans * p.tiles));
-    if (!p.is_chain) p.tile = 1, p.tiles = a->N;
+    if (!p.is_chain) {
+      const long few = (a->K * a->N + ENOUGH - 1) / ENOUGH;  // of a tree's rows share what they share
+      p.tile = few < p.tile ? few : p.tile, p.tiles = (a->N + p.tile - 1) / p.tile;
+    }
   }
   pool_run(tile_chunk, &p, (int)(a->K * p.tiles));
   free(states);

@@ -9,12 +9,14 @@
 #define UP(n, to) (((n) + (to)-1) / (to) * (to))
 #define NEVER (-__builtin_inff())
 
-// How numbers are multiplied, as words of 32 bits: fp32; bf16 in pairs, where a CPU has products of them; bf16 widened to fp32
+// How numbers are multiplied, as words of 32 bits: fp32; bf16 in pairs; bf16 widened to fp32, which gives the same bits where a
+// CPU has no products of pairs and is quicker there, but not for a row or two, whose block is over before twice the words are
+// in the first cache
 enum { WIDE, PAIRED, WIDENED };
 #if defined(__AVX512BF16__)
-#define NARROW PAIRED
+#define NARROW(rows) PAIRED
 #else
-#define NARROW WIDENED
+#define NARROW(rows) ((rows) <= 2 ? PAIRED : WIDENED)
 #endif
 
 typedef uint16_t H2 __attribute__((vector_size(64), aligned(2)));  // 32 x bf16
@@ -60,13 +62,7 @@ INLINE void chains(int kind, int rows, int vecs, const uint32_t *w, long ldw, co
 #if defined(__AVX512F__)
       __asm__("" : "+v"(xv));  // read once for all vectors
 #endif
-      for (int n = 0; n < vecs; n++) {
-#if defined(__AVX512BF16__)
-        if (kind == PAIRED) acc[m][n] = (F)_mm512_dpbf16_ps((__m512)acc[m][n], (__m512bh)wv[n], (__m512bh)xv);
-        else
-#endif
-          acc[m][n] = fma_((F)wv[n], (F)xv, acc[m][n]);
-      }
+      for (int n = 0; n < vecs; n++) acc[m][n] = kind == PAIRED ? dot2(acc[m][n], wv[n], xv[0]) : fma_((F)wv[n], (F)xv, acc[m][n]);
     }
   }
 }
@@ -155,7 +151,8 @@ INLINE void pair_some(int kind, int is_whole, long n, const char *v, long ld, ui
     store(vt + 16, (U)__builtin_shufflevector(x, y, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63));
 }
 INLINE void pair_values(int kind, const Rows *a, const Room *room, const Slots *b) {
-  for (long j = 0; j < B; j += 2) {
+  for (long j = 0; j < B && kind == WIDE; j++) memcpy(room->vt + j * a->width, b->v + j * b->ldv, a->E * 4);
+  for (long j = 0; j < B && kind != WIDE; j += 2) {
     const char *v = b->v + j * b->ldv;
     uint32_t *vt = room->vt + words(kind, j) * a->width;
     long e = 0;
@@ -206,15 +203,20 @@ INLINE void block_of(int kind, const Rows *a, const Room *room, const Slots *b, 
   TILES(a->n, B, CALL)
 #undef CALL
   for (long r = 0; r < a->n; r++) soften(kind, a, room, b->pos, at, r);
-  if (b->k && kind != WIDE) pair_values(kind, a, room, b);
-  else if (b->k && a->E == a->width) vt = (const uint32_t *)b->v, ldv = b->ldv / 4;  // as they lie
-  else if (b->k)
-    for (long j = 0; j < B; j++) memcpy(room->vt + j * a->width, b->v + j * b->ldv, a->E * 4);
+  if (kind == WIDE && b->k && a->E == a->width) vt = (const uint32_t *)b->v, ldv = b->ldv / 4;  // as they lie
+  else if (b->k) pair_values(kind, a, room, b);
 #define CALL(m, n, r, e) weigh(kind, m, n, a, room, vt, ldv, b->next_v, r, e)
   TILES(a->n, a->width, CALL)
 #undef CALL
 }
-static void block(const Rows *a, const Room *room, const Slots *b, int64_t at) {
+__attribute__((noinline)) static void block(const Rows *a, const Room *room, const Slots *b, int64_t at) {
   if (a->kind == WIDE) block_of(WIDE, a, room, b, at);
-  else block_of(NARROW, a, room, b, at);
+  else if (a->kind == PAIRED) block_of(PAIRED, a, room, b, at);
+  else block_of(WIDENED, a, room, b, at);
+}
+// A block's keys and values in kt and vt, for others than the next rows
+static void lay(const Rows *a, const Room *room, const Slots *b) {
+  if (a->kind == WIDE) turn_keys(WIDE, a, room, b), pair_values(WIDE, a, room, b);
+  else if (a->kind == PAIRED) turn_keys(PAIRED, a, room, b), pair_values(PAIRED, a, room, b);
+  else turn_keys(WIDENED, a, room, b), pair_values(WIDENED, a, room, b);
 }
