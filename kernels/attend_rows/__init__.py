@@ -110,6 +110,7 @@ def _call(
 ) -> None:
     functions = built.native(level)
     assert functions is not None
+    assert scale > 0, "the largest product is the largest score"
     q, qh, qn = _rows(q)
     h, n, d = q.shape
     k = v = fk = fv = slots_at = rows_at = sees_at = sink_at = parts_at = 0
