@@ -7,6 +7,7 @@ So the bits of a row depend on its sequence alone, not on who else is in the pas
 a draft and in a prompt. A slot that a window hides is a masked slot in its place.
 
 `attend_rows` gives what a layer wants, `attend_part` a part of it for one tier; reference.py says what both compute.
+`attend_packed_part` is `attend_part` over slots in few bits, and gives the bits that they would give unpacked.
 bf16 and float32 on a CPU, all of one type; weights are rounded to bf16 for bf16 values. `why_not` says what is not
 served. Native alone: without it torch's kernels remain, whose rows do know of each other.
 """
@@ -22,11 +23,12 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native as built
+from kvcli.kernels.attend_packed import PackedHead
 from kvcli.kernels.merge import Part
 
 LARGEST = 512  # numbers of a key or a value
 # The structures of native/c/attend.c. A call is Python's for some microseconds, so all of it is packed at once.
-ATTEND, PART = struct.Struct("13P15q2f2i"), struct.Struct("2P5q")
+ATTEND, PART, PACKED = struct.Struct("14P15q2f2i"), struct.Struct("2P5q"), struct.Struct("3P3q3P3qPq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,15 @@ class Run:
     starts: Sequence[int]  # by KV head: its first slot in k and v
     lengths: Sequence[int]  # by KV head: slots from there on
     pos_starts: Sequence[int]  # by KV head: its first position
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRun:
+    """Stored slots of one layer in few bits; heads may differ in length."""
+
+    heads: Sequence[PackedHead]
+    pos: Tensor  # as in Run; a hole has position -1 and is hidden where there is a window
+    pos_starts: Sequence[int]
 
 
 def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
@@ -93,6 +104,24 @@ def attend_part(
     return Part(out.transpose(0, 1), lse.T)
 
 
+def attend_packed_part(
+    q: Tensor,
+    run: PackedRun,
+    pos: Sequence[int],
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float = 0.0,
+    level: str | None = None,
+) -> Part:
+    """The same over slots in few bits: keys and values of D numbers, a multiple of 16, and q of their type unpacked."""
+    assert q.shape[2] % 16 == 0, "codes are read sixteen at a time"
+    out = torch.empty(q.shape[1], q.shape[0], q.shape[2])
+    lse = torch.empty(q.shape[1], q.shape[0])
+    _call(q, None, None, pos, scale, None, window, softcap, (), None, out, lse, level, run)
+    return Part(out.transpose(0, 1), lse.T)
+
+
 def _call(
     q: Tensor,
     run: Run | None,
@@ -107,19 +136,24 @@ def _call(
     out: Tensor,  # [N, H, E]
     lse: Tensor | None,  # [N, H]
     level: str | None,
+    packed: PackedRun | None = None,
 ) -> None:
     functions = built.native(level)
     assert functions is not None
     assert scale > 0, "the largest product is the largest score"
     q, qh, qn = _rows(q)
     h, n, d = q.shape
-    k = v = fk = fv = slots_at = rows_at = sees_at = sink_at = parts_at = 0
+    k = v = fk = fv = slots_at = rows_at = sees_at = sink_at = parts_at = packed_at = 0
     kh = kn = vh = vn = kv = 0
     if fresh is not None:
         (k_rows, kh, kn), (v_rows, vh, vn) = _rows(fresh[0]), _rows(fresh[1])
         assert k_rows.dtype == v_rows.dtype == q.dtype, "rows are of one type"
         fk, fv, kv = k_rows.data_ptr(), v_rows.data_ptr(), k_rows.shape[0]
-    if run is None:
+    if packed is not None:
+        codes = array("q", b"".join(_packed(head, q.dtype) for head in packed.heads))
+        packed_at, kv = codes.buffer_info()[0], len(packed.heads)
+        heads = array("q", (*[0] * kv, *[head.length for head in packed.heads], *packed.pos_starts))
+    elif run is None:
         heads = array("q", bytes(24 * kv))
     else:
         assert run.k.dtype == run.v.dtype == q.dtype, "rows and slots are of one type"
@@ -127,7 +161,8 @@ def _call(
         heads = array("q", (*run.starts, *run.lengths, *run.pos_starts))
     if window is not None:
         positions = array("i", pos)
-        rows_at, slots_at = positions.buffer_info()[0], 0 if run is None else run.pos.data_ptr()
+        rows_at, stored = positions.buffer_info()[0], packed or run
+        slots_at = 0 if stored is None else stored.pos.data_ptr()
     if sees is not None and n > 1:
         sees = sees.contiguous()
         sees_at = sees.data_ptr()
@@ -142,7 +177,20 @@ def _call(
     functions.attend(
         ATTEND.pack(
             *(q.data_ptr(), k, v, fk, fv, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
-            *(slots_at, rows_at, heads.buffer_info()[0], sees_at, sink_at, parts_at, len(before), h, kv, n, d),
+            *(
+                slots_at,
+                rows_at,
+                heads.buffer_info()[0],
+                sees_at,
+                sink_at,
+                parts_at,
+                packed_at,
+                len(before),
+                h,
+                kv,
+                n,
+                d,
+            ),
             *(out.shape[2], qh, qn, kh, kn, vh, vn, out.shape[2], h * out.shape[2], window or 0, scale, softcap),
             *(q.dtype == torch.float32, out.dtype == torch.float32),
         )
@@ -160,3 +208,15 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int]:
 
 def _part(out: Tensor, h: int, n: int, lse: Tensor) -> bytes:
     return PART.pack(out.data_ptr(), lse.data_ptr(), h, n, *lse.stride(), out.dtype == torch.float32)
+
+
+def _packed(head: PackedHead, dtype: torch.dtype) -> bytes:
+    k, v = head.keys, head.values
+    assert head.rest.dtype == dtype, "rows and slots are of one type"
+    assert all(t.is_contiguous() for t in (*k.tensors, *v.tensors, head.rest)), "codes lie in one piece"
+    k_group = 0 if k.zero is None else k.codes.shape[0] // max(1, k.zero.shape[0])
+    v_group = 0 if v.zero is None else head.rest.shape[1] // v.zero.shape[1]
+    k_at, v_at = ([0 if t is None else t.data_ptr() for t in (x.codes, x.scale, x.zero)] for x in (k, v))
+    return PACKED.pack(
+        *(*k_at, k.bits, k_group, 0, *v_at, v.bits, v_group, v.codes.shape[1]), head.rest.data_ptr(), k.codes.shape[0]
+    )

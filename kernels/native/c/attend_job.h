@@ -1,6 +1,7 @@
 // What a job of attention works on: its memory, its rows, and the blocks of the sequence that they read.
 #pragma once
 #include "attend_block.h"
+#include "attend_packed.h"
 #include <stdlib.h>
 #define SPAN (B * 64)
 #define TILE 64      // rows with their group: enough to make little of turning a block, few enough for the second cache
@@ -22,6 +23,7 @@ typedef struct {  // strides in numbers; keys and values of slots lie close toge
   const uint8_t *sees;                     // [N, N] or null: a row sees itself and all before it
   const float *sink;                       // [H] or null
   const Part *before;                      // [n_before]
+  const Packed *packed;                    // [K]: the slots in few bits, instead of k and v, D and E multiples of 16; or null
   int64_t n_before, H, K, N, D, E, qh, qn, kh, kn, vh, vn, out_h, out_n, window;  // window: 0 = none
   float scale, cap;
   int32_t is_wide, is_wide_out;
@@ -38,6 +40,7 @@ typedef struct {
 
 typedef struct {  // what the rows of a tile read, of one KV head
   const char *k, *v, *fk, *fv;
+  const Packed *packed;
   const int32_t *pos, *row_pos;
   int64_t length, end;   // of it stored; in all
   const int64_t *order;  // the fresh row in each place behind the stored slots; null = as they come
@@ -95,21 +98,32 @@ static Job begin(const Plan *p, long h, long first, long rows) {
     for (long d = 0; kind == WIDENED && d < a->D; d++) j.q[r * S + d] = (uint32_t)((const bf16 *)q)[d] << 16;
     j.count[r] = length + (a->fk ? i + 1 : 0);
     const int64_t low = a->window ? (int64_t)a->row_pos[i] - a->window : 0;
-    j.low[r] = low < INT32_MIN ? INT32_MIN : low;
+    j.low[r] = low < -1 ? -1 : low;  // a hole's position is -1
   }
   j.seq = (Sequence){a->k + start * a->D * p->size, a->v + start * a->E * p->size, a->fk + h * a->kh * p->size, a->fv + h * a->vh * p->size,
-                     a->pos + pos, a->row_pos, length, j.count[n - 1], 0};
+                     a->packed ? a->packed + h : 0, a->pos + pos, a->row_pos, length, j.count[n - 1], 0};
   return j;
 }
 static void empty(Job *j) {
   for (long r = 0; r < j->rows.n; r++) j->rows.top[r] = NEVER, j->rows.mass[r] = splat(0.f);
   memset(j->rows.o, 0, j->rows.n * j->rows.width * 4);
 }
+// The same block of slots in few bits: fresh rows have no place behind them
+static Slots unpack(Job *j, const Plan *p, int64_t at) {
+  const Attend *a = p->a;
+  const Sequence *s = &j->seq;
+  const long left = s->length - at, n = left < B ? left : B, dk = a->D * p->size, dv = a->E * p->size;
+  unpack_slots(s->packed, a->is_wide, a->D, a->E, at, n, j->k, j->v);
+  memset(j->k + n * dk, 0, (B - n) * dk), memset(j->v + n * dv, 0, (B - n) * dv);
+  for (long i = 0; a->window && i < B; i++) j->pos[i] = i < n ? s->pos[at + i] : INT32_MIN;
+  return (Slots){j->k, j->v, dk, dv, a->window ? j->pos : 0, 0, 0};
+}
 // The block at place `at` of the sequence: where it lies, or gathered with zeros behind the end
 static Slots fetch(Job *j, const Plan *p, int64_t at) {
   const Attend *a = p->a;
   const Sequence *s = &j->seq;
   const long dk = a->D * p->size, dv = a->E * p->size, kn = a->kn * p->size, vn = a->vn * p->size;
+  if (s->packed) return unpack(j, p, at);
   if (at + B <= s->length) {
     const char *k = s->k + at * dk, *v = s->v + at * dv;
     const int has_next = at + 2 * B <= s->length;
