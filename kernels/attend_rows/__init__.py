@@ -9,7 +9,8 @@ a draft and in a prompt. A slot that a window hides is a masked slot in its plac
 `attend_rows` gives what a layer wants, `attend_part` a part of it for one tier; reference.py says what both compute.
 `attend_packed_part` is `attend_part` over slots in few bits, and gives the bits that they would give unpacked.
 bf16 and float32 on a CPU, all of one type; weights are rounded to bf16 for bf16 values. `why_not` says what is not
-served. Native alone: without it torch's kernels remain, whose rows do know of each other.
+served. Native alone: without it torch's kernels remain, whose rows do know of each other. What a row does not see must
+still be finite, but for the spare room behind a head's slots.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ def _call(
     if window is not None:
         positions = array("i", pos)
         rows_at, stored = positions.buffer_info()[0], packed or run
+        assert stored is None or stored.pos.dtype == torch.int32, "positions are int32"
         slots_at = 0 if stored is None else stored.pos.data_ptr()
     if sees is not None and n > 1:
         sees = sees.contiguous()

@@ -15,7 +15,9 @@
 enum { WIDE, PAIRED, WIDENED };
 #if defined(__AVX512BF16__)
 #define NARROW(rows) PAIRED
+#define DOT2(acc, w, x) (F) _mm512_dpbf16_ps((__m512)(acc), (__m512bh)(w), (__m512bh)(x))
 #else
+#define DOT2(acc, w, x) dot2(acc, w, (x)[0])
 #define NARROW(rows) ((rows) <= 2 ? PAIRED : WIDENED)
 #endif
 
@@ -62,7 +64,7 @@ INLINE void chains(int kind, int rows, int vecs, const uint32_t *w, long ldw, co
 #if defined(__AVX512F__)
       __asm__("" : "+v"(xv));  // read once for all vectors
 #endif
-      for (int n = 0; n < vecs; n++) acc[m][n] = kind == PAIRED ? dot2(acc[m][n], wv[n], xv[0]) : fma_((F)wv[n], (F)xv, acc[m][n]);
+      for (int n = 0; n < vecs; n++) acc[m][n] = kind == PAIRED ? DOT2(acc[m][n], wv[n], xv) : fma_((F)wv[n], (F)xv, acc[m][n]);
     }
   }
 }
