@@ -10,7 +10,7 @@
 #define NEVER (-__builtin_inff())
 
 // How numbers are multiplied, as words of 32 bits: fp32; bf16 in pairs; bf16 widened to fp32, which gives the same bits where a
-// CPU has no products of pairs and is quicker there, but not for a row or two, whose block is over before twice the words are
+// CPU has no products of pairs and is quicker there, but not for a few rows, whose block is over before twice the words are
 // in the first cache
 enum { WIDE, PAIRED, WIDENED };
 #if defined(__AVX512BF16__)
@@ -18,7 +18,11 @@ enum { WIDE, PAIRED, WIDENED };
 #define DOT2(acc, w, x) (F) _mm512_dpbf16_ps((__m512)(acc), (__m512bh)(w), (__m512bh)(x))
 #else
 #define DOT2(acc, w, x) dot2(acc, w, (x)[0])
+#if defined(__AVX512F__)
+#define NARROW(rows) ((rows) <= 4 ? PAIRED : WIDENED)
+#else
 #define NARROW(rows) ((rows) <= 2 ? PAIRED : WIDENED)
+#endif
 #endif
 
 typedef uint16_t H2 __attribute__((vector_size(64), aligned(2)));  // 32 x bf16
