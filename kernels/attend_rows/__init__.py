@@ -29,6 +29,7 @@ from kvcli.kernels.attend_packed import PackedHead
 from kvcli.kernels.merge import Part
 
 LARGEST = 512  # numbers of a key or a value
+WIDEST = 1 << 30  # a window that hides holes and nothing else
 # The structures of native/c/attend.c. A call is Python's for some microseconds, so all of it is packed at once.
 ATTEND, PART, PACKED = struct.Struct("14P15q2f2i"), struct.Struct("2P5q"), struct.Struct("3P3q3P3qPq")
 
@@ -90,6 +91,11 @@ def serves(q: Tensor, v: Tensor, own: Own | None) -> bool:
     """Whether rows q [H, n, D] over values v [.., E] and what their pass brings can be read in one sequence."""
     is_whole = own is None or own.k.shape[1] == q.shape[1]  # scouts, who read a tree's rows too, have no such kernel
     return is_whole and v.dtype == q.dtype and not why_not(q.dtype, q.device, q.shape[2], v.shape[-1])
+
+
+def serves_packed(q: Tensor, like: Tensor) -> bool:
+    """Whether rows q [H, n, D] can be read over slots in few bits that unpack to numbers `like` these, of size D."""
+    return like.dtype == q.dtype and q.shape[2] % 16 == 0 and not why_not(q.dtype, q.device, q.shape[2], q.shape[2])
 
 
 def read(

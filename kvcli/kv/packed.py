@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend_packed import PackedHead, attend_packed
-from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.attend_rows import WIDEST, Own, PackedRun, attend_packed_part, serves_packed
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard
 from kvcli.kv.packed_head import Form, Head
@@ -57,14 +57,29 @@ class Packed:
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
-        seen = [_seen(head, sight.window, pos) for head in self._layers[layer]]
-        if not any(head.length for head, _ in seen):
+        if not self.n_slots(layer):
             return alone(q, sight, own)
+        if self._turn is None and serves_packed(q, self._empty):
+            run, window = self._run(layer, sight.window)
+            part = attend_packed_part(q, run, pos, sight.scale, window=window, softcap=sight.softcap)
+            return [part, *alone(q, sight, own)]
+        seen = [_seen(head, sight.window, pos) for head in self._layers[layer]]
         masks = [mask for _, mask in seen]
         part = attend_packed(
             self._turned(q), [head for head, _ in seen], sight.scale, self.dtype, softcap=sight.softcap, masks=masks
         )
         return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+
+    def _run(self, layer: int, window: int | None) -> tuple[PackedRun, int | None]:
+        """The heads where they lie, and the window: where there are holes, one that hides them alone."""
+        heads = self._layers[layer]
+        if window is None and any(head.has_holes for head in heads):
+            window = WIDEST
+        first, lengths = heads[0].pos, [head.length for head in heads]
+        if window is None or all(head.pos is first for head in heads):
+            return PackedRun([head.since(0) for head in heads], first, [0] * len(heads)), window
+        starts = [sum(lengths[:j]) for j in range(len(heads))]
+        return PackedRun([head.since(0) for head in heads], torch.cat([head.pos for head in heads]), starts), window
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
