@@ -117,10 +117,11 @@ def past(shape: tuple[int, int, int, int], stored: int, sees: Tensor, dtype: tor
 
 
 def tree(n: int) -> Tensor:
-    """[n, n]: who sees whom in a tree whose branches are mostly short."""
+    """[n, n]: who sees whom in a tree whose branches are mostly short, with some rows that see only themselves."""
     sees = torch.eye(n, dtype=torch.bool)
     for i in range(1, n):
-        sees[i] |= sees[random.randrange(max(0, i - 3), i) if random.random() < 0.8 else random.randrange(i)]
+        if random.random() < 0.9:
+            sees[i] |= sees[random.randrange(max(0, i - 3), i) if random.random() < 0.8 else random.randrange(i)]
     return sees
 
 
@@ -145,9 +146,10 @@ def _seed() -> None:
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_of_a_tree_gives_the_bits_of_plain_decoding(level: str, dtype: torch.dtype, form: str) -> None:
-    for shape, stored, n in zip(SHAPES, (130, 63, 0, 127, 4090, 64, 61), (9, 64, 33, 5, 12, 70, 2), strict=True):
+    # rows whose tail fits a block beside rows whose tail does not, in one tile: 60 and 4,090 slots
+    for shape, stored, n in zip(SHAPES, (60, 63, 0, 127, 4090, 64, 61), (64, 64, 33, 5, 40, 70, 2), strict=True):
         p = past(shape, stored, tree(n), dtype, form)
-        same_alone(p, random.sample(range(n), min(n, 4)), level, p.sees)
+        same_alone(p, list(range(n)), level, p.sees)
 
 
 @pytest.mark.parametrize("level", LEVELS)

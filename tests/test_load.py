@@ -201,8 +201,8 @@ def test_a_vision_model_loads_its_text_decoder(tmp_path: Path):
 
 
 def wide(tmp_path: Path, **changes: Any) -> Path:
-    """A model whose layers can be packed."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16} | changes
+    """A model whose layers can be packed and fill panels of 64 outputs."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32} | changes
     build("llama", **sizes).save_pretrained(tmp_path / "mine")
     return tmp_path / "mine"
 
@@ -211,7 +211,7 @@ def wide(tmp_path: Path, **changes: Any) -> Path:
 def test_packed_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant: str, least: float, most: float):
     found = source.find(str(wide(tmp_path)))
     plain, packed = LM.load(found, device="cpu"), LM.load(found, device="cpu", quant=quant)
-    assert packed.info.backend.split(",")[0] == f"torch packed {quant}"
+    assert packed.info.backend.split(",")[0] in (f"native packed {quant}", f"torch packed {quant}")
     assert packed.info.parameters == plain.info.parameters
     assert packed.info.notes == ()
     of_layers = [m for n, m in plain.model.named_modules() if ".layers." in n and hasattr(m, "in_features")]

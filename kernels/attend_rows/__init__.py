@@ -7,13 +7,16 @@ So the bits of a row depend on its sequence alone, not on who else is in the pas
 a draft and in a prompt. A slot that a window hides is a masked slot in its place.
 
 `attend_rows` gives what a layer wants, `attend_part` a part of it for one tier; reference.py says what both compute.
+`attend_packed_part` is `attend_part` over slots in few bits, and gives the bits that they would give unpacked.
 bf16 and float32 on a CPU, all of one type; weights are rounded to bf16 for bf16 values. `why_not` says what is not
-served. Native alone: without it torch's kernels remain, whose rows do know of each other.
+served. Native alone: without it torch's kernels remain, whose rows do know of each other. What a row does not see must
+still be finite, but for the spare room behind a head's slots.
 """
 
 from __future__ import annotations
 
-import ctypes
+import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,9 +25,12 @@ from torch import Tensor
 
 from kvcli.kernels import native as built
 from kvcli.kernels.attend_fresh import attend_fresh
+from kvcli.kernels.attend_packed import PackedHead
 from kvcli.kernels.merge import Part
 
 LARGEST = 512  # numbers of a key or a value
+# The structures of native/c/attend.c. A call is Python's for some microseconds, so all of it is packed at once.
+ATTEND, PART, PACKED = struct.Struct("14P15q2f2i"), struct.Struct("2P5q"), struct.Struct("3P3q3P3qPq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,26 @@ class Run:
     starts: Sequence[int]  # by KV head: its first slot in k and v
     lengths: Sequence[int]  # by KV head: slots from there on
     pos_starts: Sequence[int]  # by KV head: its first position
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRun:
+    """Stored slots of one layer in few bits; heads may differ in length."""
+
+    heads: Sequence[PackedHead]
+    pos: Tensor  # as in Run; a hole has position -1 and is hidden where there is a window
+    pos_starts: Sequence[int]
+
+
+def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
+    """Why rows of this type, with keys of `d` numbers and values of `e`, are not served; "" if they are."""
+    if built.native() is None:
+        return built.why_not()
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        return f"{dtype} on {device.type}: only bf16 and float32 on a CPU"
+    if d % 2 or max(d, e) > LARGEST:
+        return f"keys of {d} numbers and values of {e}: an even number of at most {LARGEST} is served"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +106,6 @@ def read(
     return Part(out.transpose(0, 1), lse.T)
 
 
-class _Part(ctypes.Structure):
-    """As in native/c/attend.c."""
-
-    _fields_ = [
-        ("out", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("out_h", "out_n", "lse_h", "lse_n", "is_wide")),
-    ]
-
-
-class _Attend(ctypes.Structure):
-    """As in native/c/attend.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "fk", "fv", "out", "lse", "pos", "row_pos", "heads")),
-        *((name, ctypes.c_void_p) for name in ("sees", "sink", "before")),
-        *((name, ctypes.c_int64) for name in ("n_before", "H", "K", "N", "D", "E", "qh", "qn", "kh", "kn", "vh", "vn")),
-        *((name, ctypes.c_int64) for name in ("out_h", "out_n", "window")),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int32) for name in ("is_wide", "is_wide_out")),
-    ]
-
-
-def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
-    """Why rows of this type, with keys of `d` numbers and values of `e`, are not served; "" if they are."""
-    if built.native() is None:
-        return built.why_not()
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
-        return f"{dtype} on {device.type}: only bf16 and float32 on a CPU"
-    if d % 2 or max(d, e) > LARGEST:
-        return f"keys of {d} numbers and values of {e}: an even number of at most {LARGEST} is served"
-    return ""
-
-
 def attend_rows(
     q: Tensor,
     run: Run | None,
@@ -155,6 +147,24 @@ def attend_part(
     return Part(out.transpose(0, 1), lse.T)
 
 
+def attend_packed_part(
+    q: Tensor,
+    run: PackedRun,
+    pos: Sequence[int],
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float = 0.0,
+    level: str | None = None,
+) -> Part:
+    """The same over slots in few bits: keys and values of D numbers, a multiple of 16, and q of their type unpacked."""
+    assert q.shape[2] % 16 == 0, "codes are read sixteen at a time"
+    out = torch.empty(q.shape[1], q.shape[0], q.shape[2])
+    lse = torch.empty(q.shape[1], q.shape[0])
+    _call(q, None, None, pos, scale, None, window, softcap, (), None, out, lse, level, run)
+    return Part(out.transpose(0, 1), lse.T)
+
+
 def _call(
     q: Tensor,
     run: Run | None,
@@ -169,62 +179,88 @@ def _call(
     out: Tensor,  # [N, H, E]
     lse: Tensor | None,  # [N, H]
     level: str | None,
+    packed: PackedRun | None = None,
 ) -> None:
     functions = built.native(level)
     assert functions is not None
-    q = _rows_whole(q)
+    assert scale > 0, "the largest product is the largest score"
+    q, qh, qn = _rows(q)
     h, n, d = q.shape
-    a = _Attend(H=h, N=n, D=d, E=out.shape[2], scale=scale, cap=softcap)
-    a.is_wide, a.is_wide_out = q.dtype == torch.float32, out.dtype == torch.float32
-    a.q, a.qh, a.qn, a.out, a.out_h, a.out_n = (
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        out.data_ptr(),
-        out.shape[2],
-        out.stride(0),
-    )
-    if lse is not None:
-        a.lse = lse.data_ptr()
-    if run is not None:
-        assert run.k.dtype == run.v.dtype == q.dtype, "rows and slots are of one type"
-        a.K, a.k, a.v = len(run.starts), run.k.data_ptr(), run.v.data_ptr()
-        heads = (ctypes.c_int64 * (3 * a.K))(*run.starts, *run.lengths, *run.pos_starts)
+    k = v = fk = fv = slots_at = rows_at = sees_at = sink_at = parts_at = packed_at = 0
+    kh = kn = vh = vn = kv = 0
     if fresh is not None:
-        k, v = _rows_whole(fresh[0]), _rows_whole(fresh[1])
-        assert k.dtype == v.dtype == q.dtype, "rows are of one type"
-        a.fk, a.kh, a.kn, a.fv, a.vh, a.vn = (
-            k.data_ptr(),
-            k.stride(0),
-            k.stride(1),
-            v.data_ptr(),
-            v.stride(0),
-            v.stride(1),
-        )
-        if run is None:
-            a.K = k.shape[0]
-            heads = (ctypes.c_int64 * (3 * a.K))()
-    a.heads = ctypes.addressof(heads)
+        (k_rows, kh, kn), (v_rows, vh, vn) = _rows(fresh[0]), _rows(fresh[1])
+        assert k_rows.dtype == v_rows.dtype == q.dtype, "rows are of one type"
+        fk, fv, kv = k_rows.data_ptr(), v_rows.data_ptr(), k_rows.shape[0]
+    if packed is not None:
+        codes = array("q", b"".join(_packed(head, q.dtype) for head in packed.heads))
+        packed_at, kv = codes.buffer_info()[0], len(packed.heads)
+        heads = array("q", (*[0] * kv, *[head.length for head in packed.heads], *packed.pos_starts))
+    elif run is None:
+        heads = array("q", bytes(24 * kv))
+    else:
+        assert run.k.dtype == run.v.dtype == q.dtype, "rows and slots are of one type"
+        k, v, kv = run.k.data_ptr(), run.v.data_ptr(), len(run.starts)
+        heads = array("q", (*run.starts, *run.lengths, *run.pos_starts))
     if window is not None:
-        row_pos = (ctypes.c_int32 * n)(*pos)
-        a.window, a.row_pos, a.pos = window, ctypes.addressof(row_pos), None if run is None else run.pos.data_ptr()
+        positions = array("i", pos)
+        rows_at, stored = positions.buffer_info()[0], packed or run
+        assert stored is None or stored.pos.dtype == torch.int32, "positions are int32"
+        slots_at = 0 if stored is None else stored.pos.data_ptr()
     if sees is not None and n > 1:
         sees = sees.contiguous()
-        a.sees = sees.data_ptr()
+        sees_at = sees.data_ptr()
     if sink is not None:
         sink = sink.float().contiguous()
-        a.sink = sink.data_ptr()
+        sink_at = sink.data_ptr()
     if before:
-        outs = [_rows_whole(p.out if p.out.dtype == torch.bfloat16 else p.out.float()) for p in before]
+        outs = [_rows(p.out if p.out.dtype == torch.bfloat16 else p.out.float()) for p in before]
         lses = [p.lse.float() for p in before]
-        parts = (_Part * len(before))()
-        for part, o, e in zip(parts, outs, lses, strict=True):
-            part.out, part.out_h, part.out_n, part.is_wide = o.data_ptr(), *o.stride()[:2], o.dtype == torch.float32
-            part.lse, part.lse_h, part.lse_n = e.data_ptr(), *e.stride()
-        a.before, a.n_before = ctypes.addressof(parts), len(before)
-    functions.attend(ctypes.addressof(a))
+        parts = array("q", b"".join(_part(*out, lse) for out, lse in zip(outs, lses, strict=True)))
+        parts_at = parts.buffer_info()[0]
+    functions.attend(
+        ATTEND.pack(
+            *(q.data_ptr(), k, v, fk, fv, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
+            *(
+                slots_at,
+                rows_at,
+                heads.buffer_info()[0],
+                sees_at,
+                sink_at,
+                parts_at,
+                packed_at,
+                len(before),
+                h,
+                kv,
+                n,
+                d,
+            ),
+            *(out.shape[2], qh, qn, kh, kn, vh, vn, out.shape[2], h * out.shape[2], window or 0, scale, softcap),
+            *(q.dtype == torch.float32, out.dtype == torch.float32),
+        )
+    )
 
 
-def _rows_whole(x: Tensor) -> Tensor:
-    """The last dimension in one piece; the others may lie anywhere."""
-    return x if x.stride(2) == 1 else x.contiguous()
+def _rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """[.., N, D] with D in one piece, and the other strides."""
+    a, b, c = x.stride()
+    if c == 1:
+        return x, a, b
+    x = x.contiguous()
+    return x, x.stride(0), x.stride(1)
+
+
+def _part(out: Tensor, h: int, n: int, lse: Tensor) -> bytes:
+    return PART.pack(out.data_ptr(), lse.data_ptr(), h, n, *lse.stride(), out.dtype == torch.float32)
+
+
+def _packed(head: PackedHead, dtype: torch.dtype) -> bytes:
+    k, v = head.keys, head.values
+    assert head.rest.dtype == dtype, "rows and slots are of one type"
+    assert all(t.is_contiguous() for t in (*k.tensors, *v.tensors, head.rest)), "codes lie in one piece"
+    k_group = 0 if k.zero is None else k.codes.shape[0] // max(1, k.zero.shape[0])
+    v_group = 0 if v.zero is None else head.rest.shape[1] // v.zero.shape[1]
+    k_at, v_at = ([0 if t is None else t.data_ptr() for t in (x.codes, x.scale, x.zero)] for x in (k, v))
+    return PACKED.pack(
+        *(*k_at, k.bits, k_group, 0, *v_at, v.bits, v_group, v.codes.shape[1]), head.rest.data_ptr(), k.codes.shape[0]
+    )

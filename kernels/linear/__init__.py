@@ -54,18 +54,18 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int, *, level: str
     """
     functions = built.native(level)
     assert functions is not None
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if x.dtype not in SERVED or rows.shape[1] * x.itemsize != packed.shape[1] * 4:
-        raise ValueError(f"{rows.shape[1]} inputs in {x.dtype} for a weight of {packed.shape[1] * 4} bytes a row")
-    y = rows.new_empty(rows.shape[0], n)
+    if x.dtype not in SERVED or x.shape[-1] * x.itemsize != packed.shape[1] * 4:
+        raise ValueError(f"{x.shape[-1]} inputs in {x.dtype} for a weight of {packed.shape[1] * 4} bytes a row")
+    x = x.contiguous()
+    y = x.new_empty((*x.shape[:-1], n))
     functions.linear(
-        rows.data_ptr(),
+        x.data_ptr(),
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        rows.shape[0],
+        y.numel() // n,
         n,
         packed.shape[1],
         x.dtype == torch.float32,
     )
-    return y.view(*x.shape[:-1], n)
+    return y

@@ -53,6 +53,11 @@ def group_of(k: int) -> int:
     return next((g for g in GROUPS if k % g == 0), 0)
 
 
+def held(n: int) -> int:
+    """Outputs whose codes lie in memory for a layer of `n`, where the CPU's kernel runs it."""
+    return -(-n // panels.PANEL) * panels.PANEL if panels.serves(torch.bfloat16) else n
+
+
 def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> Packed:
     """Round a weight [N, K] to packed form; scales keep its dtype. Raises ValueError where `why_not` has a reason."""
     n, k = weight.shape
@@ -94,4 +99,4 @@ def explain() -> str:
     return "native kernel, float16 on torch" if panels.serves(torch.bfloat16) else cpu.explain()
 
 
-__all__ = ["GROUPS", "Bits", "Packed", "arrange", "explain", "group_of", "linear_packed", "pack", "why_not"]
+__all__ = ["GROUPS", "Bits", "Packed", "arrange", "explain", "group_of", "held", "linear_packed", "pack", "why_not"]

@@ -64,7 +64,11 @@ def build(to: Path, machine: str, system: str, cc: Sequence[str], extra: Sequenc
     """Compile and link into the folder `to` -> the library. `cc`: the compiler's command; raises CalledProcessError."""
     common = [*cc, "-target", target(machine, system), *FLAGS, *extra]
     with tempfile.TemporaryDirectory() as scratch:
-        jobs = [([f"-mcpu={cpu}", f"-DLEVEL={name}"], "level.c", name) for name, cpu in LEVELS[machine].items()]
+        jobs = [
+            ([f"-mcpu={cpu}", f"-DLEVEL={name}"], source, f"{name}_{source}")
+            for name, cpu in LEVELS[machine].items()
+            for source in ("attend.c", "level.c")
+        ]
         jobs += [([], "pool.c", "pool"), ([f"-DSOURCES={sources()}"], "cpu.c", "cpu")]
 
         def compile_one(job: tuple[list[str], str, str]) -> str:

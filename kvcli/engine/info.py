@@ -20,7 +20,7 @@ class ModelInfo:
     vocab: int
     dtype: str  # bfloat16 | float16 | float32 | float64
     quant: str  # none | int8 | int4 | nf4
-    backend: str  # what runs the linear layers, in words: "torch", "torch packed int8", "bitsandbytes nf4"
+    backend: str  # what runs the linear layers, in words: "torch", "native packed int8", "bitsandbytes nf4"
     device: str
     limit: int  # the model's own context limit, tokens
     weight_bytes: int

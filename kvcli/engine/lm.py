@@ -22,8 +22,10 @@ from kvcli.engine.memory import give_back
 from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.engine.threads import use_threads
 from kvcli.errors import BadModel
+from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
+from kvcli.kernels.linear_packed import panels
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
 from kvcli.kernels.products import multiplies
 from kvcli.models.family import read_config
@@ -164,9 +166,10 @@ class LM:
         Then a trial says whether rows are independent of each other to the bit.
         """
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
-        for swap, how in ((lay_out_, "in native panels"), (block_, widened)):
+        native, experts = "layers in native panels", "weights of experts and routers in native panels"
+        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), (block_, f"layers {widened}")):
             if done := swap(self.model, give_back):
-                self.info = replace(self.info, backend=f"{self.info.backend}, {done} layers {how}")
+                self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
         if fused := fuse_(self, self._layers or ()):
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
@@ -177,17 +180,18 @@ class LM:
 
 def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tuple[str, tuple[str, ...]]:
     """Bring the model to `device`, packed as asked: what runs its linear layers, and notes on what stays unpacked."""
+    by = "native" if panels.serves(model.dtype) else "torch"
     if quant == "none":
         if model.device.type != device.type:
             model.to(device)
         given = getattr(model.config, "quantization_config", None)
         method = getattr(given, "quant_method", "quantized")
-        said = "torch packed int4" if method == quantizer.METHOD else getattr(method, "value", method)
+        said = f"{by} packed int4" if method == quantizer.METHOD else getattr(method, "value", method)
         return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
     layers = _decoder_layers(model, shape)
     assert layers is not None, "attention modules that stand in no list of layers"
     if device.type == "cpu":
-        swap, backend = quantize_(layers, 8 if quant == "int8" else 4, give_back), f"torch packed {quant}"
+        swap, backend = quantize_(layers, 8 if quant == "int8" else 4, give_back), f"{by} packed {quant}"
     else:
         swap = weights.quantize_with_bitsandbytes(layers, quant, device)
         backend = f"bitsandbytes {'fp4' if quant == 'int4' else quant}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.kernels.linear_packed import group_of, why_not
+from kvcli.kernels.linear_packed import held as held_outputs
 from kvcli.models.gguf.blocks import stays_packed
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ class Held:
         if not self.is_gguf:
             return self
         if keeps and self.stays:  # a scale and a zero for every 32
-            return replace(self, nbytes=count // 2 + 2 * number * (count // 32), is_float=False)
+            n, k = self.shape
+            nbytes = held_outputs(n) * k // 2 + 2 * number * (count // 32)
+            return replace(self, nbytes=nbytes, is_float=False)
         return replace(self, nbytes=count * number)
 
 
@@ -136,4 +139,5 @@ def _size(h: Held, number: int, quant: str, device: str) -> int:
         return count + 4 * n if quant == "int8" else int(count * _NF4)
     if why_not((n, k), 8 if quant == "int8" else 4):
         return count * number
-    return count + n * number if quant == "int8" else count // 2 + 2 * n * (k // group_of(k)) * number
+    codes = held_outputs(n) * k
+    return codes + n * number if quant == "int8" else codes // 2 + 2 * n * (k // group_of(k)) * number

@@ -100,7 +100,7 @@ def kernels() -> list[tuple[str, str, str, str]]:
 def quant_backends() -> dict[str, str]:
     """What runs quantized weights, by kind of device."""
     kinds = dict.fromkeys(found.kind.partition(":")[0] for found in devices())
-    words = {"cpu": "torch packed int8 and int4", "cuda": "bitsandbytes int8 and nf4", "mps": "none"}
+    words = {"cpu": "packed int8 and int4", "cuda": "bitsandbytes int8 and nf4", "mps": "none"}
     return {kind: words[kind] for kind in kinds}
 
 

@@ -147,6 +147,16 @@ def test_numbers_that_are_none_stay_visible(level: str):
             assert torch.equal(y[0], run(case.rows(3))[0])
 
 
+@cases
+def test_batches_keep_their_shape_and_may_be_empty(case: Case):
+    run, _ = case.layer()
+    if case.bits >= 16:  # packed ones are tested with their dispatch
+        x = case.rows(6)
+        assert torch.equal(run(x.view(2, 3, -1)), run(x).view(2, 3, -1))
+        assert torch.equal(run(x.T.contiguous().T), run(x))
+    assert run(case.rows(6)[:0]).shape == (0, case.n)
+
+
 # ---- libraries that are wrong on purpose ----
 
 SPLIT = {  # sums of stretches of k are added up, and how long those are depends on the number of rows

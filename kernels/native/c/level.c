@@ -1,5 +1,5 @@
-// All kernels for one kind of CPU; compiled once for each, with -DLEVEL=name and what that CPU has.
-#include "attend.c"
+// Products and what stands between them, for one kind of CPU; compiled once for each, as attend.c is, with -DLEVEL=name and
+// what that CPU has.
 #include "linear_packed.c"
 #include "layer.c"
 // A product and a sum, so that a test can see that they are rounded apart

@@ -12,13 +12,15 @@
 #define PANEL 64
 #define TALL 512  // rows at a time, so that what they have summed up lies on the stack
 #define MANY 16   // rows from which on it pays to copy x in stretches, each one stream of memory
-// A tile has ROWS rows and VECS * 16 outputs: as much as the registers hold
+// A tile has ROWS rows and VECS * 16 outputs: as much as the registers hold. FEW rows do without a widened panel.
 #if defined(__AVX512F__)
 #define ROWS 4
 #define VECS 4
+#define FEW 12
 #else
 #define ROWS 6
 #define VECS 1
+#define FEW 1
 #endif
 #if defined(__AVX512BF16__)
 #define WIDENS 0
@@ -28,13 +30,6 @@
 #define WIDENS 1  // bf16 is multiplied as fp32
 #define DEPTH 32
 #define ONCE 1
-#endif
-#ifndef FEW
-#if defined(__AVX512F__)
-#define FEW 12  // rows for which it does not pay to write a widened panel down
-#else
-#define FEW 1
-#endif
 #endif
 
 typedef struct {

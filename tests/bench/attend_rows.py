@@ -1,0 +1,122 @@
+"""Attention in one call against torch's kernels and their merge: ratios, measured side by side; last line JSON.
+
+python tests/bench/attend_rows.py [--heads 8] [--group 4] [--size 128] [--slots 512,4096] [--level avx2] [--prompt]
+
+One layer, bf16, one thread, its CPU seconds: best of each, taken in turns, over copies that do not fit the caches.
+Rows are a tree's as drafts make them, or one; --prompt: 512 of a chunk, behind as many slots as are given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_fresh import attend_fresh
+from kvcli.kernels.attend_rows import Run, attend_rows
+from kvcli.kernels.merge import merge
+
+BYTES = 96 << 20  # of stored slots, in all copies
+
+
+def interleaved(sides: dict[str, Callable[[int], object]], seconds: float) -> dict[str, list[float]]:
+    """CPU milliseconds of each side, in turns, until so many seconds are over."""
+    took: dict[str, list[float]] = {name: [] for name in sides}
+    until = time.monotonic() + seconds
+    turn = -1  # the first is not counted
+    while turn < 5 or time.monotonic() < until:
+        for name, side in sides.items():
+            start = time.thread_time()
+            side(turn)
+            if turn >= 0:
+                took[name].append((time.thread_time() - start) * 1e3)
+        turn += 1
+    return took
+
+
+def binary_tree(n: int) -> Tensor:
+    """[n, n]: who sees whom where each row has two children."""
+    sees = torch.eye(n, dtype=torch.bool)
+    for i in range(1, n):
+        sees[i] |= sees[(i - 1) // 2]
+    return sees
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Rows of a tree or of a chunk, behind copies of the same number of slots."""
+
+    stored: list[list[Tensor]]  # k and v [K, S, D] of each copy
+    q: Tensor  # [H, N, D]
+    k: Tensor  # [K, N, D]
+    v: Tensor
+    sees: Tensor | None
+    level: str | None
+
+    def torch(self, turn: int) -> Tensor:
+        past = self.stored[turn % len(self.stored)]
+        fresh = attend_fresh(self.q, self.k, self.v, self.scale, self.sees)
+        return merge([attend(self.q, *past, self.scale), fresh] if past[0].shape[1] else [fresh]).transpose(0, 1)
+
+    def ours(self, turn: int) -> Tensor:
+        k, v = self.stored[turn % len(self.stored)]
+        kv, slots, d = k.shape
+        starts = [j * slots for j in range(kv)]
+        run = Run(k.view(-1, d), v.view(-1, d), torch.empty(0), starts, [slots] * kv, starts)
+        pos = range(slots, slots + self.q.shape[1])
+        return attend_rows(self.q, run, (self.k, self.v), pos, self.scale, sees=self.sees, level=self.level)
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[2] ** -0.5)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser()
+    ask.add_argument("--heads", type=int, default=8, help="KV heads")
+    ask.add_argument("--group", type=int, default=4, help="query heads of each")
+    ask.add_argument("--size", type=int, default=128, help="of a head")
+    ask.add_argument("--slots", default="512,4096,16384,32768")
+    ask.add_argument("--rows", default="1,8,16")
+    ask.add_argument("--prompt", action="store_true")
+    ask.add_argument("--level")
+    ask.add_argument("--seconds", type=float, default=2.0, help="for each line")
+    args = ask.parse_args()
+    torch.set_num_threads(1)
+    kv, d = args.heads, args.size
+    big = torch.zeros(1 << 25, dtype=torch.float64)
+    table = []
+    print(f"{kv} KV heads of {d}, groups of {args.group}")
+    print(" slots  rows  torch ms   ours ms  torch/ours  GB/s of slots  of memory")
+    for slots in map(int, args.slots.split(",")):
+        copies = max(1, min(24, BYTES // max(1, kv * slots * d * 4)))
+        stored = [[torch.randn(kv, slots, d).bfloat16() for _ in "kv"] for _ in range(copies)]
+        for rows in [512] if args.prompt else map(int, args.rows.split(",")):
+            q, k, v = (torch.randn(rows, n, d).bfloat16().transpose(0, 1) for n in (kv * args.group, kv, kv))
+            layer = Layer(stored, q, k, v, None if args.prompt or rows == 1 else binary_tree(rows), args.level)
+            torch.testing.assert_close(layer.torch(0).bfloat16(), layer.ours(0), atol=2e-2, rtol=2e-2)
+            took = interleaved({"torch": layer.torch, "ours": layer.ours, "read": lambda _: big.sum()}, args.seconds)
+            best = {name: min(each) for name, each in took.items()}
+            ratio = median(a / b for a, b in zip(took["torch"], took["ours"], strict=True))
+            speed, memory = kv * slots * d * 4 / best["ours"] / 1e6, big.nbytes / best["read"] / 1e6
+            took_ms = f"{best['torch']:9.3f} {best['ours']:9.3f}"
+            print(f"{slots:6} {rows:5} {took_ms} {ratio:11.2f} {speed:14.1f} {memory:10.1f}", flush=True)
+            row = {"slots": slots, "rows": rows, "torch_ms": best["torch"], "ours_ms": best["ours"], "ratio": ratio}
+            table.append({k: round(v, 3) for k, v in (row | {"gbps": speed, "memory_gbps": memory}).items()})
+    about = {"heads": kv, "group": args.group, "size": d, "level": args.level, "torch": torch.__version__}
+    print(json.dumps(about | {"table": table}))
+
+
+if __name__ == "__main__":
+    main()
