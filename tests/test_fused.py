@@ -18,7 +18,7 @@ from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.kernels import native
 from kvcli.kernels.gated_mlp.module import NativeMlp
-from kvcli.kernels.rms_norm.module import NativeNorm
+from kvcli.kernels.rms_norm.module import NativeNorm, norm_
 from kvcli.kv.dense import Dense
 from tests.families import build
 
@@ -106,6 +106,22 @@ def test_modules_that_compute_something_else_stay(monkeypatch: pytest.MonkeyPatc
         turn = llama.apply_rotary_pos_emb
         patched.setattr(llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: turn(q, k, cos, -sin))
         assert counts(loaded("llama").model) == (7, 3, 0)
+
+
+def test_modules_that_want_something_else_stay():
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(48), requires_grad=False), 1e-6
+
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            return x * gate
+
+    class Pair(Gated):
+        def forward(self, x: Tensor, gate: Tensor | None = None) -> Any:
+            return x, gate
+
+    assert norm_(nn.ModuleList([Gated(), Pair()])) == 0
 
 
 def test_a_call_that_is_no_pass_of_ours_goes_through_the_layer_itself():

@@ -22,9 +22,8 @@ class Layer(ctypes.Structure):
     """As in native/c/layer.c; holds addresses, so it lives no longer than the weights."""
 
     _fields_ = [
-        *(
-            (name, Norm) for name in ("first", "second", "of_q", "of_k", "of_attention", "of_mlp")
-        ),  # the latter four or none
+        *((name, Norm) for name in ("first", "second")),
+        *((name, Norm) for name in ("of_q", "of_k", "of_attention", "of_mlp")),  # the first two of D numbers; or empty
         *((name, Product) for name in ("q", "k", "v", "o")),
         ("mlp", Mlp),
         ("D", ctypes.c_int64),

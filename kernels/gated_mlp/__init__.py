@@ -34,8 +34,8 @@ def gated_mlp(x: Tensor, mlp: Mlp, *, level: str | None = None) -> Tensor:
     """x [..., E] in the weights' type -> [..., E]. `level`: another kind of CPU than the best there is."""
     functions = built.native(level)
     assert functions is not None
-    if x.shape[-1] != mlp.gate.K or x.dtype != (torch.float32 if mlp.is_wide else torch.bfloat16):
-        raise ValueError(f"rows of {x.shape[-1]} {x.dtype} for weights of {mlp.gate.K} inputs")
+    if x.shape[-1] != mlp.down.N or x.dtype != (torch.float32 if mlp.is_wide else torch.bfloat16):
+        raise ValueError(f"rows of {x.shape[-1]} {x.dtype} for an MLP of {mlp.down.N}")
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], mlp.down.N)
     functions.mlp(ctypes.addressof(mlp), x.data_ptr(), y.data_ptr(), x.numel() // x.shape[-1])

@@ -128,7 +128,10 @@ def _is_same(fused: Fused, trial: _Trial) -> bool:
     gave = fused(trial.hidden, **{**trial.told, "kvcli_pass": listener})
     (asked,) = listener.asked
     pairs = [*zip(asked.made, trial.asked.made, strict=True), (gave, trial.gave)]
-    return all(isinstance(theirs, Tensor) and torch.equal(ours, theirs) for ours, theirs in pairs)
+    return all(
+        isinstance(theirs, Tensor) and theirs.dtype == ours.dtype and torch.equal(ours, theirs)
+        for ours, theirs in pairs
+    )
 
 
 def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None:

@@ -1,10 +1,10 @@
 """What a decoding pass of one row costs beside its products and attention: CPU time of the thread with both left out.
 
-    python tests/bench/glue.py [--prompt 512] [--passes 200] [--fp32] [--profile] [--out FILE]
+    python tests/bench/glue.py [--prompt 512] [--passes 40] [--reps 5] [--fp32] [--profile] [--out FILE]
 
-The random 152M Llama of decode.py behind a prompt. `pass` is a pass whose logits are wanted and nothing kept, `step` a
-whole step of a session with what it stores, `whole` a step with its products. Prints a table, then JSON on the last
-line.
+The random 152M Llama of decode.py behind a prompt: with products and attention native, then norms too, then MLPs, then
+whole layers, taking turns. `pass` is a pass whose logits are wanted and nothing kept, `step` a step of a session with
+what it stores. Prints a table, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -93,39 +93,73 @@ def one_step(session: Any) -> Callable[[], object]:
 
 
 def milliseconds(work: Callable[[], object], times: int) -> list[float]:
-    """Least and median of the thread's CPU time."""
+    """The thread's CPU time, each time."""
     found = []
-    for _ in range(times + 10):
+    for _ in range(times + 5):
         began = time.thread_time()
         work()
         found.append(1e3 * (time.thread_time() - began))
-    return [round(min(found[10:]), 3), round(statistics.median(found[10:]), 3)]
+    return found[5:]
+
+
+def stages(model: Callable[[], Any]) -> dict[str, Any]:
+    """The model with products and attention native alone, and with more and more of what lies between them."""
+    from kvcli.engine import lm as loading
+    from kvcli.kernels.gated_mlp.module import mlp_
+    from kvcli.kernels.rms_norm.module import norm_
+
+    whole = loading.fuse_
+    ways: dict[str, Callable[..., Any]] = {
+        "products": lambda lm, layers: "",
+        "norms": lambda lm, layers: str(norm_(lm.model)),
+        "MLPs": lambda lm, layers: str((norm_(lm.model), mlp_(lm.model))),
+        "layers": whole,
+    }
+    found = {}
+    for name, way in ways.items():
+        loading.fuse_ = way
+        found[name] = ours_of(model())
+    loading.fuse_ = whole
+    return found
+
+
+def measure(lm: Any, prompt: int, passes: int, rounds: dict[str, list[float]]) -> None:
+    """One round of a stage."""
+    session = session_of(lm, prompt)
+    rounds["whole"] += milliseconds(one_step(session), passes)
+    with without_products(lm):
+        rounds["pass"] += milliseconds(one_pass(session), 2 * passes)
+        rounds["step"] += milliseconds(one_step(session), 2 * passes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--passes", type=int, default=200)
+    parser.add_argument("--passes", type=int, default=40)
+    parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--fp32", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="show which functions the step's time goes to")
+    parser.add_argument("--profile", action="store_true", help="show which functions the last stage's time goes to")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()
-    lm = ours_of(build().float() if args.fp32 else build())
-    session = session_of(lm, args.prompt)
-    rows = {"whole": milliseconds(one_step(session), args.passes // 4)}
-    with without_products(lm):
-        rows |= {
-            "pass": milliseconds(one_pass(session), args.passes),
-            "step": milliseconds(one_step(session), args.passes),
-        }
-        if args.profile:
-            profile = cProfile.Profile()
-            profile.runcall(lambda: milliseconds(one_step(session), args.passes))
-            pstats.Stats(profile).sort_stats("tottime").print_stats(45)
-    for name, (least, median) in rows.items():
-        print(f"{name:5}  {least:7.3f} ms at least, {median:7.3f} median")
+    sides = stages(lambda: build().float() if args.fp32 else build())
+    rounds: dict[str, dict[str, list[float]]] = {name: {"whole": [], "pass": [], "step": []} for name in sides}
+    for _ in range(args.reps):
+        for name, lm in sides.items():
+            measure(lm, args.prompt, args.passes, rounds[name])
+    if args.profile:
+        profile = cProfile.Profile()
+        profile.runcall(measure, sides["layers"], args.prompt, args.passes, {"whole": [], "pass": [], "step": []})
+        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+    rows = {
+        name: {what: [round(min(ms), 3), round(statistics.median(ms), 3)] for what, ms in found.items()}
+        for name, found in rounds.items()
+    }
+    print("native so far   step with products   step   pass     (ms: least, median)")
+    for name, row in rows.items():
+        whole, step, one = (f"{a:.2f} {b:.2f}" for a, b in (row["whole"], row["step"], row["pass"]))
+        print(f"{name:14}  {whole:19}  {step}  {one}")
     result = {"schema": "kvcli.bench.glue/1", "environment": before, "prompt": args.prompt, "ms": rows}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -5,7 +5,6 @@
 // but for activations, whose e^x is another. In all of this a row is made by itself.
 #include "lanes.h"
 #include "pool.h"
-#include <math.h>
 #include <stdlib.h>
 #define BAND 4  // rows of a chunk of work
 #define LOG2E 1.44269504088896341f
@@ -89,7 +88,7 @@ static void norm_row(const Norm *w, const void *x, void *y) {
   float row[n + 16];
   for (long i = 0; i < n; i += 16) store(row + i, get16(x, i, n - i, is_wide));
   const float sum = w->lanes == 16 ? squares(row, n, 16) : w->lanes == 8 ? squares(row, n, 8) : squares(row, n, 4);
-  const F by = splat(1.f / sqrtf(sum / (float)n + w->eps));
+  const F by = 1.f / __builtin_elementwise_sqrt(splat(sum / (float)n + w->eps));
   for (long i = 0; i < n; i += 16) {
     F v = load(F, row + i) * by, by_channel = get16(w->w, i, n - i, is_wide);
     if (w->form == 0) v = rounded(v, is_wide);
@@ -100,7 +99,7 @@ static void norm_row(const Norm *w, const void *x, void *y) {
 typedef struct { const Norm *w; const char *x; char *y; } NormJob;
 static void norm_job(const void *job, long m) {
   const NormJob *j = job;
-  const long bytes = j->w->H * (j->w->is_wide ? 4 : 2);
+  const int64_t bytes = j->w->H * (j->w->is_wide ? 4 : 2);
   norm_row(j->w, j->x + m * bytes, j->y + m * bytes);
 }
 // x [M, H] -> y [M, H], which may be the same
@@ -133,7 +132,7 @@ INLINE F activate(F x, int act) {
 typedef struct { const Mlp *w; char *gate; const char *up; } Gated;
 static void gated_row(const void *job, long m) {
   const Gated *j = job;
-  const long n = j->w->gate.N;
+  const int64_t n = j->w->gate.N;
   const int is_wide = j->w->is_wide;
   char *g = j->gate + m * n * (is_wide ? 4 : 2);
   const char *u = j->up + m * n * (is_wide ? 4 : 2);
@@ -142,7 +141,7 @@ static void gated_row(const void *job, long m) {
     put16(g, i, n - i, a * get16(u, i, n - i, is_wide), is_wide);
   }
 }
-typedef struct { const char *a; char *y; long n, step; int is_wide; } Sum;
+typedef struct { const char *a; char *y; int64_t n, step; int is_wide; } Sum;
 static void sum_row(const void *job, long m) {
   const Sum *j = job;
   const long size = j->is_wide ? 4 : 2;
@@ -166,7 +165,7 @@ static void product(const Product *w, const void *x, void *y, long M, int is_wid
 }
 // x [M, E] -> y [M, E]: down(act(gate(x)) * up(x)); act 0 = silu, 1 = gelu by tanh, 2 = gelu
 EXPORT(mlp)(const Mlp *w, const void *x, void *y, long M) {
-  const long bytes = M * w->gate.N * (w->is_wide ? 4 : 2);
+  const size_t bytes = (size_t)M * w->gate.N * (w->is_wide ? 4 : 2);
   char *gate = malloc(2 * bytes), *up = gate + bytes;
   product(&w->gate, x, gate, M, w->is_wide);
   product(&w->up, x, up, M, w->is_wide);
@@ -200,7 +199,7 @@ static void turn_row(const void *job, long m) {
 // x [M, E] -> q [M, heads, D], k, v [M, KV heads, D]; cos, sin [M, R], R = 0: keys do not turn
 EXPORT(layer_before)(const Layer *l, const void *x, const void *cos, const void *sin, void *q, void *k, void *v, long M, long R) {
   const int is_wide = l->mlp.is_wide;
-  void *normed = malloc(M * l->first.H * (is_wide ? 4 : 2));
+  void *normed = malloc((size_t)M * l->first.H * (is_wide ? 4 : 2));
   JOIN(rms_norm, LEVEL)(&l->first, x, normed, M);
   product(&l->q, normed, q, M, is_wide);
   product(&l->k, normed, k, M, is_wide);
@@ -213,7 +212,8 @@ EXPORT(layer_before)(const Layer *l, const void *x, const void *cos, const void 
 // What attention gave [M, heads, D], and x [M, E] -> y [M, E]
 EXPORT(layer_after)(const Layer *l, const void *x, const void *attended, void *y, long M) {
   const int is_wide = l->mlp.is_wide;
-  const long E = l->first.H, bytes = M * E * (is_wide ? 4 : 2);
+  const long E = l->first.H;
+  const size_t bytes = (size_t)M * E * (is_wide ? 4 : 2);
   char *middle = malloc(2 * bytes), *normed = middle + bytes;
   product(&l->o, attended, middle, M, is_wide);
   if (l->of_attention.w) JOIN(rms_norm, LEVEL)(&l->of_attention, middle, middle, M);
