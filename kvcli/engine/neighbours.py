@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
 
 STORED = 70  # tokens read first: past the first block of native attention, not at the end of the second
-DEPTH, WIDTH = 5, 4  # of the tree; the text goes through its last branches
+DEPTH, WIDTH = 3, 5  # of the tree; the text goes through its last branches
 
 
 def rows_know_neighbours(lm: LM) -> bool:
