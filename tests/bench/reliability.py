@@ -27,7 +27,7 @@ STORMS = {
     "storm_chats": "",
     "storm_models": "--count 50000",
     "storm_documents": "",
-    "storm_exact": "",
+    "storm_exact": "--runs 530 --dtypes bf16",  # 100,000 tokens
 }
 
 

@@ -98,7 +98,8 @@ def main() -> None:
     args = parser.parse_args()
     found = storm(args.runs, dtypes=args.dtypes.split(","))
     command = f"python tests/bench/storm_exact.py --runs {args.runs} --dtypes {args.dtypes}"
-    print(json.dumps({"what": "exact runs with shuffled timings", **found, "command": command}))
+    what = f"exact runs with shuffled timings, {found['tokens']:,} tokens in {args.dtypes}"
+    print(json.dumps({"what": what, **found, "command": command}))
 
 
 if __name__ == "__main__":
