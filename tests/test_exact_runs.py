@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +17,7 @@ from kvcli.settings.profile import Profile
 from tests import families, small_tokenizers
 from tests.bench.storm_exact import storm
 
+ROOT = Path(__file__).parents[1]
 DRAFTING = ["ngram", "lookahead", "fafo", "fafo-paper"]
 
 
@@ -48,6 +53,14 @@ def test_exact_runs_write_one_text_whatever_passes_take() -> None:
     assert (found["tried"], found["bad"]) == (6, 0)
     assert found["drafted_fp32"] > 0
     assert (found["drafted_bf16"] > 0) is (native() is not None)  # elsewhere rows of 16 bits know their neighbours
+
+
+def test_readme_says_of_the_storm_what_it_gave() -> None:
+    kept = json.loads((ROOT / "docs" / "benchmarks" / "reliability.json").read_text())
+    (row,) = [row for row in kept["rows"] if row["storm"] == "storm_exact"]
+    (tokens,) = re.findall(r"([\d,]+) tokens in bf16$", row["what"])
+    assert "of 100,000 tokens" in (ROOT / "README.md").read_text()
+    assert (row["bad"], int(tokens.replace(",", "")) >= 100_000) == (0, True)
 
 
 @pytest.mark.slow
