@@ -73,10 +73,19 @@ def settled(lm: LM, profile: Profile) -> tuple[Profile, str]:
     A strict profile drafts only where a row has the same bits alone and in a draft. Where kernels do not promise that,
     a row rounds otherwise among others, and so do the keys and values that an accepted guess leaves behind.
     """
-    if not profile.spec.strict or not lm.rounds_by_rows:
+    if not profile.spec.strict or not (by := _rounds_by_rows(lm, profile)):
         return profile, ""
-    why = f"no drafting: in {lm.info.dtype} a guessed token rounds otherwise than one written alone"
+    why = f"no drafting: {by} a guessed token rounds otherwise than one written alone"
     return profile.replace(spec={"method": "off"}), why
+
+
+def _rounds_by_rows(lm: LM, profile: Profile) -> str:
+    """What makes a row's numbers depend, by more than fp32 shows, on how many share its pass; "" = nothing does."""
+    if lm.rounds_by_rows:
+        return f"in {lm.info.dtype}"
+    wanted = plan(lm, profile)
+    by = wanted.rounds_by_rows if min(lm.dtype.itemsize, wanted.dtype.itemsize) < 4 else ""
+    return by and f"under this {by}"
 
 
 def promise(lm: LM, profile: Profile) -> str:

@@ -39,6 +39,31 @@ def test_a_strict_profile_drafts_only_where_rows_round_alike_and_says_so(name: s
     assert made.promise == "exact"
 
 
+@pytest.mark.skipif(native() is None, reason="nothing is drafted in 16 bits without native kernels")
+@pytest.mark.parametrize(
+    ("changes", "by"),
+    [
+        ({"kv": {"k_bits": 4, "v_bits": 4}}, ""),
+        ({"kv": {"dtype": "fp32"}}, ""),
+        ({"kv": {"dtype": "fp16"}}, "kv.dtype"),
+        ({"kv": {"k_bits": 4, "v_bits": 4, "rotate": "hadamard"}}, "kv.rotate"),
+        ({"kv": {"v_bits": 8}}, ""),
+        ({"recall": {"method": "sketch"}}, "recall.method"),
+    ],
+)
+def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profile(
+    changes: dict[str, dict[str, object]], by: str
+) -> None:
+    of = LM.of(families.build("llama", torch.bfloat16))
+    of.lay_out()
+    assert of.is_row_invariant
+    wanted = Profile.load("ngram").replace(exactness="approx", spec={"strict": True}, **changes)
+    profile, why = build.settled(of, wanted)
+    assert profile.spec.method == ("off" if by else "ngram")
+    assert by in why
+    assert bool(why) == bool(by)
+
+
 def test_only_what_is_exact_is_called_so() -> None:
     def said(name: str, dtype: torch.dtype) -> str:
         return build.promise(LM.of(families.build("llama", dtype)), Profile.load(name))

@@ -22,11 +22,12 @@ class Product(ctypes.Structure):
 
 def type_of(layer: nn.Module) -> dtype | None:
     """Of the numbers that go into a linear layer; None = it is none, or not made natively."""
+    found = None
     if isinstance(layer, NativeLinear):
-        return layer.dtype
-    if isinstance(layer, PackedLinear) and layer.is_native and panels.serves(layer.scale.dtype):
-        return layer.scale.dtype
-    return None
+        found = layer.dtype
+    elif isinstance(layer, PackedLinear) and layer.is_native and panels.serves(layer.scale.dtype):
+        found = layer.scale.dtype
+    return found if found is None or layer.bias is None or layer.bias.dtype == found else None
 
 
 def product_of(layer: nn.Module) -> tuple[Product, list[Tensor | None]]:

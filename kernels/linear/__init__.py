@@ -56,6 +56,8 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int, *, level: str
     assert functions is not None
     if x.dtype not in SERVED or x.shape[-1] * x.itemsize != packed.shape[1] * 4:
         raise ValueError(f"{x.shape[-1]} inputs in {x.dtype} for a weight of {packed.shape[1] * 4} bytes a row")
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != (n,)):
+        raise ValueError(f"a bias of {tuple(bias.shape)} {bias.dtype} for {n} outputs in {x.dtype}")
     x = x.contiguous()
     y = x.new_empty((*x.shape[:-1], n))
     functions.linear(

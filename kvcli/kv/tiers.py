@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from kvcli.errors import BadConfig
+from kvcli.kernels.attend_rows import why_not
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.room import EVERY, Room
@@ -85,6 +86,20 @@ class Plan:
             if key in ("kv.k_bits", "kv.v_bits"):
                 bits: dict[str, Any] = {key.removeprefix("kv."): int(value)}
                 replace(self, kv=replace(self.kv, **bits), shapes=self.shapes[:1])._packed(self.device)
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has."""
+        if self.recall.layers(self.sights):
+            return "recall.method"
+        dims = {(shape.k_dim, shape.v_dim) for shape in self.shapes}
+        if any(why_not(self.dtype, self.device, *each) for each in dims):
+            return "kv.dtype"
+        if not (self.is_packed or self.memory.ladder):
+            return ""
+        if self.kv.rotate != "none":
+            return "kv.rotate"
+        return "kv.k_bits" if any(k_dim % 16 for k_dim, _ in dims) else ""
 
     @property
     def is_packed(self) -> bool:

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from kvcli.kernels import native as built
 from kvcli.kernels.linear.experts import NativeExperts, lay_out_experts_
 from kvcli.kernels.linear.module import NativeWeight
+from kvcli.kernels.rms_norm.module import norm_
 from tests.families import build
 
 pytestmark = pytest.mark.skipif(not built.levels(), reason=built.why_not())
@@ -67,3 +68,19 @@ def test_weights_that_are_more_than_multiplied_by_rows_stay():
     root = nn.ModuleList([Scaled(), Conv1D(8, 8), nn.Linear(8, 8), nn.Embedding(5, 8), Router()])
     assert lay_out_experts_(root) == 1
     assert [isinstance(m.weight, NativeWeight) for m in root] == [False, False, False, False, True]
+
+
+def test_a_module_that_refuses_rows_stays_and_the_model_loads():
+    class Picky(nn.Module):
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(shape)), 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dim() == 9, "only these"
+            return x
+
+    model = nn.Sequential(Picky(4, 64), Picky(64))
+    drawn = torch.get_rng_state()
+    assert (lay_out_experts_(model), norm_(model)) == (0, 0)
+    assert torch.equal(torch.get_rng_state(), drawn)  # nor does a trial move anybody's random numbers

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import native as built
+from kvcli.kernels.gated_mlp.product import type_of
 from kvcli.kernels.linear import linear, pack, reference, rows_of, unpack, why_not
 from kvcli.kernels.linear.module import NativeLinear, NativeWeight, lay_out_
 from kvcli.kernels.linear_packed import panels
@@ -280,6 +281,18 @@ def test_a_weight_that_something_else_holds_stays():
     assert type(model.head) is nn.Linear
     model = Tied(nn.Embedding(151, 48, max_norm=1.0))  # which writes to its weight
     assert lay_out_(model) == 2
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(5), torch.zeros(4, dtype=BF16)], ids=["wider", "too few"])
+def test_a_bias_that_would_be_read_amiss_is_refused(bias: Tensor):
+    layer = nn.Linear(8, 5, dtype=BF16)
+    with pytest.raises(ValueError, match="a bias of"):
+        linear(torch.ones(1, 8, dtype=BF16), pack(layer.weight), bias, 5)
+    layer.bias = nn.Parameter(bias)
+    root = nn.Sequential(layer)
+    lay_out_(root)
+    assert isinstance(root[0], NativeLinear)
+    assert type_of(root[0]) is (None if bias.dtype != BF16 else BF16)  # nor handed on by its address
 
 
 def test_a_weight_is_not_written_to():

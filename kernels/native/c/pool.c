@@ -12,7 +12,7 @@
 static struct job { job_fn fn; void *arg; uint32_t chunks; } jobs[2];
 static _Atomic uint64_t ticket;
 static atomic_uint done, sleepers;
-static int n_threads = 1, n_started = 1;
+static int n_threads = 1, n_started = 1, minds_forks;
 static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;  // one job at a time, whoever calls
 static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
@@ -74,7 +74,7 @@ static void after_fork(void) {  // a child has no workers: it starts its own whe
 // From now on n threads work at a job, the caller's among them. Workers are started once and never end.
 __attribute__((visibility("default"))) void pool_threads(int n) {
   pthread_mutex_lock(&owner);
-  if (n_started == 1) pthread_atfork(0, 0, after_fork);
+  if (!minds_forks) pthread_atfork(0, 0, after_fork), minds_forks = 1;  // once: handlers are never taken away
   n_threads = n < 1 ? 1 : n > MOST ? MOST : n;
   for (; n_started < n_threads; n_started++) {
     pthread_t t;
