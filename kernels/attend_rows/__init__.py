@@ -6,7 +6,8 @@ of 4,096 by index, each block updates the state of its span in order (arXiv 2205
 So the bits of a row depend on its sequence alone, not on who else is in the pass, and a token gives the same alone, in
 a draft and in a prompt. A slot that a window hides is a masked slot in its place.
 
-`attend_rows` gives what a layer wants, `attend_part` a part of it for one tier; reference.py says what both compute.
+Stores call `read`: `attend_rows` gives what a layer wants, `attend_part` a part of it for one tier; reference.py says
+what both compute.
 `attend_packed_part` is `attend_part` over slots in few bits, and gives the bits that they would give unpacked.
 bf16 and float32 on a CPU, all of one type; weights are rounded to bf16 for bf16 values. `why_not` says what is not
 served. Native alone: without it torch's kernels remain, whose rows do know of each other. What a row does not see must
@@ -105,10 +106,11 @@ def read(
     if own is None:
         assert run is not None, "nothing to read"
         return attend_part(q, run, pos, scale, window=window, softcap=softcap)
-    h, n, _ = q.shape
-    out, lse = torch.empty(n, h, own.v.shape[2], dtype=q.dtype), torch.empty(n, h)
-    fresh = (own.k, own.v)
-    _call(q, run, fresh, pos, scale, own.line, window, softcap, own.before, own.sink, out, lse, None)
+    fresh, lse = (own.k, own.v), torch.empty(q.shape[1], q.shape[0])
+    sees, before, sink = own.line, own.before, own.sink
+    out = attend_rows(
+        q, run, fresh, pos, scale, sees=sees, window=window, softcap=softcap, before=before, sink=sink, lse=lse
+    )
     return Part(out.transpose(0, 1), lse.T)
 
 
@@ -124,15 +126,16 @@ def attend_rows(
     softcap: float = 0.0,
     before: Sequence[Part] = (),
     sink: Tensor | None = None,
+    lse: Tensor | None = None,
     level: str | None = None,
 ) -> Tensor:
     """What `reference.attend_rows` gives as `out`, but as [N, H, E], contiguous and in q's type.
 
-    `level`: another kind of CPU than the best there is.
+    `lse` [N, H] float32 is filled where it is given. `level`: another kind of CPU than the best there is.
     """
     e = (run.v if run is not None else fresh[1]).shape[-1]  # type: ignore[index]
     out = torch.empty(q.shape[1], q.shape[0], e, dtype=q.dtype)
-    _call(q, run, fresh, pos, scale, sees, window, softcap, before, sink, out, None, level)
+    _call(q, run, fresh, pos, scale, sees, window, softcap, before, sink, out, lse, level)
     return out
 
 
