@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 # table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
+    "prune": {
+        "none": "kvcli.prune.everything:Everything",
+        "lazy": "kvcli.prune.lazy:Lazy",
+    },
     "policy": {
         "none": "kvcli.policies.everything:Everything",
         "window": "kvcli.policies.window:Window",
@@ -97,6 +101,14 @@ def promise(lm: LM, profile: Profile) -> str:
     return "exact but for near ties" if profile.spec.method != "off" and lm.rounds_by_rows else "exact"
 
 
+def keeps_all(profile: Profile) -> bool:
+    """Whether a text under it holds every key and value as it was made, so that others may go on from them."""
+    from kvcli.kv.tiers import is_ladder
+
+    nothing_goes = profile.policy.every is None and profile.recall.every is None and not profile.prune.reads
+    return nothing_goes and not is_ladder(profile.kv, profile.memory)
+
+
 def chunk(lm: LM, profile: Profile) -> int:
     """Tokens read in one pass, at most: no text is longer than its window."""
     return min(profile.prefill.chunk, lm.limit if profile.context.limit == "auto" else int(profile.context.limit))
@@ -155,6 +167,7 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes |
         chunk=chunk(lm, profile),
         every=every(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
+        pruning=profile.prune.settings if profile.prune.reads else None,
     )
 
 

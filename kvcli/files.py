@@ -63,10 +63,15 @@ def try_output(path: Path) -> None:
         tempfile.TemporaryFile(dir=path.resolve().parent).close()
 
 
-def write_private(path: Path, content: str | bytes, *, mode: int = 0o600, is_new: bool = False) -> None:
-    """Replace the file in one step. With `is_new` it must not be there yet: FileExistsError."""
+def write_private(
+    path: Path, content: str | bytes, *, mode: int = 0o600, is_new: bool = False, is_lasting: bool = True
+) -> None:
+    """Replace the file in one step. With `is_new` it must not be there yet: FileExistsError.
+
+    Not `is_lasting`: the disk is not waited for, as a power cut may have what can be made again.
+    """
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path, mode=mode, is_new=is_new) as stream:
+    with replacing(path, mode=mode, is_new=is_new, is_lasting=is_lasting) as stream:
         stream.write(data)
 
 
@@ -103,7 +108,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int = 0o600, is_new: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, mode: int = 0o600, is_new: bool = False, is_lasting: bool = True) -> Iterator[BinaryIO]:
     """What is written to the stream becomes the file when the block ends well, and is gone when it does not."""
     sweep(path.parent)
     stream = _temporary(path.parent)
@@ -112,11 +117,14 @@ def replacing(path: Path, *, mode: int = 0o600, is_new: bool = False) -> Iterato
             yield stream
             stream.flush()
             os.fchmod(stream.fileno(), mode)
-            os.fsync(stream.fileno())
+            if is_lasting:
+                os.fsync(stream.fileno())
             (_name if is_new else os.replace)(stream.name, path)
     finally:
         with suppress(OSError):  # it has its name, or the next run sweeps it
             os.unlink(stream.name)
+    if not is_lasting:
+        return
     try:
         _sync_folder(path.parent)
     except OSError:

@@ -14,6 +14,7 @@ from kvcli.engine.info import ModelInfo
 from kvcli.engine.loops import Loop
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow
+from kvcli.kept.shelf import Kept
 
 PARAGRAPH = (
     "The service restarted twice because the cache directory was full; both times it recovered without losing a "
@@ -139,6 +140,12 @@ class FakeModel:
 
     def take_past(self, other: FakeModel) -> bool:
         return False
+
+    def keep(self, cancel: Cancel) -> Kept:
+        return Kept()
+
+    def why_again(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         pass

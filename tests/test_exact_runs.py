@@ -14,7 +14,9 @@ from kvcli.chat.local import Model
 from kvcli.engine.lm import LM
 from kvcli.kernels.native import native
 from kvcli.settings.profile import Profile
+from kvcli.summarize.request import Request
 from tests import families, small_tokenizers
+from tests.bench import storm_summaries
 from tests.bench.storm_exact import storm
 
 ROOT = Path(__file__).parents[1]
@@ -46,9 +48,12 @@ def test_a_strict_profile_drafts_only_where_rows_round_alike_and_says_so(name: s
         ({"kv": {"k_bits": 4, "v_bits": 4}}, ""),
         ({"kv": {"dtype": "fp32"}}, ""),
         ({"kv": {"dtype": "fp16"}}, "kv.dtype"),
-        ({"kv": {"k_bits": 4, "v_bits": 4, "rotate": "hadamard"}}, "kv.rotate"),
+        ({"kv": {"k_bits": 4, "v_bits": 4, "rotate": "hadamard"}}, ""),
         ({"kv": {"v_bits": 8}}, ""),
-        ({"recall": {"method": "sketch"}}, "recall.method"),
+        ({"recall": {"method": "sketch"}}, ""),
+        ({"recall": {"method": "certified"}, "kv": {"k_bits": 8}, "memory": {"disk": "1GiB"}}, ""),
+        ({"recall": {"method": "minmax"}, "kv": {"dtype": "fp16"}}, "kv.dtype"),
+        ({"memory": {"disk": "1GiB", "ladder": ["kv.k_bits=2"]}}, ""),
     ],
 )
 def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profile(
@@ -92,3 +97,16 @@ def test_readme_says_of_the_storm_what_it_gave() -> None:
 def test_two_hundred_exact_runs_write_one_text() -> None:
     found = storm(200, seed=1)
     assert (found["tried"], found["bad"]) == (200, 0)
+
+
+def test_a_summary_is_one_text_whatever_its_passes_take() -> None:
+    found = storm_summaries.storm(2, Request(chunk=700), file="demo:pdf:1-4")
+    assert (found["tried"], found["bad"]) == (2, 0)
+    assert (found["drafted"] > 0) is (native() is not None)
+
+
+@pytest.mark.slow
+def test_fifty_summaries_are_one_text() -> None:
+    found = storm_summaries.storm(50, Request(chunk=1200), seed=1)
+    assert (found["tried"], found["bad"]) == (50, 0)
+    assert found["stopped"] > 10

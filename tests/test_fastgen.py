@@ -165,7 +165,10 @@ class Masked:
     def slots(self, layer: int) -> Slots:
         return compact(self.all[layer], self.shown[layer])
 
-    def settle(self, masks: Masks = ()) -> bool:
+    def reaches(self, n: int) -> bool:
+        return True
+
+    def settle(self, masks: Masks = (), end: int = 0) -> bool:
         for layer, (s, mask) in enumerate(zip(self.all, masks, strict=bool(masks))):
             shown = self.slots(layer)
             if mask is None:

@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[1]
 # Lowest first: a folder of kvcli/ with all that is in it, or a file; "kvcli" is __init__.py itself. Each imports only
 # itself and those before it, types included.
 FLOORS = (
-    "version errors kernels files outlet outside sandbox world settings demo models kv engine policies drafts api "
-    "documents schemas build chat kvcli fit calibrate summarize quality bench heads render commands cli __main__"
+    "version errors kernels files outlet outside sandbox world settings demo models kv engine kept policies prune "
+    "drafts api documents schemas build chat kvcli fit calibrate summarize quality bench heads render commands cli "
+    "__main__"
 ).split()
 FLOOR = {name: height for height, name in enumerate(FLOORS)}
 
@@ -34,11 +35,12 @@ ONLY = {
         "engine",
         "fit",
         "heads",
+        "kept",
         "kernels",
         "kv",
         "models",
     }
-    | {"policies", "quality"},
+    | {"policies", "prune", "quality"},
     "triton": {"kernels"},
     "bitsandbytes": {"engine"},
     "gguf": {"bench", "models"},

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from kvcli.engine import lm
 from kvcli.engine.engine import call, run
 from kvcli.engine.feed import Feed
+from kvcli.engine.few import few_layers, kinds
 from kvcli.engine.fused import Fused
 from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
+from kvcli.engine.straight import Turns
 from kvcli.kernels import native
 from kvcli.kernels.gated_mlp.module import NativeMlp
 from kvcli.kernels.rms_norm.module import NativeNorm, norm_
@@ -38,6 +40,7 @@ FOUND = {
     "gpt_oss": (7, 0, 0),
     "starcoder2": (0, 0, 0),
 }
+STRAIGHT = {"llama", "mistral", "qwen2", "qwen3", "smollm3"}
 NUMBERS = [torch.float32, torch.bfloat16]
 
 torch.set_num_threads(1)
@@ -108,6 +111,50 @@ def test_modules_that_compute_something_else_stay(monkeypatch: pytest.MonkeyPatc
         assert counts(loaded("llama").model) == (7, 3, 0)
 
 
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+@pytest.mark.parametrize("name", FOUND)
+def test_models_without_anything_between_their_layers_are_gone_straight_through(name: str, dtype: torch.dtype):
+    found = loaded(name, dtype)
+    assert (found.straight is not None) == (name in STRAIGHT)
+    if found.straight is not None:
+        ours = logits(found)
+        found.straight = None
+        assert torch.equal(ours, logits(found))
+
+
+@pytest.mark.parametrize(
+    "pos", [[0], [254, 255, 256, 257], [7, 8, 8, 9, 9, 9], [255, 300, 5], range(100, 600)], ids=str
+)
+def test_positions_turn_as_in_the_module_whichever_block_they_lie_in(pos: Any):
+    module = loaded("llama").model.model.rotary_emb
+    turns = Turns(module, torch.empty(0))
+    for ours, theirs in zip(turns(pos), module(torch.empty(0), torch.tensor([list(pos)])), strict=True):
+        assert torch.equal(ours, theirs[0])
+    assert turns.is_fixed(4096)
+
+
+def test_what_depends_on_the_length_of_the_pass_is_not_remembered():
+    class Dynamic(nn.Module):
+        def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            angles = position_ids.unsqueeze(-1) / (1.0 + position_ids.max() // 2048)
+            return angles.cos(), angles.sin()
+
+    assert Turns(Dynamic(), torch.empty(0)).is_fixed(2048)
+    assert not Turns(Dynamic(), torch.empty(0)).is_fixed(4096)
+
+
+def test_a_model_that_does_more_around_its_layers_is_gone_through_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    from transformers.models.llama import modeling_llama as llama
+
+    def louder(out: Any) -> Any:
+        out.logits = out.logits * 1.01
+        return out
+
+    with monkeypatch.context() as patched:
+        _change(patched, llama.LlamaForCausalLM, louder)
+        assert loaded("llama").straight is None
+
+
 def test_modules_that_want_something_else_stay():
     class Gated(nn.Module):
         def __init__(self) -> None:
@@ -150,3 +197,36 @@ def test_nothing_keeps_a_model():
 
 def test_the_model_says_what_was_made_native():
     assert loaded("llama").info.backend.endswith(", 7 norms, 3 MLPs, 3 whole layers fused")
+
+
+def test_layers_of_a_kind_are_tried_at_its_ends_and_restored(monkeypatch: pytest.MonkeyPatch):
+    found = LM.of(build("llama", num_hidden_layers=5))
+    layers = list(found._layers or ())
+    with few_layers(found, layers) as tried:
+        assert tried == [0, 4]
+        assert [bool(vars(layer).get("forward")) for layer in layers] == [False, True, True, True, False]
+    assert not any(vars(layer).get("forward") for layer in layers)
+    layers[2].self_attn.scaling *= 2  # a setting of its own: a kind of its own
+    assert kinds(found, layers) == [[0, 1, 3, 4], [2]]
+    layers[3].mlp.act_fn = nn.ReLU()  # which is none of ours
+    found.lay_out()
+    assert counts(found.model) == (11, 4, 4)
+    assert found.is_row_invariant
+
+
+def test_weights_that_cannot_tell_gate_from_up_prove_nothing():
+    model = build("llama", num_hidden_layers=4)
+    for weight in model.model.layers[0].mlp.parameters():
+        weight.data.zero_()
+    found = LM.of(model)
+    found.lay_out()
+    assert counts(found.model) == (9, 0, 0)
+
+
+def test_a_model_that_is_laid_out_is_saved_as_it_came():
+    wanted = build("llama", torch.bfloat16, tie_word_embeddings=False).state_dict()
+    model = build("llama", torch.bfloat16, tie_word_embeddings=False)
+    LM.of(model).lay_out()
+    found = model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -82,7 +82,7 @@ class Fixed:
 class Hiding(Pass):
     """All rows go through all layers; others do not see those that the plan drops."""
 
-    prunes = True
+    is_gated = True
 
     def __init__(self, feed: Feed, plan: Plan) -> None:
         super().__init__(feed)

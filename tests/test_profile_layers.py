@@ -43,6 +43,7 @@ class Guess:
 
 
 REGISTRIES = {
+    "prune": {"none": "kvcli.prune.everything:Everything"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {

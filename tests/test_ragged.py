@@ -94,7 +94,10 @@ class Listed:
     def reserve(self, n: int) -> None:
         return
 
-    def settle(self, masks: Masks = ()) -> bool:
+    def reaches(self, n: int) -> bool:
+        return True
+
+    def settle(self, masks: Masks = (), end: int = 0) -> bool:
         before = sum(len(held) for heads in self.held for held in heads)
         for layer, mask in enumerate(masks):
             if mask is not None:

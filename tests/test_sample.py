@@ -222,3 +222,18 @@ def test_a_row_that_nothing_may_follow_is_refused_where_it_is_reached(temperatur
     with pytest.raises(BadInput, match="allows no token here") as found:
         made.drawn(3)
     assert "position 9" in found.value.lines[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_k": 6}, {"temperature": 0.5}], ids=str)
+def test_what_is_drawn_is_the_first_of_the_largest_scores_or_nothing_where_that_is_no_number(
+    settings: dict[str, float],
+):
+    sampler = Sampler(**settings)
+    logits = torch.randint(0, 4, (40, 50), generator=torch.Generator().manual_seed(2)).float()  # full of equals
+    logits[3, 7], logits[5, 9], logits[8, 1] = torch.nan, torch.inf, -torch.inf
+    logits[11] = -torch.inf
+    ids, scores = sampler.scores(logits, torch.arange(40))
+    best = scores.argmax(-1, keepdim=True)
+    wanted = (best if ids is None else ids.gather(-1, best)).masked_fill(~scores.gather(-1, best).isfinite(), -1)
+    assert sampler(logits, torch.arange(40)).tolist() == wanted.squeeze(-1).tolist()
+    assert {3, 5, 11} <= {row for row, token in enumerate(wanted.tolist()) if token == [-1]}

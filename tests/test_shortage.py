@@ -23,7 +23,10 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import BadConfig, DoesNotFit, ExitStatus
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder
+from kvcli.kv.index_minmax import MinMax
+from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.recall import Recall
+from kvcli.kv.recall_pages import Budget
 from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.kv.slots import Store, alike, nbytes
 from kvcli.settings.profile import Profile
@@ -37,6 +40,13 @@ from tests.test_recall_rungs import ladder as recalled
 torch.set_num_threads(1)
 SAMPLED = Sampler(temperature=0.9, repetition_penalty=1.2, seed=3)
 Make = Callable[[tuple[int, int, int], torch.dtype], Store]
+
+
+def demoting(shape: tuple[int, int, int], dtype: torch.dtype) -> Ladder:
+    low = Recall(Dense(alike(*shape), dtype, step=8), MinMax(3), Budget(0.1, 4, 2, 3), range(1, shape[0]))
+    return Ladder(Dense(alike(*shape), dtype), [Rung(low)], demotes=True)
+
+
 STORES: dict[str, tuple[Make, Policy | None]] = {
     "dense": (lambda shape, dtype: Dense(alike(*shape), dtype), None),
     "evicting": (lambda shape, dtype: Dense(alike(*shape), dtype), Ragged()),
@@ -46,6 +56,7 @@ STORES: dict[str, tuple[Make, Policy | None]] = {
     "on_disk": (on_disk, None),
     "packed": (PACKED["packed_4_2"], None),
     "recalled": (lambda shape, dtype: recalled(shape, dtype, "minmax", "three"), Ragged()),
+    "demoting": (demoting, Ragged()),
 }
 ROUNDING = ("three", "packed")  # in which the moment of moving down decides what is rounded
 EVERY = 6

@@ -33,6 +33,12 @@ RESULTS = {
     "quality": "kvcli bench demo --profiles exact,streaming --ctx 1k --reps 1 --no-memory --quality all"
     " --quality-lengths 2k",
     "decode": "python tests/bench/decode.py",
+    "beside": "python tests/bench/beside.py --hf",
+    "beside-2": "python tests/bench/beside.py --hf --threads 2",
+    "beside-32k": "python tests/bench/beside.py --prompts 32768",
+    "beside-32k-2": "python tests/bench/beside.py --prompts 32768 --threads 2",
+    "beside-packed": "python tests/bench/beside.py --kinds int8,int4 --prompts 512,4096",
+    "beside-packed-2": "python tests/bench/beside.py --kinds int8,int4 --prompts 512,4096 --threads 2",
     "together": "python tests/bench/together.py",
     "ngram": "python tests/bench/ngram.py --reps 9",
     "ngram-replay": f"python tests/bench/ngram_replay.py --model {LISTED}",
@@ -49,6 +55,7 @@ RESULTS = {
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kv-quality": "python tests/bench/kv_quality.py",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
+    "kv-moved": "python tests/bench/kv_quality.py --moved --texts 12 --shares 0.125",
     "agreement": f"python tests/bench/agreement.py --model {LISTED}",
     "agreement-demo": "python tests/bench/agreement.py --windows 16",
     "agreement-long": f"python tests/bench/agreement.py --model {LISTED} --context 1024,2048,4096,7424 --windows 2"

@@ -29,13 +29,15 @@ from kvcli.kernels.attend_fresh import attend_fresh
 from kvcli.kernels.attend_packed import PackedHead
 from kvcli.kernels.merge import Part
 
+BLOCK = 64  # slots
 LARGEST = 512  # numbers of a key or a value
 WIDEST = 1 << 30  # a window that hides holes and nothing else
 # The structures of native/c/attend.c. A call is Python's for some microseconds, so all of it is packed at once.
-ATTEND, PART, PACKED = struct.Struct("14P15q2f2i"), struct.Struct("2P5q"), struct.Struct("3P3q3P3qPq")
+ATTEND, PART, PACKED = struct.Struct("15P17q2f2i"), struct.Struct("2P5q"), struct.Struct("3P3q3P3qPq")
+CHOSEN = struct.Struct("2P2q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
 class Run:
     """Stored slots of one layer, in the order in which rows read them; heads may lie anywhere and differ in length."""
 
@@ -45,6 +47,7 @@ class Run:
     starts: Sequence[int]  # by KV head: its first slot in k and v
     lengths: Sequence[int]  # by KV head: slots from there on
     pos_starts: Sequence[int]  # by KV head: its first position
+    gone: int = 0  # slots before the first, whole blocks that a window hides from all rows: they keep their places
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,16 @@ class PackedRun:
     heads: Sequence[PackedHead]
     pos: Tensor  # as in Run; a hole has position -1 and is hidden where there is a window
     pos_starts: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What each row reads of a run: pages of its own choice, in their order, then all that lies behind the pages."""
+
+    pages: Tensor  # [K, N, P] bool on the CPU, contiguous; page p of a head is its slots from p * page on
+    page: int  # slots
+    behind: Sequence[int]  # by KV head: the first slot behind its pages
+    left: Sequence[int]  # by KV head: slots from there on
 
 
 def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
@@ -67,7 +80,7 @@ def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as Run
 class Own:
     """What a pass itself brings to a layer: rows read it behind what is stored."""
 
@@ -88,10 +101,9 @@ class Own:
         return [*self.before, fresh, Part(torch.zeros_like(fresh.out), lse)]
 
 
-def serves(q: Tensor, v: Tensor, own: Own | None) -> bool:
-    """Whether rows q [H, n, D] over values v [.., E] and what their pass brings can be read in one sequence."""
-    is_whole = own is None or own.k.shape[1] == q.shape[1]  # scouts, who read a tree's rows too, have no such kernel
-    return is_whole and v.dtype == q.dtype and not why_not(q.dtype, q.device, q.shape[2], v.shape[-1])
+def serves(q: Tensor, v: Tensor) -> bool:
+    """Whether rows q [H, n, D] over values v [.., E] can be read in one sequence with what their pass brings."""
+    return v.dtype == q.dtype and not why_not(q.dtype, q.device, q.shape[2], v.shape[-1])
 
 
 def serves_packed(q: Tensor, like: Tensor) -> bool:
@@ -106,7 +118,7 @@ def read(
     if own is None:
         assert run is not None, "nothing to read"
         return attend_part(q, run, pos, scale, window=window, softcap=softcap)
-    fresh, lse = (own.k, own.v), torch.empty(q.shape[1], q.shape[0])
+    fresh, lse, pos = (own.k, own.v), torch.empty(q.shape[1], q.shape[0]), own.pos
     sees, before, sink = own.line, own.before, own.sink
     out = attend_rows(
         q, run, fresh, pos, scale, sees=sees, window=window, softcap=softcap, before=before, sink=sink, lse=lse
@@ -147,12 +159,13 @@ def attend_part(
     *,
     window: int | None = None,
     softcap: float = 0.0,
+    chosen: Chosen | None = None,
     level: str | None = None,
 ) -> Part:
     """Rows over stored slots alone, to be given as `before`; both tensors float32, and views of [N, H, ..]."""
     out = torch.empty(q.shape[1], q.shape[0], run.v.shape[-1])
     lse = torch.empty(q.shape[1], q.shape[0])
-    _call(q, run, None, pos, scale, None, window, softcap, (), None, out, lse, level)
+    _call(q, run, None, pos, scale, None, window, softcap, (), None, out, lse, level, chosen=chosen)
     return Part(out.transpose(0, 1), lse.T)
 
 
@@ -189,18 +202,21 @@ def _call(
     lse: Tensor | None,  # [N, H]
     level: str | None,
     packed: PackedRun | None = None,
+    chosen: Chosen | None = None,
 ) -> None:
     functions = built.native(level)
     assert functions is not None
     assert scale > 0, "the largest product is the largest score"
     q, qh, qn = _rows(q)
     h, n, d = q.shape
-    k = v = fk = fv = slots_at = rows_at = sees_at = sink_at = parts_at = packed_at = 0
+    k = v = fk = fv = slots_at = rows_at = sees_at = sink_at = parts_at = packed_at = chosen_at = 0
     kh = kn = vh = vn = kv = 0
+    m = n
     if fresh is not None:
         (k_rows, kh, kn), (v_rows, vh, vn) = _rows(fresh[0]), _rows(fresh[1])
         assert k_rows.dtype == v_rows.dtype == q.dtype, "rows are of one type"
         fk, fv, kv = k_rows.data_ptr(), v_rows.data_ptr(), k_rows.shape[0]
+        m = k_rows.shape[1]
     if packed is not None:
         codes = array("q", b"".join(_packed(head, q.dtype) for head in packed.heads))
         packed_at, kv = codes.buffer_info()[0], len(packed.heads)
@@ -211,12 +227,21 @@ def _call(
         assert run.k.dtype == run.v.dtype == q.dtype, "rows and slots are of one type"
         k, v, kv = run.k.data_ptr(), run.v.data_ptr(), len(run.starts)
         heads = array("q", (*run.starts, *run.lengths, *run.pos_starts))
+    if chosen is not None:
+        assert chosen.pages.is_contiguous(), "choices lie in one piece"
+        assert chosen.pages.shape[:2] == (kv, n), "a choice of each row"
+        behind = array("q", (*chosen.behind, *chosen.left))
+        choice = CHOSEN.pack(chosen.pages.data_ptr(), behind.buffer_info()[0], chosen.pages.shape[2], chosen.page)
+        choices = array("q", choice)
+        chosen_at = choices.buffer_info()[0]
     if window is not None:
+        assert len(pos) == m, "a position of each row"
         positions = array("i", pos)
         rows_at, stored = positions.buffer_info()[0], packed or run
         assert stored is None or stored.pos.dtype == torch.int32, "positions are int32"
         slots_at = 0 if stored is None else stored.pos.data_ptr()
-    if sees is not None and n > 1:
+    if sees is not None and m > 1:
+        assert sees.shape == (n, m), "who sees whom"
         sees = sees.contiguous()
         sees_at = sees.data_ptr()
     if sink is not None:
@@ -238,13 +263,16 @@ def _call(
                 sink_at,
                 parts_at,
                 packed_at,
+                chosen_at,
                 len(before),
                 h,
                 kv,
                 n,
+                m,
                 d,
             ),
-            *(out.shape[2], qh, qn, kh, kn, vh, vn, out.shape[2], h * out.shape[2], window or 0, scale, softcap),
+            *(out.shape[2], qh, qn, kh, kn, vh, vn, out.shape[2], h * out.shape[2], window or 0),
+            *(0 if run is None else run.gone, scale, softcap),
             *(q.dtype == torch.float32, out.dtype == torch.float32),
         )
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Run
+from kvcli.kernels.attend_rows import Chosen, Run
 from kvcli.kernels.merge import Part
 
 
@@ -23,10 +23,12 @@ def attend_rows(
     softcap: float = 0.0,
     before: Sequence[Part] = (),
     sink: Tensor | None = None,
+    chosen: Chosen | None = None,
 ) -> Part:
-    """q [H, N, D] of rows at positions pos [N] over `run`, then over the fresh rows' (k [K, N, D], v [K, N, E]).
+    """q [H, N, D] of rows over `run`, or what each chose of it, then over the fresh rows' (k [K, M, D], v [K, M, E]).
 
-    `sees` [N, N] bool: which fresh rows a row sees, itself among them; None = itself and all before it. `window`: a row
+    The rows that ask are the last N of the M; `pos` [M] are the positions of all. `sees` [N, M] bool: which fresh rows
+    a row sees, itself among them; None = itself and all before it. `window`: a row
     sees positions above its own less the window, of fresh rows too. `softcap`: c tanh(s / c) of scaled scores.
     `before`: what the same rows saw elsewhere, older. `sink` [H]: logits that take mass and give nothing. A row that
     sees nothing gets zeros.
@@ -38,17 +40,24 @@ def attend_rows(
     if run is not None:
         n_kv = len(run.starts)
     rows = torch.tensor(pos)
+    asking = rows[-n:]
     for j in range(n_kv):
         ks, vs, shown = [], [], []
         if run is not None:
             a, b, p = run.starts[j], run.starts[j] + run.lengths[j], run.pos_starts[j]
             ks, vs = [run.k[a:b]], [run.v[a:b]]
             at = run.pos[p : p + run.lengths[j]].long()
-            shown = [torch.ones(n, b - a, dtype=torch.bool) if window is None else at > (rows - window).unsqueeze(1)]
+            shown = [torch.ones(n, b - a, dtype=torch.bool) if window is None else at > (asking - window).unsqueeze(1)]
+            if chosen is not None:
+                mine = chosen.pages[j].repeat_interleave(chosen.page, 1)[:, : b - a]
+                mine = torch.nn.functional.pad(mine, (0, b - a - mine.shape[1]))
+                mine[:, chosen.behind[j] : chosen.behind[j] + chosen.left[j]] = True
+                shown[0] &= mine
         if fresh is not None:
             ks, vs = [*ks, fresh[0][j]], [*vs, fresh[1][j]]
-            mine = torch.ones(n, n, dtype=torch.bool).tril() if sees is None else sees
-            shown.append(mine if window is None else mine & (rows > (rows - window).unsqueeze(1)))
+            m = fresh[0].shape[1]
+            mine = torch.ones(n, m, dtype=torch.bool).tril(m - n) if sees is None else sees
+            shown.append(mine if window is None else mine & (rows > (asking - window).unsqueeze(1)))
         k, v, mask = torch.cat(ks).to(wide), torch.cat(vs).to(wide), torch.cat(shown, 1)
         score = q[j * (h // n_kv) : (j + 1) * (h // n_kv)].to(wide) @ k.T * scale  # [G, N, S]
         if softcap:

@@ -8,6 +8,7 @@ and of what attention and MLP give (Gemma 2). reference.py has it in PyTorch.
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ class Layer(ctypes.Structure):
         ("D", ctypes.c_int64),
     ]
 
+    @cached_property
+    def known(self) -> tuple[int, int, list[int]]:
+        """Its address, D, and the heads of q, k and v: each question to a structure makes another one."""
+        return ctypes.addressof(self), self.D, [product.N // self.D for product in (self.q, self.k, self.v)]
+
 
 def before(
     layer: Layer, x: Tensor, cos: Tensor | None, sin: Tensor | None, *, level: str | None = None
@@ -36,16 +42,14 @@ def before(
     """x [N, E] -> q [H, N, D], k, v [K, N, D], views of [N, .., D]; cos, sin [N, R], or None where nothing turns."""
     functions = built.native(level)
     assert functions is not None
-    n, d, x = x.shape[0], layer.D, x.contiguous()
-    q, k, v = (x.new_empty(n, product.N // d, d) for product in (layer.q, layer.k, layer.v))
-    turns: tuple[int | None, int | None] = None, None
+    (at, d, heads), n, x = layer.known, x.shape[0], x.contiguous()
+    q, k, v = [x.new_empty(n, h, d) for h in heads]
+    cos_at = sin_at = None
     r = 0
     if cos is not None and sin is not None:
         cos, sin, r = cos.contiguous(), sin.contiguous(), cos.shape[1]
-        turns = cos.data_ptr(), sin.data_ptr()
-    functions.layer_before(
-        ctypes.addressof(layer), x.data_ptr(), *turns, q.data_ptr(), k.data_ptr(), v.data_ptr(), n, r
-    )
+        cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
+    functions.layer_before(at, x.data_ptr(), cos_at, sin_at, q.data_ptr(), k.data_ptr(), v.data_ptr(), n, r)
     return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
 
@@ -55,5 +59,5 @@ def after(layer: Layer, x: Tensor, attended: Tensor, *, level: str | None = None
     assert functions is not None
     x, attended = x.contiguous(), attended.contiguous()
     y = torch.empty_like(x)
-    functions.layer_after(ctypes.addressof(layer), x.data_ptr(), attended.data_ptr(), y.data_ptr(), x.shape[0])
+    functions.layer_after(layer.known[0], x.data_ptr(), attended.data_ptr(), y.data_ptr(), x.shape[0])
     return y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import permutations
 from weakref import WeakMethod
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from kvcli.kernels.gated_mlp import ACTIVATIONS, Mlp, gated_mlp
 from kvcli.kernels.gated_mlp.product import product_of, type_of
 from kvcli.kernels.gated_mlp.reference import ACTIVATIONS as KNOWN
-from kvcli.kernels.trial import tried
+from kvcli.kernels.trial import alike, ends, kind, tried
 
 
 class NativeMlp:
@@ -24,6 +25,7 @@ class NativeMlp:
         self.dtype = type_of(linears[0])
         self.mlp = Mlp(*products, ACTIVATIONS.index(act), self.dtype == torch.float32)
         self._own = WeakMethod(own)
+        self.kind = (act, self.dtype, *((p.N, p.K, p.bits, p.group) for p in products))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == self.dtype:
@@ -37,20 +39,45 @@ class NativeMlp:
 def mlp_(root: nn.Module) -> int:
     """Have all MLPs below `root` computed natively that are found to be gated ones. Returns how many."""
     done = 0
-    for module in root.modules():
-        linears = [child for child in module.children() if type_of(child) is not None]
-        others = [child for child in module.children() if type_of(child) is None]
-        if len(linears) != 3 or len(others) != 1 or "forward" in vars(module) or len({*map(type_of, linears)}) > 1:
+    for group in alike(filter(_may_be_gated, root.modules()), kind):
+        if len(found := {_way(module) for module in ends(group)}) > 1 or (way := found.pop()) is None:
             continue
-        if list(module.parameters(recurse=False)) or (act := _activation(others[0])) is None:
-            continue
-        for order in permutations(linears):
-            mlp = NativeMlp(order, act, module.forward)
-            if _is_same(module, mlp):
-                module.forward = mlp
-                done += 1
-                break
+        for module in group:
+            module.forward = way.of(module)
+        done += len(group)
     return done
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an MLP is computed: which of its linear layers are gate, up and down, and the activation."""
+
+    order: tuple[int, ...]
+    act: str
+
+    def of(self, module: nn.Module) -> NativeMlp:
+        linears = _linears(module)
+        return NativeMlp([linears[i] for i in self.order], self.act, module.forward)
+
+
+def _linears(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.children() if type_of(child) is not None]
+
+
+def _may_be_gated(module: nn.Module) -> bool:
+    linears = _linears(module)
+    if len(linears) != 3 or len(list(module.children())) != 4 or "forward" in vars(module):
+        return False
+    return len({*map(type_of, linears)}) == 1 and not list(module.parameters(recurse=False))
+
+
+def _way(module: nn.Module) -> Way | None:
+    """None where it is not gated, or where weights that are all alike would give others of its kind a wrong order."""
+    (other,) = (child for child in module.children() if type_of(child) is None)
+    if (act := _activation(other)) is None:
+        return None
+    ways = [way for order in permutations(range(3)) if _is_same(module, (way := Way(order, act)).of(module))]
+    return ways[0] if len(ways) == 1 else None
 
 
 def _activation(module: nn.Module) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native as built
+from kvcli.kernels.linear.room import Room
 
 PANEL = 64
 SERVED = (torch.bfloat16, torch.float32)
@@ -28,13 +29,16 @@ def why_not(weight: Tensor) -> str:
     return ""
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A weight [N, K] as `linear` wants it: [ceil(N / 64), S, 64] words of 32 bits, as int32."""
+def pack(weight: Tensor, room: Room | None = None) -> Tensor:
+    """A weight [N, K] as `linear` wants it: [ceil(N / 64), S, 64] words of 32 bits, as int32; in `room` if given."""
     words = weight.detach().contiguous().view(torch.int32)  # [N, S]
     n, s = words.shape
-    panels = words.new_zeros(-(-n // PANEL), PANEL, s)
-    panels.view(-1, s)[:n] = words
-    return panels.transpose(1, 2).contiguous()
+    shape = -(-n // PANEL), s, PANEL
+    packed = words.new_empty(shape) if room is None else room.empty(shape)
+    packed[-1].zero_()
+    for panel, rows in zip(packed, words.split(PANEL), strict=True):  # one by one: torch turns a whole matrix in blocks
+        panel[:, : len(rows)].copy_(rows.T)
+    return packed
 
 
 def unpack(packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:

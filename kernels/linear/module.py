@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcli.kernels.linear import linear, pack, rows_of, unpack, why_not
+from kvcli.kernels.linear.room import Room
 
 
 class NativeWeight(Tensor):
@@ -28,8 +29,8 @@ class NativeWeight(Tensor):
         return made
 
     @classmethod
-    def of(cls, weight: Tensor) -> NativeWeight:
-        return cls(pack(weight), weight.shape, weight.dtype)
+    def of(cls, weight: Tensor, room: Room | None = None) -> NativeWeight:
+        return cls(pack(weight, room), weight.shape, weight.dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,6 +73,10 @@ class NativeLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.packed, self.bias, self.out_features)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = plain(self.weight)  # as it came: a checkpoint is for all that read one
+
     @property
     def weight(self) -> NativeWeight:
         """As other code may want it; see `NativeWeight` for what that costs."""
@@ -93,6 +98,7 @@ def lay_out_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: 
         for parameter in module.parameters(recurse=False) if type(module) is not nn.Linear else ():
             others.setdefault(id(parameter), []).append(module)
     packed: dict[int, NativeWeight] = {}
+    room = Room()
     done = 0
     # a list of all modules would keep every replaced layer alive until the end
     for parent in [module for module in root.modules() if type(module) is not nn.Linear]:
@@ -102,7 +108,7 @@ def lay_out_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: 
             key, old = id(layer.weight), layer.weight
             if not all(_looks_up(module) for module in others.get(key, ())):
                 continue
-            packed[key] = weight = packed[key] if key in packed else NativeWeight.of(old)
+            packed[key] = weight = packed[key] if key in packed else NativeWeight.of(old, room)
             setattr(parent, name, NativeLinear(weight, layer.bias))
             for module in others.pop(key, ()):
                 module.weight = nn.Parameter(weight, requires_grad=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcli.kernels.merge.reference import merge as _reference
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
 class Part:
     """Attention over some slots."""
 

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # What each function takes, in the order of its C declaration
 _TAKES = {
     "linear": (_P, _P, _P, _P, _L, _L, _L, _I),
     "attend": (_P,),
+    "page_scores": (_P,),
+    "log_masses": (_P,),
     "unfused": (_P,),
     "linear_packed": (_P, _P, _P, _P, _L, _L, _L, _I, _L, _I),
     "rms_norm": (_P, _P, _P, _L),
@@ -31,6 +33,8 @@ class Native:
 
     linear: Callable[..., None]
     attend: Callable[..., None]
+    page_scores: Callable[..., None]
+    log_masses: Callable[..., None]
     unfused: Callable[..., None]
     linear_packed: Callable[..., None]
     rms_norm: Callable[..., None]
@@ -42,7 +46,7 @@ class Native:
         self.level = level
         for name, takes in _TAKES.items():
             function = library[f"{name}__{level}"]
-            function.argtypes, function.restype = takes, None
+            function.argtypes, function.restype = takes, _made
             setattr(self, name, function)
         self._threads = library["pool_threads"]
         self._threads.argtypes, self._threads.restype = (_I,), None
@@ -50,6 +54,12 @@ class Native:
     def use_threads(self, n: int) -> None:
         """How many threads share the work of each call from now on, in all levels."""
         self._threads(n)
+
+
+def _made(is_done: int) -> None:
+    """What a function returned: 0 where it found no memory for what it works in."""
+    if not is_done:
+        raise MemoryError("no memory for what a native kernel works in")
 
 
 def levels() -> tuple[str, ...]:

@@ -21,10 +21,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # By architecture: levels in rising order, as `cpu_level` in c/cpu.c counts them, and what the compiler may use.
 LEVELS = {
-    "x86_64": {"avx2": "x86_64_v3", "avx512": "x86_64_v4", "avx512bf16": "x86_64_v4+avx512bf16+avx512vnni"},
+    "x86_64": {
+        "avx2": "x86_64_v3",
+        "avx512": "x86_64_v4",
+        "avx512bf16": "x86_64_v4+avx512bf16+avx512vnni",
+        "amx": "x86_64_v4+avx512bf16+avx512vnni+amx_tile+amx_bf16+amx_int8",
+    },
     "aarch64": {"neon": "generic", "neonbf16": "generic+v8_2a+bf16+dotprod+i8mm"},
 }
-FLAGS = ["-O3", "-std=gnu17", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-Wall", "-Wextra", "-Wno-psabi"]
+FLAGS = ["-O3", "-std=gnu2x", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-Wall", "-Wextra", "-Wno-psabi"]
 NAMES = {"linux": "libkvcli.so", "macos": "libkvcli.dylib", "windows": "kvcli.dll"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
@@ -67,7 +72,7 @@ def build(to: Path, machine: str, system: str, cc: Sequence[str], extra: Sequenc
         jobs = [
             ([f"-mcpu={cpu}", f"-DLEVEL={name}"], source, f"{name}_{source}")
             for name, cpu in LEVELS[machine].items()
-            for source in ("attend.c", "level.c")
+            for source in ("attend.c", "level.c", "page_scores.c")
         ]
         jobs += [([], "pool.c", "pool"), ([f"-DSOURCES={sources()}"], "cpu.c", "cpu")]
 

@@ -18,6 +18,7 @@ class NativeNorm:
     def __init__(self, weight: Tensor, norm: Norm, own: Callable[[Tensor], Tensor]) -> None:
         """`own`: the module's forward, for rows of another type than its weight's."""
         self.weight, self.norm, self._own = weight, norm, WeakMethod(own)
+        self.kind = (norm.form, norm.eps, weight.shape, weight.dtype)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == self.weight.dtype:

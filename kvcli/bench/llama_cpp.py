@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -24,6 +26,16 @@ if TYPE_CHECKING:
 
 BATCH = 512  # tokens of a prompt that llama.cpp takes at once, its own default
 _WHOLE = ("F32", "F16", "BF16")  # kinds of tensors that are no blocks
+# Some builds end the process in the first product of packed weights on CPUs with AMX, as a compiler drops the sizes of
+# tiles (ggml-org/llama.cpp pull request 26954). A few tokens in another process show whether this build does.
+_FEW_TOKENS = """
+import sys, llama_cpp as lib
+lib.llama_backend_init()
+model = lib.llama_model_load_from_file(sys.argv[1].encode(), lib.llama_model_default_params())
+wants = lib.llama_context_default_params()
+wants.n_ctx, ids = 64, (lib.llama_token * 32)(*[1] * 32)
+sys.exit(lib.llama_decode(lib.llama_init_from_model(model, wants), lib.llama_batch_get_one(ids, 32)))
+"""
 
 
 def require() -> None:
@@ -78,12 +90,14 @@ class LlamaCpp:
         packed = Counter(t.dtype for file in found.files for t in file.tensors.values() if t.dtype not in _WHOLE)
         self._is_own, self._quant = found.is_gguf, " and ".join(kind for kind, _ in packed.most_common())
         self._file = found.path if found.is_gguf else export(found, dtype, cache, tell)
+        self._has_amx = not self._is_own or "AMX_INT8 = 1" not in self._system() or _survives(self._file)
         self._model = self._load(self._file)
         vocab = self._lib.llama_model_get_vocab(self._model)
         self.vocab = int(self._lib.llama_vocab_n_tokens(vocab))
 
     @property
     def setup(self) -> dict[str, str]:
+        no_amx = "" if self._has_amx else "without AMX and repacked weights, with which this build crashes"
         return {
             "engine": f"llama.cpp through llama-cpp-python {version('llama-cpp-python')}",
             "dtype": self._dtype,
@@ -93,7 +107,7 @@ class LlamaCpp:
             "attention": "plain: flash attention would round to float16" if self._is_exact else "flash",
             "batch": str(BATCH),
             **({"quant": self._quant} if self._is_own and self._quant else {}),
-            "weights": ", ".join(filter(None, ["the GGUF file itself", self._quant]))
+            "weights": ", ".join(filter(None, ["the GGUF file itself", self._quant, no_amx]))
             if self._is_own
             else f"GGUF from the same files, matrices in {self._dtype}, norms in float32",
             "file": str(self._file),
@@ -135,6 +149,7 @@ class LlamaCpp:
         lib = self._lib
         wants = lib.llama_model_default_params()
         wants.n_gpu_layers = 0 if self.device == "cpu" else -1
+        wants.use_extra_bufts = self._has_amx
         self._ear.said.clear()
         lib.llama_backend_init()
         model = lib.llama_model_load_from_file(str(file).encode(), wants)
@@ -247,6 +262,13 @@ class _Ear:
     def _take(self, level: int, text: bytes, _: Any) -> None:
         if level in (3, 4):  # GGML_LOG_LEVEL_WARN and _ERROR in ggml.h; the package's own table is out of date
             self.said += [line for line in text.decode(errors="replace").splitlines() if line.strip()]
+
+
+@cache
+def _survives(file: Path) -> bool:
+    """Whether a process lives on that reads a few tokens with these weights."""
+    done = subprocess.run([sys.executable, "-c", _FEW_TOKENS, str(file)], capture_output=True, check=False)
+    return done.returncode == 0
 
 
 @cache

@@ -27,6 +27,7 @@ def plain(profile: Profile) -> Profile:
         "memory": {"ladder": []},
         "policy": {"name": "none"},
         "recall": {"method": "none"},
+        "prune": {"method": "none"},
     }
     return profile.replace(exactness="exact", **kept, spec={"method": "off"})
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvcli.engine.drafter import Costs
     from kvcli.engine.lm import LM
     from kvcli.engine.session import Session
+    from kvcli.kept.shelf import Shelf
     from kvcli.models.grammar import Grammar
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
@@ -102,6 +103,8 @@ class Model:
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
         # profile -> tokens for which memory has room, by that estimate; None = nobody looked
         self.fits: Callable[[Profile], int] | None = None
+        # what texts have read, and where they look before they read; set by who has a place for it
+        self.shelf: Shelf | None = None
         self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
         self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
 

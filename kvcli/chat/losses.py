@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 def keeps(profile: Profile) -> dict[Loss, str]:
     """How the profile loses what it loses, by kind; nothing where it keeps, rounds or reads all as it is."""
     words: dict[Loss, str] = {}
-    kv = profile.kv
-    if held := profile.policy.keeps:
-        words["forgotten"] = f"keeps {held}"
+    kv, held = profile.kv, profile.policy.keeps
+    demotes = bool(held) and profile.memory.demotes
+    kept = "forgets what its tiers have no room for" if demotes else held and f"keeps {held}"
+    if forgotten := [*filter(None, (kept, profile.prune.reads and f"reads {profile.prune.reads}"))]:
+        words["forgotten"] = " and ".join(forgotten)
     if min(kv.k_bits, kv.v_bits) < 16:
         alike = f"keys and values in {kv.k_bits} bits"
         words["rounded"] = "holds " + (
@@ -26,6 +28,8 @@ def keeps(profile: Profile) -> dict[Loss, str]:
         words["rounded"] = f"holds keys and values in {kv.dtype}"
     if read := profile.recall.reads:
         words["unread"] = f"reads {read}"
+    if demotes and (last := "unread" if read else "rounded") in words:
+        words[last] += f", beside {held}"
     return words
 
 

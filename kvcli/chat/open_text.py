@@ -16,6 +16,8 @@ from kvcli.chat.window import Window
 from kvcli.engine.engine import events
 from kvcli.engine.feed import Work
 from kvcli.errors import BadInput, BadModel
+from kvcli.kept.shelf import Kept, Shelf
+from kvcli.kv.shortage import lacking
 from kvcli.models.text import Messages, StopStrings
 from kvcli.settings.schema import ORDER
 
@@ -53,6 +55,26 @@ class OpenText:
         self.model, self.profile, self.limit = model, model.profile, model.limit
         self.info, self.tokenizer = model.info, model.tokenizer
         self.cautions, self.promise, self.foretell = model.cautions, model.promise, model.foretell
+
+    def fetch(self, ids: Sequence[int]) -> int:
+        """Take from the shelf what lies there of a prompt; returns how many of its tokens need no reading."""
+        if (shelf := self._shelf) is not None:
+            with lacking():  # then it is read
+                shelf.fetch(self.session, ids)
+        return self.session.committed
+
+    def keep(self, cancel: Cancel = lambda: False) -> Kept:
+        """Put what was read on the shelf, if there is one, for later runs; between answers."""
+        return Kept() if self._shelf is None else self._shelf.keep(self.session, cancel)
+
+    def why_again(self) -> list[str]:
+        """Why what this model read before is of no use to this text, if it was loaded another way then."""
+        fields = self._shelf.differs(self.session) if self._shelf is not None else []
+        return [f"what was read before is of no use now: {', '.join(fields)}"] if fields else []
+
+    @property
+    def _shelf(self) -> Shelf | None:
+        return self.model.shelf if build.keeps_all(self.profile) else None
 
     def with_profile(self, profile: Profile) -> OpenText:
         """A text over the same weights under another profile, with nothing read yet. Refuses a change of `load`."""

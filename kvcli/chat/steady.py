@@ -110,7 +110,8 @@ def _holds(session: Session, profile: Profile, changes: dict[str, Any], n: int) 
         changed = profile.replace(**changes)
         plan = build.plan(session.lm, changed, nbytes(session.kv).get(session.lm.device.type, 0))
         plan.store()
-        return plan.room.holds(max(changed.policy.slots(n), changed.policy.reading(n)))
+        kept = n if changed.memory.demotes else max(changed.policy.slots(n), changed.policy.reading(n))
+        return plan.room.holds(kept)
     return False
 
 

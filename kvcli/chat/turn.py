@@ -56,7 +56,8 @@ class Answering:
         """Live and Read first, then Text as it comes. The session survives whatever ends it."""
         session, asked = self._text.session, self._asked
         try:
-            self._stats.cached = session.begin(asked.ids, asked.sampler, asked.constraint, asked.spans)
+            session.begin(asked.ids, asked.sampler, asked.constraint, asked.spans)
+            self._stats.cached = self._text.fetch(asked.ids)
             yield Live(self._stats)
             yield from self._read()
             return (yield from self._write())

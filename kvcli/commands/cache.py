@@ -25,6 +25,7 @@ app = typer.Typer(add_completion=False, help="What is kept only to be faster the
 
 KINDS = {
     "summaries": "answers about parts of documents, for a summary that was interrupted",
+    "kv": "keys and values of what was read, so that nothing is read twice",
     "calibration": "how fast this machine and its models are",
     "quality": "answers of bench --quality, for a run that was interrupted",
     "gguf": "models made of GGUF files, and GGUF files that bench --baseline llama.cpp reads",

@@ -129,19 +129,20 @@ def answer(
     """Load the model and ask it, or let the user talk to it."""
     from kvcli.commands.ask import tell
     from kvcli.commands.held import hold
-    from kvcli.commands.keep import about, keep
+    from kvcli.commands.keep import about, keep, keep_read
     from kvcli.commands.loading import load_model
     from kvcli.render.screen import Screen
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
+    setup.reuses = keeps
     run, text = load_model(setup, profile, wanted, screen)
     from kvcli.chat.conversation import Chat
 
     talk = Chat(text, folder=world.paths.chats, holds=True, called=setup.lasting_name)
     with text, closing(talk):
         begin(world, talk, question, opened, keeps)
-        for note in (*run.notes, *text.cautions, *text.info.notes):
+        for note in (*run.notes, *text.cautions, *text.info.notes, *(text.why_again() if opened else ())):
             tell(world, note)
         held = hold(text.model, rules, screen) if rules is not None else None
         if question.text is None:
@@ -155,6 +156,7 @@ def answer(
             if not note and talk.file is not None and world.options.verbose:
                 note = f"kept in {talk.file.path}"
             screen.note(note)
+            screen.note(keep_read(talk))
 
 
 def begin(world: World, talk: Chat, question: Question, opened: Opened | None, keeps: bool) -> None:

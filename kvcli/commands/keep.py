@@ -11,7 +11,7 @@ from kvcli.chat.chats import recent
 from kvcli.chat.transcript import open_chat
 from kvcli.commands.interrupt import Interrupt
 from kvcli.errors import BadInput, BadModel
-from kvcli.render.figures import plural
+from kvcli.render.figures import long_size, plural
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +75,20 @@ def keep(chat: Chat) -> str:
         chat.close()
         return keep(chat) or f"{error.message}; this chat goes on in {chat.save()}"
     return ""
+
+
+def keep_read(talk: Chat) -> str:
+    """Keep what the model has read, for later runs; what there is to say of it."""
+    from kvcli.kept.shelf import STOPPED
+
+    try:
+        with Interrupt() as cancel:
+            kept = talk.model.keep(cancel)
+    except KeyboardInterrupt:
+        return STOPPED
+    if kept.why_not or kept.shelf is None:
+        return kept.why_not
+    return f"keys and values of what is read are kept in {kept.shelf.folder}, up to {long_size(kept.shelf.most)}"
 
 
 def about(saved: ChatDocument | Chat) -> str:

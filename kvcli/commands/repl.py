@@ -17,7 +17,7 @@ from kvcli.commands import prompt, slash
 from kvcli.commands.ask import well_formed
 from kvcli.commands.ends import machine_gave_out
 from kvcli.commands.interrupt import Interrupt
-from kvcli.commands.keep import keep
+from kvcli.commands.keep import keep, keep_read
 from kvcli.documents.decode import decode
 from kvcli.errors import BadInput, ExitStatus, KvcliError
 from kvcli.render.errors import print_error, print_warning
@@ -119,8 +119,9 @@ class Repl:
 
     def keep(self) -> None:
         """Write what has changed since the last time, if this chat is to be kept."""
-        if self.keeps and (note := keep(self.chat)):
-            self.warn(note)
+        for note in (keep(self.chat), keep_read(self.chat)) if self.keeps else ():
+            if note:
+                self.warn(note)
 
     def handle(self, line: str) -> None:
         """Ask a question or run a slash command. Nothing that goes wrong here ends the chat."""

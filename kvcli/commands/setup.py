@@ -41,6 +41,7 @@ EXACT = {
     "kv.v_bits": 16,
     "policy.name": "none",
     "recall.method": "none",
+    "prune.method": "none",
 }
 
 log = logging.getLogger("kvcli.setup")
@@ -111,6 +112,7 @@ class Setup:
     is_typed: bool = True  # of `model`: who opens a saved chat again names no model
     most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
     found: source.Source | None = None  # its files, once they were looked for
+    reuses: bool = False  # whether texts look for what was read before; a measurement reads
     fitted: int = 0  # the window that `context.limit = "auto"` stands for where memory allows less; 0 = the model's
     _config: Config | None = None
 
@@ -210,6 +212,10 @@ class Setup:
         info = model.info = replace(model.info, id=self.name)
         model.time_passes = partial(self.costs, tell=tell or log.info)
         model.prepare()
+        if self.reuses and self.config.keep_kv:
+            from kvcli.kept.shelf import Shelf
+
+            model.shelf = Shelf(self.world.paths.cache / "kv", self.config.keep_kv, model.lm)
         self.most = info.limit
         refuse_beyond(profile, self.most, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)

@@ -65,6 +65,11 @@ class Copies:
         return range(len(found.ends))
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+        if len(state) == 1:  # as far down as most of a tree is
+            (place,) = state
+            match = self._lengths[place] + depth
+            row = by_bits(match, len(_START) - 1)
+            return [Offer(self._ahead[place][depth], self._odds.chance(row, 0), state, (row, 0, 1.0, match))]
         named: dict[int, list[int]] = {}
         weights: dict[int, float] = {}
         for place in state:

@@ -176,6 +176,8 @@ class Mixer:
 
     def _hear_logits(self, step: Step) -> None:
         """Harvest n-grams from the scouts' logits, and successors from those of the text's last row."""
+        from kvcli.drafts.successors import likeliest  # late: it needs torch
+
         tree = step.rows.tree
         if self._window is not None and self._pool is not None and step.rows.n_rows > tree:
             last = [int(step.gleaned(tree + i)[0]) for i in range(step.logits.shape[0] - tree)]
@@ -184,9 +186,7 @@ class Mixer:
         if not self._successors:
             return
         # of the row that ended the path: what the others' rows led to was guessed, and so is known already
-        row = step.path[-1]
-        found = step.gleaned(row)
-        ids, logp = [int(i) for i in found[: len(found) // 2]], found[len(found) // 2 :]
+        ids, logp = likeliest(step.gleaned(step.path[-1]))
         before = [*self._tail, *step.new[:-1]]
         for source in self._successors:
             source.tell(before, ids, logp)

@@ -9,8 +9,10 @@ forgets dropped tokens by a filter, which an automaton cannot do. `tests/bench/n
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,10 +41,13 @@ class SuffixIndex:
     def __init__(self, shortest: int = 2, longest: int = 32) -> None:
         self.shortest = shortest  # tokens a match must have
         self.longest = longest  # tokens beyond which matches count as equally long
-        self._text = np.zeros(1024, dtype=np.int32)  # [capacity], grows by doubling
+        self._back = longest - np.arange(longest)
+        self._padded = np.full(1024 + longest, -1, dtype=np.int32)  # no token before the text; grows by doubling
         self._n = 0
         self._table = np.empty(0, dtype=np.int64)  # [folded - 1] entries in order
         self._folded = 0
+        self._recent: dict[int, array[int]] = {}  # pair -> positions behind the table, as far as they are noted
+        self._noted = 0
 
     def __len__(self) -> int:
         return self._n
@@ -50,7 +55,12 @@ class SuffixIndex:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._text.nbytes + self._table.nbytes
+        return self._padded.nbytes + self._table.nbytes
+
+    @property
+    def _text(self) -> NDArray[np.int32]:
+        """[capacity]."""
+        return self._padded[self.longest :]
 
     def shared(self, ids: Sequence[int]) -> int:
         """Length of the prefix that the text and `ids` have in common."""
@@ -62,9 +72,9 @@ class SuffixIndex:
         """Append tokens."""
         n = self._n + len(ids)
         if n > len(self._text):
-            grown = np.zeros(max(n, 2 * len(self._text)), dtype=np.int32)
-            grown[: self._n] = self._text[: self._n]
-            self._text = grown
+            grown = np.full(max(n, 2 * len(self._text)) + self.longest, -1, dtype=np.int32)
+            grown[: self._n + self.longest] = self._padded[: self._n + self.longest]
+            self._padded = grown
         self._text[self._n : n] = ids
         self._n = n
         if n - self._folded >= _FOLD:
@@ -76,6 +86,7 @@ class SuffixIndex:
         if self._n < self._folded:
             self._table = self._table[(self._table & _POS_MASK) < self._n]
             self._folded = self._n
+        self._forget_recent()
 
     def tail(self, n: int) -> list[int]:
         """The last `n` tokens."""
@@ -95,8 +106,12 @@ class SuffixIndex:
             ends = before[self._text[before - known] == self._text[self._n - 1 - known]]
             known += 1
         spare = limit - len(ends)
-        # the latest of the shorter matches fill the list up: where the longest leads nowhere, one of them may
-        return self._measured(np.union1d(ends, shorter[-spare:]) if spare > 0 else ends[-limit:])
+        if spare <= 0:
+            ends = ends[-limit:]
+        elif shorter is not ends:
+            # the latest of the shorter matches fill the list up: where the longest leads nowhere, one of them may
+            ends = np.array(sorted({*ends.tolist(), *shorter[-spare:].tolist()}))
+        return self._measured(ends)
 
     def following(self, ends: Sequence[int], n: int) -> list[list[int]]:
         """The `n` tokens after each position but the last; past the end of the text its last stretch repeats."""
@@ -107,13 +122,25 @@ class SuffixIndex:
         """Positions before the last that close the same pair of tokens, ascending."""
         x, last = self._text, self._n - 1
         token, previous = int(x[last]), int(x[last - 1])
+        self._note()
+        new = np.array(self._recent.get(previous << 32 | token, ()), dtype=np.int64)
+        if not self._folded:
+            return new[:-1]
         low = ((token & _ID_MASK) << (_ID_BITS + _POS_BITS)) | ((previous & _ID_MASK) << _POS_BITS)
         start, stop = self._table.searchsorted([low, low + _POS_MASK])
-        old = self._table[start:stop] & _POS_MASK
-        first = max(self._folded, 1)
-        new = np.flatnonzero((x[first:last] == token) & (x[first - 1 : last - 1] == previous)) + first
-        ends = np.concatenate([old, new])
+        ends = np.concatenate([self._table[start:stop] & _POS_MASK, new])
         return ends[:-1] if len(ends) and ends[-1] == last else ends  # a fold has just taken the last position in
+
+    def _note(self) -> None:
+        """Catch up with the positions behind the table."""
+        first = max(self._noted, self._folded, 1)
+        text: list[int] = self._text[first - 1 : self._n].tolist()
+        for at, (previous, token) in enumerate(pairwise(text), start=first):
+            self._recent.setdefault(previous << 32 | token, array("q")).append(at)
+        self._noted = self._n
+
+    def _forget_recent(self) -> None:
+        self._recent, self._noted = {}, 0
 
     def _of_token(self) -> NDArray[np.int64]:
         """Positions before the last that hold the same token, ascending."""
@@ -121,20 +148,20 @@ class SuffixIndex:
 
     def _measured(self, ends: NDArray[np.int64]) -> Matches:
         """The same places with their match lengths, best first, too short ones left out."""
-        back = np.arange(self.longest)
-        at = ends[:, None] - back  # [places, longest]
-        ours = self._text[np.maximum(self._n - 1 - back, 0)]  # [longest]
-        differs = (self._text[np.maximum(at, 0)] != ours) | (at < 0)
-        lengths = np.where(differs.any(axis=1), differs.argmax(axis=1), self.longest)
-        order = np.lexsort((-ends, -lengths))
-        order = order[lengths[order] >= self.shortest]
-        return Matches(ends[order].tolist(), lengths[order].tolist())
+        ours = self._padded[self._n : self._n + self.longest][::-1]
+        differs = np.ones((len(ends), self.longest + 1), dtype=np.bool_)
+        np.not_equal(self._padded[ends[:, None] + self._back], ours, out=differs[:, :-1])
+        lengths: list[int] = differs.argmax(axis=1).tolist()
+        found = [(n, end) for n, end in zip(lengths, ends.tolist(), strict=True) if n >= self.shortest]
+        found.sort(reverse=True)
+        return Matches([end for _, end in found], [n for n, _ in found])
 
     def _fold(self) -> None:
         """Sort the scanned end into the table."""
         fresh = np.sort(self._entries(np.arange(max(self._folded, 1), self._n)))
         self._table = np.insert(self._table, np.searchsorted(self._table, fresh), fresh)
         self._folded = self._n
+        self._forget_recent()
 
     def _entries(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
         """Table entries of the positions `at`, all above 0."""

@@ -88,7 +88,7 @@ def grow(sources: Sequence[Source], most: int, room: int, branches: int, faint: 
     while heap and len(guesses) < most:
         _, _, guess, depth = heappop(heap)
         guesses.append(guess)
-        if depth < deepest:
+        if depth < deepest and len(guesses) < most:
             states = [(i, found.state) for i, found in guess.named if found.state is not None]
             offer(len(guesses) - 1, guess.chance, depth, states)
     return guesses

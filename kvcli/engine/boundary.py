@@ -29,7 +29,7 @@ class Boundary:
     kinds: Tensor  # [T] int8, by position; [0] for a policy that asks for none
     phase: Phase
     n_prompt: int  # as in a moment
-    is_whole: bool  # was nothing forgotten so far?
+    is_whole: bool  # was nothing let go so far?
     memory: Any  # what the policy remembers of the text
     _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those it looked at
 

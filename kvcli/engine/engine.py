@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.feed import Asks, E, Feed, Made, T, Work
-from kvcli.engine.forward import Enough, Pass, SideBySide
+from kvcli.engine.forward import Pass, SideBySide
+from kvcli.engine.gate import Enough
 from kvcli.engine.readback import Readback, fetch
 
 if TYPE_CHECKING:
@@ -18,20 +19,28 @@ if TYPE_CHECKING:
 
 
 def run(feeds: Sequence[Feed]) -> list[Made]:
-    """One pass over each model, the rows of all its feeds side by side; in the order of the feeds."""
+    """One pass over each model, the rows of all its feeds side by side; in the order of the feeds.
+
+    A feed that goes through layers by parts goes alone.
+    """
     made: dict[int, Made] = {}
     for lm in {id(feed.lm): feed.lm for feed in feeds}.values():
         mine = [i for i, feed in enumerate(feeds) if feed.lm is lm]
-        made |= zip(mine, _run(lm, [feeds[i] for i in mine]), strict=True)
+        beside = [i for i in mine if not feeds[i].part]
+        for some in filter(None, (beside, *([i] for i in mine if feeds[i].part))):
+            made |= zip(some, _run(lm, [feeds[i] for i in some]), strict=True)
     return [made[i] for i in range(len(feeds))]
 
 
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
-    if any(feed.pruner is not None for feed in feeds):
-        lm.meet_pruner()
+    for feed in feeds:
+        if feed.part:  # a pass that broke is made again, and what it had stored until then is there
+            feed.past.crop(feed.rows.pos[0])
     passes = [Pass(feed) for feed in feeds]
+    if any(p.is_gated for p in passes):
+        lm.meet_pruner()
     logits = _forward(lm, feeds, SideBySide(passes) if len(passes) > 1 else passes[0])
-    each = torch.split(logits, [len(feed.want) for feed in feeds])
+    each = torch.split(logits, [len(feed.want) for feed in feeds]) if len(feeds) > 1 else [logits]
     backs = [Readback(feed, rows) for feed, rows in zip(feeds, each, strict=True)]
     if lm.is_apart:
         fetch(backs)
@@ -52,6 +61,8 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> Tenso
         want = None  # all: nothing to pick
     ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
     try:
+        if lm.straight is not None and not attends.is_gated:  # gates stand in the model's own loop
+            return lm.straight(ids, pos, want, attends)
         return call(lm.model, ids, pos, want, device=lm.device, kvcli_pass=attends)
     except Enough:
         return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)

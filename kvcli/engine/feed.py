@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Rows of one text for one pass. What they read is in `past`; nothing of them is stored."""
+    """Rows of one text for one pass. What they read is in `past`; without `part` nothing of them is stored."""
 
     lm: LM
     rows: Rows
@@ -40,9 +40,10 @@ class Feed:
     hear: Sequence[int] = ()  # rows whose queries are handed back
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
     pruner: Pruner | None = None  # which rows go on from layer to layer; None = all
+    part: int = 0  # rows of a text being read that go through a layer at a time, and are stored at once; 0 = all
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
 class Fresh:
     """Keys and values that a pass made in one layer; never in the store."""
 

@@ -1,13 +1,14 @@
 """What stands between products and attention made native: norms, MLPs, and whole decoder layers around their attention.
 
 A module is replaced by what it does, not by its name: trial rows go through both, and it stays where they differ. Norms
-and layers must agree to the bit; in an MLP e^x may be rounded to the other side.
+and layers must agree to the bit; in an MLP e^x may be rounded to the other side. Of MLPs and layers that are alike but
+for their weights two are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -15,32 +16,47 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import call
+from kvcli.engine.few import few_layers, kinds
 from kvcli.kernels.decoder_layer import Layer, after, before
 from kvcli.kernels.gated_mlp.module import NativeMlp, mlp_
 from kvcli.kernels.gated_mlp.product import product_of, type_of
 from kvcli.kernels.rms_norm import Norm
 from kvcli.kernels.rms_norm.module import NativeNorm, norm_
+from kvcli.kernels.trial import ends
+from kvcli.kernels.whole_vectors import activation_
 
 if TYPE_CHECKING:
+    from kvcli.engine.forward import Pass, SideBySide
     from kvcli.engine.lm import LM
     from kvcli.kv.slots import Sight
 
-_POSITIONS = (0, 1, 2, 5, 26, 27, 131)  # of the trial rows
+TRIAL = (0, 1, 2, 5, 26, 27, 131)  # of the trial rows
 
 
-def fuse_(lm: LM, layers: Iterable[nn.Module]) -> str:
+def fuse_(lm: LM, layers: Sequence[nn.Module]) -> str:
     """Make native what can be, in a model whose linear layers are; says what that is, "" = nothing."""
     norms, mlps = norm_(lm.model), mlp_(lm.model)
     done = 0
-    for layer, trial in zip(layers, _trials(lm, layers) if mlps else (), strict=False):
-        for turns in (True, False):
-            fused = _fused(layer, trial, lm.head_dim, turns)
-            if fused is not None and _is_same(fused, trial):
-                layer.forward = fused
-                done += 1
-                break
+    if mlps and layers:
+        trials = _trials(lm, layers)
+        done = sum(_fuse_alike(lm, layers, group, trials) for group in kinds(lm, layers))
+    activation_(lm.model)  # of MLPs that are not gated, and of rows that no native layer serves
     found = {"norms": norms, "MLPs": mlps, "whole layers": done}
     return ", ".join(f"{n} {what}" for what, n in found.items() if n)
+
+
+def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trials: Mapping[int, _Trial]) -> int:
+    """All layers of a kind, if those that are tried agree. Returns how many."""
+    first = trials[group[0]]
+    for turns in (True, False):
+        asked = [replace(first.asked, layer=i) for i in group]
+        made = [_fused(layers[a.layer], replace(first, asked=a), lm.head_dim, turns) for a in asked]
+        tried = [(fused, trials[i]) for fused, i in ends([*zip(made, group, strict=True)])]
+        if all(made) and all(fused is not None and _is_same(fused, trial) for fused, trial in tried):
+            for i, fused in zip(group, made, strict=True):
+                layers[i].forward = fused  # type: ignore[assignment]
+            return len(group)
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +80,30 @@ class Fused:
         self._index, self._sight = asked.layer, asked.sight
         self._dtype = torch.float32 if layer.mlp.is_wide else torch.bfloat16
         self._own = WeakMethod(own)
+        self.kind = turns
 
     def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
         """hidden_states [1, N, E] -> the same of the next layer."""
         if told.get("kvcli_pass") is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
             own: Any = self._own()
             return own(hidden_states, *args, **told)
-        x = hidden_states[0]
         cos, sin = (table[0] for table in told["position_embeddings"]) if self._turns else (None, None)
-        q, k, v = before(self.layer, x, cos, sin)
-        out: Tensor = told["kvcli_pass"].attend(self._index, q, k, v, self._sight, None)
-        return after(self.layer, x, out.transpose(0, 1).to(x.dtype)).unsqueeze(0)
+        return self.run(hidden_states[0], cos, sin, told["kvcli_pass"]).unsqueeze(0)
+
+    def run(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: Pass | SideBySide | Listener) -> Tensor:
+        """x [N, E] in the layer's type -> the same of the next layer; cos, sin [N, R], if any layer turns."""
+        q, k, v = before(self.layer, x, cos, sin) if self._turns else before(self.layer, x, None, None)
+        out = its_pass.attend(self._index, q, k, v, self._sight, None).transpose(0, 1)
+        return after(self.layer, x, out if out.dtype is x.dtype else out.to(x.dtype))
 
 
 # ---- trials ----
 
 
-class _Listener:
+class Listener:
     """Travels in place of a pass. A row attends to itself."""
 
-    prunes = False
+    is_gated = False
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
@@ -103,28 +123,29 @@ class _Trial:
     gave: Any
 
 
-def _trials(lm: LM, layers: Iterable[nn.Module]) -> list[_Trial]:
-    """One of each layer, from a pass of random tokens."""
-    ids = torch.randint(0, lm.vocab, (len(_POSITIONS),), generator=torch.Generator().manual_seed(0)).tolist()
-    pos = [p % lm.limit for p in _POSITIONS]
-    listener, seen = _Listener(), list[tuple[Tensor, dict[str, Any], Any]]()
+def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
+    """By layer, those that are tried: from a pass of random tokens."""
+    ids = torch.randint(0, lm.vocab, (len(TRIAL),), generator=torch.Generator().manual_seed(0)).tolist()
+    pos = [p % lm.limit for p in TRIAL]
+    listener, seen = Listener(), list[tuple[Tensor, dict[str, Any], Any]]()
 
     def note(_: nn.Module, args: tuple[Any, ...], told: dict[str, Any], gave: Any) -> None:
         seen.append((args[0] if args else told["hidden_states"], told, gave))
 
-    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        call(lm.model, ids, pos, [0], kvcli_pass=listener)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    pairs = zip(seen, listener.asked, strict=True)
-    return [_Trial(hidden, told, asked, gave) for (hidden, told, gave), asked in pairs]
+    with few_layers(lm, layers) as tried:
+        hooks = [layers[i].register_forward_hook(note, with_kwargs=True) for i in tried]
+        try:
+            call(lm.model, ids, pos, [0], kvcli_pass=listener)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    found = zip(seen, listener.asked, strict=True)
+    return {asked.layer: _Trial(hidden, told, asked, gave) for (hidden, told, gave), asked in found}
 
 
 def _is_same(fused: Fused, trial: _Trial) -> bool:
     """Whether it hands the same to its attention and gives the same, to the bit."""
-    listener = _Listener()
+    listener = Listener()
     gave = fused(trial.hidden, **{**trial.told, "kvcli_pass": listener})
     (asked,) = listener.asked
     pairs = [*zip(asked.made, trial.asked.made, strict=True), (gave, trial.gave)]

@@ -1,7 +1,9 @@
 """Gates stand in the places of decoder layers in transformers' own loop, and let on the rows that a pruner names.
 
-They are put up for the first pass with a pruner; one without goes straight through. Rows that stay behind are no longer
+They are put up for the first pass that needs them; others go straight through. Rows that stay behind are no longer
 computed, and rows further on do not see them: the same as a mask that hides them from there on (tests/test_gate.py).
+A long text may go through each layer in parts, one layer after the other: what a part makes is stored before the next
+part comes, so a pass of any length takes the room of a part, and the same bits come out.
 """
 
 from __future__ import annotations
@@ -19,8 +21,14 @@ from kvcli.engine.rows import places
 
 if TYPE_CHECKING:
     from kvcli.engine.feed import Fresh
+    from kvcli.engine.lm import LM
+    from kvcli.kv.slots import Store
 
 _CARRY = {"position_embeddings": -2, "position_ids": -1}  # what a layer is told of each row, and in which dimension
+
+
+class Enough(Exception):
+    """Ends a pass early, or a part of it in its last layer: all that was wanted of it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,20 @@ class Pruner(Protocol):
         """Rows that come back into this layer, none of them live, and their hidden states [n, E]."""
 
 
+class Pruning(Protocol):
+    """The `[prune]` table of a profile, shared by all texts."""
+
+    @property
+    def reads(self) -> str:
+        """How much of a long prompt goes through all layers, in words; "" = all of it."""
+
+    def over(self, lm: LM, past: Store, start: int, n: int, must: Sequence[int]) -> Pruner | None:
+        """For reading n tokens from position `start` on, behind what is stored; None = all rows go on.
+
+        `must`: rows that go through every layer.
+        """
+
+
 class Gate:
     """One layer of a model, given the rows of a pass that go on into it."""
 
@@ -68,19 +90,26 @@ class Gate:
         """
         its_pass: Any = told.get("kvcli_pass")
         forward: Any = self._forward()
-        if not getattr(its_pass, "prunes", False):
+        if not getattr(its_pass, "is_gated", False):
             return forward(hidden_states, *args, **told)
-        hidden = its_pass.narrow(self._layer, hidden_states[0]).unsqueeze(0)
-        if (live := its_pass.live) is None:
-            return forward(hidden, *args, **told)
-        at = torch.tensor(live, device=hidden.device)
-        cut = {name: _cut(told[name], dim, at) for name, dim in _CARRY.items() if name in told}
-        out = forward(hidden, *args, **{**told, **cut})
-        if not self._is_last:
-            return out
-        states = out[0] if isinstance(out, tuple) else out  # some models written for older releases
-        whole = states.new_zeros(1, its_pass.n_rows, states.shape[2]).index_copy_(1, at, states)
-        return (whole, *out[1:]) if isinstance(out, tuple) else whole
+        hidden = its_pass.narrow(self._layer, hidden_states[0])
+        out: Any = None
+        states = list[Tensor]()
+        for part, rows in its_pass.parts():
+            cut = told if rows is None else {**told, **_of(told, torch.tensor(rows, device=hidden.device))}
+            try:
+                out = forward(hidden[part].unsqueeze(0), *args, **cut)
+            except Enough:
+                if part.stop == len(hidden):
+                    raise
+                continue  # this part is done, the others are not
+            states.append((out[0] if isinstance(out, tuple) else out)[0])
+        whole = states[0] if len(states) == 1 else torch.cat(states)
+        if self._is_last and its_pass.live is not None:
+            at = torch.tensor(its_pass.live, device=whole.device)
+            whole = whole.new_zeros(its_pass.n_rows, whole.shape[1]).index_copy_(0, at, whole)
+        # tuples come from some models written for older releases
+        return (whole.unsqueeze(0), *out[1:]) if isinstance(out, tuple) else whole.unsqueeze(0)
 
 
 def install(layers: Iterable[Any]) -> None:
@@ -106,6 +135,11 @@ def narrowed(pruner: Pruner, layer: int, live: Live, hidden: Tensor) -> tuple[Se
         rows, hidden = [both[i] for i in order], torch.cat((hidden, back[1].to(hidden)))[order]
     assert rows, "at least one row goes on"
     return rows, hidden
+
+
+def _of(told: dict[str, Any], at: Tensor) -> dict[str, Any]:
+    """What a layer is told of some rows alone."""
+    return {name: _cut(told[name], dim, at) for name, dim in _CARRY.items() if name in told}
 
 
 def _cut(x: Any, dim: int, at: Tensor) -> Any:

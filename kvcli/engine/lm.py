@@ -16,10 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
 from kvcli.engine import forward, gate, seam, stated, weights
+from kvcli.engine.few import few_layers
 from kvcli.engine.fused import fuse_
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
 from kvcli.engine.neighbours import rows_know_neighbours
+from kvcli.engine.straight import Straight, straight_through
 from kvcli.engine.threads import use_threads
 from kvcli.errors import BadModel
 from kvcli.kernels.linear.experts import lay_out_experts_
@@ -58,6 +60,7 @@ class LM:
         self.generation = stated.generation(model, info.id)
         self.info = info
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
+        self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
         self._layers = _decoder_layers(model, shape)
         self._takes_pruners = False  # known to, and behind gates
 
@@ -170,9 +173,12 @@ class LM:
         for swap, how in ((lay_out_, native), (lay_out_experts_, experts), (block_, f"layers {widened}")):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
-        if fused := fuse_(self, self._layers or ()):
+        layers = list(self._layers or ())
+        if fused := fuse_(self, layers):
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
-        self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
+        with few_layers(self, layers):
+            self.straight = straight_through(self, layers)
+            self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
 
 
 # ---- what is packed ----

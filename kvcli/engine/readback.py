@@ -27,7 +27,7 @@ class Readback:
     def __init__(self, feed: Feed, logits: Tensor) -> None:
         self._feed, self._logits = feed, logits
         self._ids: list[int] = []  # of all tree rows, or none yet
-        self._gleaned: list[list[float]] = []  # of all wanted rows, or none yet
+        self._gleaned: dict[int, list[float]] = {}  # of wanted rows, so far
 
     def drawn(self, row: int) -> int:
         """The token behind a tree row.
@@ -53,10 +53,11 @@ class Readback:
 
     def gleaned(self, index: int) -> list[float]:
         """What the feed gleans of the logits of want[index]."""
-        if self._gleaned:
-            return self._gleaned[index]
-        found: list[float] = self._glean(slice(index, index + 1))[0].tolist()
-        return found
+        if index not in self._gleaned:
+            tree = self._feed.rows.tree  # behind which who asks for one asks for all
+            which = slice(index, index + 1) if index < tree else slice(tree, None)
+            self._gleaned.update(enumerate(self._glean(which).tolist(), start=which.start))
+        return self._gleaned[index]
 
     def numbers(self) -> Tensor:
         """All of it in one row of float64, which holds ids exactly."""
@@ -72,7 +73,7 @@ class Readback:
         n = self._feed.rows.tree if self._feed.draw is not None else 0
         self._ids, rest = [int(i) for i in numbers[:n]], numbers[n:]
         wide = len(rest) // max(1, len(self._feed.want))
-        self._gleaned = [rest[at : at + wide] for at in range(0, len(rest), wide)] if wide else []
+        self._gleaned = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._feed.want) if wide else 0)}
 
     def _draw(self, which: range) -> Tensor:
         assert self._feed.draw is not None, "nothing was to be drawn"

@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kvcli.engine.boundary import Boundary
+from kvcli.engine.commit import commit
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.feed import Asks, Feed, Made, Work, asked
+from kvcli.engine.gate import Pruner, Pruning
 from kvcli.engine.heard import Heard
 from kvcli.engine.kinds import Span, kinds_of
 from kvcli.engine.policy import Phase, Policy, Wants
-from kvcli.engine.rows import Rows, places
+from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Draw, Sampler, Seen
 from kvcli.engine.stats import Step
 from kvcli.engine.verify import walk
@@ -49,13 +49,15 @@ class Session:
         chunk: int = 2048,
         every: int | None = None,
         kinds: Tensor | None = None,
+        pruning: Pruning | None = None,
     ) -> None:
         """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
 
         `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.kinds).
+        `pruning`: which rows of a prompt stay behind between layers.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
-        self.view, self.policy = view, policy
+        self.view, self.policy, self.pruning = view, policy, pruning
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
@@ -69,7 +71,8 @@ class Session:
         self.heard = Heard(self._wants.recent, self._wants.probes)
         self.memory = self._wants.memory()  # the policy's, of this text
         self._n_prompt = 0  # tokens stored once the last prompt was read
-        self._is_whole = True  # nothing was ever evicted, so the past may be rewound
+        self._is_whole = True  # the policy never let go of anything
+        self._has_left = False  # a prompt was read of which tokens stayed behind
 
     def begin(
         self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[Span] = ()
@@ -88,8 +91,8 @@ class Session:
         began = time.perf_counter()
         room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
         draft = yield from asked(self.drafter.propose(self.ids, room))
-        assert max(draft.depth(), default=0) <= room, "a draft is deeper than there is room"
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
+        assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
         how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
         hear = self.heard.of_tree(rows.tree)
         made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
@@ -97,11 +100,11 @@ class Session:
         self._commit(rows, hear, made, path)
         self.ids += new
         self.seen.add(new)
-        step = Step(rows, made.logits, path, new, time.perf_counter() - began, made.gleaned)
-        yield from asked(self.drafter.observe(step))
+        done = partial(Step, rows, made.logits, path, new, gleaned=made.gleaned)
+        yield from asked(self.drafter.observe(done(seconds=time.perf_counter() - began)))
         if self.committed == self.boundary:
             yield from self.settle()
-        return replace(step, seconds=time.perf_counter() - began)
+        return done(seconds=time.perf_counter() - began)
 
     def chunk(self, ids: Sequence[int]) -> Asks[bool]:
         """Take in the next chunk of `ids`, of which the text is the beginning; False once all of them are read.
@@ -111,13 +114,16 @@ class Session:
         if new := ids[len(self.ids) :]:
             self.ids += new
             self.seen.add(new)
-            if self.policy is None:  # with one, memory is what it leaves, not what is read
+            if self.policy is None and self.pruning is None:  # with one, memory is what it leaves, not what is read
                 self.kv.reserve(len(self.ids))
             self.heard.begin(len(self.ids) - 1)
         whole = len(self.ids) - 1
         if self.committed >= whole:
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
+        if (pruner := self._pruner(whole)) is not None:
+            yield from self._read_by_layers(pruner, whole)
+            return True
         end = min(self.committed + self.chunk_rows, whole)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
@@ -126,6 +132,28 @@ class Session:
         self._commit(rows, hear, made, range(rows.n_rows))
         yield from self.settle("read" if end == whole else "reading")
         return True
+
+    def _pruner(self, whole: int) -> Pruner | None:
+        n = whole - self.committed
+        if self.pruning is None:
+            return None
+        hear = self.heard.of_chunk(self.committed, n)
+        return self.pruning.over(self.lm, self.kv, self.committed, n, hear)
+
+    def _read_by_layers(self, pruner: Pruner, whole: int) -> Asks[None]:
+        """All that is left of the prompt in one pass, as what stays behind is chosen by the whole of it."""
+        rows = Rows.chain(self.ids[self.committed : whole], self.committed)
+        hear = self.heard.of_chunk(self.committed, rows.n_rows)
+        asks = sorted({*hear, rows.n_rows - 1})  # the pruner judges by the last row
+        part = 0 if any(shape.shares is not None for shape in self.lm.shapes) else self.chunk_rows
+        try:
+            made = yield Feed(self.lm, rows, self.kv, self.view, hear=asks, is_prompt=True, pruner=pruner, part=part)
+        except BaseException:
+            self.kv.crop(self.committed)  # parts are stored as they go
+            raise
+        self.boundary, self._is_whole, self._has_left = whole, False, True
+        self._commit(rows, asks if hear else (), made, range(rows.n_rows))
+        yield from self.settle("read")
 
     def read(self, ids: Sequence[int]) -> Work[int, None]:
         """Take in `ids` behind the text; says after each chunk how many tokens are committed."""
@@ -153,7 +181,8 @@ class Session:
         if self.policy is not None:
             masks = yield from self._at(phase).ask(self.policy)
         was_whole, self._is_whole = self._is_whole, False  # should it fail half way
-        self._is_whole = not self.kv.settle(masks) and was_whole
+        end = min(self._n_prompt, self.committed)  # an answer can be taken back to where it began
+        self._is_whole = not self.kv.settle(masks, end) and was_whole
         self.boundary = self._next_boundary()
         if phase == "read" and not self._wants.lasting:
             self.heard.forget()
@@ -161,12 +190,15 @@ class Session:
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
-        if keep < self.committed and (not self._is_whole or self.heard):  # what was evicted, or heard, stays so
-            keep = 0
+        if keep < self.committed:
+            if self._forgot or self.heard or not self.kv.reaches(keep):  # what was evicted, or heard, stays so
+                keep = 0
+            elif not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
+                self.memory, self._n_prompt = self._wants.memory(), min(self._n_prompt, keep)
         self.kv.crop(keep)
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
-            self._is_whole, self._n_prompt = True, 0
+            self._is_whole, self._has_left, self._n_prompt = True, False, 0
             self.heard.clear()
             self.memory = self._wants.memory()
         self.seen.clear()
@@ -185,10 +217,28 @@ class Session:
         other.put(mine)
         self.heard, other.heard = other.heard, self.heard
         self.memory, other.memory = other.memory, self.memory
-        self._is_whole, self._n_prompt = other._is_whole, other._n_prompt
+        self._is_whole, self._has_left = other._is_whole, other._has_left
+        self._n_prompt = other._n_prompt
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
         other.rewind(0)
+
+    def adopt(self, ids: Sequence[int], n: int, past: Iterable[tuple[int, Tensor, Tensor, int]]) -> None:
+        """Go on as though the first n of `ids`, of which the text is the beginning, had been read here, and no more.
+
+        `past`: layers, keys [K, M, D] and values [K, M, E] of tokens that are not stored yet, and where these begin.
+        """
+        assert self.committed < n < len(ids), "the last token is pending"
+        try:
+            self.kv.reserve(n)
+            for layer, k, v, start in past:
+                self.kv.append(layer, k, v, start)
+        except BaseException:
+            self.kv.crop(self.committed)
+            raise
+        self.seen.add(ids[len(self.ids) : n + 1])
+        self.ids, self.committed = list(ids[: n + 1]), n
+        self.boundary = self._next_boundary()
 
     def put(self, kv: Store) -> None:
         """Go on with a past that lies in `kv`."""
@@ -209,11 +259,16 @@ class Session:
     def lost(self) -> set[Loss]:
         """What rows of an answer miss of the text so far."""
         found: set[Loss] = {use.lost for use in self.kv.usage() if use.lost is not None}
-        if not self._is_whole:
+        if self._forgot:
             found.add("forgotten")
         if self.committed and self.kv.dtype != self.lm.dtype and self.kv.dtype.itemsize <= self.lm.dtype.itemsize:
             found.add("rounded")
         return found
+
+    @property
+    def _forgot(self) -> bool:
+        """Is any of the text stored nowhere?"""
+        return self._has_left or (not self._is_whole and self.kv.forgets)
 
     def _at(self, phase: Phase) -> Boundary:
         """What the policy is shown."""
@@ -232,30 +287,3 @@ class Session:
 
     def _next_boundary(self) -> float:
         return math.inf if self.every is None else (self.committed // self.every + 1) * self.every
-
-
-def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
-    """Store keys and values of these rows, in each layer of those that reached it."""
-    found: dict[int, list[tuple[Tensor | slice | None, int]]] = {}  # layers reached by the same rows share one list
-    for layer, fresh in made.fresh.items():
-        if id(fresh.rows) not in found:
-            found[id(fresh.rows)] = list(_runs(rows.pos, fresh.rows, path, fresh.k.device))
-        for taken, start in found[id(fresh.rows)]:
-            k, v = (fresh.k, fresh.v) if taken is None else (fresh.k[:, taken], fresh.v[:, taken])
-            kv.append(layer, k, v, start)
-
-
-def _runs(
-    pos: Sequence[int], reached: Sequence[int] | None, path: Sequence[int], device: torch.device
-) -> Iterator[tuple[Tensor | slice | None, int]]:
-    """Rows of a path by runs of positions: where they lie among those that reached a layer (None = all of them), and
-    where each run begins. A run of all who did is None."""
-    n = len(pos if reached is None else reached)
-    there = path if reached is None else sorted(set(path).intersection(reached))
-    at = places(there, reached)
-    ends = [i for i in range(1, len(there)) if pos[there[i]] != pos[there[i - 1]] + 1]
-    for a, b in pairwise([0, *ends, len(there)]):
-        if a < b:
-            is_slice = at[b - 1] - at[a] == b - a - 1
-            some = slice(at[a], at[b - 1] + 1) if is_slice else torch.tensor(at[a:b], device=device)
-            yield None if is_slice and b - a == n else some, pos[there[a]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes, working_bytes
 from kvcli.kv.room import EVERY
+from kvcli.kv.tiers import STEP
+from kvcli.kv.windows import Window
 
 if TYPE_CHECKING:
     from kvcli.fit.places import Caps
@@ -35,8 +38,11 @@ class Run:
     reading: Callable[[int], int]  # of n tokens, how many a head holds while they are read, the last chunk aside
     again: Callable[[int], int]  # of n tokens, how many rows run once more behind them
     between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
+    answer: int  # tokens of one at most: sliding layers give back what they hide when the next text is read
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
+    lower: int | None  # bytes on the device of a slot that a policy moves down; None: it is forgotten
+    drops: bool  # what is moved down is forgotten after all where there is no room
     base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
     is_packed: bool = False  # linear layers run on packed weights
@@ -80,10 +86,7 @@ class Need:
 
 
 def kv_bytes(shape: Shape, slots: int, number: float, *, windows: bool = False) -> int:
-    """Keys and values of so many slots a head. `windows`: sliding layers keep their window only.
-
-    Our dense tier keeps every slot in sliding layers too, so that an undo can go back beyond the window.
-    """
+    """Keys and values of so many slots a head. `windows`: sliding layers keep their window alone, as tables say."""
     stored = shape.visible(slots) if windows else slots * shape.layers
     return int(2 * shape.kv_heads * shape.head_dim * number * stored)
 
@@ -96,8 +99,18 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         held = min(context, max(held + max(chunk, run.between), run.reading(context) + chunk))
         settled = min(context, max(settled, run.reading(context)))
     fresh = max(chunk, run.between or EVERY)
+    moved, known = 0, held  # below the top while most is in it; by recall, if there is any
+    if run.lower is not None:
+        moved, known = context - held, context - run.slots(context)
+    sliding = Counter(shape.windows)
     working = working_bytes(
-        shape, chunk=chunk, rows=run.rows, slots=held, number=run.number, kv_number=run.kv_number, device=run.device
+        shape,
+        chunk=chunk,
+        rows=run.rows,
+        slots=held + moved,
+        number=run.number,
+        kv_number=run.kv_number,
+        device=run.device,
     )
     if run.device == "cpu" and run.number == 2:
         uneven = shape.layers * shape.kv_heads if run.is_uneven else 0
@@ -108,9 +121,14 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     draft = view + (run.tables(context) if on_cpu else 0)
 
     def nbytes(here: int) -> int:
-        return shape.layers * run.layer(here, fresh) + run.index(held, fresh)
+        lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well
+        each = ((n, window and Window(window).most(max(chunk, run.answer))) for window, n in sliding.items())
+        top = sum(n * run.layer(min(here, most or here), fresh) for n, most in each)
+        return top + shape.layers * lower + run.index(known, fresh)
 
-    places = run.caps.spread(Held(settled, held - settled, nbytes), chunk, run.base + weights.memory + draft + working)
+    is_all = run.lower is not None  # stored, at a boundary too
+    spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)
+    places = run.caps.spread(spread, chunk, run.base + weights.memory + draft + working)
     check = check_bytes(shape, run.number) if run.check else 0
     mapped = weights.files if on_cpu else 0
     # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read

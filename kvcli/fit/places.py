@@ -32,6 +32,9 @@ class Held:
     settled: int  # at a boundary, the longest
     fresh: int  # that come between two boundaries, on top
     nbytes: Callable[[int], int]  # of so many slots on the device -> bytes there
+    stored: int = 0  # in all tiers, where a policy moves down what it does not keep
+    moved: int = 0  # of these the most that lie below, later than most lie on top
+    drops: bool = False  # those for which there is no room below go
 
     @property
     def most(self) -> int:
@@ -55,10 +58,12 @@ class Caps:
             return Places(min(whole, cap), over=max(1, whole - cap))
         if most is None:
             return Places(whole)
-        over = max(0, held.settled - most) * room.narrow
+        stored = max(held.settled, min(held.stored, most) if held.drops else held.stored)
+        over = max(0, stored - most) * room.narrow
         here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest move
         device = min(whole, cap, held.nbytes(room.always + here + tiers.STEP))
-        left = max(0, whole - device - over)  # as it lies below the top
+        left = max(0, whole + (stored - held.settled) * room.narrow - device - over)  # as it lies below the top
+        left = max(left, min(held.moved, stored) * room.narrow)
         host = min(left, room.in_host * room.narrow)
         away = left // room.narrow * (room.far - room.index)
         return Places(device + away, host, (left - host) * room.wide // room.narrow, over)

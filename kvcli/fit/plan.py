@@ -14,7 +14,7 @@ from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.kv import tiers
 from kvcli.kv.slots import LayerShape, Sight
-from kvcli.kv.tiers import POSITION, index_bytes, is_packed, layer_bytes, narrow
+from kvcli.kv.tiers import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.models.machine import kept_free
 from kvcli.models.refusals import refuse_quant
 from kvcli.models.shape import Shape, of_source
@@ -121,7 +121,12 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
     usable = room.available - kept_free(room.available)
     of_layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
-    below = narrow(profile.kv, of_layer, kv_number)
+    below = (
+        narrow(profile.kv, of_layer, kv_number)
+        if packs_by_age(profile.kv, profile.memory)
+        else wide(of_layer, kv_number)
+    )
+    lower = lower_bytes(profile.kv, profile.memory, of_layer, kv_number, is_cpu=room.kind == "cpu")
     run = memory.Run(
         device=room.kind,
         number=number,
@@ -134,11 +139,14 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         slots=profile.policy.slots,
         reading=profile.policy.reading,
         again=profile.policy.again,
+        lower=lower if profile.memory.demotes else None,
+        drops=profile.memory.drops,
         between=profile.policy.every,
+        answer=profile.sample.max_new_tokens,
         tables=profile.spec.tables,
         copied=profile.spec.copied,
         base=max(0, (facts.base if room.kind == "cpu" else 0) + facts.beyond.middle),
-        is_uneven=profile.policy.is_uneven and not is_packed(profile.kv),
+        is_uneven=profile.policy.is_uneven and not packs_by_age(profile.kv, profile.memory),
         is_packed=load.quant != "none",
         check=load.verify,
     )
@@ -187,7 +195,8 @@ def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], 
     """Slots a head, and those of them just stored -> bytes that recall knows them by, in all layers."""
     layers = len(profile.recall.layers(_sights(shape)))
     per_slot = profile.recall.per_slot(shape.head_dim, number)
-    return lambda slots, fresh: layers * index_bytes(profile.kv, per_slot, shape.kv_heads, slots, fresh)
+    kv, memory = profile.kv, profile.memory
+    return lambda slots, fresh: layers * index_bytes(kv, memory, per_slot, shape.kv_heads, slots, fresh)
 
 
 def torch_dtype(subject: Subject, profile: Profile) -> str:

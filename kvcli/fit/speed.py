@@ -17,7 +17,8 @@ def speed(plan: Plan, shape: Shape, calibration: CalibrationDocument | None) -> 
     """Of a prompt that fills the context, and of plain decoding behind it; None where nothing was measured."""
     if calibration is None:
         return None
-    context, held = plan.need.context, plan.run.slots(plan.need.context)
+    context = plan.need.context
+    held = plan.run.slots(context) if plan.run.lower is None else context  # moved down, it is read there
     if calibration.model is not None:
         grid = by_rows(calibration.model.passes)
         rows = max(grid)

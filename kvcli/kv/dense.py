@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.attend_rows import Own, Run, why_not
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.ragged import Ragged
 from kvcli.kv.slab import Slab, agree
 from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty_like, on_host
+from kvcli.kv.windows import Window, Windows
 
 
 class Held(Protocol):
     """How one layer lies in memory."""
+
+    k: Tensor  # [.., D]
+    v: Tensor  # [.., E]
 
     @property
     def length(self) -> int:
@@ -36,6 +40,9 @@ class Held(Protocol):
         self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
     ) -> list[Part]:
         """Rows over what is held, its keys rotated first if they lie un-rotated, and over their pass."""
+
+    def run(self) -> Run:
+        """The slots where they lie."""
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """Store the same rows in all heads, at positions from `start` on."""
@@ -61,6 +68,9 @@ class Held(Protocol):
     def crop(self, n: int) -> bool:
         """Forget positions n and later in place; False, and nothing done, if this form cannot."""
 
+    def give_back(self, low: int) -> bool:
+        """Forget positions below `low` in place, by whole blocks; False, and nothing done, if this form cannot."""
+
     def reserve(self, n: int) -> None:
         """Room for n slots a head."""
 
@@ -72,6 +82,8 @@ class Dense:
     the room of its own. Grows in small steps, one layer at a time: the spare room is read along with the slots (finite,
     hidden by their place), so there is little of it. Refuses nothing: any device, any float type, layers of any shape.
     A layer that shares another's slots reads them and holds none; nothing may be stored in it, or taken from it.
+    Layers with a window give back at boundaries what no later row sees; rows that stand further back are then refused
+    by `reaches`.
 
     With `rope`, one Rotary per layer (None = that layer turns no keys), keys are stored as they were before rotary
     embedding and rotated whenever they are read, which costs several times what attending to them does. Whoever hands
@@ -80,6 +92,7 @@ class Dense:
     """
 
     is_far = False
+    forgets = True
     STEP = 256  # slots; copying 16k slots every 256 tokens costs 0.3 % of decoding them
 
     def __init__(
@@ -90,11 +103,13 @@ class Dense:
         *,
         step: int = STEP,
         rope: Sequence[Rotary | None] | None = None,
+        windows: Mapping[int, Window] | None = None,
     ) -> None:
-        """`shapes`: by layer; `step`: slots by which a layer grows."""
+        """`shapes`: by layer; `step`: slots by which a layer grows; `windows`: by layer that keeps its own only."""
         self.dtype = dtype
         self.changes = 0
         self._step = step
+        self.windows = Windows(windows or {})
         self._name = "cpu" if torch.device(device).type == "cpu" else torch.device(device).type
         self._holder = [layer if shape.shares is None else shape.shares for layer, shape in enumerate(shapes)]
         self._rope = [rope[holder] if rope is not None else None for holder in self._holder]
@@ -110,6 +125,12 @@ class Dense:
         }
         assert rope is None or len(rope) == len(shapes), "one rotary embedding per layer"
         assert all(holder in self._slabs for holder in self._holder), "a shared layer has slots of its own"
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """Where native kernels do not serve its numbers."""
+        sizes = {(held.k.device, held.k.shape[-1], held.v.shape[-1]) for held in self._slabs.values()}
+        return "kv.dtype" if any(why_not(self.dtype, *each) for each in sizes) else ""
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> in one part what is held and their pass, where that can be."""
@@ -153,6 +174,10 @@ class Dense:
         """pos [K, S] of all slots, -1 = empty."""
         return self._read(layer).positions()
 
+    def run(self, layer: int) -> Run | None:
+        """The slots where they lie; None where keys have to be rotated first."""
+        return None if self._rope[layer] is not None else self._read(layer).run()
+
     def final(self, layer: int, n: Tensor) -> Tensor:
         """All n [K] slots: nothing is rounded."""
         return n
@@ -181,18 +206,27 @@ class Dense:
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later, keeping the memory for what follows: an undo, not an eviction."""
         self.changes += 1
+        self.windows.clear()
         for layer, held in self._slabs.items():
             if not held.crop(n):
                 before = held.slots()
                 self._forget(layer, before, before.pos < n)
 
     def reserve(self, n: int) -> None:
-        """Room for n slots a head in all layers, so that reading that many moves nothing."""
-        for held in self._slabs.values():
-            held.reserve(n)
+        """Room for n slots a head in all layers that keep so many, so that reading that many moves nothing there."""
+        for layer, held in self._slabs.items():
+            if layer not in self.windows:
+                held.reserve(n)
 
-    def settle(self, masks: Masks = ()) -> bool:
-        """Evict, layer by layer, what the masks let go. The device is asked once, for all layers."""
+    def reaches(self, n: int) -> bool:
+        """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one."""
+        return self.windows.reaches(n, lambda layer: [self.positions(layer)])
+
+    def settle(self, masks: Masks = (), end: int = 0) -> bool:
+        """Evict, layer by layer, what the masks let go and what windows hide from rows at `end` and later.
+
+        The device is asked once, for all layers.
+        """
         chosen = {layer: mask for layer, mask in enumerate(masks) if mask is not None}
         kept = {layer: self.positions(layer).int().where(mask, -1) for layer, mask in chosen.items()}
         has_lost = False
@@ -201,7 +235,19 @@ class Dense:
                 slots = self._slabs[layer].slots()
                 self._hold(layer, compact(Slots(slots.k, slots.v, pos), pos >= 0))
                 has_lost = True
+        for layer in self._slabs:
+            self.give_back(layer, end)
         return has_lost
+
+    def give_back(self, layer: int, end: int) -> int:
+        """Forget positions that a window hides from rows at `end` and later: those below the answer; 0 = none."""
+        if low := self.windows.due(layer, end):
+            held = self._slabs[layer]
+            if not held.give_back(low):
+                slots = held.slots()
+                self._forget(layer, slots, slots.pos >= low)
+            self.changes += 1
+        return low
 
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer, spare room included."""

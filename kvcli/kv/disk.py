@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import Own, Run, attend_part, serves
+from kvcli.kernels.attend_rows import WIDEST, Own, Run, attend_part, serves, why_not
 from kvcli.kernels.merge import Part
 from kvcli.kv.folder import temporary_folder
 from kvcli.kv.shortage import Shortage
@@ -41,6 +41,10 @@ class _Extent:
     @property
     def room(self) -> int:
         return self.pos.shape[1] - self.length
+
+    @property
+    def has_holes(self) -> bool:
+        return bool((self.slots.pos < 0).any())
 
     @property
     def slots(self) -> Slots:
@@ -91,6 +95,11 @@ class Disk:
                 new._store(layer, extent.slots)
         return new
 
+    @property
+    def rounds_by_rows(self) -> str:
+        """Where native kernels do not serve its numbers."""
+        return "kv.dtype" if why_not(self.dtype, torch.device("cpu"), self._dim, self._dim) else ""
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> one part for each extent."""
         parts = []
@@ -98,8 +107,9 @@ class Disk:
             s = extent.slots
             if not extent.length:
                 continue
-            if serves(q, s.v, None) and bool((s.pos >= 0).all()):
-                found = attend_part(q, extent.run, pos, sight.scale, window=sight.window, softcap=sight.softcap)
+            if serves(q, s.v):
+                window = WIDEST if sight.window is None and extent.has_holes else sight.window
+                found = attend_part(q, extent.run, pos, sight.scale, window=window, softcap=sight.softcap)
             else:
                 mask = visible(s.pos, pos, sight.window)
                 found = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
@@ -161,6 +171,10 @@ class Disk:
         """pos [K, S] of all slots, -1 = forgotten."""
         none = torch.empty(self._heads, 0, dtype=torch.int32)
         return torch.cat([none, *(extent.slots.pos for extent in self._layers[layer])], 1)
+
+    def run(self, layer: int) -> Run | None:
+        """Slots lie in several extents."""
+        return None
 
     def final(self, layer: int, n: Tensor) -> Tensor:
         """All n [K] slots: nothing is rounded."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.attend_rows import Own, Run
 from kvcli.kernels.merge import Part
 from kvcli.kv.recall_source import Shelf
 from kvcli.kv.slots import Sight, Slots, Usage, alone
@@ -66,6 +66,11 @@ class Host:
         self._tier, self._device = tier, torch.device(device)
         self.staging = Staging()
 
+    @property
+    def rounds_by_rows(self) -> str:
+        """What the tier says: it is read on the CPU."""
+        return self._tier.rounds_by_rows
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N], on the device -> parts on the device."""
         if not self._tier.n_slots(layer):
@@ -93,6 +98,10 @@ class Host:
 
     def positions(self, layer: int) -> Tensor:
         return self._tier.positions(layer).to(self._device)
+
+    def run(self, layer: int) -> Run | None:
+        """The device does not reach them."""
+        return None
 
     def final(self, layer: int, n: Tensor) -> Tensor:
         return self._tier.final(layer, n.cpu()).to(n.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.code_scores import code_scores
+from kvcli.kernels.page_scores import Coded, page_scores, why_not
 from kvcli.kv.index import Numbers, bend, by_page
 from kvcli.kv.slots import Sight
 
@@ -41,6 +42,9 @@ class Certified:
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
         """From an upper bound on the score of every token."""
         codes, scale, error = pages
+        if not why_not(rows):
+            coded = Coded(codes.flatten(1, 2), scale.flatten(1), error.flatten(1))
+            return page_scores(rows, coded, self.page, sight.scale, sight.softcap)
         score = code_scores(rows, codes.flatten(1, 2), scale.flatten(1))
         length = rows.to(score.dtype).norm(dim=-1, keepdim=True)  # [K, R, 1]
         bound = torch.addcmul(score, length, error.flatten(1).to(score.dtype).unsqueeze(1))

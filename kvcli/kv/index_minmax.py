@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvcli.kernels.page_bounds import page_bounds
+from kvcli.kernels.page_scores import Box, page_scores, why_not
 from kvcli.kv.index import Numbers, bend
 from kvcli.kv.slots import Sight
 
@@ -34,4 +35,6 @@ class MinMax:
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
         """All slots of a page at its bound."""
         low, high = pages
-        return bend(page_bounds(rows, low, high), sight) + math.log(self.page)
+        if why_not(rows) or low.dtype != rows.dtype:
+            return bend(page_bounds(rows, low, high), sight) + math.log(self.page)
+        return page_scores(rows, Box(low, high), 1, sight.scale, sight.softcap) + math.log(self.page)

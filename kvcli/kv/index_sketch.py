@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.code_scores import code_scores, pack2, unpack2
+from kvcli.kernels.page_scores import Coded, page_scores, why_not
 from kvcli.kv.index import Numbers, bend, by_page
 from kvcli.kv.slots import Sight
 
@@ -48,6 +49,9 @@ class Sketch:
         """From the estimated score of every token."""
         packed, scale = pages
         mean, spread = shared
+        if not why_not(rows) and mean.dtype == torch.float32:
+            coded = Coded(packed.flatten(1, 2), scale.flatten(1), mean=mean.squeeze(1), spread=spread.squeeze(1))
+            return page_scores(rows, coded, self.page, sight.scale, sight.softcap)
         rows = rows.to(mean.dtype)
         codes = unpack2(packed.flatten(1, 2), rows.shape[2])
         score = code_scores(rows * spread, codes, scale.flatten(1)) + rows @ mean.transpose(1, 2)

@@ -1,9 +1,13 @@
-"""A ladder: tiers in order, newest first. What is old moves down a rung at boundaries; every rung answers for itself.
+"""A ladder: tiers in order. What is old, or what a policy lets go, moves down a rung at boundaries; each rung answers.
 
 Attention over the whole past is the merge of the rungs' parts, which is exact over everything that is stored
 (FlashAttention, arXiv 2205.14135): a ladder of two dense rungs gives what one dense tier gives. Only a rung that stores
 fewer bits rounds, and only when slots come down to it. KIVI (arXiv 2402.02750) keeps a residual of newest tokens in
 full precision and packs older ones in groups: that is a first rung that holds `residual` slots.
+
+Who leaves a rung is one question: the oldest beyond what it holds and, where the ladder `demotes`, what the masks of a
+policy let go of the top. Such a policy governs the top alone, so the top is what the store shows, and views are made
+of; what lies below is read in the way of its rung, and let go by nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from torch import Tensor
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Masks, Sight, Slots, Tier, Usage, compact, empty_like
+from kvcli.kv.slots import Masks, Sight, Slots, Tier, Usage, compact, empty_like, last
+from kvcli.kv.windows import Windows
 
 SLACK = 16  # a rung with others below may hold this part more than it has to
 
@@ -36,8 +41,14 @@ class Top(Floor, Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def windows(self) -> Windows: ...
+
     def reserve(self, n: int) -> None:
         """Room for n slots a head."""
+
+    def give_back(self, layer: int, end: int) -> int:
+        """Forget positions that a window hides from rows at `end` and later: those below the answer; 0 = none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +58,52 @@ class Rung:
     tier: Floor
     holds: int | None = None  # slots a head, sinks aside (up to SLACK more); None = all. Of the last: its room
     group: int = 1  # what is older moves down in multiples of so many slots a head
+    name: str = ""  # of its bytes, where the top's are called as its tier's are
 
 
 class Ladder:
     """A store of tiers. New rows are stored in `top`; `below` are the rungs under it, nearest first."""
 
     def __init__(
-        self, top: Top, below: Sequence[Rung] = (), *, holds: int | None = None, group: int = 1, sinks: int = 0
+        self,
+        top: Top,
+        below: Sequence[Rung] = (),
+        *,
+        holds: int | None = None,
+        group: int = 1,
+        sinks: int = 0,
+        demotes: bool = False,
+        drops: bool = False,
     ):
-        """`top` keeps `holds` slots a head at a boundary and the first `sinks` tokens of the text beside them."""
+        """`top` keeps `holds` slots a head at a boundary and the first `sinks` tokens of the text beside them.
+
+        `demotes`: what masks let go moves down. `drops`: where the last rung is full, what came to it first is
+        forgotten; else Shortage is raised.
+        """
+        assert below or not demotes, "there is nowhere to go"
         self._top, self._sinks = top, sinks
         self._rungs = [Rung(top, holds, group), *below]
-        self._widths: dict[int, list[int]] = {}  # slots of each rung when `slots` last showed a layer
+        self._shown = self._rungs[:1] if demotes else self._rungs
+        self._demotes, self._drops = demotes, drops
+        self._widths: dict[int, list[int]] = {}  # slots of each shown rung when `slots` last showed a layer
         self._twice: set[tuple[int, int]] = set()  # rung and layer whose slots the rung below may hold too
+        self._has_dropped = False
         self.changes = 0
 
     @property
     def dtype(self) -> torch.dtype:
         """Numbers that new rows are stored in: those of the top."""
         return self._top.dtype
+
+    @property
+    def forgets(self) -> bool:
+        """Is what masks let go gone, or some of it?"""
+        return not self._demotes or self._has_dropped
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """What the first rung says that says anything."""
+        return next(filter(None, (rung.tier.rounds_by_rows for rung in self._rungs)), "")
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> the parts of every rung that holds something, the top's last."""
@@ -84,12 +122,15 @@ class Ladder:
         self._demote(layer)
 
     def n_slots(self, layer: int) -> int:
-        """Slots of the longest head, heads padded in each rung."""
-        return sum(rung.tier.n_slots(layer) for rung in self._rungs)
+        """Slots of the longest head, heads padded in each rung that is shown."""
+        return sum(rung.tier.n_slots(layer) for rung in self._shown)
 
     def slots(self, layer: int) -> Slots:
-        """All rungs' slots side by side, the oldest rung first, in the numbers and on the device of the top."""
-        found = [rung.tier.slots(layer) for rung in reversed(self._rungs)]
+        """Slots of all rungs side by side, the lowest first, in the numbers and on the device of the top.
+
+        Of the top alone where the ladder demotes.
+        """
+        found = [rung.tier.slots(layer) for rung in reversed(self._shown)]
         self._widths[layer] = [s.n_slots for s in found]
         return beside(found)
 
@@ -108,7 +149,7 @@ class Ladder:
         widths = self._widths.pop(layer)
         assert mask.shape[1] == sum(widths), "the mask is not of the slots that were shown last"
         fell = []
-        for rung, part in zip(reversed(self._rungs), mask.split_with_sizes(widths, dim=1), strict=True):
+        for rung, part in zip(reversed(self._shown), mask.split_with_sizes(widths, dim=1), strict=True):
             if part.shape[1]:
                 fell.append(rung.tier.keep(layer, part))
         if any(s.n_slots for s in fell):
@@ -118,6 +159,7 @@ class Ladder:
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later, in every rung; ends what a failure left half done."""
         self.changes += 1
+        self._has_dropped &= n > 0
         for at, layer in sorted(self._twice):
             self._once(at, layer)
         self._widths.clear()
@@ -126,21 +168,28 @@ class Ladder:
 
     def reserve(self, n: int) -> None:
         """Room for n slots a head, as far as they stay in the top; raises Shortage where all rungs have too little."""
-        if all(rung.holds is not None for rung in self._rungs):
+        if not self._drops and all(rung.holds is not None for rung in self._rungs):
             most = self._sinks + sum(rung.holds or 0 for rung in self._rungs)
             if n > most:
                 raise Shortage(f"{n:,} tokens do not fit in memory", lines=self._room(), most=most)
         holds = self._rungs[0].holds
         self._top.reserve(n if holds is None else min(n, self._sinks + holds))
 
-    def settle(self, masks: Masks = ()) -> bool:
-        """Evict what the masks let go, then send down what is old, layer by layer."""
-        has_lost = False
+    def reaches(self, n: int) -> bool:
+        """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one."""
+        return self._top.windows.reaches(n, lambda layer: [rung.tier.slots(layer).pos for rung in self._rungs])
+
+    def settle(self, masks: Masks = (), end: int = 0) -> bool:
+        """Layer by layer: evict what the masks let go, or have it go down, send down what is old, and give back what
+        windows hide from rows at `end` and later."""
+        lets_go = False
         for layer in range(self.n_layers):
-            if masks and (mask := masks[layer]) is not None:
-                has_lost |= self.keep(layer, mask).n_slots > 0
-            self._demote(layer)
-        return has_lost
+            mask = masks[layer] if masks else None
+            if mask is not None and not self._demotes:
+                lets_go |= self.keep(layer, mask).n_slots > 0
+            lets_go |= self._demote(layer, mask if self._demotes else None)
+            self._give_back(layer, end)
+        return lets_go
 
     @property
     def n_layers(self) -> int:
@@ -148,24 +197,50 @@ class Ladder:
 
     def usage(self) -> list[Usage]:
         """What each rung holds, newest rung first."""
-        return [use for rung in self._rungs for use in rung.tier.usage()]
+        top = self._top.usage()
+        taken = {use.tier for use in top}
+        below = [
+            replace(use, tier=rung.name) if rung.name and use.tier in taken else use
+            for rung in self._rungs[1:]
+            for use in rung.tier.usage()
+        ]
+        return [*top, *below]
 
-    def _demote(self, layer: int) -> None:
+    def _give_back(self, layer: int, end: int) -> None:
+        if low := self._top.give_back(layer, end):
+            self._widths.pop(layer, None)
+            for rung in [rung for rung in self._rungs[1:] if rung.tier.n_slots(layer)]:
+                pos = rung.tier.slots(layer).pos
+                # by whole groups: what shares scales with a slot that stays does so too, and nothing is rounded again
+                rung.tier.keep(layer, ~oldest(pos, 0, int((pos >= low).sum(1).max()), rung.group))
+            self.changes += 1
+
+    def _demote(self, layer: int, stays: Tensor | None = None) -> bool:
+        """Send down what leaves each rung. `stays` [K, S]: what a policy keeps of the top, None = all of it.
+
+        True if it lets go of any.
+        """
+        lets_go = False
         for at, rung in enumerate(self._rungs):
-            if rung.holds is None or rung.tier.n_slots(layer) < rung.holds + self._slack(at):
+            mask = stays if at == 0 else None
+            is_full = rung.holds is not None and rung.tier.n_slots(layer) >= rung.holds + self._slack(at)
+            if mask is None and not is_full:
                 continue
             slots = rung.tier.slots(layer)
-            old = oldest(slots.pos, 0 if at else self._sinks, rung.holds, rung.group)  # [K, S]
-            n = int(old.sum(1).max())
-            if not n:
-                continue
-            self._check_room(at + 1, layer, n)
-            self._twice.add((at, layer))  # until they are gone up here; a failure in between is mended by `crop`
-            self._rungs[at + 1].tier.take(layer, compact(slots, old))
-            rung.tier.keep(layer, ~old)
-            self._twice.discard((at, layer))
-            self._widths.pop(layer, None)
-            self.changes += 1
+            leaves = torch.zeros_like(slots.pos, dtype=torch.bool) if mask is None else (slots.pos >= 0) & ~mask
+            lets_go |= mask is not None and bool(leaves.any())
+            if is_full:
+                left = slots.pos.masked_fill(leaves, -1)
+                leaves |= oldest(left, 0 if at else self._sinks, rung.holds or 0, rung.group)
+            if n := int(leaves.sum(1).max()) if slots.n_slots else 0:
+                self._make_room(at + 1, layer, n)
+                self._twice.add((at, layer))  # until they are gone up here; `crop` mends a failure in between
+                self._rungs[at + 1].tier.take(layer, self._fitting(at + 1, compact(slots, leaves)))
+                rung.tier.keep(layer, ~leaves)
+                self._twice.discard((at, layer))
+                self._widths.pop(layer, None)
+                self.changes += 1
+        return lets_go
 
     def _slack(self, at: int) -> int:
         """Slots a head beyond what a rung holds that are worth moving: a long rung is copied when its oldest go."""
@@ -173,13 +248,25 @@ class Ladder:
         is_last = at + 1 == len(self._rungs)
         return rung.group if is_last else max(rung.group, (rung.holds or 0) // SLACK)
 
-    def _check_room(self, at: int, layer: int, n: int) -> None:
-        """Whether rung `at` can take n slots a head of a layer; what it could hand down makes room."""
-        if at == len(self._rungs):
+    def _make_room(self, at: int, layer: int, n: int) -> None:
+        """Room for n slots a head of a layer in rung `at`, which hands down its own if it can; raises Shortage."""
+        if at + 1 < len(self._rungs):
+            return
+        rung = self._rungs[at] if at < len(self._rungs) else None
+        if rung is not None and (rung.holds is None or rung.tier.n_slots(layer) + n <= rung.holds):
+            return
+        if rung is None or rung.holds is None or not self._drops:
             raise Shortage("keys and values have outgrown their memory", lines=self._room())
-        rung = self._rungs[at]
-        if at + 1 == len(self._rungs) and rung.holds is not None and rung.tier.n_slots(layer) + n > rung.holds:
-            raise Shortage("keys and values have outgrown their memory", lines=self._room())
+        self._has_dropped = True
+        while (held := rung.tier.n_slots(layer)) and held + n > rung.holds:  # a tier may give room back by the piece
+            there = rung.tier.slots(layer).pos >= 0
+            gone = max(held + n - rung.holds, rung.holds // SLACK)
+            rung.tier.keep(layer, there & (there.cumsum(1) > gone))
+
+    def _fitting(self, at: int, s: Slots) -> Slots:
+        """Of slots that come down to rung `at`, the newest that it has room for at all."""
+        most = self._rungs[at].holds if self._drops and at + 1 == len(self._rungs) else None
+        return s if most is None or s.n_slots <= most else last(s, most)
 
     def _once(self, at: int, layer: int) -> None:
         """What two rungs hold stays in the lower one."""

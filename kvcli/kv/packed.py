@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadConfig
+from kvcli.kernels import linear
 from kvcli.kernels.attend_packed import PackedHead, attend_packed
-from kvcli.kernels.attend_rows import WIDEST, Own, PackedRun, attend_packed_part, serves_packed
+from kvcli.kernels.attend_rows import WIDEST, Own, PackedRun, Run, attend_packed_part, serves_packed
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard
 from kvcli.kv.packed_head import Form, Head
@@ -54,15 +55,24 @@ class Packed:
         self._layers = [[Head(self._form, head_dim, device) for _ in range(n_kv_heads)] for _ in range(n_layers)]
         wide = self._empty.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
         self._turn = hadamard(head_dim, wide) if rotate == "hadamard" else None
+        self._panels = None if self._turn is None or linear.why_not(self._turn) else linear.pack(self._turn)
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """Where native kernels do not serve its numbers, or the size of its heads."""
+        if serves_packed(self._empty, self._empty):
+            return ""
+        return "kv.k_bits" if self._empty.shape[2] % 16 else "kv.dtype"
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
         if not self.n_slots(layer):
             return alone(q, sight, own)
-        if self._turn is None and serves_packed(q, self._empty):
+        if serves_packed(q, self._empty):
             run, window = self._run(layer, sight.window)
-            part = attend_packed_part(q, run, pos, sight.scale, window=window, softcap=sight.softcap)
-            return [part, *alone(q, sight, own)]
+            turned = self._turned(q).to(q.dtype)
+            part = attend_packed_part(turned, run, pos, sight.scale, window=window, softcap=sight.softcap)
+            return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
         seen = [_seen(head, sight.window, pos) for head in self._layers[layer]]
         masks = [mask for _, mask in seen]
         part = attend_packed(
@@ -126,6 +136,10 @@ class Packed:
         for j, head in enumerate(heads):
             pos[j, : head.length] = head.pos
         return pos
+
+    def run(self, layer: int) -> Run | None:
+        """Slots lie in few bits."""
+        return None
 
     def final(self, layer: int, n: Tensor) -> Tensor:
         """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
@@ -199,8 +213,11 @@ class Packed:
                 head.pos = first.pos
 
     def _turned(self, t: Tensor) -> Tensor:
-        """t [.., D] by the Hadamard matrix, which is its own inverse."""
-        return t if self._turn is None else t.to(self._turn.dtype) @ self._turn
+        """t [.., D] by the Hadamard matrix, which is its own inverse; by native products, if any: row by row."""
+        if self._turn is None:
+            return t
+        t = t.to(self._turn.dtype)
+        return t @ self._turn if self._panels is None else linear.linear(t, self._panels, None, t.shape[-1])
 
 
 def _seen(head: Head, window: int | None, rows: Sequence[int]) -> tuple[PackedHead, Tensor | None]:

@@ -83,11 +83,14 @@ class Ragged:
         self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
     ) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
-        if serves(q, self.v, own):
-            k = self.k if rotary is None else rotate(self.k.unsqueeze(0), self.pos.unsqueeze(0), rotary)[0]
-            run = Run(k, self.v, self.pos, self._extents.start, self._lengths, self._extents.start)
-            return [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
+        if serves(q, self.v):
+            return [read(q, self.run(rotary), own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
         return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
+
+    def run(self, rotary: Rotary | None = None) -> Run:
+        """The slots where they lie, their keys rotated first if they lie un-rotated."""
+        k = self.k if rotary is None else rotate(self.k.unsqueeze(0), self.pos.unsqueeze(0), rotary)[0]
+        return Run(k, self.v, self.pos, self._extents.start, self._lengths, self._extents.start)
 
     def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """Over the slots alone: at most one part."""
@@ -167,6 +170,10 @@ class Ragged:
 
     def crop(self, n: int) -> bool:
         """Never in place: heads may agree once the newest are gone."""
+        return False
+
+    def give_back(self, low: int) -> bool:
+        """Never in place."""
         return False
 
     def reserve(self, n: int) -> None:

@@ -10,16 +10,18 @@ same store, whatever was guessed. For the same reason a certificate weighs what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.attend_rows import WIDEST, Chosen, Own, Run, attend_part, read, serves
 from kvcli.kernels.merge import Part
+from kvcli.kernels.page_scores import log_masses
 from kvcli.kv.index import Index
 from kvcli.kv.recall_near import Near
 from kvcli.kv.recall_pages import Budget, Pages, padded
@@ -72,16 +74,25 @@ class Recall:
         self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
         self.tally = Tally()
 
+    @property
+    def rounds_by_rows(self) -> str:
+        """What the tier says: what is read, and scored, natively is a matter of its numbers alone."""
+        return self._tier.rounds_by_rows
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, what since, and their pass."""
         pages = self._pages.get(layer)
         if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
             return self._tier.attend(layer, q, sight, pos, own)
         old = [self._recall(layer, pages, q[:, a : a + ROWS], sight) for a in range(0, q.shape[1], ROWS)]
-        parts = [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
-        if self._late[layer]:
-            s = _here(self._tier.newest(layer, self._late[layer]), q)
-            parts.append(attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None)))
+        parts = old if len(old) == 1 else [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
+        n = self._late[layer]
+        if own is not None and serves(q, own.v):
+            with_old, late = replace(own, before=[*own.before, *parts]), self._newest(layer, n) if n else None
+            return [read(q, late, with_old, pos, sight.scale, window=None, softcap=sight.softcap)]
+        if n:
+            s = _here(self._tier.newest(layer, n), q)
+            parts = [*parts, attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None))]
         return [*parts, *alone(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
@@ -155,31 +166,51 @@ class Recall:
         n_kv, (h, n, d) = pages.whole.shape[0], q.shape
         rows = q.reshape(n_kv, h // n_kv, n, d)
         score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, sight)
-        score = score.view(*rows.shape[:3], -1).masked_fill(~pages.held[:, None, None], -torch.inf)  # [K, G, N, P]
+        score = score.view(*rows.shape[:3], -1)  # [K, G, N, P]
         chosen = _choose(score, pages)  # [K, N, P]
         self._count(layer, chosen)
         part = self._read(layer, pages, q, chosen, sight)
         if self._epsilon is not None:
-            missed = score.masked_fill(chosen.unsqueeze(1), -torch.inf).logsumexp(-1)  # [K, G, N]
+            missed = log_masses(score, pages.held.unsqueeze(1) & ~chosen)  # [K, G, N]
             out, lse = part.out.view(rows.shape), part.lse.view(rows.shape[:3])
             refused = _refused(missed, lse, self._epsilon)
             self._stream(layer, pages, rows, refused, Part(out, lse), sight)
         return part
 
+    def _newest(self, layer: int, n: int) -> Run:
+        """The slots that each head stored last."""
+        run = self._source.run(layer)
+        if run is None:
+            return _run_of(self._tier.newest(layer, n))
+        first = [length - n for length in run.lengths]
+        starts, at = ([a + b for a, b in zip(x, first, strict=True)] for x in (run.starts, run.pos_starts))
+        return replace(run, starts=starts, pos_starts=at, lengths=[n] * len(starts))
+
     def _read(self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: Sight) -> Part:
-        """All rows over the union of what they chose, each seeing its own choice."""
+        """Each row over its own choice: as a sequence of its own, so that what others chose changes no bit of it.
+
+        Where no such kernel is, all rows over the union of what they chose, each seeing its own part.
+        """
+        page, n_rows = self._index.page, q.shape[1]
+        first = pages.whole * page
+        behind, left = first.tolist(), (pages.ends - first).tolist()
+        scale, softcap = sight.scale, sight.softcap
+        pos = [0] * n_rows  # where rows stand is of no interest
+        run = None if self._near is not None else self._source.run(layer)
+        if run is not None and serves(q, run.v):
+            return attend_part(q, run, pos, scale, softcap=softcap, chosen=Chosen(chosen, page, behind, left))
         union = padded(chosen.any(1))  # [K, U]
-        behind = pages.behind()
-        index = torch.cat((pages.slots_of(union), behind), 1)
+        index = torch.cat((pages.slots_of(union), pages.behind()), 1)
         s = _here((self._near or self._source).gather(layer, index), q)
-        n_rows = q.shape[1]
-        mine = chosen.gather(2, union.clamp(min=0).unsqueeze(1).expand(-1, n_rows, -1))  # [K, N, U]
-        mine = mine.repeat_interleave(self._index.page, 2)
-        mine = torch.nn.functional.pad(mine, (0, behind.shape[1]), value=True)
-        shown = mine & (s.pos >= 0).unsqueeze(1)
+        mine = _among(chosen, union)  # [K, N, U]
+        if serves(q, s.v):
+            each = Chosen(mine, page, [union.shape[1] * page] * len(left), left)
+            return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
+        shown = torch.nn.functional.pad(mine.repeat_interleave(page, 2), (0, max(left)), value=True)
+        shown &= (s.pos >= 0).unsqueeze(1)
         # no mask is faster; but a certificate wants one, as without it the kernel may round scores to 16 bits
         is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
-        return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=None if is_bare else shown)
+        return attend(q, s.k, s.v, scale, softcap=softcap, mask=None if is_bare else shown)
 
     def _stream(self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: Part, sight: Sight) -> None:
         """Rewrite `part` [K, G, N, ..] where rows [K, G, N, D] are `refused` [K, N]: there they read everything."""
@@ -188,8 +219,12 @@ class Recall:
             s = _here(self._source.head(layer, j, int(pages.ends[j])), rows)
             mine = refused[j]
             q = rows[j][:, mine]
-            mask = visible(s.pos, range(q.shape[1]), None)
-            full = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
+            if serves(q, s.v):
+                run, rows_at = _run_of(s), [1] * q.shape[1]
+                full = attend_part(q, run, rows_at, sight.scale, window=WIDEST, softcap=sight.softcap)
+            else:
+                mask = visible(s.pos, range(q.shape[1]), None)
+                full = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
             part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 
     def _count(self, layer: int, chosen: Tensor) -> None:
@@ -207,18 +242,32 @@ def _choose(score: Tensor, pages: Pages) -> Tensor:
 
     By the largest share of mass that a page has in any query head of the group: heads differ in scale.
     """
-    share = (score - score.logsumexp(-1, keepdim=True)).amax(1)  # [K, N, P]
+    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, P]
     best = share.masked_fill(~pages.open.unsqueeze(1), -torch.inf).topk(pages.most, -1).indices
     chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(2, best, True)
     return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
 
 
+def _among(chosen: Tensor, union: Tensor) -> Tensor:
+    """Which of the pages `union` [K, U], -1 = none, each row chose [K, N, P] -> [K, N, U]."""
+    at = union.clamp(min=0).unsqueeze(1).expand(-1, chosen.shape[1], -1)
+    return chosen.gather(2, at) & (union >= 0).unsqueeze(1)
+
+
+def _run_of(s: Slots) -> Run:
+    """Slots of one device, for rows that read them."""
+    n_kv, n = s.pos.shape
+    k, v, pos = (t.contiguous().flatten(0, 1) for t in (s.k, s.v, s.pos))
+    starts = range(0, n_kv * n, n) if n else [0] * n_kv
+    return Run(k, v, pos.to(torch.int32), starts, [n] * n_kv, starts)
+
+
 def _refused(missed: Tensor, lse: Tensor, epsilon: float) -> Tensor:
     """[K, N]: the rows that may have missed more than epsilon in some query head. `missed`: bounds on the log of the
     mass that was not read, `lse`: of what was, [K, G, N]."""
-    share = torch.sigmoid(missed - lse)
+    most = math.log(epsilon / (1 - epsilon)) if epsilon else -math.inf
     # NaN, from keys that are not finite, is refused; a row that missed nothing is not
-    return (~(share <= epsilon) & (missed != -torch.inf)).any(1)
+    return (~(missed - lse <= most) & (missed != -torch.inf)).any(1)
 
 
 def _here(s: Slots, like: Tensor) -> Slots:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kvcli.kernels.attend_rows import Run
 from kvcli.kv.ladder import Floor
 from kvcli.kv.slots import Slots, Tier, picked
 
@@ -19,6 +20,9 @@ class Source(Protocol):
 
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots, -1 = empty."""
+
+    def run(self, layer: int) -> Run | None:
+        """The slots where they lie, should rows be able to read them there."""
 
     def final(self, layer: int, n: Tensor) -> Tensor:
         """[K]: of the first n [K] slots of each head, how many keep their numbers whatever happens behind them."""
@@ -45,6 +49,10 @@ class Whole:
     def positions(self, layer: int) -> Tensor:
         """As the tier has them."""
         return self._tier.slots(layer).pos
+
+    def run(self, layer: int) -> Run | None:
+        """Nothing is known of where they lie."""
+        return None
 
     def final(self, layer: int, n: Tensor) -> Tensor:
         """All: for tiers that round nothing, or once."""

@@ -31,15 +31,23 @@ class RecallStore(Recall):
         """The store's."""
         return self._store.changes
 
+    @property
+    def forgets(self) -> bool:
+        """The store's."""
+        return self._store.forgets
+
     def reserve(self, n: int) -> None:
         """Room for n slots a head."""
         self._store.reserve(n)
 
-    def settle(self, masks: Masks = ()) -> bool:
+    def reaches(self, n: int) -> bool:
+        """As the store."""
+        return self._store.reaches(n)
+
+    def settle(self, masks: Masks = (), end: int = 0) -> bool:
         """A boundary: what is stored now is what rows choose from."""
-        before = self._store.changes
-        has_lost = self._store.settle(masks)
-        if self._store.changes != before:
+        has_lost = self._store.settle(masks, end)
+        if has_lost:
             for pages in self._pages.values():
                 pages.clear()
         self._learn(self._pages)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import Own, Run, read, serves
+from kvcli.kernels.attend_rows import BLOCK, Own, Run, read, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.slots import Sight, Slots, alone, opens, picked
@@ -31,6 +31,7 @@ class Slab:
     length: int = 0  # slots of each head
     highest: int = -1  # position
     ordered: bool = True  # positions rise with the slot index
+    gone: int = 0  # slots given back before the first: with native kernels the places of the others stay as they were
     noted: int = 0  # slots whose positions are in `pos`; those behind rise one by one to `highest`
 
     @staticmethod
@@ -77,19 +78,21 @@ class Slab:
         self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
     ) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
-        if not serves(q, self.v, own):
+        if not serves(q, self.v):
             return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
         if not self.length and own is None:
             return []
-        run = self._run(rotary, sight) if self.length else None
+        run = self.run(rotary, None if sight.window is None else self._pos) if self.length else None
         return [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
 
-    def _run(self, rotary: Rotary | None, sight: Sight) -> Run:
+    def run(self, rotary: Rotary | None = None, pos: Tensor | None = None) -> Run:
+        """The slots where they lie, their keys rotated first if they lie un-rotated; `pos` where it will be read."""
         k = self.k if rotary is None else rotate(self.k, self._pos, rotary)
-        pos = self.pos if sight.window is None else self._pos  # read where a window hides some
+        pos = self.pos if pos is None else pos
         n_kv, cap, _ = k.shape
         starts = range(0, n_kv * cap, cap)
-        return Run(k.flatten(0, 1), self.v.flatten(0, 1), pos[0], starts, [self.length] * n_kv, [0] * n_kv)
+        heads = starts, [self.length] * n_kv, [0] * n_kv
+        return Run(k.flatten(0, 1), self.v.flatten(0, 1), pos[0], *heads, self.gone)
 
     def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """Over the slots alone."""
@@ -168,23 +171,36 @@ class Slab:
         self.noted = self.length
         self.v[:, self.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
         self.highest = int(self.at[-1]) if self.length else -1
+        self.gone *= self.length > 0
         return True
+
+    def give_back(self, low: int) -> bool:
+        """Forget whole blocks of slots at positions below `low`, which no row will see, if slots lie in order; else
+        nothing, and the answer is False."""
+        if self.ordered and (n := int(np.searchsorted(self.at, low)) // BLOCK * BLOCK):
+            self._lay(n, self.length - n)
+            self.gone += n
+        return self.ordered
 
     def reserve(self, n: int) -> None:
         """Room for n slots a head."""
-        if n <= self.k.shape[1]:
-            return
-        cap = -(-n // self.step) * self.step
+        if n > self.k.shape[1]:
+            self._lay(0, n)
 
-        def wider(t: Tensor) -> Tensor:
+    def _lay(self, first: int, room: int) -> None:
+        """The slots from `first` on, with room for as many as given."""
+        cap, n = -(-room // self.step) * self.step, self.length - first
+
+        def moved(t: Tensor) -> Tensor:
             new = t.new_zeros(t.shape[0], cap, t.shape[2])
-            new[:, : self.length] = t[:, : self.length]
+            new[:, :n] = t[:, first : self.length]
             return new
 
-        k, v = wider(self.k), wider(self.v)
+        k, v = moved(self.k), moved(self.v)
         pos = self.pos.new_full((1, cap), -1)
-        pos[:, : self.length] = self._pos[:, : self.length]
+        pos[:, :n] = self._pos[:, first : self.length]
         self.k, self.v, self.pos = k, v, pos  # together: memory may have run out between them
+        self.length = self.noted = n
 
 
 def agree(slots: Slots) -> bool:

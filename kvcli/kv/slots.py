@@ -87,6 +87,10 @@ class Readable(Protocol):
 class Tier(Readable, Protocol):
     """One kind of storage on one device."""
 
+    @property
+    def rounds_by_rows(self) -> str:
+        """Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has."""
+
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store accepted rows: k, v [K, M, D] at positions start, start + 1, ..."""
 
@@ -121,14 +125,27 @@ class Store(Tier, Protocol):
     def changes(self) -> int:
         """How often slots were forgotten or moved: a copy made before is stale. Appending is no change."""
 
+    @property
+    def forgets(self) -> bool:
+        """Is what masks let go gone, or some of it? Else it only moves down, out of what `slots` shows."""
+
     def reserve(self, n: int) -> None:
         """Make room for n slots a head in every layer, so that growing moves nothing."""
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later: an undo, not an eviction."""
 
-    def settle(self, masks: Masks = ()) -> bool:
-        """A boundary: forget what the masks let go of what `slots` shows; () = nothing. True if anything was."""
+    def reaches(self, n: int) -> bool:
+        """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one.
+
+        Not where a layer gave back what its window hid from the rows behind n. Of what masks let go it knows nothing.
+        """
+
+    def settle(self, masks: Masks = (), end: int = 0) -> bool:
+        """A boundary: of what `slots` shows, the masks let some go; () = nothing. True if they did.
+
+        What windows hide from every row at position `end` and later goes too, and is no loss.
+        """
 
 
 class Lens(Readable, Protocol):

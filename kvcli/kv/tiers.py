@@ -1,4 +1,8 @@
-"""From a profile's keys to tiers: one dense tier, or a ladder of what `[kv]` packs and `[memory]` moves away."""
+"""From a profile's keys to tiers: one dense tier, or a ladder of what `[kv]` packs and `[memory]` moves away.
+
+Where `memory.disposition` is "demote", the policy says what goes down to the first of them; where there is none, recall
+makes one on the same device.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,19 @@ import psutil
 import torch
 
 from kvcli.errors import BadConfig
-from kvcli.kernels.attend_rows import why_not
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.room import EVERY, Room
+from kvcli.kv.windows import windows_of
 from kvcli.models.machine import kept_free
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvcli.kv.recall_settings import Chosen
     from kvcli.kv.recall_source import Shelf
-    from kvcli.kv.slots import LayerShape, Sight, Store
+    from kvcli.kv.slots import LayerShape, Sight, Store, Tier
     from kvcli.settings.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
@@ -60,9 +64,19 @@ class Plan:
             below.append(self._rung(self._host(), self.room.in_host, self.kv.group))
         if size_of(self.memory.disk):
             below.append(self._rung(self._disk(), self.room.on_disk))
+        if self.memory.demotes and not below:
+            self._refuse_all_alike()
+            below.append(Rung(self.recall.below(self._dense(self.device, STEP), self.sights), name="demoted"))
         self._one_shape(*(("memory.host", "0GiB") if below else ("memory.device", "auto")))
-        holds = self.kv.residual if self.is_packed else self.room.on_device
-        ladder = Ladder(top, below, holds=holds, group=self.kv.group if below else 1, sinks=self.kv.sinks)
+        ladder = Ladder(
+            top,
+            below,
+            holds=self.kv.residual if packs_by_age(self.kv, self.memory) else self.room.on_device,
+            group=self.kv.group if below else 1,
+            sinks=self.kv.sinks,
+            demotes=self.memory.demotes,
+            drops=self.memory.drops,
+        )
         return ladder if below else self.recall.over(ladder, top, self.sights)
 
     def _rung(self, tier: Shelf, holds: int | None, group: int = 1) -> Rung:
@@ -79,27 +93,45 @@ class Plan:
                 try_=["--set memory.host=0GiB", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
             )
 
+    def _refuse_all_alike(self) -> None:
+        if not self.recall.reads:
+            raise BadConfig(
+                'memory.disposition = "demote" has no tier to move to, nor an index that finds what was moved',
+                code="no_lower_tier",
+                lines=["what lies beside the rest and is read like it was not let go"],
+                try_=["--set recall.method=sketch", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
+            )
+
     def _check_steps(self) -> None:
         """Steps that pack must suit the model: better said now than when memory has run out."""
+        for kv in self._packings():
+            replace(self, kv=kv, shapes=self.shapes[:1])._packed(self.device)
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """What the first tier says that says anything, of those that it may have: a step of `memory.ladder` may pack.
+
+        Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has.
+        """
+        return next(filter(None, (tier.rounds_by_rows for tier in self._tiers())), "")
+
+    def _tiers(self) -> Iterator[Tier]:
+        """One of each kind, whether or not there is room for it."""
+        dense = self._dense(self.device)
+        yield self.recall.over(dense, dense, self.sights)
+        for kv in (self.kv, *self._packings()):
+            if is_packed(kv):
+                yield self.recall.below(replace(self, kv=kv)._packed(self.device), self.sights)
+        if size_of(self.memory.disk):
+            yield self.recall.below(self._disk(), self.sights)
+
+    def _packings(self) -> Iterator[Kv]:
+        """What the steps of `memory.ladder` that pack make of `[kv]`, each by itself."""
         for step in self.memory.ladder:
             key, _, value = step.partition("=")
             if key in ("kv.k_bits", "kv.v_bits"):
                 bits: dict[str, Any] = {key.removeprefix("kv."): int(value)}
-                replace(self, kv=replace(self.kv, **bits), shapes=self.shapes[:1])._packed(self.device)
-
-    @property
-    def rounds_by_rows(self) -> str:
-        """Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has."""
-        if self.recall.layers(self.sights):
-            return "recall.method"
-        dims = {(shape.k_dim, shape.v_dim) for shape in self.shapes}
-        if any(why_not(self.dtype, self.device, *each) for each in dims):
-            return "kv.dtype"
-        if not (self.is_packed or self.memory.ladder):
-            return ""
-        if self.kv.rotate != "none":
-            return "kv.rotate"
-        return "kv.k_bits" if any(k_dim % 16 for k_dim, _ in dims) else ""
+                yield replace(self.kv, **bits)
 
     @property
     def is_packed(self) -> bool:
@@ -142,7 +174,7 @@ class Plan:
         return len(self.shapes), first.n_kv_heads, first.k_dim
 
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
-        return Dense(self.shapes, self.dtype, device, step=step)
+        return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.sights))
 
     def _packed(self, device: torch.device) -> Shelf:
         from kvcli.kv.packed import Packed
@@ -193,13 +225,13 @@ def room(
     read = [shapes[layer] for layer in recall.layers(sights)]
     index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
     near = sum(shape.n_kv_heads * recall.near(shape.k_dim, number) for shape in read)
-    newest, packs = max(chunk, EVERY), is_packed(kv)
+    newest, packs = max(chunk, EVERY), packs_by_age(kv, memory)
     always = kv.sinks + (kv.residual if packs else 0)
     return Room(
         memory=replace(memory, host="auto") if is_cpu else memory,
         layers=len(sights),
         wide=sum(wide(shape, number) for shape in shapes),
-        narrow=sum(narrow(kv, shape, number) for shape in shapes),
+        narrow=sum((narrow(kv, shape, number) if packs else wide(shape, number)) for shape in shapes),
         index=round(index),
         far=round(index if is_cpu else index + near),
         between=always + kv.group + newest + STEP,
@@ -215,9 +247,13 @@ def is_packed(kv: Kv) -> bool:
     return min(kv.k_bits, kv.v_bits) < 16
 
 
+def packs_by_age(kv: Kv, memory: Memory) -> bool:
+    return is_packed(kv) and not memory.demotes
+
+
 def is_ladder(kv: Kv, memory: Memory) -> bool:
     """Whether these keys ask for more than one dense tier that grows as it likes."""
-    is_plain = kv.k_bits == kv.v_bits == 16 and memory.device == "auto"
+    is_plain = kv.k_bits == kv.v_bits == 16 and memory.device == "auto" and not memory.demotes
     return not is_plain or memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
 
 
@@ -226,22 +262,29 @@ def layer_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, slots: i
 
     `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
     """
-    step, top = (STEP if is_ladder(kv, memory) else Dense.STEP), in_top(kv, slots, fresh)
+    step, top = (STEP if is_ladder(kv, memory) else Dense.STEP), in_top(kv, memory, slots, fresh)
     return -(-top // step) * step * wide(shape, number) + (slots - top) * narrow(kv, shape, number)
 
 
-def index_bytes(kv: Kv, per_slot: float, heads: int, slots: int, fresh: int) -> int:
+def lower_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
+    """What a slot that a policy moves down takes on the device, of all heads of a layer; 0 where it goes elsewhere."""
+    has_host = not is_cpu and (memory.host == "auto" or size_of(memory.host) > 0)
+    is_away = not is_packed(kv) and (has_host or size_of(memory.disk) > 0)
+    return 0 if is_away else narrow(kv, shape, number)
+
+
+def index_bytes(kv: Kv, memory: Memory, per_slot: float, heads: int, slots: int, fresh: int) -> int:
     """What recall knows a layer by, for planning; layers that read everything have no index.
 
     `per_slot`: bytes beside a slot of one KV head, `profile.recall.per_slot(head_dim, number)`.
     """
-    below = slots - in_top(kv, slots, fresh) if is_packed(kv) else slots
+    below = slots - in_top(kv, memory, slots, fresh) if packs_by_age(kv, memory) else slots
     return int(below * heads * per_slot)
 
 
-def in_top(kv: Kv, slots: int, fresh: int) -> int:
-    """Of so many slots a head, those in full precision."""
-    return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if is_packed(kv) else slots
+def in_top(kv: Kv, memory: Memory, slots: int, fresh: int) -> int:
+    """Of so many slots a head, those in full precision: where a policy says who goes down, all that it keeps."""
+    return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if packs_by_age(kv, memory) else slots
 
 
 def wide(shape: LayerShape, number: int) -> int:

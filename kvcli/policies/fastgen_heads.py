@@ -46,6 +46,8 @@ class Heads:
             self._choose()
             n = min(self.settings.replay, len(at.ids) // 2)
             if n and at.phase == "read" and self.settings.recovery == "auto":
+                while not at.kv.reaches(len(at.ids) - n):  # a sliding layer lacks what the first of them saw
+                    n //= 2
                 yield from self._settle_on(Replay(at, n))
         for i in self._layers:
             masks[i] = self.mask(*at.layer(i))

@@ -51,6 +51,7 @@ def brief(turn: Turn, width: int) -> list[str]:
         _count(stats) if stats.new >= FEW else f"{_count(stats)} in {f.seconds(stats.decode)}",
         _approx(stats),
         *_speed(stats, ""),
+        f"cached {f.count(stats.cached)} of {f.count(stats.prompt)}" if stats.cached else "",
         f"accept {stats.mean_acceptance_length:.2f}" if stats.drafted_passes else "",
         f"kv {f.tiers(stats.kv)}" if stats.kv_bytes else "",
         f"peak {f.short_size(stats.peak)}" if stats.peak else "",

@@ -21,10 +21,14 @@ def clashes(profile: Profile) -> list[Clash]:
         cannot = f'"{profile.exactness}" cannot be kept'
         found.append(Clash("exactness", "kv.dtype", cannot, "which may round keys and values"))
     found += memory_clashes(profile)
+    found += demotion_clashes(profile)
     found += idle_keys(profile)
     if profile.exactness != "approx" and profile.policy.every is not None:
         because = "which forgets part of the text"
         found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
+    if profile.exactness != "approx" and profile.prune.reads:
+        because = "which leaves tokens of a prompt behind"
+        found.append(Clash("exactness", "prune.method", f'"{profile.exactness}" cannot be kept', because))
     found += recall_clashes(profile)
     return found
 
@@ -65,6 +69,29 @@ def memory_clashes(profile: Profile) -> list[Clash]:
     return found
 
 
+def demotion_clashes(profile: Profile) -> list[Clash]:
+    """Of `memory.disposition`: somebody must let go, somewhere else must be to go to, and the room must be known."""
+    memory, packs, key = profile.memory, min(profile.kv.k_bits, profile.kv.v_bits) < 16, "memory.disposition"
+    if not memory.demotes:
+        return []
+    away = [f"memory.{name}" for name in ("host", "disk") if _is_there(getattr(memory, name))]
+    found = []
+    if profile.policy.every is None:
+        found.append(Clash(key, "policy.name", '"demote" moves nothing', "which lets nothing go"))
+    if not (packs or away or profile.recall.reads):
+        because = 'so nothing is read otherwise: set recall.method = "sketch", kv.v_bits = 8 or memory.disk = "8GiB"'
+        found.append(Clash(key, "recall.method", '"demote" has no tier to move to', because))
+    budgets = (["memory.device"] if memory.device != "auto" else []) + (away if packs else [])
+    if (packs or not away) and budgets:
+        because = "and what a policy keeps and lets go of share one device, which is not divided: leave it out"
+        found.append(Clash(key, budgets[0], '"demote" cannot be kept', because))
+    for step in memory.ladder:
+        if step.startswith(("kv.", "memory.")):
+            because = 'which is "demote": what was let go cannot be told from the rest in other tiers'
+            found.append(Clash("memory.ladder", key, f'"{step}" cannot be taken', because))
+    return found
+
+
 def cautions(profile: Profile, device: str) -> list[str]:
     """What a profile asks for that a device of this type does not have, one line each."""
     found = []
@@ -77,19 +104,27 @@ def idle_keys(profile: Profile) -> list[Clash]:
     """Keys of `[kv]` that say how to pack or move, where nothing is ever packed or moved."""
     kv, memory = profile.kv, profile.memory
     packs = _packs(profile)
-    moves = memory.host == "auto" or size_of(memory.host) or size_of(memory.disk)
+    moves = _is_there(memory.host) or _is_there(memory.disk)
     moves = moves or any(step.startswith("memory.") for step in memory.ladder)
     moves = moves or memory.device != "auto"  # its budget counts what stays in the top
     bits, sizes = "kv.k_bits and kv.v_bits are 16", "[memory] has no budget"
-    packing = (packs, bits, "so nothing is packed")
-    moving = (packs or moves, f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
+    packing = (packs, "kv.k_bits", bits, "so nothing is packed")
+    moving = (packs or moves, "kv.k_bits", f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
     acts = {"rotate": packing, "residual": packing, "group": moving, "sinks": moving}
+    if memory.demotes:
+        chosen = "memory.disposition", 'memory.disposition is "demote"', "so the policy says what moves"
+        acts |= {"residual": (False, *chosen), "sinks": (moves, *chosen)}
     plain = type(kv)()
     return [
-        Clash(f"kv.{key}", "kv.k_bits", f"{json.dumps(getattr(kv, key))} changes nothing while {vain}", because)
-        for key, (does, vain, because) in acts.items()
+        Clash(f"kv.{key}", other, f"{json.dumps(getattr(kv, key))} changes nothing while {vain}", because)
+        for key, (does, other, vain, because) in acts.items()
         if not does and getattr(kv, key) != getattr(plain, key)
     ]
+
+
+def _is_there(size: str) -> bool:
+    """Is this a tier of `[memory]`?"""
+    return size == "auto" or size_of(size) > 0
 
 
 def _packs(profile: Profile) -> bool:

@@ -11,7 +11,7 @@ from typing import get_args
 from kvcli.errors import BadConfig
 from kvcli.settings.layers import CONFIG_KEYS, ConfigFile, Sources, read_files
 from kvcli.settings.problems import Problem, bad_config, did_you_mean
-from kvcli.settings.schema import ORDER, Header, Model, Purpose, Top
+from kvcli.settings.schema import ORDER, Header, Model, Purpose, Top, size_of
 from kvcli.settings.settings import InFile, Setting, Settings, flatten, merge
 from kvcli.settings.toml_places import Keys, Level, toml_value
 from kvcli.settings.values import WrongValue, check, keys_of, noun
@@ -43,6 +43,12 @@ class Config:
     def keep_chats(self) -> bool:
         setting = self.top.get("keep_chats")
         return bool(setting.value) if setting else Top.keep_chats
+
+    @property
+    def keep_kv(self) -> int:
+        """Bytes."""
+        setting = self.top.get("keep_kv")
+        return size_of(str(setting.value) if setting else Top.keep_kv)
 
     @property
     def default_profile(self) -> str:
@@ -162,7 +168,7 @@ def _add_config_file(config: Config, file: ConfigFile) -> None:
         elif name in keys_of(Top):
             if file.level == "project" and name == "default_model" and _is_outside(value):
                 config.note(setting, (name,), "a project file may not name a model outside the project", _OWN)
-            elif file.level == "project" and name == "keep_chats":
+            elif file.level == "project" and name in ("keep_chats", "keep_kv"):
                 config.note(setting, (name,), "a project file may not set this", _OWN)
             elif _take(config, (name,), setting, Top):
                 config.top[name] = setting

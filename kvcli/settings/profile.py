@@ -87,6 +87,7 @@ class Profile:
     chain: tuple[str, ...]  # the profile and all it extends, nearest first
     load_table: Load  # `profile.load`; `Profile.load` is the function that reads one
     prefill: Prefill
+    prune: Method
     kv: Kv
     memory: Memory
     policy: Method

@@ -109,8 +109,19 @@ class Memory:
     host: Annotated[str, AUTO_SIZE] = "0GiB"  # host memory for old tokens of a GPU; auto = what is free, none on a CPU
     disk: Annotated[str, SIZE] = "0GiB"  # bytes of a private temporary file for what is older still; 0GiB = none
     disk_writes: Annotated[str, SIZE] = "256GiB"  # bytes written to that file at most, as disks wear
+    disposition: Literal["drop", "demote"] = "drop"  # what a policy lets go is forgotten, or moves down a tier
     on_shortage: Literal["degrade", "fail"] = "degrade"  # take the steps of `ladder` in turn, or end with an error
     ladder: Annotated[tuple[str, ...], STEPS] = ()  # steps taken in this order when memory runs out, each once
+
+    @property
+    def demotes(self) -> bool:
+        """Does a policy say what goes down, instead of age?"""
+        return self.disposition == "demote"
+
+    @property
+    def drops(self) -> bool:
+        """Is what a policy moved down forgotten where tiers are full, as nothing else was asked for?"""
+        return self.demotes and self.on_shortage == "degrade" and not self.ladder
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,7 @@ class Top:
     default_model: str = "demo"  # model used when none is named: as after -m, or a name below [models]
     default_profile: str = "ngram"  # profile used when none is named
     keep_chats: bool = True  # whether chats are kept, turn by turn; --no-save leaves one out
+    keep_kv: Annotated[str, SIZE] = "8GiB"  # disk for keys and values of what was read; 0GiB = each run reads anew
 
 
 @dataclass(frozen=True)
@@ -175,9 +187,21 @@ TABLES: Mapping[str, type] = {
 }
 # tables filled by a method of their own: the key that names it, and the method that is meant when nobody names one
 METHODS: Mapping[str, tuple[str, str]] = {
+    "prune": ("method", "none"),
     "policy": ("name", "none"),
     "recall": ("method", "none"),
     "spec": ("method", "off"),
 }
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
-ORDER = ("load", "prefill", "kv", "memory", "policy", "recall", "spec", "sample", "context")  # as shown and documented
+ORDER = (
+    "load",
+    "prefill",
+    "prune",
+    "kv",
+    "memory",
+    "policy",
+    "recall",
+    "spec",
+    "sample",
+    "context",
+)  # as shown and documented

@@ -100,8 +100,8 @@ class Prepared:
     def merged(self, parts: Any) -> Any:
         return self.tensor(*parts[0].out.shape)
 
-    def layer(self, module: Any, attention: Any) -> Callable[..., Any]:
-        """A decoder layer that does nothing but attend."""
+    def layer(self, module: Any, attention: Any, sight: Any) -> Callable[..., Any]:
+        """A decoder layer that does nothing but attend, as native layers do it where there are such."""
 
         def forward(hidden: Any, **told: Any) -> Any:
             n = hidden.shape[1]
@@ -109,7 +109,13 @@ class Prepared:
             attention(module, q, kv, kv, None, dropout=0.0, scaling=0.25, sliding_window=None, **told)
             return hidden
 
-        return forward
+        def native(hidden: Any, kvcli_pass: Any) -> Any:
+            n = hidden.shape[1]
+            q, kv = self.tensor(4, n, 16), self.tensor(2, n, 16)
+            kvcli_pass.attend(module.layer_idx, q, kv, kv, sight, None)
+            return hidden
+
+        return forward if _first("kvcli.engine.fused", "kvcli") is sys.modules["kvcli"] else native
 
 
 class Hollow:
@@ -128,11 +134,15 @@ class Hollow:
         return self._run(**told)
 
     def _through(self, input_ids: Any, kvcli_pass: Any, logits_to_keep: Any = None, **_: Any) -> Any:
-        hidden = self._answer.tensor(1, input_ids.shape[1], 64)
+        n = input_ids.shape[1]
+        return SimpleNamespace(logits=self.straight(range(n), (), logits_to_keep, kvcli_pass).unsqueeze(0))
+
+    def straight(self, ids: Any, pos: Any, want: Any, kvcli_pass: Any) -> Any:
+        """As of a model without transformers' own loop."""
+        hidden = self._answer.tensor(1, len(ids), 64)
         for layer in self._layers:
             layer(hidden, kvcli_pass=kvcli_pass)
-        n = input_ids.shape[1] if logits_to_keep is None else logits_to_keep.shape[0]
-        return SimpleNamespace(logits=self._answer.tensor(1, n, VOCAB))
+        return self._answer.tensor(len(ids) if want is None else len(want), VOCAB)
 
 
 class Checkout:
@@ -151,7 +161,7 @@ class Checkout:
         self.sample = _first("kvcli.engine.sample", "kvcli.sample")
         self.lm = _first("kvcli.engine.lm", "kvcli.model")
         self.stats = _first("kvcli.engine.stats", "kvcli.stats")
-        self.drafter = _first("kvcli.engine.drafter", "kvcli.drafts.base")
+        self.drafter = _first("kvcli.drafts.off", "kvcli.engine.drafter", "kvcli.drafts.base")
         self.build, self.dense = import_module("kvcli.build"), import_module("kvcli.kv.dense")
 
     def model(self, layers: int) -> Any:
@@ -168,7 +178,7 @@ class Checkout:
         )
         self.torch.manual_seed(0)
         lm = self.lm.LM.of(self._build(config, dtype=self.torch.float32, attn_implementation="sdpa").eval())
-        lm.block()
+        (lm.lay_out if hasattr(lm, "lay_out") else lm.block)()
         return lm
 
     def clock(self, parts: Parts, lm: Any, *, hollow: bool) -> None:
@@ -182,12 +192,17 @@ class Checkout:
                     own = answer.part if hollow else getattr(module, op)
                     setattr(module, op, parts.timed("kernels", own))
         import_module("kvcli.kernels.dispatch").choose.cache_clear()
+        slab = import_module("kvcli.kv.slab")
+        if hasattr(slab, "read"):
+            part = import_module("kvcli.kernels.merge").Part
+            slab.read = parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else slab.read)
+            self.forward.Pass.attend = parts.timed("attention", self.forward.Pass.attend)
         self.forward.merge = parts.timed("kernels", answer.merged if hollow else self.forward.merge)
         attention = parts.timed("attention", self.forward.attention)
         self._interface.register("kvcli", attention)
         for layer in lm.model.model.layers:
-            own = answer.layer(layer.self_attn, attention) if hollow else None
-            if "forward" in vars(layer):  # a gate
+            own = answer.layer(layer.self_attn, attention, lm.sights[0]) if hollow else None
+            if hasattr(vars(layer).get("forward"), "_forward"):  # a gate
                 gate = layer.forward
                 inner = parts.timed("model", own or gate._forward())
                 gate._forward = lambda inner=inner: inner
@@ -198,6 +213,8 @@ class Checkout:
             lm.model = Hollow(parts, lm.model, answer)
         else:
             lm.model.forward = parts.timed("model", lm.model.forward)
+        if hasattr(lm, "straight"):
+            lm.straight = parts.timed("model", lm.model.straight if hollow else lm.straight)
         if hasattr(self.session, "walk"):
             self.session.walk = parts.timed("drawing", self.session.walk)
             self.session.commit = parts.timed("store", self.session.commit)

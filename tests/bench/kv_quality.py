@@ -1,14 +1,15 @@
 """What policies and bits cost in answers: facts asked for once the text was compressed, at equal memory.
 
     python tests/bench/kv_quality.py [--model demo] [--tasks niah_single,mqar...] [--texts 200] [--length 2048]
-        [--shares 0.5,0.25] [--allocs] [--out FILE]
+        [--shares 0.5,0.25] [--allocs | --moved] [--out FILE]
 
 Four numbers are hidden in each held-out text, one in each quarter of it, and all are asked for when the text has been
 read and compressed: nothing saw the questions before. An answer is right if greedy decoding writes the number token for
 token. FastGen compresses first, to each of `shares`; what it kept of that very text is what all others then get, the
 published FastGen by the T at which its heads keep at least as much. "map" is FastGen with the head map that
 `kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts:
-the four questions about one text are not independent. `--allocs` compares who shares the budget instead. `--tasks`
+the four questions about one text are not independent. `--allocs` compares who shares the budget instead, and `--moved`
+where goes what a policy does not keep: away, or down a tier. `--tasks`
 asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
@@ -61,6 +62,14 @@ BITS = {"int8": (8, 8), "4 + 4 bits": (4, 4), "4 + 2 bits": (4, 2)}
 RIVALS = ("fastgen + map", "fastgen-paper", "snap", "expected", "kvzip", "streaming", "random")
 ALLOCS = ("ada", "global", "uniform", "pyramid")
 SHARED = ("snap", "expected", "keydiff")  # methods whose allocations are compared
+FOUR = {"kv": {"k_bits": 4, "v_bits": 4}}
+READS = {"recall": {"method": "sketch", "floor": 128}}  # tokens of what lies below that a head reads for a row
+MOVED: dict[str, dict[str, Any]] = {  # where goes what a policy does not keep
+    "dropped": {},
+    "recalled": READS,
+    "in 4 bits": FOUR,
+    "in 4 bits, recalled": FOUR | READS,
+}
 FINE = 2**-10  # of T
 SINKS, NEWEST = 4, 64  # that lots leave alone
 
@@ -195,6 +204,20 @@ def shared(answer: Answer, n: int, i: int, shares: list[float], known: Known, ma
                 yield side, known.of(f"{i} {side}", lambda policy=policy: answer(policy)[0])
 
 
+def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+    """Some policies by where goes what they do not keep, beside what keeps all."""
+    whole: dict[str, dict[str, Any]] = {"full": {}, "recalled": READS, "in 4 bits": FOUR}
+    for name, change in whole.items():
+        yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
+    for share in shares:
+        for name in ("snap", "streaming", "random"):
+            for way, more in MOVED.items():
+                change = {"policy": rival(name, share, n, i, mapped), **more}
+                change |= {"memory": {"disposition": "demote"}} if more else {}
+                side = f"{name} {share:.1%} {way}"
+                yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
+
+
 def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[Outcome] | None) -> dict[str, Any]:
     """One side, beside the full cache and, where it has a share to keep, beside FastGen."""
     right = [fmean(o["right"]) for o in found]
@@ -230,6 +253,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text, answers included")
     parser.add_argument("--shares", default="0.5,0.25", help="that FastGen keeps")
     parser.add_argument("--allocs", action="store_true", help="compare who shares the budget")
+    parser.add_argument("--moved", action="store_true", help="compare where goes what a policy does not keep")
     parser.add_argument("--part", default="1/1", help="K/N: each Nth text from the Kth on; parts share one --partial")
     parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
     parser.add_argument("--out", type=Path)
@@ -238,7 +262,7 @@ def main() -> None:
     model = opened(args.model, cache, {})
     asked = f"{fingerprint(model)} {args.length} {HELD_OUT} {args.tasks}"
     known = Known(args.partial or cache / f"{sha256(asked.encode()).hexdigest()[:12]}.jsonl")
-    mapped = "" if args.tasks else head_map(model, known.path.with_suffix(".map.json"))
+    mapped = "" if args.tasks or args.moved else head_map(model, known.path.with_suffix(".map.json"))
     asked_of = samples(model, args.texts, args.length, HELD_OUT) if not args.tasks else []
     for task in filter(None, args.tasks.split(",")):
         asked_of += samples(model, args.texts, args.length, HELD_OUT, text_of("prose"), TASKS[task])
@@ -250,7 +274,9 @@ def main() -> None:
             continue
         text = lru_cache(1)(lambda sample=sample: Text(model, sample.context))  # not run where everything is known
         answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
-        each = (shared if args.allocs else sides)(answer, len(sample.context) - 1, i, shares, known, mapped)
+        each = (shared if args.allocs else moved if args.moved else sides)(
+            answer, len(sample.context) - 1, i, shares, known, mapped
+        )
         for side, outcome in each:
             found.setdefault(side, []).append(outcome)
         print(f"\r{i + 1} of {len(asked_of)} texts", end="", file=sys.stderr, flush=True)
@@ -258,6 +284,7 @@ def main() -> None:
     for each in rows:
         print(json.dumps(each))
     about, what = machine(), "who shares the budget" if args.allocs else "at equal memory"
+    what = "by where goes what a policy does not keep" if args.moved else what
     result = {
         "title": f"Right answers about {len(asked_of)} held-out texts of {args.length} tokens, {what}",
         "machine": f"torch {about['torch']}, commit {about['commit']}",

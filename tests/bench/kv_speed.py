@@ -114,7 +114,7 @@ def session(lm: Any, side: str, n: int) -> Any:
     made = Session(lm, kv, Off(), Sampler(), every=EVERY)
     made.ids = torch.randint(8, lm.vocab, (n + 1,), generator=noise).tolist()
     made.committed = n
-    made.settle()
+    drive(made.settle())
     return made
 
 

@@ -28,6 +28,7 @@ STORMS = {
     "storm_models": "--count 50000",
     "storm_documents": "",
     "storm_exact": "--runs 530 --dtypes bf16",  # 100,000 tokens
+    "storm_summaries": "",
 }
 
 

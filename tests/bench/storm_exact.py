@@ -1,10 +1,11 @@
 """One text however long passes take: `spec.strict` against plain decoding, with timings shuffled and none remembered.
 
-    python tests/bench/storm_exact.py [--runs 200] [--dtypes bf16,fp32]
+    python tests/bench/storm_exact.py [--runs 200] [--dtypes bf16,fp32] [--stores dense,minmax,hadamard,...]
 
 Each run asks two questions under a drafting profile with `spec.strict`, as `--exact` does: the clock leaps, and what
 passes are said to take is drawn by lot, so that drafts differ in length from run to run. Every token must be that of
-`-P exact`. A part of the runs in each dtype, greedy and at temperature 0.8 by lot. JSON on the last line.
+plain decoding over the same store (`-P exact`). A part of the runs in each dtype, over the stores by turns, greedy and
+at temperature 0.8 by lot. JSON on the last line.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ from kvcli.models.text import render_prompt  # noqa: E402
 from kvcli.settings.profile import Profile  # noqa: E402
 
 PROFILES = ("ngram", "lookahead", "fafo")
+_PART = {"floor": 96, "dense_layers": 1, "recent": 16, "every": 32}  # so short a text would be read in full
+STORES: dict[str, dict[str, dict[str, object]]] = {
+    "dense": {},
+    **{name: {"recall": {"method": name, **_PART}} for name in ("minmax", "sketch", "certified")},
+    "hadamard": {"kv": {"k_bits": 4, "v_bits": 4, "rotate": "hadamard", "residual": 64}},
+    "recalled": {"kv": {"k_bits": 8, "v_bits": 4, "rotate": "hadamard"}, "recall": {"method": "sketch", **_PART}},
+    "disk": {"memory": {"disk": "1GiB", "device": "6MiB"}, "prefill": {"chunk": 256}},
+}
 
 
 @contextmanager
@@ -69,7 +78,9 @@ def conversation(model: Model, i: int) -> list[Turn]:
     return turns
 
 
-def storm(runs: int, seed: int = 0, dtypes: Sequence[str] = ("bf16", "fp32")) -> dict[str, int]:
+def storm(
+    runs: int, seed: int = 0, dtypes: Sequence[str] = ("bf16", "fp32"), stores: Sequence[str] = ("dense",)
+) -> dict[str, int]:
     """How many runs and tokens there were, how many runs wrote others, and by dtype how many passes drafted."""
     rng, bad, tokens, drafted = random.Random(seed), 0, 0, dict.fromkeys(dtypes, 0)
     for dtype in drafted:
@@ -77,10 +88,13 @@ def storm(runs: int, seed: int = 0, dtypes: Sequence[str] = ("bf16", "fp32")) ->
         load = dict(vars(loaded.profile.load))
         for i in range(runs // len(drafted)):
             sample = {"temperature": rng.choice([0.0, 0.8]), "seed": i}
-            plain = loaded.with_profile(Profile.load("exact").replace(load=load, sample=sample))
+            changes = {"load": load, "sample": sample, **STORES[store := stores[i // len(PROFILES) % len(stores)]]}
+            if store != "dense":
+                changes["exactness"] = "approx"
+            plain = loaded.with_profile(Profile.load("exact").replace(**changes))
             wanted = conversation(plain, i)
             drafting = Profile.load(PROFILES[i % len(PROFILES)])
-            model = loaded.with_profile(drafting.replace(load=load, sample=sample, spec={"strict": True}))
+            model = loaded.with_profile(drafting.replace(**changes, spec={"strict": True}))
             model.costs = costs(rng)
             with jumping_clock(rng):
                 found = conversation(model, i)
@@ -95,9 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--stores", default="dense", help=f"of {', '.join(STORES)}")
     args = parser.parse_args()
-    found = storm(args.runs, dtypes=args.dtypes.split(","))
+    found = storm(args.runs, dtypes=args.dtypes.split(","), stores=args.stores.split(","))
     command = f"python tests/bench/storm_exact.py --runs {args.runs} --dtypes {args.dtypes}"
+    command += f" --stores {args.stores}" if args.stores != "dense" else ""
     what = f"exact runs with shuffled timings, {found['tokens']:,} tokens in {args.dtypes}"
     print(json.dumps({"what": what, **found, "command": command}))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.drafts.successors import TOP, Successors, top
+from kvcli.drafts.successors import TOP, Successors, likeliest, top
 from kvcli.drafts.tree import grow
 from kvcli.engine.sample import Sampler
 from kvcli.kernels.gumbel import gumbel
@@ -63,11 +63,6 @@ def test_a_path_follows_its_own_guesses():
     assert [g.id for g in grow([source], 4, 9, 2)] == [1, 2, 3, 4]
 
 
-def likeliest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
-    (row,) = top(logits).tolist()
-    return [int(i) for i in row[: len(row) // 2]], row[len(row) // 2 :]
-
-
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.4}, {"top_k": 4, "top_p": 0.9}])
 def test_what_is_guessed_first_is_what_the_sampler_draws(settings: dict[str, float]):
     """With all of the distribution known, the coupled guess is the sample."""
@@ -75,7 +70,7 @@ def test_what_is_guessed_first_is_what_the_sampler_draws(settings: dict[str, flo
     source = Successors("stand", 2, 2)
     source.sampler = sampler
     logits = torch.randn(1, TOP, generator=torch.Generator().manual_seed(1))
-    ids, logp = likeliest(logits)
+    ids, logp = likeliest(top(logits)[0].tolist())
     source.tell([3, 4], ids, logp)
     for n in range(40):
         text = [0] * n + [3, 4]
@@ -96,6 +91,6 @@ def test_keys_are_limited(monkeypatch):
 
 
 def test_top_is_in_order_and_normalised():
-    ids, logp = likeliest(torch.tensor([[0.0, 2.0, 1.0]]))
+    ids, logp = likeliest(top(torch.tensor([[0.0, 2.0, 1.0]]))[0].tolist())
     assert ids == [1, 2, 0]
     assert math.isclose(sum(map(math.exp, logp)), 1, rel_tol=1e-6)

@@ -27,8 +27,20 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kernels.native import native
 from kvcli.kv.dense import Dense
+from kvcli.kv.disk import Disk
+from kvcli.kv.index import Index
+from kvcli.kv.index_certified import Certified
+from kvcli.kv.index_minmax import MinMax
+from kvcli.kv.index_sketch import Sketch
+from kvcli.kv.ladder import Floor, Ladder, Rung
+from kvcli.kv.packed import Packed
+from kvcli.kv.recall import Recall
+from kvcli.kv.recall_pages import Budget
+from kvcli.kv.recall_store import RecallStore
+from kvcli.kv.slots import Store
+from kvcli.kv.windows import Window, windows_of
 from kvcli.policies.random import Random
-from kvcli.policies.window import Window
+from kvcli.policies.window import Window as Stream
 from tests import drafters, families
 from tests.exact.half import Half
 from tests.policies import KeepAll, Ragged
@@ -37,14 +49,23 @@ NEW = 40
 STOP = 96  # drawn now and then by the sampled rows; greedy rows end by length
 
 MODELS = {"dense": "llama", "sliding": "gemma3", "sinks": "gpt_oss", "rounded": "llama", "blocks": "llama"}
-# no packed product is made in float64
-NONE = {("rounded", "fp32"), ("blocks", "fp64")}
+# what a policy lets go lies below: in full, in pages of which rows read a part, in 8 bits
+LOWER = {"demoted": "llama", "recalled": "llama", "lowered": "llama"}
+MODELS |= LOWER | {"given": "gemma3"}  # whose sliding layers give back what they hide
+# no packed product is made in float64; what lies below is read alike in fp32 and fp64
+NONE = {("rounded", "fp32"), ("blocks", "fp64"), *((name, "fp64") for name in LOWER)}
+NONE |= {("given", "fp32"), ("given", "fp64")}  # tests/test_windows.py has them
 STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) not in NONE]
 # where rows are known to have the same bits alone and in company, 16 bits are a row like any other
-STORAGES += [(name, "bf16") for name in ("dense", "sliding", "blocks") if native() is not None]
+# stores whose rows read a part of the past, or some of it in other numbers or another place
+INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+PARTS = (*INDEXES, "turned", "disk")
+NATIVE = ("dense", "sliding", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
+STORAGES += [(name, "bf16") for name in NATIVE]
+MODELS |= dict.fromkeys(PARTS, "llama")
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
-POLICIES |= {"window": (Window(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
+POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 SAMPLERS = {
     "greedy": Sampler(),
     "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
@@ -83,10 +104,37 @@ def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
     return found
 
 
-def prompt() -> list[int]:
+def prompt(storage: str = "") -> list[int]:
     # a phrase that returns, so that n-grams match; longer than the sliding window
     phrase = families.prompt(9)
-    return families.prompt(17, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]
+    before = families.prompt(77, seed=5) if storage == "given" else []  # a block that no row of the answer sees
+    return before + families.prompt(17, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]
+
+
+def past(storage: str, model: LM) -> Store:
+    """Empty."""
+    shape = (model.n_layers, model.n_kv_heads, model.head_dim)
+    stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
+    windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.sights).items()}
+    top = Dense(model.shapes, stored, model.device, windows=windows if storage == "given" else None)
+    if storage in INDEXES:
+        epsilon = 0.3 if storage == "certified" else None
+        part = Budget(0.1, 4, 2, 5)
+        return RecallStore(top, INDEXES[storage], part, range(1, model.n_layers), epsilon=epsilon, source=top)
+    if storage in PARTS:
+        below: Floor = Disk(*shape, stored, 1 << 26, 1 << 30)
+        if storage == "turned":
+            below = Packed(*shape, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
+        return Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)
+    if storage not in LOWER:
+        return top
+    lower = Dense(model.shapes, stored, model.device, step=8)
+    tiers: dict[str, Floor] = {
+        "demoted": lower,
+        "recalled": Recall(lower, Sketch(3), Budget(0.1, 4, 2, 3), range(1, model.n_layers), source=lower),
+        "lowered": Packed(*shape, stored, model.device, k_bits=8, v_bits=8, group=4),
+    }
+    return Ladder(top, [Rung(tiers[storage])], demotes=True)
 
 
 def opened(
@@ -95,17 +143,16 @@ def opened(
     """`seed`: of the constraint, where the sampler is held to one."""
     model = lm(storage, dtype, device)
     keep, every = POLICIES[policy]
-    stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
-    kv = Dense(model.shapes, stored, model.device)
+    kv, every = past(storage, model), every or (16 if storage in PARTS else None)
     reads = view(model, kv, drafter)
     session = Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
     if sampler == "held":
-        session.begin(prompt(), SAMPLERS[sampler], Half(97, seed))
+        session.begin(prompt(storage), SAMPLERS[sampler], Half(97, seed))
     return session
 
 
-def written(session: Session) -> Work[object, list[int]]:
-    yield from session.read(prompt())
+def written(session: Session, storage: str = "") -> Work[object, list[int]]:
+    yield from session.read(prompt(storage))
     yield from session.stream(NEW, stop={STOP})
     return session.ids
 
@@ -114,7 +161,7 @@ def decode(
     storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu", seed: int = 0
 ) -> list[int]:
     session = opened(storage, policy, sampler, dtype, drafter, device, seed)
-    for said in events(written(session)):
+    for said in events(written(session, storage)):
         assert session.committed == len(session.ids) - 1 or isinstance(said, int)
     return session.ids
 
@@ -142,7 +189,7 @@ def side_by_side(
         of = device, at if sampler == "held" else 0  # each is held to something else
         want = plain(storage, policy, sampler, dtype, *of)
         session = opened(storage, policy, sampler, dtype, DRAFTERS[drafter](want), *of)
-        texts.append((engine.add(broken(session) if at == BROKEN else written(session)), want))
+        texts.append((engine.add(broken(session) if at == BROKEN else written(session, storage)), want))
     for n in range(10_000):
         if not engine.round():
             break

@@ -92,7 +92,7 @@ def test_at_most_a_gibibyte_is_kept_free_and_a_tenth_where_there_is_little():
     assert kept_free(GIB) == GIB // 10
 
 
-def test_sliding_layers_take_as_much_as_others_in_our_store():
+def test_copies_of_slots_take_as_much_in_sliding_layers_as_in_others():
     shape = shape_of(TABLE["Gemma-3-4B"][0])
     assert kv_bytes(shape, 8192, 2) == 34 * kv_bytes(
         shape_of(TABLE["Gemma-3-4B"][0] | {"num_hidden_layers": 1}), 8192, 2

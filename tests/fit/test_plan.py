@@ -19,10 +19,12 @@ from kvcli.fit.runs import Beyond
 from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS, working_bytes
 from kvcli.kernels.pack import LANES, pack_keys, pack_values
+from kvcli.kv.dense import Dense
 from kvcli.kv.room import EVERY
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import LayerShape, nbytes
+from kvcli.kv.slots import LayerShape, Sight, nbytes
 from kvcli.kv.tiers import POSITION, STEP, narrow, wide
+from kvcli.kv.windows import windows_of
 from kvcli.models import source
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
 from kvcli.settings.profile import Profile
@@ -52,6 +54,24 @@ def test_keys_and_values_are_what_the_store_allocates(demo, profile):
         if profile != "streaming":  # which settles before anybody can look
             assert found.need.kv == most
         assert found.need.kv >= most
+
+
+def test_sliding_layers_are_planned_with_what_they_keep(demo):
+    shape = demo.shape
+    sliding = replace(shape, windows=(300, None) * (shape.layers // 2) + (None,) * (shape.layers % 2))
+    profile = PROFILES["exact"].replace(prefill={"chunk": 256}, sample={"max_new_tokens": 320})
+    shapes = [LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers
+    kv = Dense(shapes, torch.bfloat16, windows=windows_of(shapes, [Sight(1.0, window=w) for w in sliding.windows]))
+    most, prompt, n = 0, 5000, 5320
+    for start in (*range(0, prompt, 256), *range(prompt, n, 64)):
+        count = min(256, prompt - start) if start < prompt else 64
+        for layer in range(shape.layers):
+            kv.append(layer, *torch.zeros(2, shape.kv_heads, count, shape.head_dim).bfloat16(), start)
+        most = max(most, nbytes(kv)["cpu"])
+        kv.settle((), min(start + count, prompt))  # an answer is kept as a whole
+    found = planned(replace(demo, shape=sliding), profile, n).need.kv
+    assert most <= found <= 1.05 * most
+    assert found < 0.65 * planned(demo, profile, n).need.kv
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (4, 2), (16, 8)])
@@ -358,3 +378,32 @@ def test_a_slot_in_8_bits_has_its_scales():
     real = sum(t.nbytes for r in (keys, values) for t in (r.codes, r.scale, r.zero) if t is not None)
     kv = PROFILES["exact"].replace(kv={"k_bits": 8, "v_bits": 8}, exactness="approx").kv
     assert slots * (narrow(kv, LayerShape(heads, dim, dim), 2) - POSITION) == heads * real
+
+
+MOVED = {
+    "recalled": ({"recall": {"method": "sketch"}}, {"cpu", "demoted", "index"}),
+    "packed": ({"kv": {"k_bits": 4, "v_bits": 4}}, {"cpu", "packed"}),
+    "disk": ({"memory": {"disk": "1GiB"}}, {"cpu", "disk"}),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("policy", ["window", "snap"])
+def test_what_a_policy_moves_down_is_planned_where_it_lies(demo, name, policy):
+    changes, tiers = MOVED[name]
+    keep = {"window": 300} if policy == "window" else {"keep": 0.2, "alloc": "uniform"}
+    own = PROFILES["exact"].replace(exactness="approx", policy={"name": policy} | keep, prefill={"chunk": 256})
+    own = own.replace(**changes).replace(memory={"disposition": "demote"})
+    with load("demo", own, set={"load.device": "cpu", "load.verify": False}) as model:
+        found = [nbytes(model.text.session.kv) for _ in events(model.text.session.read([7] * 1400))]
+        number = model.lm.dtype.itemsize
+        whole = 1400 * sum(wide(shape, number) for shape in model.lm.shapes)
+    assert set(found[-1]) == tiers
+    need = planned(demo, own, 1400).need
+    away = max(f.pop("disk", 0) for f in found)
+    most = max(sum(f.values()) for f in found)
+    assert most <= need.kv <= 1.1 * most + 0.25 * whole
+    assert bool(away) == bool(need.disk)
+    if name == "disk":
+        assert need.disk < whole
+    assert need.over == 0

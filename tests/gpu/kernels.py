@@ -31,7 +31,16 @@ from tests.gpu.stage import On, Row, why
 NUMBERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WITHIN = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # of the largest number that should come out
 SCALE, GROUP, WINDOW = 0.1, 64, 33
-CPU_ONLY = ("attend_rows", "decoder_layer", "gated_mlp", "linear", "linear_blocked", "native", "rms_norm")
+CPU_ONLY = (
+    "attend_rows",
+    "decoder_layer",
+    "gated_mlp",
+    "linear",
+    "linear_blocked",
+    "native",
+    "page_scores",
+    "rms_norm",
+)
 
 Inputs = dict[str, Any]  # tensors, and what else a call takes
 

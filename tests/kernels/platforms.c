@@ -8,12 +8,12 @@
 #include <stdlib.h>
 #include <string.h>
 enum { M = 11, N = 131, K = 70, PANELS = (N + 63) / 64 };
-typedef void (*linear_fn)(const void *, const void *, const void *, void *, long, long, long, int);
+typedef void (*linear_fn)(const void *, const void *, const void *, void *, int64_t, int64_t, int64_t, int);
 
 static float of_bf16(uint16_t b) { uint32_t u = (uint32_t)b << 16; float f; memcpy(&f, &u, 4); return f; }
-static float at(const void *a, long i, int is_wide) { return is_wide ? ((const float *)a)[i] : of_bf16(((const uint16_t *)a)[i]); }
-static void fill(void *a, long n, int is_wide) {
-  for (long i = 0; i < n; i++) {
+static float at(const void *a, int64_t i, int is_wide) { return is_wide ? ((const float *)a)[i] : of_bf16(((const uint16_t *)a)[i]); }
+static void fill(void *a, int64_t n, int is_wide) {
+  for (int64_t i = 0; i < n; i++) {
     float f = (float)rand() / (float)RAND_MAX - 0.5f;
     uint32_t u;
     memcpy(&u, &f, 4);
@@ -23,23 +23,23 @@ static void fill(void *a, long n, int is_wide) {
 }
 static const char *check(linear_fn linear, void (*threads)(int), int is_wide) {
   static uint32_t x[M * K], w[N * K], packed[PANELS * K * 64], bias[N], all[M * N], one[M * N];
-  const long size = is_wide ? 4 : 2, S = K * size / 4;
+  const int64_t size = is_wide ? 4 : 2, S = K * size / 4;
   fill(x, M * K, is_wide), fill(w, N * K, is_wide), fill(bias, N, is_wide);
   memset(packed, 0, sizeof packed);
-  for (long n = 0; n < N; n++)
-    for (long s = 0; s < S; s++) packed[(n / 64 * S + s) * 64 + n % 64] = w[n * S + s];
+  for (int64_t n = 0; n < N; n++)
+    for (int64_t s = 0; s < S; s++) packed[(n / 64 * S + s) * 64 + n % 64] = w[n * S + s];
   threads(1);
-  for (long m = 0; m < M; m++) linear((char *)x + m * K * size, packed, bias, (char *)one + m * N * size, 1, N, S, is_wide);
+  for (int64_t m = 0; m < M; m++) linear((char *)x + m * K * size, packed, bias, (char *)one + m * N * size, 1, N, S, is_wide);
   for (int n = 1; n <= 3; n++) {
     threads(n);
     memset(all, 255, sizeof all);
     linear(x, packed, bias, all, M, N, S, is_wide);
     if (memcmp(all, one, M * N * size)) return "a row's bits depend on its neighbours";
   }
-  for (long m = 0; m < M; m++)
-    for (long n = 0; n < N; n++) {
+  for (int64_t m = 0; m < M; m++)
+    for (int64_t n = 0; n < N; n++) {
       double sum = at(bias, n, is_wide);
-      for (long k = 0; k < K; k++) sum += (double)at(x, m * K + k, is_wide) * at(w, n * K + k, is_wide);
+      for (int64_t k = 0; k < K; k++) sum += (double)at(x, m * K + k, is_wide) * at(w, n * K + k, is_wide);
       if (!(fabs(at(one, m * N + n, is_wide) - sum) <= fabs(sum) * (is_wide ? 1e-6 : 0.004) + 1e-6)) return "a wrong sum";
     }
   return 0;

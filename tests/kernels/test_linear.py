@@ -17,6 +17,7 @@ from kvcli.kernels import native as built
 from kvcli.kernels.gated_mlp.product import type_of
 from kvcli.kernels.linear import linear, pack, reference, rows_of, unpack, why_not
 from kvcli.kernels.linear.module import NativeLinear, NativeWeight, lay_out_
+from kvcli.kernels.linear.room import PIECE, Room
 from kvcli.kernels.linear_packed import panels
 from kvcli.kernels.linear_packed import reference as packed
 from kvcli.kernels.native import build
@@ -105,8 +106,16 @@ def test_nor_those_of_a_long_prompt(case: Case, level: str):
     run, _ = case.layer(level)
     x = case.loud(2048)
     whole = run(x)
-    for some in (slice(0, 130), slice(500, 525), slice(2047, 2048)):
+    drawn = torch.randperm(2048, generator=torch.Generator().manual_seed(0))
+    for some in (slice(0, 130), slice(500, 525), slice(2047, 2048), drawn[:65], drawn[65:600]):
         assert torch.equal(run(x[some]), whole[some]), some
+
+
+@pytest.mark.skipif("amx" not in LEVELS, reason="this CPU has no tiles, or the system keeps them back")
+@pytest.mark.parametrize("case", [c for c in CASES if c.bits < 16 and c.dtype == BF16], ids=str)
+def test_digits_by_tiles_have_the_bits_of_those_without(case: Case):
+    for m in (3, 4, 17, 66):
+        assert torch.equal(case.layer("amx")[0](case.loud(m)), case.layer("avx512bf16")[0](case.loud(m))), m
 
 
 @cases
@@ -114,12 +123,12 @@ def test_nor_the_threads(case: Case):
     run, _ = case.layer()
     functions = built.native()
     assert functions is not None
-    for m in (1, 5, 40):
-        x, made = case.rows(m), []
+    for m in (1, 5, 40, 65, 130, 600):
+        x, made = case.loud(m), []
         try:
             for threads in (1, 2, 5):
                 functions.use_threads(threads)
-                made += [run(x) for _ in range(3)]
+                made += [run(x) for _ in range(3 if m < 65 else 1)]
         finally:
             functions.use_threads(1)
         assert all(torch.equal(made[0], other) for other in made)
@@ -160,7 +169,8 @@ def test_batches_keep_their_shape_and_may_be_empty(case: Case):
 
 # ---- libraries that are wrong on purpose ----
 
-SPLIT = {  # sums of stretches of k are added up, and how long those are depends on the number of rows
+SPLIT = {  # sums of stretches of k are added up, and how long those are, or in which order, depends on the rows
+    "for (int64_t s = 0; s < whole; s += depth)": "for (int64_t s = (whole - 1) / depth * depth; s >= 0; s -= depth)",
     "acc[m][n] = load(F, part + m * PANEL + n * 16);": "acc[m][n] = (F){0};",
     "store(part + m * PANEL + n * 16, acc[m][n]);": "store(part + m * PANEL + n * 16, acc[m][n] + "
     "load(F, part + m * PANEL + n * 16));",
@@ -221,6 +231,18 @@ def test_unpacking_inverts_packing(dtype: torch.dtype):
     assert torch.equal(unpack(pack(w), 131, dtype), w)
     index = torch.randint(0, 131, (2, 3))
     assert torch.equal(rows_of(pack(w), index, dtype), w[index])
+
+
+def test_weights_that_share_a_room_have_memory_of_their_own():
+    room, weights = Room(), [torch.randn(n, 34).to(BF16) for n in (1, 131, 64)]
+    made = [pack(w, room) for w in weights]
+    for w, found in zip(weights, made, strict=True):
+        assert torch.equal(found, pack(w))
+        assert found.untyped_storage().nbytes() == found.nbytes  # memory is counted by storages
+    large = room.empty((PIECE // 4 + 1,))
+    large.zero_()
+    assert torch.equal(made[1], pack(weights[1]))
+    assert room.empty((0, 3)).shape == (0, 3)
 
 
 def test_what_is_not_served_says_so():

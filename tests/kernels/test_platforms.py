@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,3 +50,9 @@ def test_arm(cpu: str, levels: list[str], tmp_path: Path):
     if not shutil.which("qemu-aarch64") or not Path(ARM_C_LIBRARY).is_dir():
         pytest.skip("needs an emulator: apt-get install qemu-user libc6-arm64-cross")
     assert _levels(ARM, tmp_path, ["qemu-aarch64", "-cpu", cpu, "-L", ARM_C_LIBRARY]) == levels
+
+
+def test_numbers_are_as_wide_on_windows():
+    """C's long is not: it has 32 bits there, and what Python hands over has 64."""
+    for file in (build.HERE / "c").iterdir():
+        assert not re.search(r"\blong\b", re.sub("//.*", "", file.read_text())), file.name

@@ -5,9 +5,10 @@
 // weight +0 and changes nothing: a row may meet a block that holds younger rows, or a block that it does not see at all.
 #pragma once
 #include "lanes.h"
+#include "tiles.h"
 #define B 64
-#define UP(n, to) (((n) + (to)-1) / (to) * (to))
 #define NEVER (-__builtin_inff())
+#define STRETCH 32  // of a key in fp32, as one chain loses more to rounding; bf16 loses more elsewhere
 
 // How numbers are multiplied, as words of 32 bits: fp32; bf16 in pairs; bf16 widened to fp32, which gives the same bits where a
 // CPU has no products of pairs and is quicker there, but not for a few rows, whose block is over before twice the words are
@@ -28,7 +29,7 @@ enum { WIDE, PAIRED, WIDENED };
 typedef uint16_t H2 __attribute__((vector_size(64), aligned(2)));  // 32 x bf16
 
 typedef struct {
-  long n, D, E, width;   // rows; numbers of a key and of a value, those of a value rounded up to whole vectors
+  int64_t n, D, E, width;   // rows; numbers of a key and of a value, those of a value rounded up to whole vectors
   int kind;
   float scale, cap;      // score = dot * scale, or cap * tanh(dot * scale) where there is a cap
   const uint32_t *q;     // [n, S] with S the words of a key
@@ -45,20 +46,20 @@ typedef struct {
 } Room;
 
 typedef struct {
-  const char *k, *v;            // the first slot's
-  long ldk, ldv;                // bytes from slot to slot
+  const char *k, *v;            // the first slot's; v null: values lie in vt already
+  int64_t ldk, ldv;                // bytes from slot to slot
   const int32_t *pos;           // [64], null if no window hides any
   const char *next_k, *next_v;  // the next block, null if it lies elsewhere
 } Slots;
 
-INLINE long words(int kind, long numbers) { return kind == PAIRED ? numbers / 2 : numbers; }
+INLINE int64_t words(int kind, int64_t numbers) { return kind == PAIRED ? numbers / 2 : numbers; }
 
 // acc[rows][vecs * 16] over S words of x and S times 16 words of w: one chain a lane. `next`, unless null: memory of which as
 // much is asked for, into the second cache, as was read to make w.
-INLINE void chains(int kind, int rows, int vecs, const uint32_t *w, long ldw, const uint32_t *x, long ldx, long S, const char *next, F acc[4][4]) {
+INLINE void chains(int kind, int rows, int vecs, const uint32_t *w, int64_t ldw, const uint32_t *x, int64_t ldx, int64_t S, const char *next, F acc[4][4]) {
   const int step = kind == WIDENED ? 32 : 64;
 #pragma clang loop unroll(disable)
-  for (long s = 0; s < S; s++) {
+  for (int64_t s = 0; s < S; s++) {
     if (next)
       for (int n = 0; n < vecs; n += 64 / step) __builtin_prefetch(next + (s * vecs + n) * step, 0, 2);
     U wv[4];
@@ -72,27 +73,55 @@ INLINE void chains(int kind, int rows, int vecs, const uint32_t *w, long ldw, co
     }
   }
 }
-INLINE void scores(int kind, int rows, int vecs, const Rows *a, const Room *room, const char *next, long r, long slot) {
+INLINE void scores(int kind, int rows, int vecs, const Rows *a, const Room *room, const char *next, int64_t r, int64_t slot) {
   F acc[4][4];
-  const long S = words(kind, a->D), bytes = kind == WIDE ? 4 : 2;
-  for (int m = 0; m < rows; m++)
-    for (int n = 0; n < vecs; n++) acc[m][n] = splat(0.f);
-  chains(kind, rows, vecs, room->kt + slot, B, a->q + r * S, S, S, next && r == 0 ? next + slot * a->D * bytes : 0, acc);
-  for (int m = 0; m < rows; m++)
-    for (int n = 0; n < vecs; n++) store(room->s + (r + m) * B + slot + n * 16, acc[m][n]);
+  const int64_t S = words(kind, a->D), bytes = kind == WIDE ? 4 : 2, most = kind == WIDE ? STRETCH : S;
+  for (int64_t s = 0; s < S; s += most) {
+    for (int m = 0; m < rows; m++)
+      for (int n = 0; n < vecs; n++) acc[m][n] = splat(0.f);
+    const char *ahead = next && r == 0 ? next + slot * a->D * bytes + s * vecs * 64 : 0;
+    chains(kind, rows, vecs, room->kt + s * B + slot, B, a->q + r * S + s, S, S - s < most ? S - s : most, ahead, acc);
+    for (int m = 0; m < rows; m++)
+      for (int n = 0; n < vecs; n++) {
+        float *sum = room->s + (r + m) * B + slot + n * 16;
+        store(sum, s ? load(F, sum) + acc[m][n] : acc[m][n]);
+      }
+  }
 }
-INLINE void weigh(int kind, int rows, int vecs, const Rows *a, const Room *room, const uint32_t *vt, long ldv, const char *next, long r, long e) {
+INLINE void weigh(int kind, int rows, int vecs, const Rows *a, const Room *room, const uint32_t *vt, int64_t ldv, const char *next, int64_t r, int64_t e) {
   F acc[4][4];
-  const long S = words(kind, B), bytes = kind == WIDE ? 4 : 2;
+  const int64_t S = words(kind, B), bytes = kind == WIDE ? 4 : 2;
   float *o = a->o + r * a->width + e;
   for (int m = 0; m < rows; m++)
-    for (int n = 0; n < vecs; n++) acc[m][n] = load(F, o + m * a->width + n * 16) * room->shrink[r + m];
+    for (int n = 0; n < vecs; n++) acc[m][n] = splat(0.f);
   chains(kind, rows, vecs, vt + e, ldv, room->p + r * S, S, S, next && r == 0 ? next + e * B * bytes : 0, acc);
   for (int m = 0; m < rows; m++)
-    for (int n = 0; n < vecs; n++) store(o + m * a->width + n * 16, acc[m][n]);
+    for (int n = 0; n < vecs; n++) store(o + m * a->width + n * 16, fma_(load(F, o + m * a->width + n * 16), splat(room->shrink[r + m]), acc[m][n]));
 }
+// A stretch of memory that is read next, into the second cache. Tiles are soon done: this stands where the work takes longest.
+INLINE void ask_for(const char *next, int64_t bytes) {
+  for (int64_t i = 0; next && i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+}
+#if HAS_TILES
+#define BY_TILES(kind) ((kind) == PAIRED)
+INLINE void scores_by_tiles(const Rows *a, const Room *room) {
+  const int64_t S = a->D / 2;
+  products_by_tiles(1, a->n, B, room->kt, B, a->q, S, S, room->s, B);
+}
+INLINE void weigh_by_tiles(const Rows *a, const Room *room) {
+  for (int64_t r = 0; r < a->n; r++)
+    for (int64_t e = 0; e < a->width && room->shrink[r] != 1.f; e += 16)
+      store(a->o + r * a->width + e, load(F, a->o + r * a->width + e) * room->shrink[r]);
+  products_by_tiles(0, a->n, a->width, room->vt, a->width, room->p, B / 2, B / 2, a->o, a->width);
+  _tile_release();
+}
+#else
+#define BY_TILES(kind) 0
+#define scores_by_tiles(a, room)
+#define weigh_by_tiles(a, room)
+#endif
 // Scores of a row -> its weights, top and mass, and what its sums shrink by. `at`: the first slot's place in the sequence.
-INLINE void soften(int kind, const Rows *a, const Room *room, const int32_t *pos, int64_t at, long r) {
+INLINE void soften(int kind, const Rows *a, const Room *room, const int32_t *pos, int64_t at, int64_t r) {
   const I count = (I){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t left = a->count[r] - at;
   float scale = a->scale;
@@ -122,7 +151,7 @@ INLINE void soften(int kind, const Rows *a, const Room *room, const int32_t *pos
   room->shrink[r] = shrink;
 }
 // 16 keys' words of memory, all of them there if `is_whole` -> columns of kt
-INLINE void turn_some(int kind, int is_whole, long n, const char *k, long ld, uint32_t *kt) {
+INLINE void turn_some(int kind, int is_whole, int64_t n, const char *k, int64_t ld, uint32_t *kt) {
   U a[16];
   for (int i = 0; i < 16; i++) a[i] = is_whole ? load(U, k + i * ld) : load_some(k + i * ld, n);
   turn16(a);
@@ -133,16 +162,16 @@ INLINE void turn_some(int kind, int is_whole, long n, const char *k, long ld, ui
   }
 }
 INLINE void turn_keys(int kind, const Rows *a, const Room *room, const Slots *b) {
-  const long S = kind == WIDE ? a->D : a->D / 2, rise = kind == WIDENED ? 2 : 1;
-  for (long slot = 0; slot < B; slot += 16) {
+  const int64_t S = kind == WIDE ? a->D : a->D / 2, rise = kind == WIDENED ? 2 : 1;
+  for (int64_t slot = 0; slot < B; slot += 16) {
     const char *k = b->k + slot * b->ldk;
-    long s = 0;
+    int64_t s = 0;
     for (; s + 16 <= S; s += 16) turn_some(kind, 1, 16, k + s * 4, b->ldk, room->kt + s * rise * B + slot);
     if (s < S) turn_some(kind, 0, S - s, k + s * 4, b->ldk, room->kt + s * rise * B + slot);
   }
 }
 // 32 numbers of two values -> vt
-INLINE void pair_some(int kind, int is_whole, long n, const char *v, long ld, uint32_t *vt, long ldt) {
+INLINE void pair_some(int kind, int is_whole, int64_t n, const char *v, int64_t ld, uint32_t *vt, int64_t ldt) {
   H2 x = {0}, y = {0};
   if (is_whole) x = load(H2, v), y = load(H2, v + ld);
   else memcpy(&x, v, n * 2), memcpy(&y, v + ld, n * 2);
@@ -157,27 +186,28 @@ INLINE void pair_some(int kind, int is_whole, long n, const char *v, long ld, ui
     store(vt + 16, (U)__builtin_shufflevector(x, y, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63));
 }
 INLINE void pair_values(int kind, const Rows *a, const Room *room, const Slots *b) {
-  for (long j = 0; j < B && kind == WIDE; j++) memcpy(room->vt + j * a->width, b->v + j * b->ldv, a->E * 4);
-  for (long j = 0; j < B && kind != WIDE; j += 2) {
+  for (int64_t j = 0; j < B && kind == WIDE; j++) memcpy(room->vt + j * a->width, b->v + j * b->ldv, a->E * 4);
+  for (int64_t j = 0; j < B && kind != WIDE; j += 2) {
     const char *v = b->v + j * b->ldv;
     uint32_t *vt = room->vt + words(kind, j) * a->width;
-    long e = 0;
+    int64_t e = 0;
+    if (BY_TILES(kind)) ask_for(b->next_k ? b->next_k + j * b->ldk : 0, 2 * b->ldk), ask_for(b->next_v ? b->next_v + j * b->ldv : 0, 2 * b->ldv);
     for (; e + 32 <= a->E; e += 32) pair_some(kind, 1, 32, v + e * 2, b->ldv, vt + e, a->width);
     if (e < a->E) pair_some(kind, 0, a->E - e, v + e * 2, b->ldv, vt + e, a->width);
   }
 }
 // Key and value of one slot in the places of slot i
-INLINE void place(const Rows *a, const Room *room, long i, const char *k, const char *v) {
+INLINE void place(const Rows *a, const Room *room, int64_t i, const char *k, const char *v) {
   const bf16 *kn = (const bf16 *)k, *vn = (const bf16 *)v;
   if (a->kind == WIDE) {
-    for (long d = 0; d < a->D; d++) memcpy(room->kt + d * B + i, k + d * 4, 4);
+    for (int64_t d = 0; d < a->D; d++) memcpy(room->kt + d * B + i, k + d * 4, 4);
     memcpy(room->vt + i * a->width, v, a->E * 4);
   } else if (a->kind == PAIRED) {
-    for (long s = 0; s < a->D / 2; s++) memcpy(room->kt + s * B + i, k + s * 4, 4);
-    for (long e = 0; e < a->E; e++) ((bf16 *)(room->vt + (i / 2) * a->width + e))[i % 2] = vn[e];
+    for (int64_t s = 0; s < a->D / 2; s++) memcpy(room->kt + s * B + i, k + s * 4, 4);
+    for (int64_t e = 0; e < a->E; e++) ((bf16 *)(room->vt + (i / 2) * a->width + e))[i % 2] = vn[e];
   } else {
-    for (long d = 0; d < a->D; d++) room->kt[d * B + i] = (uint32_t)kn[d] << 16;
-    for (long e = 0; e < a->E; e++) room->vt[i * a->width + e] = (uint32_t)vn[e] << 16;
+    for (int64_t d = 0; d < a->D; d++) room->kt[d * B + i] = (uint32_t)kn[d] << 16;
+    for (int64_t e = 0; e < a->E; e++) room->vt[i * a->width + e] = (uint32_t)vn[e] << 16;
   }
 }
 #if defined(__AVX512F__)  // 32 registers of 16 lanes hold 4 rows of 4 vectors; others hold 4 of 1
@@ -188,14 +218,14 @@ INLINE void place(const Rows *a, const Room *room, long i, const char *k, const 
 // CALL(rows, vecs, row, lane) for all rows and lanes, in tiles
 #define TILES(rows, lanes, CALL)                                       \
   {                                                                    \
-    long r = 0;                                                        \
+    int64_t r = 0;                                                        \
     for (; (rows)-r >= 4; r += 4) ROW_OF_TILES(4, lanes, WIDEST, CALL) \
     for (; (rows)-r >= 2; r += 2) ROW_OF_TILES(2, lanes, WIDEST, CALL) \
     if (r < (rows)) ROW_OF_TILES(1, lanes, 4, CALL)                    \
   }
 #define ROW_OF_TILES(m, lanes, most, CALL)                            \
   {                                                                   \
-    long e = 0;                                                       \
+    int64_t e = 0;                                                       \
     for (; (most) == 4 && (lanes)-e >= 64; e += 64) CALL(m, 4, r, e); \
     for (; (most) == 4 && (lanes)-e >= 32; e += 32) CALL(m, 2, r, e); \
     for (; e < (lanes); e += 16) CALL(m, 1, r, e);                    \
@@ -203,25 +233,27 @@ INLINE void place(const Rows *a, const Room *room, long i, const char *k, const 
 // The block `b`, or what lies in kt and vt already if b->k is null
 INLINE void block_of(int kind, const Rows *a, const Room *room, const Slots *b, int64_t at) {
   const uint32_t *vt = room->vt;
-  long ldv = a->width;
+  int64_t ldv = a->width;
   if (b->k) turn_keys(kind, a, room, b);
 #define CALL(m, n, r, e) scores(kind, m, n, a, room, b->next_k, r, e)
-  TILES(a->n, B, CALL)
+  if (BY_TILES(kind)) scores_by_tiles(a, room);
+  else TILES(a->n, B, CALL)
 #undef CALL
-  for (long r = 0; r < a->n; r++) soften(kind, a, room, b->pos, at, r);
+  for (int64_t r = 0; r < a->n; r++) soften(kind, a, room, b->pos, at, r);
   if (kind == WIDE && b->k && a->E == a->width) vt = (const uint32_t *)b->v, ldv = b->ldv / 4;  // as they lie
-  else if (b->k) pair_values(kind, a, room, b);
+  else if (b->v) pair_values(kind, a, room, b);
 #define CALL(m, n, r, e) weigh(kind, m, n, a, room, vt, ldv, b->next_v, r, e)
-  TILES(a->n, a->width, CALL)
+  if (BY_TILES(kind)) weigh_by_tiles(a, room);
+  else TILES(a->n, a->width, CALL)
 #undef CALL
 }
-__attribute__((noinline)) static void block(const Rows *a, const Room *room, const Slots *b, int64_t at) {
+__attribute__((noinline)) static inline void block(const Rows *a, const Room *room, const Slots *b, int64_t at) {
   if (a->kind == WIDE) block_of(WIDE, a, room, b, at);
   else if (a->kind == PAIRED) block_of(PAIRED, a, room, b, at);
   else block_of(WIDENED, a, room, b, at);
 }
 // A block's keys and values in kt and vt, for others than the next rows
-static void lay(const Rows *a, const Room *room, const Slots *b) {
+static inline void lay(const Rows *a, const Room *room, const Slots *b) {
   if (a->kind == WIDE) turn_keys(WIDE, a, room, b), pair_values(WIDE, a, room, b);
   else if (a->kind == PAIRED) turn_keys(PAIRED, a, room, b), pair_values(PAIRED, a, room, b);
   else turn_keys(WIDENED, a, room, b), pair_values(WIDENED, a, room, b);

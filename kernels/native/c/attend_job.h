@@ -4,7 +4,12 @@
 #include "attend_packed.h"
 #include <stdlib.h>
 #define SPAN (B * 64)
-#define TILE 64      // rows with their group: enough to make little of turning a block, few enough for the second cache
+// rows with their group: enough to make little of turning a block, few enough for the second cache
+#if HAS_TILES
+#define TILE 256
+#else
+#define TILE 64
+#endif
 #define ENOUGH 16    // tiles that share the work well
 #define LOG2E 1.44269504088896341f
 
@@ -14,25 +19,33 @@ typedef struct {  // what the rows saw elsewhere
   int64_t out_h, out_n, lse_h, lse_n, is_wide;
 } Part;
 
+typedef struct {  // which stored slots each row reads: pages of its own choice in their order, then all that lie behind
+  const uint8_t *pages;   // [K, N, P]: of each row, under each KV head
+  const int64_t *behind;  // [2, K]: the first slot behind the pages, and how many there are
+  int64_t P, page;        // pages of a head; slots of a page
+} Chosen;
+
 typedef struct {  // strides in numbers; keys and values of slots lie close together
-  const char *q, *k, *v, *fk, *fv;         // q [H, N, D], slots' [.., D] and [.., E], fresh rows' [K, N, D] and [K, N, E] or null
+  const char *q, *k, *v, *fk, *fv;         // q [H, N, D], slots' [.., D] and [.., E], fresh rows' [K, M, D] and [K, M, E] or null
   char *out;                               // [H, N, E]
   float *lse;                              // [N, H] or null
   const int32_t *pos, *row_pos;            // positions of slots and of rows, read with a window
   const int64_t *heads;                    // [3, K]: first slot, slots, first position
-  const uint8_t *sees;                     // [N, N] or null: a row sees itself and all before it
+  const uint8_t *sees;                     // [N, M] or null: a row sees itself and all before it
   const float *sink;                       // [H] or null
   const Part *before;                      // [n_before]
   const Packed *packed;                    // [K]: the slots in few bits, instead of k and v, D and E multiples of 16; or null
-  int64_t n_before, H, K, N, D, E, qh, qn, kh, kn, vh, vn, out_h, out_n, window;  // window: 0 = none
+  const Chosen *chosen;                    // or null: all of them
+  int64_t n_before, H, K, N, M, D, E, qh, qn, kh, kn, vh, vn, out_h, out_n, window;  // the N rows that ask are the last of M; window: 0 = none
+  int64_t gone;                            // slots before the first one, a multiple of 64, that windows hide from all rows: in no memory
   float scale, cap;
   int32_t is_wide, is_wide_out;
 } Attend;
 
 typedef struct {
   const Attend *a;
-  long G, width, size;         // query heads of a KV head; channels in whole vectors; bytes of a number
-  long tile, tiles, spans;     // fresh rows of a tile; tiles; spans to share out, 0 = each tile does them all
+  int64_t G, width, size;         // query heads of a KV head; channels in whole vectors; bytes of a number
+  int64_t tile, tiles, spans;     // fresh rows of a tile; tiles; spans to share out, 0 = each tile does them all
   int is_chain;
   float *tops, *o;             // by KV head, span and row: the states of spans to share out
   F *mass;
@@ -42,7 +55,9 @@ typedef struct {  // what the rows of a tile read, of one KV head
   const char *k, *v, *fk, *fv;
   const Packed *packed;
   const int32_t *pos, *row_pos;
-  int64_t length, end;   // of it stored; in all
+  int64_t gone, length, end;  // places whose slots are in no memory; places of stored slots, these among them; in all
+  const int64_t *starts;  // first slots of the pages that it begins with; null = slots as they lie
+  int64_t paged, page, behind;  // slots in those pages, and in one of them; the first slot behind them
   const int64_t *order;  // the fresh row in each place behind the stored slots; null = as they come
 } Sequence;
 
@@ -51,92 +66,137 @@ typedef struct {  // the memory of a job
   Room room;
   Sequence seq;
   uint32_t *q;
-  int64_t *count, *low, *order;
+  int64_t *count, *low, *order, *starts;
   int32_t *pos;
   char *k, *v;            // a block that is gathered
   int64_t *laid;          // the fresh row in each place of the block in kt and vt, -1 = none
   int is_laid;
   float *met_top, *met_mass, *met;  // what the spans before this one came to
-  void *all;
 } Job;
 
-static void *take(char **at, long bytes) {
+static void *take(char **at, int64_t bytes) {
   void *found = *at;
   *at += UP(bytes, 64);
   return found;
 }
-static void lay_out(Job *j, const Plan *p, long n, char *at) {
-  const long kind = j->rows.kind, S = words(kind, p->a->D), W = p->width;
+// Cut out what n rows need from `at` on -> where it ends
+static char *lay_out(Job *j, const Plan *p, int64_t n, char *at) {
+  const int64_t kind = j->rows.kind, S = words(kind, p->a->D), W = p->width;
   j->q = take(&at, n * S * 4);
-  j->count = take(&at, n * 8), j->low = take(&at, n * 8), j->order = take(&at, p->a->N * 8), j->laid = take(&at, B * 8);
+  j->count = take(&at, n * 8), j->low = take(&at, n * 8), j->order = take(&at, p->a->M * 8), j->laid = take(&at, B * 8);
+  j->starts = take(&at, p->a->chosen ? p->a->chosen->P * 8 : 0);
   j->pos = take(&at, B * 4), j->k = take(&at, B * p->a->D * p->size), j->v = take(&at, B * p->a->E * p->size);
   j->room.kt = take(&at, S * B * 4), j->room.vt = take(&at, words(kind, B) * W * 4);
   j->room.s = take(&at, n * B * 4), j->room.p = take(&at, n * B * 4), j->room.shrink = take(&at, n * 4);
   j->rows.top = take(&at, n * 4), j->rows.mass = take(&at, n * sizeof(F)), j->rows.o = take(&at, n * W * 4);
   j->met_top = take(&at, n * 4), j->met_mass = take(&at, n * 4), j->met = take(&at, n * W * 4);
-  j->all = at;
+  return at;
 }
-// Rows [first, first + count) of the pass under KV head h, with the memory that they need
-static Job begin(const Plan *p, long h, long first, long rows) {
+// Bytes that the largest tile needs
+static size_t room(const Plan *p) {
+  const int64_t n = p->tile * p->G;
+  Job j = {.rows = {.kind = p->a->is_wide ? WIDE : NARROW(n)}};
+  return (size_t)lay_out(&j, p, n, 0);
+}
+// What row i reads under KV head h of the slots that are stored
+static Sequence sequence_of(const Job *j, const Attend *a, int64_t h, int64_t i, int64_t size) {
+  const int64_t start = a->heads[h] - a->gone, pos = a->heads[2 * a->K + h] - a->gone;
+  Sequence s = {a->k + start * a->D * size, a->v + start * a->E * size, a->fk + h * a->kh * size, a->fv + h * a->vh * size,
+                a->packed ? a->packed + h : 0, a->pos + pos, a->row_pos, .gone = a->gone, .length = a->heads[a->K + h] + a->gone};
+  if (!a->chosen) return s;
+  const Chosen *c = a->chosen;
+  const uint8_t *mine = c->pages + (h * a->N + i) * c->P;
+  int64_t n = 0;
+  for (int64_t p = 0; p < c->P; p++)
+    if (mine[p]) j->starts[n++] = p * c->page;
+  s.starts = j->starts, s.paged = n * c->page, s.page = c->page, s.behind = c->behind[h];
+  s.length = s.paged + c->behind[a->K + h];
+  return s;
+}
+// Rows [first, first + count) of the pass under KV head h, in memory as `room` says
+static Job begin(const Plan *p, int64_t h, int64_t first, int64_t rows, char *room) {
   const Attend *a = p->a;
-  const long n = rows * p->G;
-  Job j = {.rows = {.n = n, .D = a->D, .E = a->E, .width = p->width, .kind = a->is_wide ? WIDE : NARROW(n)}};
+  const int64_t n = rows * p->G;
+  Job j = {.rows = {.n = n, .D = a->D, .E = a->E, .width = p->width, .kind = p->a->is_wide ? WIDE : NARROW(n)}};
   const int kind = j.rows.kind;
-  const long S = words(kind, a->D);
-  lay_out(&j, p, n, 0);
-  char *all = malloc((size_t)j.all + 64);
-  lay_out(&j, p, n, (char *)UP((uintptr_t)all, 64));
-  j.all = all;
+  const int64_t S = words(kind, a->D);
+  lay_out(&j, p, n, room);
   if (a->E != p->width) memset(j.room.vt, 0, words(kind, B) * p->width * 4);  // what lies behind a value's last channel
-  const int64_t start = a->heads[h], length = a->heads[a->K + h], pos = a->heads[2 * a->K + h];
+  j.seq = sequence_of(&j, a, h, first, p->size);
   j.rows.scale = a->cap > 0 ? a->scale / a->cap : a->scale * LOG2E, j.rows.cap = a->cap * LOG2E;
   j.rows.q = j.q, j.rows.count = j.count, j.rows.low = j.low;
-  for (long r = 0; r < n; r++) {
-    const long i = first + r / p->G, head = h * p->G + r % p->G;
+  for (int64_t r = 0; r < n; r++) {
+    const int64_t i = first + r / p->G, head = h * p->G + r % p->G;
     const char *q = a->q + (head * a->qh + i * a->qn) * p->size;
     if (kind != WIDENED) memcpy(j.q + r * S, q, S * 4);
-    for (long d = 0; kind == WIDENED && d < a->D; d++) j.q[r * S + d] = (uint32_t)((const bf16 *)q)[d] << 16;
-    j.count[r] = length + (a->fk ? i + 1 : 0);
-    const int64_t low = a->window ? (int64_t)a->row_pos[i] - a->window : 0;
+    for (int64_t d = 0; kind == WIDENED && d < a->D; d++) j.q[r * S + d] = (uint32_t)((const bf16 *)q)[d] << 16;
+    j.count[r] = j.seq.length + (a->fk ? i + 1 + a->M - a->N : 0);
+    const int64_t low = a->window ? (int64_t)a->row_pos[i + a->M - a->N] - a->window : 0;
     j.low[r] = low < -1 ? -1 : low;  // a hole's position is -1
   }
-  j.seq = (Sequence){a->k + start * a->D * p->size, a->v + start * a->E * p->size, a->fk + h * a->kh * p->size, a->fv + h * a->vh * p->size,
-                     a->packed ? a->packed + h : 0, a->pos + pos, a->row_pos, length, j.count[n - 1], 0};
+  j.seq.end = j.count[n - 1];
   return j;
 }
 static void empty(Job *j) {
-  for (long r = 0; r < j->rows.n; r++) j->rows.top[r] = NEVER, j->rows.mass[r] = splat(0.f);
+  for (int64_t r = 0; r < j->rows.n; r++) j->rows.top[r] = NEVER, j->rows.mass[r] = splat(0.f);
   memset(j->rows.o, 0, j->rows.n * j->rows.width * 4);
 }
 // The same block of slots in few bits: fresh rows have no place behind them
 static Slots unpack(Job *j, const Plan *p, int64_t at) {
   const Attend *a = p->a;
   const Sequence *s = &j->seq;
-  const long left = s->length - at, n = left < B ? left : B, dk = a->D * p->size, dv = a->E * p->size;
-  unpack_slots(s->packed, a->is_wide, a->D, a->E, at, n, j->k, j->v);
+  const int64_t left = s->length - at, n = left < B ? left : B, dk = a->D * p->size, dv = a->E * p->size;
+  const int is_paired = j->rows.kind == PAIRED && n == B && s->packed->v.bits == 8;
+  unpack_slots(s->packed, a->is_wide, a->D, a->E, at, n, j->k, is_paired ? 0 : j->v);
+  if (is_paired) pair_by_channels(&s->packed->v, a->E, at, j->room.vt, p->width);
   memset(j->k + n * dk, 0, (B - n) * dk), memset(j->v + n * dv, 0, (B - n) * dv);
-  for (long i = 0; a->window && i < B; i++) j->pos[i] = i < n ? s->pos[at + i] : INT32_MIN;
-  return (Slots){j->k, j->v, dk, dv, a->window ? j->pos : 0, 0, 0};
+  for (int64_t i = 0; a->window && i < B; i++) j->pos[i] = i < n ? s->pos[at + i] : INT32_MIN;
+  return (Slots){j->k, is_paired ? 0 : j->v, dk, dv, a->window ? j->pos : 0, 0, 0};
+}
+// How many slots from place `at` of what is stored on lie side by side, as far as a block may want them, and the first
+static int64_t stretch(const Sequence *s, int64_t at, int64_t *slot) {
+  if (at >= s->paged) {
+    *slot = s->behind + at - s->paged;
+    return s->length - at;
+  }
+  int64_t p = at / s->page, n = s->page - at % s->page;
+  *slot = s->starts[p] + at % s->page;
+  for (; n < B && (p + 1) * s->page < s->paged && s->starts[p + 1] == s->starts[p] + s->page; p++) n += s->page;
+  return n;
+}
+static void ask(const char *p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 // The block at place `at` of the sequence: where it lies, or gathered with zeros behind the end
 static Slots fetch(Job *j, const Plan *p, int64_t at) {
   const Attend *a = p->a;
   const Sequence *s = &j->seq;
-  const long dk = a->D * p->size, dv = a->E * p->size, kn = a->kn * p->size, vn = a->vn * p->size;
+  const int64_t dk = a->D * p->size, dv = a->E * p->size, kn = a->kn * p->size, vn = a->vn * p->size;
+  int64_t slot = 0, n;
   if (s->packed) return unpack(j, p, at);
-  if (at + B <= s->length) {
-    const char *k = s->k + at * dk, *v = s->v + at * dv;
+  if (at + B <= s->length && stretch(s, at, &slot) >= B) {
+    const char *k = s->k + slot * dk, *v = s->v + slot * dv;
     const int has_next = at + 2 * B <= s->length;
-    return (Slots){k, v, dk, dv, a->window ? s->pos + at : 0, has_next ? k + B * dk : 0, has_next ? v + B * dv : 0};
+    return (Slots){k, v, dk, dv, a->window ? s->pos + slot : 0, has_next ? k + B * dk : 0, has_next ? v + B * dv : 0};
   }
-  for (long i = 0; i < B; i++) {
-    const int64_t place = at + i, fresh = place - s->length, f = s->order && place < s->end ? s->order[fresh] : fresh;
-    const int is_stored = fresh < 0, is_there = place < s->end;
-    if (a->window) j->pos[i] = is_stored ? s->pos[place] : is_there ? s->row_pos[f] : INT32_MIN;
-    if (is_there) {
-      memcpy(j->k + i * dk, is_stored ? s->k + place * dk : s->fk + f * kn, dk);
-      memcpy(j->v + i * dv, is_stored ? s->v + place * dv : s->fv + f * vn, dv);
-    } else memset(j->k + i * dk, 0, dk), memset(j->v + i * dv, 0, dv);
+  for (int64_t i = 0; i < B; i += n) {
+    const int64_t place = at + i;
+    if (place < s->length) {
+      n = stretch(s, place, &slot), n = n < B - i ? n : B - i;
+      memcpy(j->k + i * dk, s->k + slot * dk, n * dk), memcpy(j->v + i * dv, s->v + slot * dv, n * dv);
+      if (a->window) memcpy(j->pos + i, s->pos + slot, n * 4);
+    } else if (place < s->end) {
+      const int64_t f = s->order ? s->order[place - s->length] : place - s->length;
+      n = 1, memcpy(j->k + i * dk, s->fk + f * kn, dk), memcpy(j->v + i * dv, s->fv + f * vn, dv);
+      if (a->window) j->pos[i] = s->row_pos[f];
+    } else {
+      n = B - i, memset(j->k + i * dk, 0, n * dk), memset(j->v + i * dv, 0, n * dv);
+      for (int64_t e = i; a->window && e < B; e++) j->pos[e] = INT32_MIN;
+    }
+  }
+  for (int64_t next = at + B; s->starts && next < at + 2 * B && next < s->length; next += n) {
+    n = stretch(s, next, &slot), n = n < at + 2 * B - next ? n : at + 2 * B - next;
+    ask(s->k + slot * dk, n * dk), ask(s->v + slot * dv, n * dv);
   }
   return (Slots){j->k, j->v, dk, dv, a->window ? j->pos : 0, 0, 0};
 }
@@ -144,12 +204,12 @@ static Slots fetch(Job *j, const Plan *p, int64_t at) {
 static int is_hidden(const Job *j, Slots *b) {
   if (!b->pos) return 0;
   int64_t low = INT64_MAX, high = INT64_MIN;
-  for (long r = 0; r < j->rows.n; r++) {
+  for (int64_t r = 0; r < j->rows.n; r++) {
     low = j->low[r] < low ? j->low[r] : low;
     high = j->low[r] > high ? j->low[r] : high;
   }
   int32_t first = INT32_MAX, last = INT32_MIN;
-  for (long i = 0; i < B; i++) {
+  for (int64_t i = 0; i < B; i++) {
     first = b->pos[i] < first ? b->pos[i] : first;
     last = b->pos[i] > last ? b->pos[i] : last;
   }
@@ -157,7 +217,7 @@ static int is_hidden(const Job *j, Slots *b) {
   return last <= low;
 }
 static void blocks(Job *j, const Plan *p, int64_t from, int64_t to) {
-  for (int64_t at = from; at < to; at += B) {
+  for (int64_t at = from < j->seq.gone ? j->seq.gone : from; at < to; at += B) {
     Slots b = fetch(j, p, at);
     if (!is_hidden(j, &b)) block(&j->rows, &j->room, &b, at);
   }

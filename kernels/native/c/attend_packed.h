@@ -6,6 +6,8 @@
 
 typedef _Float16 X __attribute__((vector_size(32), aligned(2)));   // 16 x fp16
 typedef int8_t S8 __attribute__((vector_size(16), aligned(1)));    // 16 codes of 8 bits
+typedef uint8_t C16 __attribute__((vector_size(16), aligned(1)));  // 32 codes of 4 bits
+typedef uint16_t H32 __attribute__((vector_size(64), aligned(2)));  // 32 x bf16
 typedef uint8_t C8 __attribute__((vector_size(8), aligned(1)));    // 16 codes of 4 bits
 typedef uint8_t C4 __attribute__((vector_size(4), aligned(1)));    // 16 codes of 2 bits
 
@@ -21,14 +23,14 @@ typedef struct {
   int64_t full;      // slots before them
 } Packed;
 
-INLINE F halves(const char *p, long i) { return __builtin_convertvector(load(X, (const _Float16 *)p + i), F); }
-INLINE float half1(const char *p, long i) { return (float)((const _Float16 *)p)[i]; }
-INLINE void put(int is_wide, char *to, long i, F x) {
+INLINE F halves(const char *p, int64_t i) { return __builtin_convertvector(load(X, (const _Float16 *)p + i), F); }
+INLINE float half1(const char *p, int64_t i) { return (float)((const _Float16 *)p)[i]; }
+INLINE void put(int is_wide, char *to, int64_t i, F x) {
   if (is_wide) store((float *)to + i, x);
   else store((bf16 *)to + i, narrow(x));
 }
 // Sixteen codes of 4 or 2 bits from the i-th on
-INLINE F codes_at(const char *p, int64_t bits, long i) {
+INLINE F codes_at(const char *p, int64_t bits, int64_t i) {
   const U by4 = {0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4}, by2 = {0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6};
   if (bits == 4) {
     const C8 c = load(C8, p + i / 2);
@@ -37,31 +39,97 @@ INLINE F codes_at(const char *p, int64_t bits, long i) {
   const C4 c = load(C4, p + i / 4);
   return __builtin_convertvector(__builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), U) >> by2 & 3, F);
 }
+INLINE H32 narrow2(F a, F b) {
+#if defined(__AVX512BF16__)
+  return (H32)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+#else
+  return __builtin_shufflevector(narrow(a), narrow(b), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+#endif
+}
+#define EVENS(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODDS(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+// Keys of 4 bits to bf16, 32 numbers at a time, of slots that share their channels' scales
+INLINE void keys_by_four(const Codes *c, int64_t D, int64_t group, int64_t at, int64_t n, bf16 *to) {
+  for (int64_t d = 0; d < D; d += 32) {
+    const F s0 = halves(c->scale, group + d), s1 = halves(c->scale, group + d + 16), z0 = halves(c->zero, group + d), z1 = halves(c->zero, group + d + 16);
+    const F se = EVENS(s0, s1), so = ODDS(s0, s1), ze = EVENS(z0, z1), zo = ODDS(z0, z1);
+    for (int64_t i = 0; i < n; i++) {
+      const U u = __builtin_convertvector(load(C16, c->codes + ((at + i) * D + d) / 2), U);
+      const F e = ze + __builtin_convertvector((I)(u & 15), F) * se, o = zo + __builtin_convertvector((I)(u >> 4), F) * so;
+      H32 both = narrow2(e, o);
+      store(to + i * D + d, __builtin_shufflevector(both, both, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    }
+  }
+}
 // Keys of slots [at, at + n), D numbers each
-INLINE void unpack_keys(const Packed *p, int is_wide, long D, int64_t at, long n, char *to) {
+INLINE void unpack_keys(const Packed *p, int is_wide, int64_t D, int64_t at, int64_t n, char *to) {
   const Codes *c = &p->k;
-  const long size = D * (is_wide ? 4 : 2);
-  for (long i = 0; i < n; i++, to += size) {
+  const int64_t size = D * (is_wide ? 4 : 2);
+  for (int64_t i = 0; i < n; i++, to += size) {
     const int64_t slot = at + i;
+    if (!is_wide && c->bits == 4 && D % 32 == 0 && slot < p->full) {
+      int64_t end = (slot / c->group + 1) * c->group;
+      if (end > p->full) end = p->full;
+      if (end > at + n) end = at + n;
+      keys_by_four(c, D, slot / c->group * D, slot, end - slot, (bf16 *)to);
+      i += end - slot - 1, to += (end - slot - 1) * size;
+      continue;
+    }
     if (slot >= p->full) memcpy(to, p->rest + (slot - p->full) * size, size);
     else if (c->bits == 16) memcpy(to, c->codes + slot * size, size);
     else if (c->bits == 8) {
       const float scale = half1(c->scale, slot);
-      for (long d = 0; d < D; d += 16) put(is_wide, to, d, __builtin_convertvector(load(S8, c->codes + slot * D + d), F) * scale);
+      for (int64_t d = 0; d < D; d += 16) put(is_wide, to, d, __builtin_convertvector(load(S8, c->codes + slot * D + d), F) * scale);
     } else {
-      const long group = slot / c->group * D;
-      for (long d = 0; d < D; d += 16)
+      const int64_t group = slot / c->group * D;
+      for (int64_t d = 0; d < D; d += 16)
         put(is_wide, to, d, halves(c->zero, group + d) + codes_at(c->codes + slot * D * c->bits / 8, c->bits, d) * halves(c->scale, group + d));
     }
   }
 }
-// Values of 8 bits lie by channels; of each channel the next block's line is asked for
-INLINE void turn_values(const Codes *c, int is_wide, long D, int64_t at, long n, char *to) {
-  const long size = is_wide ? 4 : 2;
-  for (long d = 0; d < D; d += 16) {
+#if defined(__AVX512BW__)
+#define HAS_LOOKUP 1
+// Values of 4 bits to bf16: the sixteen numbers that a group's codes stand for are made once and looked up, 32 at a time
+INLINE void values_by_four(const Codes *c, int64_t D, int64_t at, int64_t n, bf16 *to) {
+  const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int64_t d0 = 0; d0 < D; d0 += c->group)
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t g = ((at + i) * D + d0) / c->group;
+      const __m512i table = _mm512_castsi256_si512((__m256i)narrow(splat(half1(c->zero, g)) + each * splat(half1(c->scale, g))));
+      for (int64_t d = d0; d < d0 + c->group; d += 32) {
+        const U u = __builtin_convertvector(load(C16, c->codes + ((at + i) * D + d) / 2), U);
+        store(to + i * D + d, (H32)_mm512_permutexvar_epi16((__m512i)((u | u << 12) & 0x000f000f), table));
+      }
+    }
+}
+#else
+#define HAS_LOOKUP 0
+#define values_by_four(c, D, at, n, to)
+#endif
+// Values of 8 bits of 64 slots in pairs of bf16, [32][width]: where they lie by channels pairs need one turn
+INLINE void pair_by_channels(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
+  for (int64_t d = 0; d < E; d += 16) {
     const char *codes = c->codes + d * c->room + at;
     for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
-    for (long i = 0; i < n; i += 16) {
+    for (int64_t i = 0; i < 64; i += 32) {
+      const F first = halves(c->scale, at + i), second = halves(c->scale, at + i + 16);
+      U a[16];
+      for (int r = 0; r < 16; r++) {
+        const char *from = codes + r * c->room + i;
+        a[r] = (U)narrow2(__builtin_convertvector(load(S8, from), F) * first, __builtin_convertvector(load(S8, from + 16), F) * second);
+      }
+      turn16(a);
+      for (int r = 0; r < 16; r++) store(vt + (i / 2 + r) * width + d, a[r]);
+    }
+  }
+}
+// Values of 8 bits lie by channels; of each channel the next block's line is asked for
+INLINE void turn_values(const Codes *c, int is_wide, int64_t D, int64_t at, int64_t n, char *to) {
+  const int64_t size = is_wide ? 4 : 2;
+  for (int64_t d = 0; d < D; d += 16) {
+    const char *codes = c->codes + d * c->room + at;
+    for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
+    for (int64_t i = 0; i < n; i += 16) {
       const F scale = halves(c->scale, at + i);
       U a[16];
       for (int r = 0; r < 16; r++) a[r] = (U)(__builtin_convertvector(load(S8, codes + r * c->room + i), F) * scale);
@@ -71,25 +139,29 @@ INLINE void turn_values(const Codes *c, int is_wide, long D, int64_t at, long n,
   }
 }
 // Values of slots [at, at + n)
-INLINE void unpack_values(const Packed *p, int is_wide, long D, int64_t at, long n, char *to) {
+INLINE void unpack_values(const Packed *p, int is_wide, int64_t D, int64_t at, int64_t n, char *to) {
   const Codes *c = &p->v;
-  const long size = D * (is_wide ? 4 : 2), groups = c->group ? D / c->group : 0;
+  const int64_t size = D * (is_wide ? 4 : 2), groups = c->group ? D / c->group : 0;
   if (c->bits == 16) memcpy(to, c->codes + at * size, n * size);
   else if (c->bits == 8) turn_values(c, is_wide, D, at, n, to);
+  else if (HAS_LOOKUP && !is_wide && c->bits == 4 && c->group % 32 == 0) values_by_four(c, D, at, n, (bf16 *)to);
   else
-    for (long i = 0; i < n; i++)
-      for (long d = 0; d < D; d += 16) {
-        const long first = (at + i) * groups;
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t d = 0; d < D; d += 16) {
+        const int64_t first = (at + i) * groups;
         F scale = splat(half1(c->scale, first + d / c->group)), zero = splat(half1(c->zero, first + d / c->group));
         for (int r = 1; c->group % 16 && r < 16; r++) {
-          const long g = first + (d + r) / c->group;
+          const int64_t g = first + (d + r) / c->group;
           scale[r] = half1(c->scale, g), zero[r] = half1(c->zero, g);
         }
         put(is_wide, to + i * size, d, zero + codes_at(c->codes + (at + i) * D * c->bits / 8, c->bits, d) * scale);
       }
 }
-// Slots [at, at + n) -> keys of D and values of E numbers; up to 15 values more are written
-static void unpack_slots(const Packed *p, int is_wide, long D, long E, int64_t at, long n, char *k, char *v) {
-  if (is_wide) unpack_keys(p, 1, D, at, n, k), unpack_values(p, 1, E, at, n, v);
-  else unpack_keys(p, 0, D, at, n, k), unpack_values(p, 0, E, at, n, v);
+// Slots [at, at + n) -> keys of D and values of E numbers, or null: no values; up to 15 values more are written
+static void unpack_slots(const Packed *p, int is_wide, int64_t D, int64_t E, int64_t at, int64_t n, char *k, char *v) {
+  if (is_wide) unpack_keys(p, 1, D, at, n, k);
+  else unpack_keys(p, 0, D, at, n, k);
+  if (!v) return;
+  if (is_wide) unpack_values(p, 1, E, at, n, v);
+  else unpack_values(p, 0, E, at, n, v);
 }

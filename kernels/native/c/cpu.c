@@ -6,8 +6,15 @@
 API int SOURCES(void) { return 1; }
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <unistd.h>
+// Tiles are 8 KiB of registers more, for which a program asks (arch_prctl, ARCH_REQ_XCOMP_PERM)
+static int may_use_tiles(void) { return !syscall(158, 0x1023, 18); }
+#else
+static int may_use_tiles(void) { return 0; }
+#endif
 static int bit(unsigned word, int at) { return word >> at & 1; }
-// 0 = none of ours, 1 = avx2, 2 = avx512, 3 = avx512bf16; the system must save the registers too
+// 0 = none of ours, 1 = avx2, 2 = avx512, 3 = avx512bf16, 4 = amx; the system must save the registers too
 API int cpu_level(void) {
   unsigned a, b, c, d, low, high;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27) || !bit(c, 12) || !bit(c, 29)) return 0;  // xsave, fma, f16c
@@ -15,8 +22,9 @@ API int cpu_level(void) {
   if ((low & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !bit(b, 5) || !bit(b, 3) || !bit(b, 8)) return 0;
   // f, dq, cd, bw, vl: what compilers call x86-64-v4
   if ((low & 0xe0) != 0xe0 || !bit(b, 16) || !bit(b, 17) || !bit(b, 28) || !bit(b, 30) || !bit(b, 31)) return 1;
-  int vnni = bit(c, 11);
-  return vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 5) ? 3 : 2;
+  const int vnni = bit(c, 11), tiles = bit(d, 22) && bit(d, 24) && bit(d, 25) && (low >> 17 & 3) == 3;  // bf16, tile, int8
+  if (!vnni || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !bit(a, 5)) return 2;
+  return tiles && may_use_tiles() ? 4 : 3;
 }
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>

@@ -11,9 +11,11 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define UP(n, to) (((n) + (to)-1) / (to) * (to))
 #define JOIN_(a, b) a##__##b
 #define JOIN(a, b) JOIN_(a, b)
-#define EXPORT(name) __attribute__((visibility("default"))) void JOIN(name, LEVEL)  // linear__avx512bf16
+// linear__avx512bf16; returns 1, or 0 where there is no memory to work in: then what it was to fill may hold anything
+#define EXPORT(name) __attribute__((visibility("default"))) int JOIN(name, LEVEL)
 
 typedef uint16_t bf16;
 typedef float F __attribute__((vector_size(64), aligned(4)));     // 16 x fp32
@@ -43,7 +45,7 @@ INLINE F pick(I where, F a, F b) { return (F)(((U)where & (U)a) | (~(U)where & (
 INLINE F larger(F a, F b) { return pick(a > b, a, b); }  // b where either is no number
 
 // 16 words at p, of which `n` > 0 are there; the others are zeros
-INLINE U load_some(const void *p, long n) {
+INLINE U load_some(const void *p, int64_t n) {
   U v = {0};
   if (n >= 16) v = load(U, p);
   else if (n == 8) memcpy(&v, p, 32);

@@ -32,7 +32,7 @@ typedef struct {
 } Layer;
 
 // 16 numbers from place i on, of which n are there; the others are zeros
-INLINE F get16(const void *p, long i, long n, int is_wide) {
+INLINE F get16(const void *p, int64_t i, int64_t n, int is_wide) {
   if (n >= 16) return is_wide ? load(F, (const float *)p + i) : wide(load(H, (const bf16 *)p + i));
   F v = {0};
   H h = {0};
@@ -40,56 +40,56 @@ INLINE F get16(const void *p, long i, long n, int is_wide) {
   else memcpy(&h, (const bf16 *)p + i, n * 2);
   return is_wide ? v : wide(h);
 }
-INLINE void put16(void *p, long i, long n, F v, int is_wide) {
+INLINE void put16(void *p, int64_t i, int64_t n, F v, int is_wide) {
   H h = narrow(v);
   if (is_wide) memcpy((float *)p + i, &v, (n >= 16 ? 16 : n) * 4);
   else memcpy((bf16 *)p + i, &h, (n >= 16 ? 16 : n) * 2);
 }
 INLINE F rounded(F v, int is_wide) { return is_wide ? v : wide(narrow(v)); }
 
-typedef void (*row_fn)(const void *job, long row);
-typedef struct { row_fn fn; const void *job; long M; } Rowwise;
-static void band_of_rows(void *arg, int c) {
+typedef void (*row_fn)(const void *job, int64_t row);
+typedef struct { row_fn fn; const void *job; int64_t M; } Rowwise;
+static void band_of_rows(void *arg, int c, char *) {
   const Rowwise *r = arg;
-  for (long m = (long)c * BAND; m < r->M && m < (c + 1L) * BAND; m++) r->fn(r->job, m);
+  for (int64_t m = (int64_t)c * BAND; m < r->M && m < ((int64_t)c + 1) * BAND; m++) r->fn(r->job, m);
 }
-static void by_row(row_fn fn, const void *job, long M) {
+static void by_row(row_fn fn, const void *job, int64_t M) {
   Rowwise r = {fn, job, M};
-  pool_run(band_of_rows, &r, (int)((M + BAND - 1) / BAND));
+  pool_run(band_of_rows, &r, (int)((M + BAND - 1) / BAND), 0);
 }
 
 // ---- norms ----
 
 // The sum of squares as PyTorch adds up a row: four vectors side by side, in stretches of 16 whose sums meet in levels
-INLINE float squares(const float *x, long n, long lanes) {
-  const long vectors = n / lanes, rows = vectors / 4, wide = 4 * lanes;
+INLINE float squares(const float *x, int64_t n, int64_t lanes) {
+  const int64_t vectors = n / lanes, rows = vectors / 4, wide = 4 * lanes;
   float sum[4][64] = {0}, all = 0;
-  for (long i = 0; i < rows;) {
-    for (long c = 0; c < wide; c++) sum[0][c] += x[i * wide + c] * x[i * wide + c];
+  for (int64_t i = 0; i < rows;) {
+    for (int64_t c = 0; c < wide; c++) sum[0][c] += x[i * wide + c] * x[i * wide + c];
     if (++i % 16) continue;
     for (int level = 1; level < 4; level++) {
-      for (long c = 0; c < wide; c++) sum[level][c] += sum[level - 1][c], sum[level - 1][c] = 0;
+      for (int64_t c = 0; c < wide; c++) sum[level][c] += sum[level - 1][c], sum[level - 1][c] = 0;
       if (i >> level * 4 & 15) break;
     }
   }
   for (int level = 1; level < 4; level++)
-    for (long c = 0; c < wide; c++) sum[0][c] += sum[level][c];
-  for (long v = rows * 4; v < vectors; v++)
-    for (long c = 0; c < lanes; c++) sum[0][c] += x[v * lanes + c] * x[v * lanes + c];
+    for (int64_t c = 0; c < wide; c++) sum[0][c] += sum[level][c];
+  for (int64_t v = rows * 4; v < vectors; v++)
+    for (int64_t c = 0; c < lanes; c++) sum[0][c] += x[v * lanes + c] * x[v * lanes + c];
   for (int k = 1; k < 4; k++)
-    for (long c = 0; c < lanes; c++) sum[0][c] += sum[0][k * lanes + c];
-  for (long i = vectors * lanes; i < n; i++) all += x[i] * x[i];
-  for (long c = 0; c < lanes; c++) all += sum[0][c];
+    for (int64_t c = 0; c < lanes; c++) sum[0][c] += sum[0][k * lanes + c];
+  for (int64_t i = vectors * lanes; i < n; i++) all += x[i] * x[i];
+  for (int64_t c = 0; c < lanes; c++) all += sum[0][c];
   return all;
 }
 static void norm_row(const Norm *w, const void *x, void *y) {
-  const long n = w->H;
+  const int64_t n = w->H;
   const int is_wide = w->is_wide;
   float row[n + 16];
-  for (long i = 0; i < n; i += 16) store(row + i, get16(x, i, n - i, is_wide));
+  for (int64_t i = 0; i < n; i += 16) store(row + i, get16(x, i, n - i, is_wide));
   const float sum = w->lanes == 16 ? squares(row, n, 16) : w->lanes == 8 ? squares(row, n, 8) : squares(row, n, 4);
   const F by = 1.f / __builtin_elementwise_sqrt(splat(sum / (float)n + w->eps));
-  for (long i = 0; i < n; i += 16) {
+  for (int64_t i = 0; i < n; i += 16) {
     F v = load(F, row + i) * by, by_channel = get16(w->w, i, n - i, is_wide);
     if (w->form == 0) v = rounded(v, is_wide);
     if (w->form == 1) by_channel += 1.f;
@@ -97,15 +97,16 @@ static void norm_row(const Norm *w, const void *x, void *y) {
   }
 }
 typedef struct { const Norm *w; const char *x; char *y; } NormJob;
-static void norm_job(const void *job, long m) {
+static void norm_job(const void *job, int64_t m) {
   const NormJob *j = job;
   const int64_t bytes = j->w->H * (j->w->is_wide ? 4 : 2);
   norm_row(j->w, j->x + m * bytes, j->y + m * bytes);
 }
 // x [M, H] -> y [M, H], which may be the same
-EXPORT(rms_norm)(const Norm *w, const void *x, void *y, long M) {
+EXPORT(rms_norm)(const Norm *w, const void *x, void *y, int64_t M) {
   NormJob j = {w, x, y};
   by_row(norm_job, &j, M);
+  return 1;
 }
 
 // ---- the MLP ----
@@ -130,65 +131,65 @@ INLINE F activate(F x, int act) {
   return .5f * x * erfc_(-.707106781186547524f * x);  // gelu
 }
 typedef struct { const Mlp *w; char *gate; const char *up; } Gated;
-static void gated_row(const void *job, long m) {
+static void gated_row(const void *job, int64_t m) {
   const Gated *j = job;
   const int64_t n = j->w->gate.N;
   const int is_wide = j->w->is_wide;
   char *g = j->gate + m * n * (is_wide ? 4 : 2);
   const char *u = j->up + m * n * (is_wide ? 4 : 2);
-  for (long i = 0; i < n; i += 16) {
+  for (int64_t i = 0; i < n; i += 16) {
     const F a = rounded(activate(get16(g, i, n - i, is_wide), j->w->act), is_wide);
     put16(g, i, n - i, a * get16(u, i, n - i, is_wide), is_wide);
   }
 }
 typedef struct { const char *a; char *y; int64_t n, step; int is_wide; } Sum;
-static void sum_row(const void *job, long m) {
+static void sum_row(const void *job, int64_t m) {
   const Sum *j = job;
-  const long size = j->is_wide ? 4 : 2;
+  const int64_t size = j->is_wide ? 4 : 2;
   const char *a = j->a + m * j->step * size;
   char *y = j->y + m * j->n * size;
-  for (long i = 0; i < j->n; i += 16)
+  for (int64_t i = 0; i < j->n; i += 16)
     put16(y, i, j->n - i, get16(a, i, j->n - i, j->is_wide) + get16(y, i, j->n - i, j->is_wide), j->is_wide);
 }
 // a [M, n], or with step 0 [n], is added to y [M, n]
-static void add(const void *a, void *y, long M, long n, long step, int is_wide) {
+static void add(const void *a, void *y, int64_t M, int64_t n, int64_t step, int is_wide) {
   Sum j = {a, y, n, step, is_wide};
   by_row(sum_row, &j, M);
 }
-static void product(const Product *w, const void *x, void *y, long M, int is_wide) {
-  if (!w->bits) {
-    JOIN(linear, LEVEL)(x, w->w, w->bias, y, M, w->N, is_wide ? w->K : w->K / 2, is_wide);
-    return;
-  }
-  JOIN(linear_packed, LEVEL)(x, w->w, w->scale, y, M, w->N, w->K, w->bits, w->group, is_wide);
+static int product(const Product *w, const void *x, void *y, int64_t M, int is_wide) {
+  if (!w->bits) return JOIN(linear, LEVEL)(x, w->w, w->bias, y, M, w->N, is_wide ? w->K : w->K / 2, is_wide);
+  if (!JOIN(linear_packed, LEVEL)(x, w->w, w->scale, y, M, w->N, w->K, w->bits, w->group, is_wide)) return 0;
   if (w->bias) add(w->bias, y, M, w->N, 0, is_wide);
+  return 1;
 }
 // x [M, E] -> y [M, E]: down(act(gate(x)) * up(x)); act 0 = silu, 1 = gelu by tanh, 2 = gelu
-EXPORT(mlp)(const Mlp *w, const void *x, void *y, long M) {
+EXPORT(mlp)(const Mlp *w, const void *x, void *y, int64_t M) {
   const size_t bytes = (size_t)M * w->gate.N * (w->is_wide ? 4 : 2);
-  char *gate = malloc(2 * bytes), *up = gate + bytes;
-  product(&w->gate, x, gate, M, w->is_wide);
-  product(&w->up, x, up, M, w->is_wide);
-  Gated j = {w, gate, up};
-  by_row(gated_row, &j, M);
-  product(&w->down, gate, y, M, w->is_wide);
+  char *gate = malloc(2 * bytes), *up = gate + (gate ? bytes : 0);
+  int is_done = gate && product(&w->gate, x, gate, M, w->is_wide) && product(&w->up, x, up, M, w->is_wide);
+  if (is_done) {
+    Gated j = {w, gate, up};
+    by_row(gated_row, &j, M);
+    is_done = product(&w->down, gate, y, M, w->is_wide);
+  }
   free(gate);
+  return is_done;
 }
 
 // ---- a layer ----
 
-typedef struct { const Norm *norm; const char *cos, *sin; char *x; long heads, D, R; int is_wide; } Turn;
+typedef struct { const Norm *norm; const char *cos, *sin; char *x; int64_t heads, D, R; int is_wide; } Turn;
 // A row's heads, normed and turned in place: x * cos + (-b, a) * sin over the halves a, b of the first R channels
-static void turn_row(const void *job, long m) {
+static void turn_row(const void *job, int64_t m) {
   const Turn *j = job;
   const int is_wide = j->is_wide;
-  const long size = is_wide ? 4 : 2, half = j->R / 2;
+  const int64_t size = is_wide ? 4 : 2, half = j->R / 2;
   const char *cos = j->cos + m * j->R * size, *sin = j->sin + m * j->R * size;
-  for (long h = 0; h < j->heads; h++) {
+  for (int64_t h = 0; h < j->heads; h++) {
     char *a = j->x + (m * j->heads + h) * j->D * size, *b = a + half * size;
     if (j->norm->w) norm_row(j->norm, a, a);
-    for (long i = 0; i < half; i += 16) {
-      const long n = half - i;
+    for (int64_t i = 0; i < half; i += 16) {
+      const int64_t n = half - i;
       const F low = get16(a, i, n, is_wide), high = get16(b, i, n, is_wide);
 #define BY(v, t, at) rounded((v) * get16(t, at, n, is_wide), is_wide)
       put16(a, i, n, BY(low, cos, i) + BY(-high, sin, i), is_wide);
@@ -197,30 +198,35 @@ static void turn_row(const void *job, long m) {
   }
 }
 // x [M, E] -> q [M, heads, D], k, v [M, KV heads, D]; cos, sin [M, R], R = 0: keys do not turn
-EXPORT(layer_before)(const Layer *l, const void *x, const void *cos, const void *sin, void *q, void *k, void *v, long M, long R) {
+EXPORT(layer_before)(const Layer *l, const void *x, const void *cos, const void *sin, void *q, void *k, void *v, int64_t M, int64_t R) {
   const int is_wide = l->mlp.is_wide;
   void *normed = malloc((size_t)M * l->first.H * (is_wide ? 4 : 2));
-  JOIN(rms_norm, LEVEL)(&l->first, x, normed, M);
-  product(&l->q, normed, q, M, is_wide);
-  product(&l->k, normed, k, M, is_wide);
-  product(&l->v, normed, v, M, is_wide);
+  const int is_done = normed && JOIN(rms_norm, LEVEL)(&l->first, x, normed, M) && product(&l->q, normed, q, M, is_wide) &&
+                      product(&l->k, normed, k, M, is_wide) && product(&l->v, normed, v, M, is_wide);
   free(normed);
+  if (!is_done) return 0;
   Turn of_q = {&l->of_q, cos, sin, q, l->q.N / l->D, l->D, R, is_wide}, of_k = {&l->of_k, cos, sin, k, l->k.N / l->D, l->D, R, is_wide};
   by_row(turn_row, &of_q, M);
   by_row(turn_row, &of_k, M);
+  return 1;
 }
 // What attention gave [M, heads, D], and x [M, E] -> y [M, E]
-EXPORT(layer_after)(const Layer *l, const void *x, const void *attended, void *y, long M) {
+EXPORT(layer_after)(const Layer *l, const void *x, const void *attended, void *y, int64_t M) {
   const int is_wide = l->mlp.is_wide;
-  const long E = l->first.H;
+  const int64_t E = l->first.H;
   const size_t bytes = (size_t)M * E * (is_wide ? 4 : 2);
-  char *middle = malloc(2 * bytes), *normed = middle + bytes;
-  product(&l->o, attended, middle, M, is_wide);
-  if (l->of_attention.w) JOIN(rms_norm, LEVEL)(&l->of_attention, middle, middle, M);
-  add(x, middle, M, E, E, is_wide);
-  JOIN(rms_norm, LEVEL)(&l->second, middle, normed, M);
-  JOIN(mlp, LEVEL)(&l->mlp, normed, y, M);
-  if (l->of_mlp.w) JOIN(rms_norm, LEVEL)(&l->of_mlp, y, y, M);
-  add(middle, y, M, E, E, is_wide);
+  char *middle = malloc(2 * bytes), *normed = middle + (middle ? bytes : 0);
+  int is_done = middle && product(&l->o, attended, middle, M, is_wide);
+  if (is_done) {
+    if (l->of_attention.w) JOIN(rms_norm, LEVEL)(&l->of_attention, middle, middle, M);
+    add(x, middle, M, E, E, is_wide);
+    JOIN(rms_norm, LEVEL)(&l->second, middle, normed, M);
+    is_done = JOIN(mlp, LEVEL)(&l->mlp, normed, y, M);
+  }
+  if (is_done) {
+    if (l->of_mlp.w) JOIN(rms_norm, LEVEL)(&l->of_mlp, y, y, M);
+    add(middle, y, M, E, E, is_wide);
+  }
   free(middle);
+  return is_done;
 }

@@ -8,6 +8,7 @@
 #pragma once
 #include "lanes.h"
 #include "pool.h"
+#include "tiles.h"
 #include <stdlib.h>
 #define PANEL 64
 #define TALL 512  // rows at a time, so that what they have summed up lies on the stack
@@ -36,10 +37,11 @@ typedef struct {
   const uint32_t *x, *w;
   const void *bias;  // [N], as y
   void *y;           // [M, N] bf16 or fp32
-  long M, N, S;
+  int64_t M, N, S;
   int is_wide;      // fp32
-  uint32_t *apart;  // x in stretches of DEPTH words, [ceil(S / DEPTH)][M][DEPTH], widened where w is; or null
+  uint32_t *apart;  // x in stretches of `depth` words, [ceil(S / depth)][rows][depth], widened where w is; or null
   int widens;
+  int64_t depth, rows;  // by tiles more than 16 rows are a multiple of 16: those behind M are zeros
 } Linear;
 
 // One number, or one pair of bf16, in all lanes. In a register: the compiler would fetch it again for each product.
@@ -65,12 +67,12 @@ INLINE F pairs(F acc, U w, U x) {
 #endif
 }
 // rows x (vecs * 16) outputs over S words; `part` [rows][64] holds the sums between stretches
-INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, long ldw, const uint32_t *x, long ldx, long S, float *part) {
+INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, int64_t ldw, const uint32_t *x, int64_t ldx, int64_t S, float *part) {
   F acc[6][4];
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) acc[m][n] = load(F, part + m * PANEL + n * 16);
 #pragma clang loop unroll(disable)
-  for (long s = 0; s < S; s++) {
+  for (int64_t s = 0; s < S; s++) {
     U wv[4];
     for (int n = 0; n < vecs; n++) wv[n] = load(U, w + s * ldw + n * 16);
     for (int m = 0; m < rows; m++) {
@@ -82,13 +84,13 @@ INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, long ldw, c
     for (int n = 0; n < vecs; n++) store(part + m * PANEL + n * 16, acc[m][n]);
 }
 // `rows` rows, at most ROWS, over all outputs of the panel; `is_cut`: w is [4 / VECS][S][VECS * 16], each tile's in one piece
-INLINE void band(int is_wide, int rows, int is_cut, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
+INLINE void band(int is_wide, int rows, int is_cut, const uint32_t *w, const uint32_t *x, int64_t ldx, int64_t S, float *part) {
   const int vecs = rows == 1 && !is_cut ? 4 : WIDENS && !is_wide ? (VECS + 1) / 2 : VECS;
   for (int n = 0; n < 4; n += vecs)
     if (is_cut) tile(is_wide, rows, vecs, w + n * 16 * S, vecs * 16, x, ldx, S, part + n * 16);
     else tile(is_wide, rows, vecs, w + n * 16, PANEL, x, ldx, S, part + n * 16);
 }
-INLINE void rows_over_panel(int is_wide, long rows, int is_cut, const uint32_t *w, const uint32_t *x, long ldx, long S, float *part) {
+INLINE void rows_over_panel(int is_wide, int64_t rows, int is_cut, const uint32_t *w, const uint32_t *x, int64_t ldx, int64_t S, float *part) {
   for (; rows >= ROWS; rows -= ROWS, x += ROWS * ldx, part += ROWS * PANEL) band(is_wide, ROWS, is_cut, w, x, ldx, S, part);
   switch (rows) {
     case 1: band(is_wide, 1, is_cut, w, x, ldx, S, part); break;
@@ -101,8 +103,8 @@ INLINE void rows_over_panel(int is_wide, long rows, int is_cut, const uint32_t *
   }
 }
 // A stretch of S pairs of bf16 -> 2 S of fp32, cut for tiles
-INLINE void widen(const uint32_t *w, uint32_t *wide, long S) {
-  for (long s = 0; s < S; s++)
+INLINE void widen(const uint32_t *w, uint32_t *wide, int64_t S) {
+  for (int64_t s = 0; s < S; s++)
     for (int n = 0; n < 4; n++) {
       uint32_t *to = wide + (n / VECS * 2 * S + 2 * s) * VECS * 16 + n % VECS * 16;
       U both = load(U, w + s * PANEL + n * 16);
@@ -110,60 +112,100 @@ INLINE void widen(const uint32_t *w, uint32_t *wide, long S) {
       store(to + VECS * 16, both & 0xffff0000u);
     }
 }
-static void finish(const Linear *l, long n0, const float *part) {
-  const long width = l->N - n0 < PANEL ? l->N - n0 : PANEL, size = l->is_wide ? 4 : 2;
+static void finish(const Linear *l, int64_t n0, const float *part) {
+  const int64_t width = l->N - n0 < PANEL ? l->N - n0 : PANEL, size = l->is_wide ? 4 : 2;
   float bias[PANEL] = {0};
-  for (long n = 0; l->bias && n < width; n++) bias[n] = l->is_wide ? ((const float *)l->bias)[n0 + n] : wide1(((const bf16 *)l->bias)[n0 + n]);
-  for (long m = 0; m < l->M; m++)
-    for (long n = 0; n < width; n += 16) {
+  for (int64_t n = 0; l->bias && n < width; n++) bias[n] = l->is_wide ? ((const float *)l->bias)[n0 + n] : wide1(((const bf16 *)l->bias)[n0 + n]);
+  for (int64_t m = 0; m < l->M; m++)
+    for (int64_t n = 0; n < width; n += 16) {
       F v = load(F, part + m * PANEL + n);
       if (l->bias) v += load(F, bias + n);
       H h = narrow(v);
       char *y = (char *)l->y + (m * l->N + n0 + n) * size;
       const void *from = l->is_wide ? (void *)&v : (void *)&h;
-      if (n + 16 <= width) memcpy(y, from, 16 * size);
+      if (n + 16 <= width && l->is_wide) memcpy(y, &v, 64);
+      else if (n + 16 <= width) memcpy(y, &h, 32);
       else memcpy(y, from, (width - n) * size);
     }
 }
-static void linear_chunk(void *arg, int c) {
+#if HAS_TILES
+#define BY_TILES(is_wide) !(is_wide)
+#define TILE_DEPTH 128  // words: 32 KiB of a panel, which stay in the first cache for all rows
+static void tiles_chunk(const Linear *l, int c) {
+  const uint32_t *w = l->w + (int64_t)c * PANEL * l->S;
+  const int64_t whole = l->S / 16 * 16, left = l->S - whole, depth = l->apart ? TILE_DEPTH : whole;
+  const int64_t ldx = l->apart ? 16 : l->S, rise = l->apart ? 16 * l->rows : 16, some = l->rows < 16 ? l->rows : 16;
+  float part[l->rows * PANEL];
+  shape_tiles(some, 16);
+  for (int64_t s = 0; s < whole; s += depth) {
+    const int64_t here = whole - s < depth ? whole - s : depth;
+    rows_by_tiles(!s, l->rows, w + s * PANEL, l->apart ? l->apart + s * l->rows : l->x + s, ldx, rise, here / 16, part);
+  }
+  if (left) {
+    shape_tiles(some, left);
+    rows_by_tiles(!whole, l->rows, w + whole * PANEL, l->apart ? l->apart + whole * l->rows : l->x + whole, ldx, rise, 1, part);
+  }
+  _tile_release();
+  finish(l, (int64_t)c * PANEL, part);
+}
+#else
+#define BY_TILES(is_wide) 0
+#define tiles_chunk(l, c)
+#endif
+static void linear_chunk(void *arg, int c, char *) {
   const Linear *l = arg;
-  const uint32_t *w = l->w + (long)c * PANEL * l->S;
-  const long depth = l->M <= ONCE && !l->apart ? l->S : DEPTH, times = l->widens ? 2 : 1;
+  if (BY_TILES(l->is_wide)) {
+    tiles_chunk(l, c);
+    return;
+  }
+  const uint32_t *w = l->w + (int64_t)c * PANEL * l->S;
+  const int64_t depth = l->M <= ONCE && !l->apart ? l->S : DEPTH, times = l->widens ? 2 : 1;
   float part[l->M * PANEL];
   uint32_t wide[WIDENS ? 2 * DEPTH * PANEL : 1];
   memset(part, 0, sizeof part);
-  for (long s = 0; s < l->S; s += depth) {
-    const long here = l->S - s < depth ? l->S - s : depth;
+  for (int64_t s = 0; s < l->S; s += depth) {
+    const int64_t here = l->S - s < depth ? l->S - s : depth;
     const uint32_t *x = l->apart ? l->apart + s * l->M * times : l->x + s, *ws = w + s * PANEL;
-    const long ldx = l->apart ? DEPTH * times : l->S;
+    const int64_t ldx = l->apart ? DEPTH * times : l->S;
     if (l->widens) widen(ws, wide, here);
     if (l->widens) rows_over_panel(1, l->M, 1, wide, x, ldx, here * 2, part);
     else if (l->is_wide) rows_over_panel(1, l->M, 0, ws, x, ldx, here, part);
     else rows_over_panel(0, l->M, 0, ws, x, ldx, here, part);
   }
-  finish(l, (long)c * PANEL, part);
+  finish(l, (int64_t)c * PANEL, part);
 }
-static void apart_chunk(void *arg, int m) {
+static void apart_chunk(void *arg, int m, char *) {
   const Linear *l = arg;
-  for (long s = 0; s < l->S; s += DEPTH) {
-    const long here = l->S - s < DEPTH ? l->S - s : DEPTH;
+  for (int64_t s = 0; s < l->S; s += l->depth) {
+    const int64_t here = l->S - s < l->depth ? l->S - s : l->depth, at = s * l->rows + m * l->depth;
     const uint32_t *x = l->x + m * l->S + s;
-    if (!l->widens) memcpy(l->apart + s * l->M + m * DEPTH, x, here * 4);
+    if (m >= l->M) memset(l->apart + at, 0, here * 4);
+    else if (here == 16 && !l->widens) memcpy(l->apart + at, x, 64);
+    else if (!l->widens) memcpy(l->apart + at, x, here * 4);
     else
-      for (uint32_t i = 0, *to = l->apart + (s * l->M + m * DEPTH) * 2; i < here; i++) to[2 * i] = x[i] << 16, to[2 * i + 1] = x[i] & 0xffff0000u;
+      for (uint32_t i = 0, *to = l->apart + at * 2; i < here; i++) to[2 * i] = x[i] << 16, to[2 * i + 1] = x[i] & 0xffff0000u;
   }
 }
 // x [M, K], w packed, bias [N] or null -> y [M, N]; all fp32 (S = K) or all bf16 (S = K / 2)
-EXPORT(linear)(const void *x, const void *w, const void *bias, void *y, long M, long N, long S, int is_wide) {
-  for (long m = 0; m < M; m += TALL) {
-    const long rows = M - m < TALL ? M - m : TALL, size = is_wide ? 4 : 2;
-    Linear l = {(const uint32_t *)x + m * S, w, bias, (char *)y + m * N * size, rows, N, S, is_wide, 0, WIDENS && !is_wide && rows > FEW};
-    if (l.widens || rows >= MANY) {
-      l.apart = malloc(rows * (S + DEPTH) * 4 * (l.widens ? 2 : 1));
-      if (rows >= MANY) pool_run(apart_chunk, &l, (int)rows);
-      else for (int r = 0; r < rows; r++) apart_chunk(&l, r);
-    }
-    pool_run(linear_chunk, &l, (int)((N + PANEL - 1) / PANEL));
-    free(l.apart);
+EXPORT(linear)(const void *x, const void *w, const void *bias, void *y, int64_t M, int64_t N, int64_t S, int is_wide) {
+  const int may_widen = WIDENS && !is_wide;
+  const int64_t most = M < TALL ? M : TALL, size = is_wide ? 4 : 2;
+  uint32_t *apart = 0;
+  if (most >= MANY || (may_widen && most > FEW)) {
+    apart = malloc((most + 15) * (S + DEPTH) * 4 * (may_widen ? 2 : 1));
+    if (!apart) return 0;
   }
+  for (int64_t m = 0; m < M; m += TALL) {
+    const int64_t rows = M - m < TALL ? M - m : TALL;
+    Linear l = {(const uint32_t *)x + m * S, w, bias, (char *)y + m * N * size, rows, N, S, is_wide, 0, may_widen && rows > FEW, DEPTH, rows};
+    if (BY_TILES(is_wide)) l.depth = 16, l.rows = rows > 16 ? UP(rows, 16) : rows;
+    if (l.widens || rows >= MANY) {
+      l.apart = apart;
+      if (rows >= MANY) pool_run(apart_chunk, &l, (int)l.rows, 0);
+      else for (int r = 0; r < rows; r++) apart_chunk(&l, r, 0);
+    }
+    pool_run(linear_chunk, &l, (int)((N + PANEL - 1) / PANEL), 0);
+  }
+  free(apart);
+  return 1;
 }

@@ -15,21 +15,21 @@ typedef struct {
   const void *x, *scale;  // bf16 or fp32, as y
   const uint8_t *w;
   void *y;
-  long M, N, K, group;  // 8 bits: the inputs that share a step
+  int64_t M, N, K, group;  // 8 bits: the inputs that share a step
   int bits, is_wide;
   float *rows, *sums;  // x in fp32, [K / stretch][M][stretch]; sums over groups [K / group][M]
-  long stretch;
+  int64_t stretch;
   int8_t *high, *low;         // [K / group][M][group]
   float *step;                // [K / group][M]
   int32_t *of_high, *of_low;  // sums of the digits, as step
 } Packed;
 
-INLINE float number(const void *p, long i, int is_wide) { return is_wide ? ((const float *)p)[i] : wide1(((const bf16 *)p)[i]); }
-INLINE long outputs(const Packed *p, int c) { return p->N - c * PANEL < PANEL ? p->N - c * PANEL : PANEL; }
+INLINE float number(const void *p, int64_t i, int is_wide) { return is_wide ? ((const float *)p)[i] : wide1(((const bf16 *)p)[i]); }
+INLINE int64_t outputs(const Packed *p, int c) { return p->N - c * PANEL < PANEL ? p->N - c * PANEL : PANEL; }
 INLINE const uint8_t *panel(const Packed *p, int c) { return p->w + c * PANEL * p->K * p->bits / 8; }
 // 16 pairs of (scale, zero) of group j, from output n on
-INLINE void pair_of(const Packed *p, long j, long n, F *scale, F *zero) {
-  const long at = (j * p->N + n) * 2;
+INLINE void pair_of(const Packed *p, int64_t j, int64_t n, F *scale, F *zero) {
+  const int64_t at = (j * p->N + n) * 2;
   if (p->is_wide) {
     F a = load(F, (const float *)p->scale + at), b = load(F, (const float *)p->scale + at + 16);
     *scale = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -40,11 +40,11 @@ INLINE void pair_of(const Packed *p, long j, long n, F *scale, F *zero) {
   }
 }
 // One row's 16 outputs from n on, times their scales if they have one each
-INLINE void put(const Packed *p, long m, long n, F v) {
-  const long here = p->N - n < 16 ? p->N - n : 16, size = p->is_wide ? 4 : 2;
+INLINE void put(const Packed *p, int64_t m, int64_t n, F v) {
+  const int64_t here = p->N - n < 16 ? p->N - n : 16, size = p->is_wide ? 4 : 2;
   if (p->bits == 8) {
     float scale[16] = {0};
-    for (long i = 0; i < here; i++) scale[i] = number(p->scale, n + i, p->is_wide);
+    for (int64_t i = 0; i < here; i++) scale[i] = number(p->scale, n + i, p->is_wide);
     v *= load(F, scale);
   }
   H h = narrow(v);
@@ -59,14 +59,14 @@ INLINE F code(int bits, U w, int i) {
   return __builtin_convertvector((I)(w >> shift & (bits == 8 ? 255 : 15)) - (bits == 8 ? 128 : 8), F);
 }
 // Few rows: codes are widened in registers
-INLINE void few_rows(int bits, int rows, const uint32_t *w, const float *x, long k, float *part) {
+INLINE void few_rows(int bits, int rows, const uint32_t *w, const float *x, int64_t k, float *part) {
   const int each = 32 / bits, vecs = rows == 1 ? 4 : VECS;
   for (int n0 = 0; n0 < 4; n0 += vecs) {
     F acc[4][4];
     for (int m = 0; m < rows; m++)
       for (int n = 0; n < vecs; n++) acc[m][n] = load(F, part + m * PANEL + (n0 + n) * 16);
 #pragma clang loop unroll(disable)
-    for (long s = 0; s < k; s += each)
+    for (int64_t s = 0; s < k; s += each)
       for (int n = 0; n < vecs; n++) {
         const U word = load(U, w + s / each * PANEL + (n0 + n) * 16);
         for (int i = 0; i < each; i++) {
@@ -78,9 +78,9 @@ INLINE void few_rows(int bits, int rows, const uint32_t *w, const float *x, long
       for (int n = 0; n < vecs; n++) store(part + m * PANEL + (n0 + n) * 16, acc[m][n]);
   }
 }
-INLINE void widen_codes(int bits, const uint32_t *w, float *wide, long k) {
+INLINE void widen_codes(int bits, const uint32_t *w, float *wide, int64_t k) {
   const int each = 32 / bits;
-  for (long s = 0; s < k; s += each, w += PANEL)
+  for (int64_t s = 0; s < k; s += each, w += PANEL)
     for (int n = 0; n < 4; n++) {
       const U word = load(U, w + n * 16);
       for (int i = 0; i < each; i++) store(wide + (n / VECS * k + s + i) * VECS * 16 + n % VECS * 16, code(bits, word, i));
@@ -89,9 +89,9 @@ INLINE void widen_codes(int bits, const uint32_t *w, float *wide, long k) {
 INLINE void widened(int bits, const Packed *p, int c) {
   float part[p->M * PANEL], total[bits == 4 ? p->M * PANEL : 1], wide[STRETCH * PANEL];
   const uint32_t *w = (const uint32_t *)panel(p, c);
-  const long width = outputs(p, c), n0 = c * PANEL;
+  const int64_t width = outputs(p, c), n0 = c * PANEL;
   memset(part, 0, sizeof part), memset(total, 0, sizeof total);
-  for (long k = 0; k < p->K; k += p->stretch, w += p->stretch * bits / 32 * PANEL) {
+  for (int64_t k = 0; k < p->K; k += p->stretch, w += p->stretch * bits / 32 * PANEL) {
     const float *x = p->rows + k * p->M;
     switch (p->M) {
       case 1: few_rows(bits, 1, w, x, p->stretch, part); break;
@@ -101,33 +101,33 @@ INLINE void widened(int bits, const Packed *p, int c) {
         widen_codes(bits, w, wide, p->stretch);
         rows_over_panel(1, p->M, 1, (const uint32_t *)wide, (const uint32_t *)x, p->stretch, p->stretch, part);
     }
-    const long j = k / p->group;
+    const int64_t j = k / p->group;
     if (bits == 8 || (k + p->stretch) % p->group) continue;
-    for (long n = 0; n < width; n += 16) {
+    for (int64_t n = 0; n < width; n += 16) {
       F scale, zero;
       pair_of(p, j, n0 + n, &scale, &zero);
-      for (long m = 0; m < p->M; m++) {
+      for (int64_t m = 0; m < p->M; m++) {
         float *to = total + m * PANEL + n;
         store(to, fma_(splat(p->sums[j * p->M + m]), zero, fma_(load(F, part + m * PANEL + n), scale, load(F, to))));
       }
     }
     memset(part, 0, sizeof part);
   }
-  for (long m = 0; m < p->M; m++)
-    for (long n = 0; n < width; n += 16) put(p, m, n0 + n, load(F, (bits == 8 ? part : total) + m * PANEL + n));
+  for (int64_t m = 0; m < p->M; m++)
+    for (int64_t n = 0; n < width; n += 16) put(p, m, n0 + n, load(F, (bits == 8 ? part : total) + m * PANEL + n));
 }
-static void widened_chunk(void *arg, int c) {
+static void widened_chunk(void *arg, int c, char *) {
   const Packed *p = arg;
   if (p->bits == 8) widened(8, p, c);
   else widened(4, p, c);
 }
-static void rows_chunk(void *arg, int m) {
+static void rows_chunk(void *arg, int m, char *) {
   const Packed *p = arg;
-  for (long k = 0; k < p->K; k++)
+  for (int64_t k = 0; k < p->K; k++)
     p->rows[k / p->stretch * p->stretch * p->M + m * p->stretch + k % p->stretch] = number(p->x, m * p->K + k, p->is_wide);
-  for (long j = 0; j < p->K / p->group; j++) {
+  for (int64_t j = 0; j < p->K / p->group; j++) {
     float sum = 0;
-    for (long k = j * p->group; k < (j + 1) * p->group; k++) sum += number(p->x, m * p->K + k, p->is_wide);
+    for (int64_t k = j * p->group; k < (j + 1) * p->group; k++) sum += number(p->x, m * p->K + k, p->is_wide);
     p->sums[j * p->M + m] = sum;
   }
 }
@@ -136,19 +136,19 @@ static void rows_chunk(void *arg, int m) {
 
 #if defined(__AVX512BF16__)
 #define HAS_DIGITS 1
-static void digits_chunk(void *arg, int m) {
+static void digits_chunk(void *arg, int m, char *) {
   const Packed *p = arg;
   const bf16 *x = (const bf16 *)p->x + m * p->K;
-  for (long at = m; at < p->M * (p->K / p->group); at += p->M, x += p->group) {
+  for (int64_t at = m; at < p->M * (p->K / p->group); at += p->M, x += p->group) {
     int8_t *high = p->high + at * p->group, *low = p->low + at * p->group;
     U top = {0};
-    for (long k = 0; k < p->group; k += 16) top = __builtin_elementwise_max(top, __builtin_convertvector(load(H, x + k), U) & 0x7f80);
+    for (int64_t k = 0; k < p->group; k += 16) top = __builtin_elementwise_max(top, __builtin_convertvector(load(H, x + k), U) & 0x7f80);
     const int e = (int)(__builtin_reduce_max(top) >> 7), least = e < 20 ? 20 : e;  // the largest one's exponent, biased
     const uint32_t step = e == 255 ? 0x7fc00000u : (uint32_t)(least - 13) << 23, inverse = (uint32_t)(254 - (least - 13)) << 23;
     float times;
     memcpy(&times, &inverse, 4);
     I of_high = {0}, of_low = {0};
-    for (long k = 0; k < p->group; k += 16) {
+    for (int64_t k = 0; k < p->group; k += 16) {
       const I q = (I)_mm512_cvtps_epi32((__m512)(wide(load(H, x + k)) * times)), h = q >> 7, l = q & 127;
       of_high += h, of_low += l;
       _mm_storeu_si128((void *)(high + k), _mm512_cvtepi32_epi8((__m512i)h));
@@ -164,15 +164,15 @@ INLINE __m512i four(const int8_t *x) {  // the same four bytes in all lanes
   return v;
 }
 // Groups from j to end for rows from m0 on x (vecs * 16) outputs from n0 of panel c; `part` [M][64] holds what was before
-INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, long j, long end, long m0, long n0,
+INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, int64_t j, int64_t end, int64_t m0, int64_t n0,
                         float *part) {
-  const long group = p->group, each = 32 / bits;
+  const int64_t group = p->group, each = 32 / bits;
   const uint8_t *w = panel(p, c) + j * group / each * PANEL * 4 + n0 * 4;
   F total[4][4];
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) total[m][n] = load(F, part + (m0 + m) * PANEL + n0 + n * 16);
   for (; j < end; j++) {
-    const long of = j * p->M + m0;
+    const int64_t of = j * p->M + m0;
     __m512i high[4][4], low[4][4];
     for (int m = 0; m < rows; m++)
       for (int n = 0; n < vecs; n++) {  // bytes are without sign: take their middle off beforehand
@@ -181,7 +181,7 @@ INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, lo
       }
     const int8_t *xh = p->high + of * group, *xl = p->low + of * group;
 #pragma clang loop unroll(disable)
-    for (long k = 0; k < group; k += each, w += PANEL * 4) {
+    for (int64_t k = 0; k < group; k += each, w += PANEL * 4) {
       __m512i wv[2][4];
       for (int n = 0; n < vecs; n++) {
         wv[0][n] = _mm512_loadu_si512(w + n * 64);
@@ -199,7 +199,7 @@ INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, lo
         }
     }
     for (int n = 0; n < vecs; n++) {
-      const long at = c * PANEL + n0 + n * 16;
+      const int64_t at = c * PANEL + n0 + n * 16;
       F scale = {0}, zero = {0};
       if (bits == 4 && at < p->N) pair_of(p, j, at, &scale, &zero);
       for (int m = 0; m < rows; m++) {
@@ -215,20 +215,27 @@ INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, lo
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) store(part + (m0 + m) * PANEL + n0 + n * 16, total[m][n]);
 }
+#if HAS_TILES
+#include "linear_packed_tiles.h"
+#else
+#define FEW_DIGITS INT64_MAX
+#define digits_by_tiles(bits, p, c, part)
+#endif
 INLINE void digits_panel(int bits, const Packed *p, int c) {
-  const long groups = p->K / p->group, some = DEPTH * 32 / bits / p->group;  // as many as stay in the first cache
+  const int64_t groups = p->K / p->group, some = DEPTH * 32 / bits / p->group;  // as many as stay in the first cache
   float part[p->M * PANEL];
   memset(part, 0, sizeof part);
-  for (long j = 0, end; j < groups; j = end) {
+  if (p->M >= FEW_DIGITS) digits_by_tiles(bits, p, c, part);
+  else for (int64_t j = 0, end; j < groups; j = end) {
     end = groups - j < some || p->M <= 2 ? groups : j + some;
-    for (long m = 0; m < p->M; m += 2)
+    for (int64_t m = 0; m < p->M; m += 2)
       if (p->M - m > 1) digits_tile(bits, 2, 4, p, c, j, end, m, 0, part);
       else digits_tile(bits, 1, 4, p, c, j, end, m, 0, part);
   }
-  for (long m = 0; m < p->M; m++)
-    for (long n = 0; n < outputs(p, c); n += 16) put(p, m, c * PANEL + n, load(F, part + m * PANEL + n));
+  for (int64_t m = 0; m < p->M; m++)
+    for (int64_t n = 0; n < outputs(p, c); n += 16) put(p, m, c * PANEL + n, load(F, part + m * PANEL + n));
 }
-static void digits_panel_chunk(void *arg, int c) {
+static void digits_panel_chunk(void *arg, int c, char *) {
   const Packed *p = arg;
   if (p->bits == 8) digits_panel(8, p, c);
   else digits_panel(4, p, c);
@@ -240,23 +247,25 @@ static void digits_panel_chunk(void *arg, int c) {
 #endif
 
 // x [M, K], packed w, scales -> y [M, N], all bf16 or all fp32. K is a multiple of 16; with 4 bits of the group, N of 16.
-EXPORT(linear_packed)(const void *x, const void *w, const void *scale, void *y, long M, long N, long K, int bits, long group, int is_wide) {
+EXPORT(linear_packed)(const void *x, const void *w, const void *scale, void *y, int64_t M, int64_t N, int64_t K, int bits, int64_t group, int is_wide) {
   const int by_digits = HAS_DIGITS && !is_wide, size = is_wide ? 4 : 2;
-  const long even = K % 128 == 0 ? 128 : K % 64 == 0 ? 64 : K % 32 == 0 ? 32 : 16;
-  for (long m = 0; m < M; m += TALL) {
-    const long rows = M - m < TALL ? M - m : TALL;
+  const int64_t even = K % 128 == 0 ? 128 : K % 64 == 0 ? 64 : K % 32 == 0 ? 32 : 16, most = M < TALL ? M : TALL;
+  char *scratch = malloc(most * K * 4 + most * (K / (bits == 8 ? even : group)) * 12 + 16 * 128);  // tiles read 16 rows
+  if (!scratch) return 0;
+  for (int64_t m = 0; m < M; m += TALL) {
+    const int64_t rows = M - m < TALL ? M - m : TALL;
     Packed p = {.x = (const char *)x + m * K * size, .scale = scale, .w = w, .y = (char *)y + m * N * size, .M = rows, .N = N, .K = K};
     p.group = bits == 8 ? even : group, p.bits = bits, p.is_wide = is_wide;
-    const long steps = rows * (K / p.group);
-    char *scratch = malloc(rows * K * 4 + steps * 12);
+    const int64_t steps = rows * (K / p.group);
     p.stretch = even < STRETCH ? even : STRETCH;
     p.rows = (float *)scratch, p.sums = p.rows + rows * K;
     p.step = (float *)scratch, p.of_high = (int32_t *)p.step + steps, p.of_low = p.of_high + steps;
     p.high = (int8_t *)(p.of_low + steps), p.low = p.high + rows * K;
     const job_fn before = by_digits ? digits_chunk : rows_chunk;
-    if (rows >= MANY) pool_run(before, &p, (int)rows);
-    else for (int r = 0; r < rows; r++) before(&p, r);
-    pool_run(by_digits ? digits_panel_chunk : widened_chunk, &p, (int)((N + PANEL - 1) / PANEL));
-    free(scratch);
+    if (rows >= MANY) pool_run(before, &p, (int)rows, 0);
+    else for (int r = 0; r < rows; r++) before(&p, r, 0);
+    pool_run(by_digits ? digits_panel_chunk : widened_chunk, &p, (int)((N + PANEL - 1) / PANEL), 0);
   }
+  free(scratch);
+  return 1;
 }

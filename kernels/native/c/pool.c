@@ -3,13 +3,14 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <time.h>
 #define MOST 256
 #define SPIN_NS 200000  // a decoding pass hands out a job every 10 to 100 us: sleepers would come late to each
 
 // ticket = turn of the job (high half) and its next chunk (low half). Taking a chunk and seeing that the job is still the
 // same is one step, so nobody waits for a worker that the system has put aside: a job is over when its chunks are done.
-static struct job { job_fn fn; void *arg; uint32_t chunks; } jobs[2];
+static struct job { job_fn fn; void *arg; uint32_t chunks; int threads; char *room; size_t bytes; } jobs[2];
 static _Atomic uint64_t ticket;
 static atomic_uint done, sleepers;
 static int n_threads = 1, n_started = 1, minds_forks;
@@ -30,12 +31,12 @@ static int64_t now(void) {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
-static void work(unsigned turn) {
+static void work(unsigned turn, int mine) {
   for (uint64_t t = atomic_load_explicit(&ticket, memory_order_acquire); t >> 32 == turn;) {
     struct job j = jobs[turn & 1];  // read before the ticket is taken: if the take succeeds the job was this one
-    if ((uint32_t)t >= j.chunks) return;
+    if ((uint32_t)t >= j.chunks || mine >= j.threads) return;
     if (!atomic_compare_exchange_weak(&ticket, &t, t + 1)) continue;
-    j.fn(j.arg, (int)(uint32_t)t);
+    j.fn(j.arg, (int)(uint32_t)t, j.room + mine * j.bytes);
     atomic_fetch_add_explicit(&done, 1, memory_order_release);
     t = atomic_load_explicit(&ticket, memory_order_acquire);
   }
@@ -59,7 +60,7 @@ static void *worker(void *mine) {
       else if (t > until) sleep_past(seen);
     }
     seen = turn_now();
-    if ((int)(intptr_t)mine < n_threads) work(seen);
+    work(seen, (int)(intptr_t)mine);
   }
   return 0;
 }
@@ -69,6 +70,7 @@ static void after_fork(void) {  // a child has no workers: it starts its own whe
   pthread_mutex_init(&bed, 0);
   pthread_cond_init(&wake, 0);
   atomic_store(&sleepers, 0);
+  jobs[0] = jobs[1] = (struct job){0};  // what was under way is the parent's: no worker of ours may go on with it
   n_threads = n_started = 1;
 }
 // From now on n threads work at a job, the caller's among them. Workers are started once and never end.
@@ -83,14 +85,31 @@ __attribute__((visibility("default"))) void pool_threads(int n) {
   }
   pthread_mutex_unlock(&owner);
 }
-void pool_run(job_fn fn, void *arg, int chunks) {
-  if (n_threads == 1 || chunks == 1) {
-    for (int c = 0; c < chunks; c++) fn(arg, c);
-    return;
-  }
+// n times `bytes`, from an address that is a multiple of 64 on; `all`: what to free
+static char *room_for(int n, size_t bytes, void **all) {
+  *all = bytes ? malloc(n * bytes + 64) : 0;
+  return (char *)(((uintptr_t)*all + 63) / 64 * 64);
+}
+static int run_alone(job_fn fn, void *arg, int chunks, size_t bytes) {
+  void *all;
+  char *room = room_for(1, bytes, &all);
+  if (bytes && !all) return 0;
+  for (int c = 0; c < chunks; c++) fn(arg, c, room);
+  free(all);
+  return 1;
+}
+int pool_run(job_fn fn, void *arg, int chunks, size_t bytes) {
+  bytes = (bytes + 63) / 64 * 64;
+  if (n_threads == 1 || chunks == 1) return run_alone(fn, arg, chunks, bytes);
   pthread_mutex_lock(&owner);
+  void *all;
+  char *room = room_for(n_threads, bytes, &all);
+  if (bytes && !all) {
+    pthread_mutex_unlock(&owner);
+    return 0;
+  }
   unsigned turn = turn_now() + 1;
-  jobs[turn & 1] = (struct job){fn, arg, (uint32_t)chunks};
+  jobs[turn & 1] = (struct job){fn, arg, (uint32_t)chunks, n_threads, room, bytes};
   atomic_store_explicit(&done, 0, memory_order_relaxed);
   atomic_store(&ticket, (uint64_t)turn << 32);
   if (atomic_load(&sleepers)) {
@@ -98,7 +117,9 @@ void pool_run(job_fn fn, void *arg, int chunks) {
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&bed);
   }
-  work(turn);
+  work(turn, 0);
   while (atomic_load_explicit(&done, memory_order_acquire) < (unsigned)chunks) relax();
   pthread_mutex_unlock(&owner);
+  free(all);
+  return 1;
 }

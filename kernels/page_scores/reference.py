@@ -1,0 +1,46 @@
+"""Scores of pages in plain PyTorch, from the keys that codes stand for: the specification of `page_scores`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.code_scores import unpack2
+
+if TYPE_CHECKING:
+    from kvcli.kernels.page_scores import Box, Coded
+
+
+def of_box(rows: Tensor, box: Box, scale: float, softcap: float) -> Tensor:
+    """rows [K, R, D] -> [K, R, P]."""
+    q = rows.unsqueeze(2)  # [K, R, 1, D]
+    corner = torch.maximum(q * box.low.to(q).unsqueeze(1), q * box.high.to(q).unsqueeze(1))
+    return bend(corner.sum(-1), scale, softcap)
+
+
+def of_codes(rows: Tensor, coded: Coded, page: int, scale: float, softcap: float) -> Tensor:
+    """rows [K, R, D] -> [K, R, P]."""
+    codes = coded.codes if coded.codes.dtype == torch.int8 else unpack2(coded.codes, rows.shape[2])
+    key = codes.to(rows) * coded.scale.to(rows).unsqueeze(2)
+    if coded.spread is not None:
+        key = key * coded.spread.to(rows).unsqueeze(1)
+    if coded.mean is not None:
+        key = key + coded.mean.to(rows).unsqueeze(1)
+    score = rows @ key.transpose(1, 2)
+    if coded.error is not None:
+        score = score + rows.norm(dim=-1, keepdim=True) * coded.error.to(rows).unsqueeze(1)
+    return bend(score, scale, softcap).unflatten(2, (-1, page)).logsumexp(-1)
+
+
+def bend(score: Tensor, scale: float, softcap: float) -> Tensor:
+    """As the layer's softmax sees products of queries and keys."""
+    score = score * scale
+    return softcap * torch.tanh(score / softcap) if softcap > 0 else score
+
+
+def log_masses(x: Tensor, mask: Tensor) -> Tensor:
+    """x [K, G, N, P], mask [K, N, P] or [K, P] -> [K, G, N]."""
+    mask = mask.unsqueeze(1) if mask.dim() == 3 else mask[:, None, None]
+    return x.masked_fill(~mask, -torch.inf).logsumexp(-1)

@@ -1,0 +1,106 @@
+"""A block: keys and values of a run of tokens, as a file that is whole or not taken for one.
+
+A safetensors file with a checksum of what is in it: safetensors refuses a file that was cut short, and takes one with
+flipped bits for good. Nothing of it is believed before its sizes are those of the model that asks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from kvcli.files import write_private
+from kvcli.kv.slots import LayerShape
+from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
+
+LENGTH = 256  # tokens of a whole one
+SUM = "crc32"
+HEADER = 1 << 20  # bytes, at most
+# what comes of headers that say what no header does
+UNREADABLE = (Unfit, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+
+
+class Damaged(Exception):
+    """The file holds nothing that may be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Tokens that follow each other, and what layers stored of them."""
+
+    ids: Sequence[int]  # n
+    kv: Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [K, n, D], v [K, n, E]; a window may have lost a layer's
+
+    def write(self, path: Path) -> int:
+        """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again."""
+        tensors = {"ids": torch.tensor(self.ids, dtype=torch.int32)}
+        for layer, (k, v) in self.kv.items():
+            tensors |= {f"k.{layer}": k.cpu().contiguous(), f"v.{layer}": v.cpu().contiguous()}
+        data = save(tensors, {SUM: _sum(tensors)})
+        write_private(path, data, is_lasting=False)
+        return len(data)
+
+
+def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
+    """The block of a model with layers of these shapes, stored in numbers of this type. Raises Damaged."""
+    own = [(i, shape) for i, shape in enumerate(shapes) if shape.shares is None]
+    most = LENGTH * sum(s.n_kv_heads * (s.k_dim + s.v_dim) for _, s in own) * dtype.itemsize + 4 * LENGTH + HEADER
+    try:
+        data = read_small(path, most)
+        tensors, said = load(data), _said(data)
+    except (SafetensorError, *UNREADABLE) as error:
+        raise Damaged(str(error)) from None
+    ids = tensors.get("ids")
+    if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH or _sum(tensors) != said:
+        raise Damaged("its numbers are not those that were written")
+    kv = {}
+    for layer, shape in own:
+        k, v = tensors.get(f"k.{layer}"), tensors.get(f"v.{layer}")
+        if k is None or v is None:
+            continue
+        heads, n = shape.n_kv_heads, len(ids)
+        if k.shape != (heads, n, shape.k_dim) or v.shape != (heads, n, shape.v_dim) or {k.dtype, v.dtype} != {dtype}:
+            raise Damaged("it is of another model")
+        kv[layer] = k, v
+    return Block(ids.tolist(), kv)
+
+
+def glance(path: Path) -> tuple[np.ndarray, frozenset[int]]:
+    """The tokens of a block, int32 [n], and the layers that it has, without the rest. Raises Damaged."""
+    try:
+        with open_regular(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_object(file.read(min(size, HEADER)))
+            first, end = header["ids"]["data_offsets"]
+            if header["ids"]["dtype"] != "I32" or not 0 < end - first <= 4 * LENGTH:
+                raise Damaged("these are no tokens")
+            file.seek(8 + size + first)
+            ids = np.frombuffer(file.read(end - first), "<i4")
+            layers = frozenset(int(name[2:]) for name in header if name.startswith("k."))
+    except (OSError, OverflowError, *UNREADABLE) as error:
+        raise Damaged(str(error)) from None
+    if 4 * len(ids) != end - first:
+        raise Damaged("it was cut short")
+    return ids, layers
+
+
+def _said(data: bytes) -> object:
+    """The checksum that a file names, whose header was read already."""
+    header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header["__metadata__"][SUM]
+
+
+def _sum(tensors: Mapping[str, Tensor]) -> str:
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"

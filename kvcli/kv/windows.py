@@ -1,0 +1,75 @@
+"""Sliding windows: slots that no row to come can see, which a store gives back at boundaries.
+
+A slot behind the window of every later row is hidden from them all, so no number changes when it goes. What was read
+cannot be undone beyond it: a text that goes back further is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvcli.kv.slots import LayerShape, Sight
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What rows of a layer see, and what is kept behind it."""
+
+    size: int  # tokens: a row at position p sees positions > p - size
+    back: int = 256  # tokens that may be undone all the same; slots go in steps of so many
+
+    def opens(self, end: int) -> int:
+        """The position below which slots may go when no row stands before `end`."""
+        return max(0, (end - self.size - self.back) // self.back * self.back)
+
+    def most(self, fresh: int) -> int:
+        """Slots a head at most, `fresh` of them since the last boundary."""
+        return self.size + 2 * self.back + fresh
+
+
+class Windows:
+    """The windows of a store's layers, and how far each was given back."""
+
+    def __init__(self, of: Mapping[int, Window]) -> None:
+        self._of = dict(of)  # by layer; others keep everything
+        self._opened: dict[int, int] = {}  # by layer: position
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._of
+
+    def due(self, layer: int, end: int) -> int:
+        """The position below which slots are to go now, when no row stands before `end`; 0 = none are."""
+        low = self._of[layer].opens(end) if layer in self._of else 0
+        if low <= self._opened.get(layer, 0):
+            return 0
+        self._opened[layer] = low
+        return low
+
+    def reaches(self, n: int, stored: Callable[[int], Iterable[Tensor]]) -> bool:
+        """Whether a row at position n finds all that it sees; `stored`: of a layer, positions [K, S] by tier."""
+
+        def has_all(layer: int, first: int) -> bool:
+            found = sum(((pos >= first) & (pos < n)).sum(1) for pos in stored(layer))
+            return bool(torch.as_tensor(found == n - first).all())
+
+        return all(has_all(layer, max(0, n - window.size + 1)) for layer, window in self._of.items())
+
+    def clear(self) -> None:
+        """Slots were undone: what comes next may have to give back again."""
+        self._opened.clear()
+
+
+def windows_of(shapes: Sequence[LayerShape], sights: Sequence[Sight]) -> dict[int, Window]:
+    """By layer that stores: the window of the rows that look furthest back in it; none where one sees all."""
+    size: dict[int, int | None] = {}
+    for layer, (shape, sight) in enumerate(zip(shapes, sights, strict=True)):
+        holder = layer if shape.shares is None else shape.shares
+        of, here = size.get(holder, 0), sight.window
+        size[holder] = None if of is None or here is None else max(of, here)
+    return {layer: Window(n) for layer, n in size.items() if n is not None}

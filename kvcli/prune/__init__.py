@@ -1,0 +1,1 @@
+"""Methods that leave tokens of a prompt behind between layers."""

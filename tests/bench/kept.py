@@ -1,0 +1,145 @@
+"""A second question about a document, from another command: how much sooner its first token comes.
+
+    python tests/bench/kept.py [--model smollm2-135m] [--document FILE] [--reps 5] [--tokens 8000] [--out FILE]
+
+Each round is two commands with a cache folder of their own, and two with nothing kept, by turns. Then, in one process
+and with a random model of 152M parameters: reading so many tokens against taking them from disk, first token to first
+token, and whether the logits are the same to the bit. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+QUESTIONS = ("What is this document about?", "Which commands does it name?")
+
+
+def asked(model: str, document: Path, question: str, home: Path, keep: str) -> dict[str, Any]:
+    """The figures of one command."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    (home / "config").mkdir(parents=True, exist_ok=True)
+    (home / "config" / "config.toml").write_text(f'schema = 1\nkeep_kv = "{keep}"\n')
+    command = [sys.executable, "-m", "kvcli", "chat", model, "-f", str(document), "-p", question]
+    command += ["--json", "-P", "exact", "--max-new-tokens", "16"]
+    began = time.perf_counter()
+    done = subprocess.run(command, env=env, capture_output=True, check=True, text=True)
+    said = json.loads(done.stdout)
+    times = {"first_token": said["time"]["first_token"], "wall_s": time.perf_counter() - began}
+    return {"prompt": said["tokens"]["prompt"], "cached": said["tokens"]["cached"], **times}
+
+
+def commands(model: str, document: Path, reps: int) -> list[dict[str, Any]]:
+    found: dict[str, list[dict[str, Any]]] = {"first question": [], "second": [], "second, nothing kept": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(reps + 1):
+            home, bare = Path(folder, f"kept{i}"), Path(folder, f"bare{i}")
+            for each in (home, bare):
+                data = each / "data"
+                data.mkdir(parents=True)
+                if (mine := Path(os.environ.get("KVCLI_HOME", ""), "data", "models")).is_dir():
+                    (data / "models").symlink_to(mine)
+                if (mine := Path(os.environ.get("KVCLI_HOME", ""), "cache", "gguf")).is_dir():
+                    (each / "cache").mkdir()
+                    (each / "cache" / "gguf").symlink_to(mine)
+            round_ = {
+                "first question": asked(model, document, QUESTIONS[0], home, "8GiB"),
+                "second": asked(model, document, QUESTIONS[1], home, "8GiB"),
+                "second, nothing kept": asked(model, document, QUESTIONS[1], bare, "0GiB"),
+            }
+            for side, figures in round_.items():
+                if i:
+                    found[side].append(figures)
+    rows = []
+    for side, all_of in found.items():
+        row = {"side": side, "prompt": all_of[0]["prompt"], "cached": all_of[0]["cached"]}
+        for key in ("first_token", "wall_s"):
+            times = [each[key] for each in all_of]
+            row |= {key: statistics.median(times), f"{key}_low": min(times), f"{key}_high": max(times)}
+        rows.append(row)
+    return rows
+
+
+def resumed(n: int, reps: int) -> dict[str, Any]:
+    """Reading n tokens, and going on from what was kept of them."""
+    import torch
+
+    from kvcli.chat.local import load
+    from kvcli.kept.shelf import Shelf
+    from tests.bench.random_model import write
+
+    times: dict[str, list[float]] = {"read": [], "kept": [], "keeping": []}
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder, "random-152M"))
+        model = load(str(Path(folder, "random-152M")), "exact")
+        ids = torch.randint(10, 16_000, (n + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+        said = {}
+        for i in range(reps + 1):
+            shelf = Shelf(Path(folder, f"kv{i}"), 1 << 34, model.lm)
+            for side in ("read", "kept"):
+                model.shelf = shelf if side == "kept" else None
+                with model.open() as text:
+                    turn = text.generate(ids, max_new_tokens=8, ignore_eos=True)
+                    said.setdefault(side, turn.ids)
+                    assert said[side] == turn.ids
+                    if side == "read":
+                        text.model.shelf = shelf
+                        began = time.perf_counter()
+                        assert not text.keep().why_not
+                        times["keeping"].append(time.perf_counter() - began)
+                    else:
+                        assert turn.stats.cached >= n - 1, turn.stats.cached
+                    times[side].append(turn.stats.first_token)
+        assert said["read"] == said["kept"]
+    median = {side: statistics.median(found[1:]) for side, found in times.items()}
+    named = {f"{side}_s": value for side, value in median.items()}
+    return {"tokens": n, **named, "gain": median["read"] / median["kept"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "drafting.md")
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    from tests.bench.decode import machine
+
+    rows = commands(args.model, args.document.resolve(), args.reps)
+    for row in rows:
+        share = f"cached {row['cached']:>6,} of {row['prompt']:>6,}"
+        print(f"{row['side']:<22} {share}  first token {row['first_token']:.2f} s  command {row['wall_s']:.2f} s")
+    taken = resumed(args.tokens, max(1, args.reps // 2))
+    print(
+        f"{taken['tokens']:,} tokens of random-152M: read {taken['read_s']:.2f} s, kept in {taken['keeping_s']:.2f} s, "
+        f"taken from disk {taken['kept_s']:.3f} s, {taken['gain']:.0f}x sooner, the same tokens"
+    )
+    about = machine()
+    result = {
+        "title": "Read once",
+        "command": f"python tests/bench/kept.py --model {args.model} --reps {args.reps} --tokens {args.tokens}",
+        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
+        "document": args.document.name,
+        "rows": rows,
+        "resumed": taken,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What it costs that rows of recall and of Hadamard-turned tiers read apart: native reads against torch's, one layer.
+
+    python tests/bench/rows_apart.py [--slots 16384] [--rows 1,8] [--repeats 15] [--threads 1]
+
+bf16, random keys with loud channels, 4 KV heads of 128 with 4 query heads each; the sides take turns, and times are
+medians of this process's CPU seconds. Torch's side is what runs where no native kernels are, with all rows over the
+union of what they chose. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvcli.kernels import native
+from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.merge import merge
+from kvcli.kernels.page_scores.reference import log_masses
+from kvcli.kv import index_certified, index_minmax, index_sketch, packed, recall, slab
+from kvcli.kv.dense import Dense
+from kvcli.kv.index import Index
+from kvcli.kv.packed import Packed
+from kvcli.kv.recall_pages import Budget
+from kvcli.kv.recall_store import RecallStore
+from kvcli.kv.slots import Sight, Store, Tier, alike, empty_like
+
+K, G, D = 4, 4, 128
+BUDGET = Budget(0.03, 1024, 16, 64)
+INDEXES: dict[str, Callable[[], Index]] = {
+    "minmax 16": lambda: index_minmax.MinMax(16),
+    "sketch 4": lambda: index_sketch.Sketch(4),
+    "certified 4": lambda: index_certified.Certified(4),
+}
+# bits of keys and of values, and whether they are turned
+PACKED = {"hadamard 4 4": (4, 4, "hadamard"), "hadamard 8 8": (8, 8, "hadamard"), "8 8": (8, 8, "none")}
+PACKED["sketch on 4 4"] = (4, 4, "none")
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """As where no native kernels are."""
+    with ExitStack() as stack:
+        for module in (recall, slab):
+            stack.enter_context(mock.patch.object(module, "serves", return_value=False))
+        stack.enter_context(mock.patch.object(packed, "serves_packed", return_value=False))
+        for module in (index_minmax, index_sketch, index_certified):
+            stack.enter_context(mock.patch.object(module, "why_not", return_value="not asked"))
+        stack.enter_context(mock.patch.object(recall, "log_masses", log_masses))
+        yield
+
+
+def stored(name: str, slots: int) -> Tier:
+    torch.manual_seed(0)
+    loud = torch.where(torch.rand(K, 1, D) < 0.1, 6.0, 1.0)
+    k = ((torch.randn(K, slots, D) + torch.randn(K, 1, D)) * loud).bfloat16()
+    v = torch.randn(K, slots, D).bfloat16()
+    dense = Dense(alike(1, K, D), torch.bfloat16)
+    if name in PACKED:
+        k_bits, v_bits, turn = PACKED[name]
+        held = Packed(1, K, D, torch.bfloat16, k_bits=k_bits, v_bits=v_bits, group=64, rotate=turn)
+        held.append(0, k, v, 0)
+        if not name.startswith("sketch"):
+            return held
+        reads = recall.Recall(held, INDEXES["sketch 4"](), BUDGET, [0], source=held)
+        reads.take(0, empty_like(held.slots(0)))  # a boundary
+        return reads
+    kv: Store = dense
+    if name in INDEXES:
+        epsilon = 0.5 if name.startswith("certified") else None
+        kv = RecallStore(dense, INDEXES[name](), BUDGET, [0], epsilon=epsilon, source=dense)
+    kv.append(0, k, v, 0)
+    kv.settle()
+    kv.append(0, k[:, :30], v[:, :30], slots)
+    return kv
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--slots", type=int, default=16384)
+    ask.add_argument("--rows", default="1,8")
+    ask.add_argument("--repeats", type=int, default=15)
+    ask.add_argument("--threads", type=int, default=1)
+    ask.add_argument("--only", default=",".join([*INDEXES, *PACKED]))
+    args = ask.parse_args()
+    torch.set_num_threads(args.threads)
+    functions = native.native()
+    assert functions is not None, native.why_not()
+    functions.use_threads(args.threads)
+    table = []
+    for name in args.only.split(","):
+        kv = stored(name, args.slots)
+        for n in map(int, args.rows.split(",")):
+            q, k, v = (torch.randn(heads, n, D).bfloat16() for heads in (K * G, K, K))
+            pos, sees = [args.slots + 30 + i for i in range(n)], torch.ones(n, n, dtype=torch.bool).tril()
+            own = Own(k, v, pos, sees if n > 1 else None, sees if n > 1 else None)
+
+            def once(n: int = n, own: Own = own, q: torch.Tensor = q, kv: Tier = kv, pos: list[int] = pos) -> float:
+                began = time.process_time()
+                merge(kv.attend(0, q, Sight(D**-0.5), pos, own))
+                return (time.process_time() - began) * 1e3
+
+            took: dict[str, list[float]] = {"native": [], "torch": []}
+            for at in range(args.repeats + 2):
+                ours = once()
+                with torch_alone():
+                    theirs = once()
+                if at > 1:  # the first ones warm up
+                    took["native"].append(ours)
+                    took["torch"].append(theirs)
+            ours, theirs = (statistics.median(took[side]) for side in ("native", "torch"))
+            table.append({"store": name, "rows": n, "native": round(ours, 3), "torch": round(theirs, 3)})
+            print(
+                f"{name:14} {n:3} rows  native {ours:8.2f} ms  torch {theirs:8.2f} ms  {ours / theirs:5.2f}", flush=True
+            )
+    print(json.dumps(vars(args) | {"table": table}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What the native kernels ask of the system: memory, which may be refused, and threads, which a fork leaves behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli.engine.engine import run
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.threads import use_threads
+from kvcli.kernels import native as built
+from kvcli.kernels.linear import linear, pack
+from kvcli.kernels.native import build
+from kvcli.kv.dense import Dense
+from tests.families import build as family
+
+pytestmark = pytest.mark.skipif(not built.levels(), reason=built.why_not() or "unknown")
+
+
+TASKS = "/proc/self/task"  # a process's threads, on Linux
+
+
+@pytest.fixture(scope="module")
+def scarce(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """A library whose allocator refuses as it is told."""
+    pytest.importorskip("ziglang", reason="the compiler; comes with the dev extra")
+    (machine, system), best = build.here(), built.levels()[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(build.LEVELS, machine, {best: build.LEVELS[machine][best]})
+        flags = ["-include", str(Path(__file__).with_name("scarce.h"))]
+        made = build.build(tmp_path_factory.mktemp("scarce"), machine, system, build.compiler(), flags)
+    return ctypes.CDLL(str(made))
+
+
+@pytest.fixture
+def one_thread_after() -> Iterator[None]:
+    yield
+    use_threads(1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("dtype", "quant"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
+def test_memory_that_is_refused_is_an_error_and_nothing_is_lost(
+    dtype: str, quant: str, threads: int, scarce: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+):
+    functions = built.Native(scarce, built.levels()[-1])
+    functions.use_threads(threads)
+    monkeypatch.setattr(built, "native", lambda level=None: functions)
+    lm = LM.of(family("qwen3", getattr(torch, dtype)), quant=quant)
+    lm.lay_out()
+    kv = Dense(lm.shapes, lm.dtype)
+    (made,) = run([Feed(lm, Rows.chain(list(range(20)), 0), kv, want=[0])])  # more than many kernels do at once
+    for layer, fresh in made.fresh.items():
+        kv.append(layer, fresh.k, fresh.v, 0)
+    counts = {name: ctypes.c_int.in_dll(scarce, name) for name in ("requests", "refused")}
+
+    def logits() -> Tensor:
+        counts["requests"].value = 0
+        rows = Rows.build(3, 20, Draft([5, 7, 7, 9, *range(20)], [-1, 0, -1, 2, *range(-1, 19)]))
+        (made,) = run([Feed(lm, rows, kv, want=range(25))])
+        return made.logits
+
+    wanted = logits()
+    n = counts["requests"].value
+    assert n > 10
+    for at in range(1, n + 1):
+        counts["refused"].value = at
+        with pytest.raises(MemoryError, match="native kernel"):
+            logits()
+        assert counts["requests"].value == at  # nothing goes on behind it
+    counts["refused"].value = 0
+    assert torch.equal(logits(), wanted)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_computes_and_so_does_its_parent(one_thread_after: None):
+    functions = built.native()
+    assert functions is not None
+    x, packed, over = torch.randn(40, 64), pack(torch.randn(640, 64)), Event()
+    wanted = linear(x, packed, None, 640)
+    use_threads(3)
+
+    def computes(threads: int) -> bool:
+        functions.use_threads(threads)
+        return torch.equal(linear(x, packed, None, 640), wanted)
+
+    def child() -> int:
+        """Born, most often, while another thread has the pool."""
+        if pid := os.fork():
+            return pid
+        signal.alarm(30)  # what waits for a thread that is not there waits for ever
+        is_right = torch.equal(linear(x, packed, None, 640), wanted) and computes(1) and computes(3)
+        os._exit(not (is_right and len(os.listdir(TASKS)) == 3 if os.path.isdir(TASKS) else is_right))
+
+    def work() -> None:
+        while not over.is_set():
+            linear(x, packed, None, 640)
+
+    busy = Thread(target=work)
+    busy.start()
+    try:
+        for _ in range(9):
+            assert os.waitpid(child(), 0)[1] == 0
+        assert computes(2)
+    finally:
+        over.set()
+        busy.join()

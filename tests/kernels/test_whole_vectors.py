@@ -1,0 +1,41 @@
+"""Activations in whole vectors: the module's own numbers, the same for a row alone and among others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kvcli.kernels.whole_vectors import PIECE, activation_
+
+ACTS = {"gelu": nn.GELU(), "tanh": nn.GELU("tanh"), "silu": nn.SiLU(), "sigmoid": nn.Sigmoid()}
+
+
+@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 56, 64, PIECE // 3])
+def test_a_row_is_the_same_alone_and_among_others(name: str, dtype: torch.dtype, width: int) -> None:
+    x = torch.randn(1, 7, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    root = nn.Sequential(ACTS[name])
+    want = root(x)
+    assert activation_(root) == 1
+    try:
+        together = root(x)
+        torch.testing.assert_close(together, want)
+        for i in range(7):
+            assert torch.equal(root(x[:, i : i + 1]), together[:, i : i + 1])
+        assert torch.equal(root(x.transpose(1, 2)), together.transpose(1, 2)), "however it lies in memory"
+        assert root(x[:, :0]).shape == (1, 0, width)
+    finally:
+        del ACTS[name].forward
+
+
+def test_what_is_no_function_of_single_numbers_stays() -> None:
+    others = [
+        nn.Softmax(-1),
+        nn.Identity(),
+        nn.Dropout(0.0),
+        nn.LayerNorm(4, elementwise_affine=False),
+        nn.Linear(7, 7),
+    ]
+    assert activation_(nn.Sequential(*others)) == 0

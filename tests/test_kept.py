@@ -1,0 +1,311 @@
+"""What was read is kept on disk: found again by its beginning, the same to the bit, and never believed if damaged."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from kvcli.drafts.off import Off
+from kvcli.engine.engine import drive, events, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Rows
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.files import SPARE
+from kvcli.kept import shelf as shelves
+from kvcli.kept import tree
+from kvcli.kept.block import LENGTH, Damaged, glance, read
+from kvcli.kept.shelf import Kept, Shelf
+from kvcli.kept.tree import Tree
+from kvcli.kv.dense import Dense
+from kvcli.kv.windows import windows_of
+from tests import families
+
+torch.set_num_threads(1)
+IDS = families.prompt(3 * LENGTH + 40)
+NEW = 8
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LM:
+    """A model whose weights lie in a file, as only such a one is known again."""
+    folder = tmp_path_factory.mktemp("model")
+    more = {"sliding_window": 200} if request.param == "gemma3" else {}
+    model = families.build(request.param, max_position_embeddings=2048, **more)
+    save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
+    lm = LM.of(model, path=str(folder))
+    lm.lay_out()
+    assert lm.is_row_invariant  # so that chunks may begin anywhere
+    return lm
+
+
+def shelf_in(folder: Path, lm: LM, most: int = 1 << 30) -> Shelf:
+    return Shelf(folder, most, lm, worth=0)
+
+
+def session(lm: LM) -> Session:
+    return Session(
+        lm, Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights)), Off(), Sampler(), chunk=100
+    )
+
+
+def answer(lm: LM, shelf: Shelf | None, ids: list[int]) -> tuple[int, list[int], torch.Tensor]:
+    """Tokens that needed no reading, those that came, and the logits behind the prompt."""
+    s = session(lm)
+    cached = shelf.fetch(s, ids) if shelf is not None else 0
+    while drive(s.chunk(ids)):
+        pass
+    (made,) = run([Feed(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.kv, want=[0])])
+    list(events(s.stream(NEW)))
+    if shelf is not None:
+        assert not shelf.keep(s).why_not
+    return cached, s.ids[len(ids) :], made.logits[0]
+
+
+def test_a_text_goes_on_from_what_another_run_read(lm: LM, tmp_path: Path) -> None:
+    shelf = shelf_in(tmp_path / "kv", lm)
+    nothing, said, logits = answer(lm, shelf, IDS)
+    whole = [*IDS, *said, *families.prompt(30)]
+    cached, again, same = answer(lm, shelf_in(tmp_path / "kv", lm), whole)
+    _, plain, alone = answer(lm, None, whole)
+    assert (nothing, cached) == (0, len(IDS) + NEW - 1)  # all that was stored: the last token was pending
+    assert again == plain
+    assert torch.equal(same, alone)
+    assert torch.equal(answer(lm, shelf, IDS)[2], logits)
+
+
+@pytest.mark.parametrize("shared", [1, 20, 100, LENGTH, LENGTH + 1, 2 * LENGTH + 90, len(IDS) - 1])
+def test_texts_share_what_they_begin_with(lm: LM, tmp_path: Path, shared: int) -> None:
+    shelf = shelf_in(tmp_path / "kv", lm)
+    answer(lm, shelf, IDS)
+    other = [*IDS[:shared], *reversed(IDS)]
+    alike = next(i for i, (a, b) in enumerate(zip([*IDS, -1], other, strict=False)) if a != b)
+    cached, said, logits = answer(lm, shelf, other)
+    gone = max((w.opens(len(IDS)) + w.size - 1 for w in windows_of(lm.shapes, lm.sights).values()), default=0)
+    assert cached == (alike if alike >= max(32, gone) else 0)  # what windows had given back was not there to be kept
+    _, plain, alone = answer(lm, None, other)
+    assert said == plain
+    assert torch.equal(logits, alone)
+    assert answer(lm, shelf, IDS)[0] == len(IDS) - 1  # both lie there
+    assert answer(lm, shelf, other)[0] == len(other) - 1
+
+
+def test_a_longer_text_takes_the_place_of_its_beginning(lm: LM, tmp_path: Path) -> None:
+    shelf = shelf_in(tmp_path / "kv", lm)
+    for end in (50, 100, 200, LENGTH + 10, LENGTH + 100):
+        shelf.keep(read_all(lm, IDS[:end]))
+    assert len(list((tmp_path / "kv").glob(f"*/*{tree.ENDS}"))) == 2
+    assert shelf.fetch(session(lm), IDS) == LENGTH + 99
+
+
+def test_each_field_in_which_a_model_differs_is_named(lm: LM, tmp_path: Path) -> None:
+    shelf = shelf_in(tmp_path / "kv", lm)
+    answer(lm, shelf, IDS)
+    fields, of_model = dict(shelf._fields), {"weights", "config", "load.quant", "load.dtype"}
+    assert of_model | {"format", "kvcli", "torch", "device", "layers"} == set(fields)
+    for field in fields:
+        other = shelf_in(tmp_path / "kv", lm)
+        other._fields = fields | {field: "another"}
+        s = session(lm)
+        assert other.fetch(s, IDS) == 0
+        assert other.differs(s) == [f"{field} was {fields[field]}, is another"]
+
+
+def test_weights_that_were_replaced_since_are_another_models(lm: LM, tmp_path: Path) -> None:
+    """Same size, same bytes where anybody looks."""
+    shelf = shelf_in(tmp_path / "kv", lm)
+    answer(lm, shelf, IDS)
+    file = Path(lm.info.path) / "model.safetensors"
+    before = file.stat()
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    try:
+        assert shelf.fetch(session(lm), IDS) > 0  # loaded before
+        other = shelf_in(tmp_path / "kv", lm)
+        assert other.fetch(session(lm), IDS) == 0
+        assert [field.split()[0] for field in other.differs(session(lm))] == ["weights"]
+    finally:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_another_model_is_no_reason(lm: LM, tmp_path: Path) -> None:
+    """What was never kept was not made useless by what was."""
+    answer(lm, shelf_in(tmp_path / "kv", lm), IDS)
+    mine = lm.info
+    try:
+        lm.info = replace(mine, id="another", path="")
+        assert not shelf_in(tmp_path / "kv", lm).differs(session(lm))
+        lm.info = replace(mine, id="another", quant="int8")
+        assert not shelf_in(tmp_path / "kv", lm).differs(session(lm))
+    finally:
+        lm.info = mine
+
+
+def test_what_was_not_used_for_longest_makes_room(lm: LM, tmp_path: Path) -> None:
+    shelf_in(tmp_path / "one", lm).keep(read_all(lm, IDS))
+    one = sum(p.stat().st_size for p in (tmp_path / "one").glob("*/*"))
+    shelf = shelf_in(tmp_path / "kv", lm, int(2.5 * one))
+    texts = [[start, *IDS[1:]] for start in range(4)]
+    for ids in texts[:3]:
+        answer(lm, shelf, ids)
+        for path in (tmp_path / "kv").glob("*/*"):
+            os.utime(path, (path.stat().st_mtime - 10, path.stat().st_mtime - 10))  # as time goes by
+    held = sum(p.stat().st_size for p in (tmp_path / "kv").glob("*/*"))
+    assert held < 2.5 * one
+    assert [shelf.fetch(session(lm), ids) > LENGTH for ids in texts] == [False, True, True, False]
+    assert "no room" in shelf_in(tmp_path / "kv", lm, one // 2).keep(read_all(lm, texts[3])).why_not
+
+
+def read_all(lm: LM, ids: list[int]) -> Session:
+    s = session(lm)
+    while drive(s.chunk(ids)):
+        pass
+    return s
+
+
+def test_what_is_read_in_a_moment_is_not_written(lm: LM, tmp_path: Path) -> None:
+    assert Shelf(tmp_path / "kv", 1 << 30, lm).keep(read_all(lm, IDS)) == Kept()
+    assert not (tmp_path / "kv").exists()
+
+
+def test_files_are_their_owners_alone(lm: LM, tmp_path: Path) -> None:
+    answer(lm, shelf_in(tmp_path / "kv", lm), IDS)
+    for path in (tmp_path / "kv").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600)
+
+
+def test_a_folder_that_takes_nothing_costs_no_answer(lm: LM, tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("in the way")
+    assert "not kept" in shelf_in(tmp_path / "kv", lm).keep(read_all(lm, IDS)).why_not
+    assert shelf_in(tmp_path / "kv", lm).fetch(session(lm), IDS) == 0
+
+
+@pytest.fixture(scope="module")
+def kept(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, list[Path]]:
+    folder = tmp_path_factory.mktemp("kv")
+    answer(lm, shelf_in(folder, lm), IDS)
+    return Tree(next(folder.iterdir())), sorted(folder.glob(f"*/*{tree.ENDS}"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_damaged_file_is_believed(lm: LM, kept: tuple[Tree, list[Path]], tmp_path_factory, seed: int) -> None:  # type: ignore[no-untyped-def]
+    noise = random.Random(seed)
+    whole = noise.choice(kept[1]).read_bytes()
+    data = bytearray(whole)
+    match noise.randrange(4):
+        case 0:
+            del data[noise.randrange(len(data)) :]
+        case 1:
+            data += noise.randbytes(noise.randrange(1, 9))
+        case 2:
+            data[noise.randrange(len(data))] ^= 1 << noise.randrange(8)
+        case _:
+            at = noise.randrange(min(len(data), 4096))
+            data[at : at + 8] = noise.randbytes(8)
+    path = tmp_path_factory.getbasetemp() / "damaged.kv"
+    path.write_bytes(data)
+    with suppress(Damaged):
+        assert 0 < len(glance(path)[0]) <= LENGTH
+    try:
+        block = read(path, lm.shapes, lm.dtype)
+    except Damaged:
+        return
+    assert block.ids  # a name of the header that says nothing may have changed
+    path.write_bytes(whole)
+    same = read(path, lm.shapes, lm.dtype)
+    assert block.ids == same.ids
+    assert all(torch.equal(a, b) for i in same.kv for a, b in zip(block.kv.get(i, same.kv[i]), same.kv[i], strict=True))
+
+
+def test_what_a_text_has_already_is_not_read_from_the_disk_again(
+    lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = shelf_in(tmp_path / "kv", lm)
+    answer(lm, shelf, IDS)
+    half, opened = read_all(lm, IDS[: 2 * LENGTH + 20]), list[Path]()
+    monkeypatch.setattr(shelves, "read", lambda path, *rest: (opened.append(path), read(path, *rest))[1])
+    assert shelf.fetch(half, [*IDS[: 2 * LENGTH + 30], -1, *IDS]) == 2 * LENGTH + 19  # too little to fetch
+    assert not opened
+    assert shelf.fetch(half, IDS) == len(IDS) - 1
+    assert len(opened) == 2
+    fresh = read_all(lm, IDS)
+    while drive(half.chunk(IDS)):
+        pass
+    (made,), (same,) = (run([Feed(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.kv, want=[0])]) for s in (half, fresh))
+    assert torch.equal(made.logits, same.logits)
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "numbers", "tokens", "pipe"])
+def test_a_damaged_block_is_made_again(lm: LM, tmp_path: Path, how: str) -> None:
+    shelf = shelf_in(tmp_path / "kv", lm)
+    answer(lm, shelf, IDS)
+    (folder,) = (tmp_path / "kv").iterdir()
+    path = [path for path, _ in Tree(folder).places(IDS)][1]
+    data = bytearray(path.read_bytes())
+    match how:
+        case "empty":
+            data.clear()
+        case "cut":
+            del data[-100:]
+        case "numbers":
+            data[-1] ^= 1
+        case "tokens":
+            at = bytes(data).index(torch.tensor(IDS[LENGTH : 2 * LENGTH], dtype=torch.int32).numpy().tobytes())
+            data[at] ^= 1
+        case "pipe":
+            path.unlink()
+            os.mkfifo(path)
+    if how != "pipe":
+        path.write_bytes(data)
+    cached, said, _ = answer(lm, shelf, IDS)
+    assert cached in (0, LENGTH)  # a window may have lost what the block before needs
+    assert said == answer(lm, None, IDS)[1]
+    assert answer(lm, shelf, IDS)[0] == len(IDS) - 1
+
+
+def test_what_others_remove_meanwhile_is_no_failure(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs make room at once: what one has listed is gone when it looks."""
+    shelf, whole = shelf_in(tmp_path / "kv", lm), Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, *how: [*whole(self, *how), self / f"gone{tree.ENDS}"])
+    assert not shelf.keep(read_all(lm, IDS)).why_not
+
+
+def test_on_a_full_disk_what_is_new_counts(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = shelf_in(tmp_path / "kv", lm)
+    shelf.keep(read_all(lm, IDS[:-40]))
+    left = sum(path.stat().st_size for path in (tmp_path / "kv").glob("*/*")) // 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=SPARE + left))
+    assert not shelf.keep(read_all(lm, IDS)).why_not
+    assert "no room" in shelf.keep(read_all(lm, [3, *IDS])).why_not
+
+
+@pytest.mark.parametrize("have", [33, 88, LENGTH, 600])
+def test_a_text_that_has_a_beginning_goes_on_to_the_same_bits(lm: LM, tmp_path: Path, have: int) -> None:
+    """Where a window hides what lies between, slots must not lie otherwise than if all had been read."""
+    shelf, far = shelf_in(tmp_path / "kv", lm), families.prompt(1100, seed=3)
+    shelf.keep(read_all(lm, far))
+    begun, fresh = read_all(lm, far[:have]), read_all(lm, far)
+    assert shelf.fetch(begun, far) == len(far) - 1
+    assert not shelf.keep(begun).why_not
+    (made,), (same,) = (run([Feed(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.kv, want=[0])]) for s in (begun, fresh))
+    assert torch.equal(made.logits, same.logits)
+
+
+def test_keeping_ends_between_blocks_when_it_is_stopped(lm: LM, tmp_path: Path) -> None:
+    shelf, asked = shelf_in(tmp_path / "kv", lm), iter([False, False, True])
+    assert "stopped" in shelf.keep(read_all(lm, IDS), lambda: next(asked)).why_not
+    assert len(list((tmp_path / "kv").glob(f"*/*{tree.ENDS}"))) == 2
+    assert not shelf.keep(read_all(lm, IDS)).why_not
+    assert shelf.fetch(session(lm), IDS) == len(IDS) - 1
