@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 
 from kvcli.drafts.off import Off
+from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.engine import Engine, drive, events, run, together
 from kvcli.engine.feed import Feed
+from kvcli.engine.gate import Gate
 from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
@@ -18,6 +21,7 @@ from kvcli.engine.session import Session, commit
 from kvcli.errors import BadModel
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.slots import LayerShape, Store, spans
 from kvcli.prune.lazy import Lazy
 from tests import families
 from tests.policies import Recent
@@ -38,35 +42,57 @@ def store(model: LM, n: int) -> Dense:
     return kv
 
 
+def by_layers(model: LM, rows: Rows, kv: Store, part: int, hear: Sequence[int] = ()) -> ByLayers:
+    """Rows read so to their end."""
+    prompt = ByLayers(model, kv, rows, part, hear)
+    while not prompt.is_over:
+        drive(prompt.go_on())
+    return prompt
+
+
 @pytest.mark.parametrize("past", [0, 20])
-@pytest.mark.parametrize("part", [1, 7, 44])
-@pytest.mark.parametrize("name", [n for n in families.FAMILIES if not any(s.shares is not None for s in lm(n).shapes)])
+@pytest.mark.parametrize("part", [1, 7, 44, 100])
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_layer_by_layer_is_chunk_by_chunk(name: str, part: int, past: int) -> None:
+    """To the bit, whatever kernels do with rows of a pass: the passes are the same."""
     model, ids = lm(name), families.prompt(N)
-    whole, parts = store(model, past), store(model, past)
-    rows = Rows.chain(ids, past)
-    (made,) = run([Feed(model, rows, whole, hear=[3, 40])])
-    commit(whole, rows, made, range(N))
-    (same,) = run([Feed(model, rows, parts, hear=[3, 40], is_prompt=True, part=part)])
-    assert not same.fresh, "all is stored"
+    chunks, layers = store(model, past), store(model, past)
+    rows, hear, heard = Rows.chain(ids, past), [3, 40], list[Sequence[torch.Tensor]]()
+    for a in range(0, N, part):
+        one = rows.only(range(a, min(a + part, N)))
+        (made,) = run([Feed(model, one, chunks, hear=[row - a for row in hear if a <= row < a + part], is_prompt=True)])
+        commit(chunks, one, made, range(one.n_rows))
+        heard += [made.queries] if made.queries else []
+    prompt = by_layers(model, rows, layers, part, hear)
+    assert prompt.done == 1
     for layer in range(model.n_layers):
-        a, b = whole.slots(layer), parts.slots(layer)
+        a, b = chunks.slots(layer), layers.slots(layer)
         assert torch.equal(a.pos, b.pos)
-        torch.testing.assert_close(a.k, b.k, rtol=0, atol=1e-12)
-        torch.testing.assert_close(a.v, b.v, rtol=0, atol=1e-12)
-        torch.testing.assert_close(made.queries[layer], same.queries[layer], rtol=0, atol=1e-12)
+        assert torch.equal(a.k, b.k)
+        assert torch.equal(a.v, b.v)
+        assert torch.equal(torch.cat([queries[layer] for queries in heard], 1), prompt.queries[layer])
 
 
-def test_the_same_to_the_bit_where_rows_are_independent() -> None:
-    model = LM.of(families.build("llama", torch.bfloat16))
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_a_way_straight_through_the_layers_goes_from_one_to_the_next(name: str) -> None:
+    model = LM.of(families.build(name, torch.bfloat16))
     model.lay_out()
     assert model.is_row_invariant
     whole, parts, rows = store(model, 0), store(model, 0), Rows.chain(families.prompt(N), 0)
     commit(whole, rows, *run([Feed(model, rows, whole)]), range(N))
-    run([Feed(model, rows, parts, is_prompt=True, part=16)])
+    by_layers(model, rows, parts, 16)
+    assert (model.straight is not None) == (name != "gemma3")  # which scales its embeddings
+    assert any(isinstance(part.forward, Gate) for part in model.model.modules()) == (model.straight is None)
     for layer in range(model.n_layers):
         assert torch.equal(whole.slots(layer).k, parts.slots(layer).k)
         assert torch.equal(whole.slots(layer).v, parts.slots(layer).v)
+
+
+def test_layers_that_share_slots_go_together() -> None:
+    one = LayerShape(2, 8, 8)
+    shared = [one, one, LayerShape(2, 8, 8, shares=1), one, LayerShape(2, 8, 8, shares=1), one]
+    assert spans([one] * 3) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert spans(shared) == [range(0, 1), range(1, 5), range(5, 6)]
 
 
 def session(model: LM, pruning: Lazy | None, chunk: int = 16, **more: object) -> Session:
@@ -103,7 +129,7 @@ def test_those_that_the_end_looks_at_go_on(chunk: int) -> None:
     model, ids = lm("llama"), families.prompt(N + 1)
     lazy = settings(start_keep_ratio=0.6, end_keep_ratio=0.3)
     s = session(model, lazy, chunk)
-    assert drive(s.chunk(ids))
+    drive(s.read(ids))
     live = list(range(N))
     full = session(model, None, 100)
     drive(full.chunk(ids))
@@ -135,7 +161,7 @@ def test_a_bound_on_what_is_lost_keeps_more() -> None:
         session(lm("llama"), settings(end_keep_ratio=0.1, mass=0.95)),
     )
     for s in (few, many):
-        drive(s.chunk(ids))
+        drive(s.read(ids))
     last = lm("llama").n_layers - 1
     assert few.kv.n_slots(last) < many.kv.n_slots(last) <= N
 
@@ -203,7 +229,7 @@ def test_a_pass_that_breaks_leaves_the_past_as_it_was() -> None:
 
     s.kv.append = append  # type: ignore[method-assign, assignment]
     with pytest.raises(MemoryError):
-        drive(s.chunk(ids))
+        drive(s.read(ids))
     assert s.committed == 0
     assert not any(s.kv.n_slots(layer) for layer in range(model.n_layers))
     s.kv.append = whole  # type: ignore[method-assign]
@@ -218,16 +244,16 @@ def test_a_model_whose_layers_all_slide_is_refused() -> None:
 def test_a_pass_that_breaks_among_others_is_made_again_as_it_was() -> None:
     model, ids = lm("llama"), families.prompt(N)
     first, second = session(model, settings(), 7), session(model, settings(), 7)
-    whole, calls = second.kv.append, 0
+    whole, calls = second.kv.attend, 0
 
-    def append(*args: object) -> None:
+    def attend(*args: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 9:
             raise MemoryError
-        whole(*args)  # type: ignore[arg-type]
+        return whole(*args)  # type: ignore[arg-type]
 
-    second.kv.append = append  # type: ignore[method-assign, assignment]
+    second.kv.attend = attend  # type: ignore[method-assign, assignment]
     alone = said(session(model, settings(), 7), ids)
     together(*(answered(s, ids) for s in (first, second)))
     assert first.ids[N:] == second.ids[N:] == alone

@@ -158,7 +158,8 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        return [*([self._unkept] if self._unkept else []), *cautions(self.profile, self.lm.device.type)]
+        said = self._unkept, self.profile.prune.about(self.lm)
+        return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
 
     @property
     def promise(self) -> str:

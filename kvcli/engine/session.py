@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcli.engine.boundary import Boundary
+from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.commit import commit
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.feed import Asks, Feed, Made, Work, asked
-from kvcli.engine.gate import Pruner, Pruning
+from kvcli.engine.gate import Pruning
 from kvcli.engine.heard import Heard
 from kvcli.engine.kinds import Span, kinds_of
 from kvcli.engine.policy import Phase, Policy, Wants
@@ -50,11 +51,14 @@ class Session:
         every: int | None = None,
         kinds: Tensor | None = None,
         pruning: Pruning | None = None,
+        by_layers: bool = False,
     ) -> None:
         """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
 
         `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.kinds).
-        `pruning`: which rows of a prompt stay behind between layers.
+        `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
+        of `chunk` rows, as a prompt is read that is pruned; with a policy, it judges once all is read. Raises BadModel
+        for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
         self.view, self.policy, self.pruning = view, policy, pruning
@@ -73,6 +77,12 @@ class Session:
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
+        self._by_layers = by_layers
+        self._under_way: ByLayers | None = None  # a prompt that is being read so
+        if pruning is not None:
+            pruning.about(lm)
+        if (by_layers or pruning is not None) and lm.straight is None:
+            lm.meet_gates()
 
     def begin(
         self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[Span] = ()
@@ -109,7 +119,8 @@ class Session:
     def chunk(self, ids: Sequence[int]) -> Asks[bool]:
         """Take in the next chunk of `ids`, of which the text is the beginning; False once all of them are read.
 
-        The same pass with a causal chain, every row accepted.
+        The same pass with a causal chain, every row accepted. Layer by layer it is the next part of a layer, and the
+        prompt counts as read when all are through; whatever breaks, or rewinds, has the text end where it did before.
         """
         if new := ids[len(self.ids) :]:
             self.ids += new
@@ -121,8 +132,10 @@ class Session:
         if self.committed >= whole:
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
-        if (pruner := self._pruner(whole)) is not None:
-            yield from self._read_by_layers(pruner, whole)
+        if self._under_way is None:
+            self._under_way = self._layer_by_layer(whole)
+        if self._under_way is not None:
+            yield from self._read_on(self._under_way)
             return True
         end = min(self.committed + self.chunk_rows, whole)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
@@ -133,33 +146,43 @@ class Session:
         yield from self.settle("read" if end == whole else "reading")
         return True
 
-    def _pruner(self, whole: int) -> Pruner | None:
-        n = whole - self.committed
-        if self.pruning is None:
+    def _layer_by_layer(self, whole: int) -> ByLayers | None:
+        """All that is left of the prompt, as what stays behind is chosen by the whole of it; None = by chunks."""
+        start, n = self.committed, whole - self.committed
+        hear = self.heard.of_chunk(start, n)
+        pruner = None if self.pruning is None else self.pruning.over(self.lm, self.kv, start, n, hear)
+        if pruner is None and not self._by_layers:
             return None
-        hear = self.heard.of_chunk(self.committed, n)
-        return self.pruning.over(self.lm, self.kv, self.committed, n, hear)
+        asks = hear if pruner is None else sorted({*hear, n - 1})  # it judges by the last row
+        return ByLayers(self.lm, self.kv, Rows.chain(self.ids[start:whole], start), self.chunk_rows, asks, pruner)
 
-    def _read_by_layers(self, pruner: Pruner, whole: int) -> Asks[None]:
-        """All that is left of the prompt in one pass, as what stays behind is chosen by the whole of it."""
-        rows = Rows.chain(self.ids[self.committed : whole], self.committed)
-        hear = self.heard.of_chunk(self.committed, rows.n_rows)
-        asks = sorted({*hear, rows.n_rows - 1})  # the pruner judges by the last row
-        part = 0 if any(shape.shares is not None for shape in self.lm.shapes) else self.chunk_rows
+    def _read_on(self, prompt: ByLayers) -> Asks[None]:
         try:
-            made = yield Feed(self.lm, rows, self.kv, self.view, hear=asks, is_prompt=True, pruner=pruner, part=part)
+            yield from prompt.go_on()
         except BaseException:
-            self.kv.crop(self.committed)  # parts are stored as they go
+            self.rewind(self.committed + 1)
             raise
-        self.boundary, self._is_whole, self._has_left = whole, False, True
-        self._commit(rows, asks if hear else (), made, range(rows.n_rows))
+        if not prompt.is_over:
+            return
+        self._under_way, n = None, prompt.rows.n_rows
+        if self.heard.of_chunk(self.committed, n):
+            self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
+        if prompt.pruner is not None:
+            self._is_whole, self._has_left = False, True
+        self.boundary = self.committed = self.committed + n
         yield from self.settle("read")
 
+    @property
+    def progress(self) -> int:
+        """Tokens of the text that are read, or as many as the work done on a prompt amounts to."""
+        now = self._under_way
+        return self.committed + (int(now.done * now.rows.n_rows) if now is not None else 0)
+
     def read(self, ids: Sequence[int]) -> Work[int, None]:
-        """Take in `ids` behind the text; says after each chunk how many tokens are committed."""
+        """Take in `ids` behind the text; says after each pass how much of the text is read."""
         text = [*self.ids, *ids]
         while (yield from self.chunk(text)):
-            yield self.committed
+            yield self.progress
 
     def stream(
         self, new: int, stop: Collection[int] = (), cancel: Callable[[], bool] = lambda: False
@@ -190,11 +213,12 @@ class Session:
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
-        if keep < self.committed:
-            if self._forgot or self.heard or not self.kv.reaches(keep):  # what was evicted, or heard, stays so
-                keep = 0
-            elif not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
-                self.memory, self._n_prompt = self._wants.memory(), min(self._n_prompt, keep)
+        is_back, is_cut, self._under_way = keep < self.committed, self._under_way is not None, None
+        stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
+        if stays or ((is_back or is_cut) and not self.kv.reaches(keep)):
+            keep = 0
+        elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
+            self.memory, self._n_prompt = self._wants.memory(), min(self._n_prompt, keep)
         self.kv.crop(keep)
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
@@ -211,6 +235,7 @@ class Session:
 
         Each keeps its own way to view a past: that is the drafter's. The store was made for passes of `other`'s.
         """
+        other.rewind(len(other.ids))  # of a prompt that it is reading nothing counts
         self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
         mine, its = self.kv, other.kv
         self.put(its)
@@ -282,7 +307,7 @@ class Session:
         """Store the accepted rows' keys and values; the others vanish with the pass."""
         assert len(path) <= self.boundary - self.committed, "a draft crossed a boundary"
         commit(self.kv, rows, made, path)
-        self.heard.take(rows, hear, made, path)
+        self.heard.take(rows, hear, made.queries, path)
         self.committed += len(path)  # last: what fails before it has not happened
 
     def _next_boundary(self) -> float:

@@ -18,6 +18,10 @@ class Everything:
 
     reads = ""
 
+    def about(self, lm: LM) -> str:
+        """Nothing."""
+        return ""
+
     def over(self, lm: LM, past: Store, start: int, n: int, must: Sequence[int]) -> Pruner | None:
         """None: nothing stays behind."""
         return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from kvcli.errors import BadModel
+from kvcli.kv.slots import spans
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -47,6 +48,16 @@ class Lazy:
     def reads(self) -> str:
         return f"{self.end_keep_ratio:.0%} of a prompt of {self.least:,} tokens or more in the upper layers"
 
+    def about(self, lm: LM) -> str:
+        """Which layers fewer reach, and who always does. Raises BadModel for a model that cannot be judged."""
+        cuts, every = self.cuts(lm), range(1, lm.n_layers)
+        shares = ", ".join(f"{share:.0%} go on from layer {layer}" for layer, share in cuts.items())
+        wanted = {_nearest(every, at) for at in self._wanted(lm.n_layers)}
+        layers = ", ".join(map(str, sorted(wanted)))
+        moved = f" (not {layers}, as the layer below must see all of a text)" if wanted != set(cuts) else ""
+        always = f"the first {self.sinks} and the newest {self.recent} always do"
+        return f"of prompts of {self.least:,} tokens or more {shares}{moved}; {always}"
+
     def over(self, lm: LM, past: Store, start: int, n: int, must: Sequence[int]) -> Pruner | None:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
         if n < self.least:
@@ -58,21 +69,34 @@ class Lazy:
 
     def cuts(self, lm: LM) -> Mapping[int, float]:
         """By layer that fewer reach: which share of the prompt does. The layer below shows the whole text."""
-        shown = [i for i in range(1, lm.n_layers) if lm.windows[i - 1] is None and lm.shapes[i - 1].shares is None]
+        starts = [span.start for span in spans(lm.shapes)[1:]]
+        shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shares is None]
         if not shown:
             raise BadModel(
                 f"prune.method = lazy judges tokens in layers that see all of a text, and {lm.info.id} has none",
                 code="no_pruning",
                 try_=["--set prune.method=none"],
             )
-        first, last = (share * lm.n_layers for share in (self.start_prune_layer, self.end_prune_layer))
+        first, last = self._ends(lm.n_layers)
         found = {}
-        for i in range(self.num_prune):
-            wanted = first if self.num_prune == 1 else first + (last - first) * i / (self.num_prune - 1)
-            layer = min(shown, key=lambda each: (abs(each - wanted), each))
+        for at in self._wanted(lm.n_layers):
+            layer = _nearest(shown, at)
             along = 0.0 if last == first else min(1.0, max(0.0, (layer - first) / (last - first)))
             found[layer] = self.start_keep_ratio + (self.end_keep_ratio - self.start_keep_ratio) * along
         return found
+
+    def _wanted(self, n_layers: int) -> list[float]:
+        """Where the layers of the schedule would be, if all could show the text."""
+        first, last = self._ends(n_layers)
+        return [first + (last - first) * i / max(1, self.num_prune - 1) for i in range(self.num_prune)]
+
+    def _ends(self, n_layers: int) -> tuple[float, float]:
+        return self.start_prune_layer * n_layers, self.end_prune_layer * n_layers
+
+
+def _nearest(layers: Sequence[int], at: float) -> int:
+    """The lower of two that are as near."""
+    return min(layers, key=lambda layer: (abs(layer - at), layer))
 
 
 class _Reading:

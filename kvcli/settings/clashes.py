@@ -30,7 +30,18 @@ def clashes(profile: Profile) -> list[Clash]:
         because = "which leaves tokens of a prompt behind"
         found.append(Clash("exactness", "prune.method", f'"{profile.exactness}" cannot be kept', because))
     found += recall_clashes(profile)
+    found += order_clashes(profile)
     return found
+
+
+def order_clashes(profile: Profile) -> list[Clash]:
+    """Of `prefill.order`: who judges at the end of each chunk needs chunks, who judges between layers needs all."""
+    key, order, prunes = "prefill.order", profile.prefill.order, bool(profile.prune.reads)
+    if order == "chunks" and prunes:
+        return [Clash(key, "prune.method", '"chunks" cannot be kept', "which judges a whole prompt between layers")]
+    if order == "layers" and profile.policy.every is not None and not prunes:
+        return [Clash(key, "policy.name", '"layers" cannot be kept', "which judges at the end of each chunk")]
+    return []
 
 
 def recall_clashes(profile: Profile) -> list[Clash]:
