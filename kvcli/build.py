@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvcli.settings.schema import NUMBERS
+from kvcli.settings.schema import METHODS, NUMBERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcli.engine.policy import EachLayer
     from kvcli.engine.sample import Sampler
     from kvcli.engine.session import Session
+    from kvcli.kept.shelf import Shaping
     from kvcli.kv.front import Front
     from kvcli.kv.slots import Slots, Store
     from kvcli.kv.tiers import Plan
@@ -61,6 +62,9 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
 
 
 VIEWS = {"stream": "kvcli.policies.window:Window", "quest": "kvcli.policies.quest:Quest"}  # what scouts read
+
+
+SHAPE = ("prefill", "prune", "kv", "memory", "policy", "recall")  # tables that a past depends on
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> Store:
@@ -107,6 +111,16 @@ def keeps_all(profile: Profile) -> bool:
 
     nothing_goes = profile.policy.every is None and profile.recall.every is None and not profile.prune.reads
     return nothing_goes and not is_ladder(profile.kv, profile.memory)
+
+
+def shaping(profile: Profile) -> Shaping:
+    """What makes the past of a text under it, for those who would go on from one."""
+    from kvcli.kept.shelf import Shaping
+
+    is_whole = keeps_all(profile)
+    say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS)}
+    found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
+    return Shaping(is_whole, {key: value for key, value in found.items() if not is_whole or key in say_so})
 
 
 def chunk(lm: LM, profile: Profile) -> int:

@@ -330,7 +330,7 @@ def test_scores_are_what_accepted_rows_looked_at() -> None:
 
     wanted, first = torch.tensor([True, False]), range(30, 40)
     sets = Sets.of(FastGen(guard=guard), torch.zeros(40, dtype=torch.int8))
-    scores = Scores(attention(40, first).sum(1)[:, :40], torch.tensor(first), 40, sets, decay, is_rate=True)
+    scores = Scores(attention(40, first).sum(1)[:, :40], torch.tensor(first), 40, sets, FastGen(score_decay=decay))
     s = Slots(k[:, :40], k[:, :40], pos[:, :40])
     scores.bind(s, wanted, pos[:, :40] % 2 == 0)
     want = attention(40, first).sum(1)[0]

@@ -30,7 +30,7 @@ def session(lm: LM = TINY, **more: object) -> Session:
 
 
 def scored(s: Session) -> dict[int, Tensor]:
-    found: dict[int, Tensor] = s.memory.own
+    found: dict[int, Tensor] = s.memory.own.total
     return found
 
 

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_family_can_be_judged_by_queries_to_come(name: str) -> None:
     model = LM.of(families.build(name))
-    assert len(Expected().wants(model).memory().own) == model.n_layers
+    assert len(Expected().wants(model).memory().known) == model.n_layers
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +14,19 @@ from torch import Tensor
 from kvcli.kv.slots import Slots
 from kvcli.policies import units
 from kvcli.policies.expected import expected
-from kvcli.policies.h2o import H2O, Sums
+from kvcli.policies.h2o import H2O, hear
 from kvcli.policies.keydiff import KeyDiff
 from kvcli.policies.knorm import KNorm
 from kvcli.policies.lag import Lag
 from kvcli.policies.snap import Snap
+from kvcli.policies.sums import Sums
 from kvcli.policies.topk import Memory
 from kvcli.policies.tova import Tova
 from kvcli.policies.vatp import Vatp
 from tests.policies import moment
 
 K, G, D, N = 3, 2, 8, 23
+NO_MODEL: Any = None
 
 
 def ragged(seed: int = 0) -> Slots:
@@ -171,19 +174,19 @@ def test_expected_integrates_over_normal_queries(covariance: bool, softcap: floa
 
 def test_heavy_hitters_add_up_over_boundaries_and_count_each_query_once() -> None:
     s, q = ragged(), queries(9)
-    sums = Sums()
+    sums = Sums(NO_MODEL)
     memory = Memory(own=sums)
     at = moment(s, q, memory=memory)
     early = moment(s, q[:, :5], q_pos=at.q_pos[:5], memory=memory)
     late = moment(s, q[:, 3:], q_pos=at.q_pos[3:], memory=memory)
     for one in (early, early, late, late):
-        sums.hear(s, one)
+        hear(sums, s, one)
 
     same(H2O().score(s, late), s, lambda j: {p: v * 9 for p, v in attention(s, q, at.q_pos, j, at.scale).items()})
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
     moved = Slots(s.k[:, order], s.v[:, order], s.pos[:, order])
     torch.testing.assert_close(H2O().score(moved, late), H2O().score(s, late)[:, order])
-    assert not H2O().score(s, moment(s, memory=Memory(own=Sums()))).any()
+    assert not H2O().score(s, moment(s, memory=Memory(own=Sums(NO_MODEL)))).any()
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])

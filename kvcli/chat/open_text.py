@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from kvcli.chat.window import Window
 from kvcli.engine.engine import events
 from kvcli.engine.feed import Work
 from kvcli.errors import BadInput, BadModel
-from kvcli.kept.shelf import Kept, Shelf
+from kvcli.kept.shelf import Kept
 from kvcli.kv.shortage import lacking
 from kvcli.models.text import Messages, StopStrings
 from kvcli.settings.schema import ORDER
@@ -38,6 +38,7 @@ class OpenText:
         self.go_under(model)
         self.session = model.new_session()
         self._answer: Work[Event, Turn | None] | None = None  # the last that began
+        self._is_unkept = False  # what was read last could not be kept
 
     def __enter__(self) -> OpenText:
         return self
@@ -58,23 +59,27 @@ class OpenText:
 
     def fetch(self, ids: Sequence[int]) -> int:
         """Take from the shelf what lies there of a prompt; returns how many of its tokens need no reading."""
-        if (shelf := self._shelf) is not None:
+        if self.model.shelf is not None:
             with lacking():  # then it is read
-                shelf.fetch(self.session, ids)
+                self.model.shelf.fetch(self.session, ids, build.shaping(self.profile))
         return self.session.committed
 
     def keep(self, cancel: Cancel = lambda: False) -> Kept:
-        """Put what was read on the shelf, if there is one, for later runs; between answers."""
-        return Kept() if self._shelf is None else self._shelf.keep(self.session, cancel)
+        """Put what was read on the shelf, if there is one, for later runs; between answers.
+
+        Why it cannot be kept is said once, until it can.
+        """
+        if self.model.shelf is None:
+            return Kept()
+        kept = self.model.shelf.keep(self.session, cancel, build.shaping(self.profile))
+        was, self._is_unkept = self._is_unkept, bool(kept.why_not)
+        return replace(kept, why_not="") if was else kept
 
     def why_again(self) -> list[str]:
         """Why what this model read before is of no use to this text, if it was loaded another way then."""
-        fields = self._shelf.differs(self.session) if self._shelf is not None else []
+        shelf = self.model.shelf
+        fields = shelf.differs(self.session, build.shaping(self.profile)) if shelf is not None else []
         return [f"what was read before is of no use now: {', '.join(fields)}"] if fields else []
-
-    @property
-    def _shelf(self) -> Shelf | None:
-        return self.model.shelf if build.keeps_all(self.profile) else None
 
     def with_profile(self, profile: Profile) -> OpenText:
         """A text over the same weights under another profile, with nothing read yet. Refuses a change of `load`."""

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.kv.slots import LayerShape
+from kvcli.kv.state import Given, Misfit, State
+
 if TYPE_CHECKING:
     from kvcli.engine.rows import Rows
 
@@ -62,6 +65,22 @@ class Heard:
         self._q = [torch.cat((a, b), 1)[:, stay] for a, b in zip(old, fresh, strict=True)]
         self.pos = [pos[i] for i in stay]
         self._any = self._any or bool(pos)
+
+    def state(self) -> State:
+        """What is held, and whether anything was."""
+        of_layers: State = {str(layer): q for layer, q in enumerate(self._q)}
+        return {"any": self._any, "pos": torch.tensor(self.pos, dtype=torch.int32), "q": of_layers}
+
+    def restore(self, given: Given, shapes: Sequence[LayerShape], like: Tensor) -> None:
+        """Of layers of these shapes; `like`: numbers of the type and on the device. Raises Misfit."""
+        self.clear()
+        pos = given.positions("pos", None)
+        for layer, shape in enumerate(shapes if len(pos) else ()):
+            q = given.part("q").tensor(str(layer), like.dtype, None, len(pos), shape.k_dim)
+            if not len(q) or len(q) % shape.n_kv_heads:
+                raise Misfit("its queries are of other heads")
+            self._q.append(q.to(like.device))
+        self.pos, self._any = pos.tolist(), bool(given.number("any", 1))
 
     def of(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """q [H, w, D] of this layer and their positions [w]; like `like` [.., D] where there are none."""

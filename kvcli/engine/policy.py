@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.kernels.column_mass import Over
     from kvcli.kv.slots import Masks, Slots
+    from kvcli.kv.state import Stateful
 
 # a prompt is being read in chunks; it has been read; the answer is being written
 Phase = Literal["reading", "read", "answering"]
@@ -95,7 +96,7 @@ class Wants:
     lasting: bool = False  # hold those also while the answer is written
     kinds: bool = False  # tell it the kinds of tokens, beside its guard
     guard: Guard = Guard()  # what stays whatever it says
-    memory: Callable[[], Any] = lambda: None  # what it knows of a text of which nothing was read
+    memory: Callable[[], Stateful | None] = lambda: None  # what it knows of a text of which nothing was read
 
 
 class Policy(Protocol):

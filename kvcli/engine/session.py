@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvcli.engine.boundary import Boundary
@@ -25,6 +26,7 @@ from kvcli.engine.sample import Draw, Sampler, Seen
 from kvcli.engine.stats import Step
 from kvcli.engine.verify import walk
 from kvcli.kv.slots import Lens, Loss, Masks, Store
+from kvcli.kv.state import Given, Misfit, State, Stateful
 
 if TYPE_CHECKING:
     from kvcli.engine.constraint import Constraint
@@ -73,7 +75,7 @@ class Session:
         self.spans: Sequence[Span] = ()  # by position
         self._wants = policy.wants(lm) if policy is not None else Wants()
         self.heard = Heard(self._wants.recent, self._wants.probes)
-        self.memory = self._wants.memory()  # the policy's, of this text
+        self.memory: Stateful | None = self._wants.memory()  # the policy's, of this text
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
@@ -263,6 +265,47 @@ class Session:
             raise
         self.seen.add(ids[len(self.ids) : n + 1])
         self.ids, self.committed = list(ids[: n + 1]), n
+        self.boundary = self._next_boundary()
+
+    def state(self) -> State:
+        """All that what comes behind the stored tokens depends on, settings and sampling aside; between passes."""
+        return {
+            "ids": torch.tensor(self.ids[: self.committed], dtype=torch.int32),
+            "n_prompt": self._n_prompt,
+            "is_whole": self._is_whole,
+            "has_left": self._has_left,
+            "heard": self.heard.state(),
+            "memory": self.memory.state() if self.memory is not None else {},
+            "kv": self.kv.state(),
+        }
+
+    def restore(self, state: State, pending: int) -> None:
+        """Become the session that gave this, with another token pending; how it samples is as it was here.
+
+        Raises Misfit for the state of another model, or of other settings. Whatever fails leaves an empty text.
+        """
+        self.rewind(0)
+        try:
+            self._restore(state, pending)
+        except BaseException:
+            self.committed = 0
+            self.rewind(0)
+            raise
+
+    def _restore(self, state: State, pending: int) -> None:
+        ids = Given(state, self.lm.vocab).positions("ids", None).tolist()
+        if not 1 <= len(ids) < self.lm.limit:
+            raise Misfit("its text has another length than there is room for")
+        given = Given(state, len(ids))
+        self.kv.restore(given.part("kv"))
+        like = torch.empty(0, dtype=self.kv.dtype, device=self.lm.device)
+        self.heard.restore(given.part("heard"), self.lm.shapes, like)
+        if self.memory is not None:
+            self.memory.restore(given.part("memory"))
+        self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
+        self._is_whole, self._has_left = (bool(given.number(name, 1)) for name in ("is_whole", "has_left"))
+        self.seen.clear()
+        self.seen.add(self.ids)
         self.boundary = self._next_boundary()
 
     def put(self, kv: Store) -> None:

@@ -6,6 +6,7 @@ flipped bits for good. Nothing of it is believed before its sizes are those of t
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from kvcli.errors import is_out_of_memory
 from kvcli.files import write_private
 from kvcli.kv.slots import LayerShape
 from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
@@ -50,14 +52,14 @@ class Block:
 
 
 def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
-    """The block of a model with layers of these shapes, stored in numbers of this type. Raises Damaged."""
+    """The block of a model with layers of these shapes, stored in numbers of this type. Raises Damaged, OSError."""
     own = [(i, shape) for i, shape in enumerate(shapes) if shape.shares is None]
     most = LENGTH * sum(s.n_kv_heads * (s.k_dim + s.v_dim) for _, s in own) * dtype.itemsize + 4 * LENGTH + HEADER
     try:
         data = read_small(path, most)
         tensors, said = load(data), _said(data)
     except (SafetensorError, *UNREADABLE) as error:
-        raise Damaged(str(error)) from None
+        raise blamed(error) from None
     ids = tensors.get("ids")
     if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH or _sum(tensors) != said:
         raise Damaged("its numbers are not those that were written")
@@ -73,20 +75,29 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
     return Block(ids.tolist(), kv)
 
 
+def blamed(error: Exception) -> Exception:
+    """Damaged, unless there was no memory, or the system would not let the file be read, as with too many open ones."""
+    if is_out_of_memory(error):
+        return error
+    cause = error.__cause__
+    return cause if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else Damaged(str(error))
+
+
 def glance(path: Path) -> tuple[np.ndarray, frozenset[int]]:
-    """The tokens of a block, int32 [n], and the layers that it has, without the rest. Raises Damaged."""
+    """The tokens of a block, int32 [n], and the layers that it has, without the rest. Raises Damaged, OSError."""
     try:
         with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
             header = parse_object(file.read(min(size, HEADER)))
             first, end = header["ids"]["data_offsets"]
-            if header["ids"]["dtype"] != "I32" or not 0 < end - first <= 4 * LENGTH:
+            left = os.fstat(file.fileno()).st_size - 8 - size
+            if header["ids"]["dtype"] != "I32" or not 0 <= first < end <= min(left, first + 4 * LENGTH):
                 raise Damaged("these are no tokens")
             file.seek(8 + size + first)
             ids = np.frombuffer(file.read(end - first), "<i4")
             layers = frozenset(int(name[2:]) for name in header if name.startswith("k."))
-    except (OSError, OverflowError, *UNREADABLE) as error:
-        raise Damaged(str(error)) from None
+    except (OverflowError, *UNREADABLE) as error:
+        raise blamed(error) from None
     if 4 * len(ids) != end - first:
         raise Damaged("it was cut short")
     return ids, layers

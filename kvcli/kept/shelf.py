@@ -1,7 +1,9 @@
 """The shelf: where sessions put what they have read, and look before they read.
 
-One folder for each way of loading a model (identity.py), a tree of blocks in it (tree.py). It is a cache: all of it
-can be made again, so what is damaged, foreign or cannot be written costs time and nothing else.
+One folder for each way of loading a model (identity.py), and of making a past. Where a past is whole, texts share what
+they begin with: a tree of blocks (tree.py). One that settings shaped serves the very text that it was made of, and is
+kept in one piece (past.py). It is a cache: all of it can be made again, so what is damaged, foreign or cannot be
+written costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +22,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcli.files import SPARE, private_folder, write_private
+from kvcli.kept import past
 from kvcli.kept.block import Block, Damaged, read
 from kvcli.kept.identity import identity
 from kvcli.kept.tree import ENDS, Found, Tree
+from kvcli.kv.shortage import lacking
+from kvcli.kv.state import Misfit
+from kvcli.kv.windows import windows_of
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
@@ -31,10 +37,11 @@ if TYPE_CHECKING:
 
 FEW = 32  # tokens: as many are read as fast as they are found
 WORTH = 1 << 35  # weights times tokens: less is read in a moment, and not worth writing to a disk
-FULL, LEFT = 1.0, 0.9  # of the room: what was not used for longest goes until so much is left
+LEFT = 0.9  # of the room: where it is full, what was not used for longest goes until no more than this is taken
 FIELDS, MODEL = "identity.json", "model"  # the file, and what a model is called in it
 TICK = 0.001  # seconds
-STOPPED = "what was read is not kept: stopped"
+UNKEPT = "what was read is not kept"
+STOPPED = f"{UNKEPT}: stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,27 @@ class Kept:
     shelf: Shelf | None = None  # where there was none before
 
 
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """What made a past of a text, beside the model."""
+
+    is_whole: bool = True  # nothing: it holds every key and value as it was made
+    settings: Mapping[str, str] = field(default_factory=dict)  # by key; of a whole one those that say so
+
+
+WHOLE = Shaping()
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A file that is to be."""
+
+    path: Path
+    nbytes: int  # about
+    write: Callable[[], int]
+    drop: Callable[[], None]  # what it takes the place of
+
+
 class Shelf:
     """What texts over one model have read, in a folder with room for `most` bytes."""
 
@@ -54,11 +82,14 @@ class Shelf:
         self.folder, self.most, self._lm, self._worth = folder, most, lm, worth
         self._fields = identity(lm)
 
-    def fetch(self, session: Session, ids: Sequence[int]) -> int:
+    def fetch(self, session: Session, ids: Sequence[int], shaping: Shaping = WHOLE) -> int:
         """Give a session that is to read `ids` what lies here of their beginning; returns how many need no reading."""
-        have = session.committed
+        if not shaping.is_whole:
+            self._go_on(session, ids, shaping)
+            return session.committed
+        have, tree = session.committed, Tree(self._folder(session, shaping))
         while self._fields and len(ids) - 1 - have >= FEW:
-            found = list(self._tree(session).along(ids[:-1]))
+            found = list(tree.along(ids[:-1]))
             n = max((one.end for one in found if self._is_whole(found, have, one.end)), default=0)
             if n - have < FEW:
                 if not have or not any(one.end - have >= FEW and self._is_whole(found, 0, one.end) for one in found):
@@ -75,52 +106,111 @@ class Shelf:
             break
         return session.committed
 
-    def keep(self, session: Session, cancel: Callable[[], bool] = lambda: False) -> Kept:
-        """Write what a session has stored and is not here yet, until `cancel()` says so between blocks."""
-        n, tree = session.committed, self._tree(session)
+    def keep(self, session: Session, cancel: Callable[[], bool] = lambda: False, shaping: Shaping = WHOLE) -> Kept:
+        """Write what a session has stored and is not here yet, until `cancel()` says so between files."""
+        n = session.committed
         if not self._fields or n < FEW or n * self._lm.info.parameters < self._worth:
             return Kept()
-        places = list(tree.places(session.ids[:n]))
-        new = [(path, mine) for path, mine in places if not path.exists()]
-        held, written = _held(session) if new else {}, 0
-        size = sum(t[:, :n].nbytes for _, k, v in held.values() for t in (k, v))
-        is_first = not self.folder.exists()
-        try:
-            private_folder(tree.folder)
-            fresh = size * sum(mine.stop - mine.start for _, mine in new) // n
-            if size > self.most or fresh > shutil.disk_usage(tree.folder).free - SPARE:
-                return Kept(0, f"{size >> 20:,} MiB of keys and values have no room in {self.folder}")
-            if not (tree.folder / FIELDS).exists():
-                about = {MODEL: self._lm.info.id, **self._of(session)}
-                write_private(tree.folder / FIELDS, json.dumps(about, indent=1) + "\n")
-            for path, mine in new:
-                if cancel():
-                    return Kept(written, STOPPED)
-                written += Block(session.ids[mine], dict(_cut(held, mine))).write(path)
-                tree.drop_shorter(path, session.ids[mine])
-            _touch([path for path, _ in places])
-            self._make_room()
-        except OSError as error:
-            return Kept(written, f"what was read is not kept: {error.strerror or error}")
-        return Kept(written, shelf=self if is_first else None)
+        kept = Kept()
+        with lacking() as lacks:
+            kept = self._keep(session, cancel, shaping)
+        return Kept(why_not=f"{UNKEPT}: {lacks[0].message}") if lacks else kept
 
-    def differs(self, session: Session) -> list[str]:
+    def differs(self, session: Session, shaping: Shaping = WHOLE) -> list[str]:
         """Why nothing that was kept of a model so called serves it as it is loaded: in what the nearest differs."""
-        mine, found = self._of(session), list[list[str]]()
+        mine, found = self._of(session, shaping), list[list[str]]()
         for other in self.folder.glob(f"*/{FIELDS}") if self._fields else ():
             with suppress(Unfit):
                 its = parse_object(read_small(other, 1 << 20))
-                other_than = {key: its.get(key) for key in mine if its.get(key) != mine[key]}
                 if its.get(MODEL) == self._lm.info.id:
-                    found.append([f"{key} was {value}, is {mine[key]}" for key, value in other_than.items()])
+                    both = [key for key in mine if key in its and its[key] != mine[key]]
+                    found.append([f"{key} was {its[key]}, is {mine[key]}" for key in both])
         return min(found, key=len, default=[])
 
-    def _of(self, session: Session) -> dict[str, str]:
-        return self._fields | {"kv.dtype": str(session.kv.dtype).removeprefix("torch.")}
+    def _keep(self, session: Session, cancel: Callable[[], bool], shaping: Shaping) -> Kept:
+        folder, written, is_first = self._folder(session, shaping), 0, not self.folder.exists()
+        try:
+            if shaping.is_whole:
+                size, here, new = self._blocks(session, Tree(folder))
+            else:
+                size, here, new = self._past_of(session, folder)
+            private_folder(folder)
+            fresh = sum(one.nbytes for one in new)
+            if size > self.most or fresh > shutil.disk_usage(folder).free - SPARE:
+                return Kept(0, f"{size >> 20:,} MiB of keys and values have no room in {self.folder}")
+            _touch(here)
+            self._make_room(fresh)
+            if not (folder / FIELDS).exists():
+                about = {MODEL: self._lm.info.id, **self._of(session, shaping)}
+                write_private(folder / FIELDS, json.dumps(about, indent=1) + "\n")
+            for one in new:
+                if cancel():
+                    return Kept(written, STOPPED)
+                written += one.write()
+                one.drop()
+            _touch(here)
+            self._make_room()
+        except OSError as error:
+            return Kept(written, f"{UNKEPT}: {error.strerror or error}")
+        return Kept(written, shelf=self if is_first else None)
 
-    def _tree(self, session: Session) -> Tree:
-        name = blake2b(json.dumps(self._of(session)).encode(), digest_size=12).hexdigest()
-        return Tree(self.folder / name)
+    def _blocks(self, session: Session, tree: Tree) -> tuple[int, list[Path], list[Writing]]:
+        """Bytes of a whole past, where its blocks belong, and those that are not there."""
+        n = session.committed
+        places = list(tree.places(session.ids[:n]))
+        new = [(path, mine) for path, mine in places if not path.exists()]
+        held = _held(session) if new else {}
+        size = sum(t[:, :n].nbytes for _, k, v in held.values() for t in (k, v))
+
+        def writing(path: Path, mine: slice) -> Writing:
+            ids = session.ids[mine]
+            return Writing(
+                path,
+                size * len(ids) // n,
+                lambda: Block(ids, dict(_cut(held, mine))).write(path),
+                lambda: tree.drop_shorter(path, ids),
+            )
+
+        return size, [path for path, _ in places], [writing(path, mine) for path, mine in new]
+
+    def _past_of(self, session: Session, folder: Path) -> tuple[int, list[Path], list[Writing]]:
+        """The same of a past in one piece."""
+        ids = session.ids[: session.committed]
+        if (path := past.place(folder, ids)).exists():
+            return 0, [path], []
+        state = session.state()
+
+        def drop() -> None:
+            for _, shorter in past.along(folder, ids[:-1]):
+                shorter.unlink(missing_ok=True)
+
+        size = past.nbytes(state)
+        return size, [path], [Writing(path, size, lambda: past.write(path, state), drop)]
+
+    def _go_on(self, session: Session, ids: Sequence[int], shaping: Shaping) -> None:
+        """Have a session that is to read `ids` go on from the longest past of their beginning, if one is worth it."""
+        for n, path in past.along(self._folder(session, shaping), ids[:-1]) if self._fields else ():
+            if n - session.committed < FEW:
+                return
+            try:
+                session.restore(past.read(path), ids[n])
+                if session.ids[:n] != list(ids[:n]):
+                    session.rewind(0)
+                    raise Misfit("it is of another text")
+                session.resume(ids)  # as every question begins
+                return _touch([path])
+            except (Damaged, Misfit):
+                path.unlink(missing_ok=True)
+            except OSError:  # it stays
+                return
+
+    def _of(self, session: Session, shaping: Shaping) -> dict[str, str]:
+        dtype = str(session.kv.dtype).removeprefix("torch.")
+        return {**self._fields, **shaping.settings, "kv.dtype": dtype}
+
+    def _folder(self, session: Session, shaping: Shaping) -> Path:
+        name = blake2b(json.dumps(self._of(session, shaping)).encode(), digest_size=12).hexdigest()
+        return self.folder / name
 
     def _is_whole(self, found: Sequence[Found], have: int, n: int) -> bool:
         """Whether these hold all that rows behind the first n tokens read, of which `have` are there."""
@@ -135,10 +225,10 @@ class Shelf:
         """By layer: the position from which on rows behind n tokens need what is kept. Behind `have` tokens there is no
         gap, whatever a window hides: a sum over slots that lie otherwise has other bits.
         """
-        sees = zip(self._lm.shapes, self._lm.windows, strict=True)
+        windows = windows_of(self._lm.shapes, self._lm.sights)
         return {
-            layer: have if have or window is None else max(0, n - window + 1)
-            for layer, (shape, window) in enumerate(sees)
+            layer: have if have or layer not in windows else max(0, n - windows[layer].size + 1)
+            for layer, shape in enumerate(self._lm.shapes)
             if shape.shares is None
         }
 
@@ -165,20 +255,20 @@ class Shelf:
                 if one.end > firsts[layer]:
                     yield layer, k[:, mine], v[:, mine], first
 
-    def _make_room(self) -> None:
-        """Have what was not used for longest go, where there is too much."""
+    def _make_room(self, fresh: int = 0) -> None:
+        """Have what was not used for longest go, where with so many bytes more there is too much."""
         stats = []
         for path in self.folder.glob(f"*/*{ENDS}"):
             with suppress(FileNotFoundError):  # another run made room
                 stats.append((path, path.stat()))
-        total = sum(stat.st_size for _, stat in stats)
-        if total <= self.most * FULL:
+        total = sum(stat.st_size for _, stat in stats) + fresh
+        if total <= self.most:
             return
         for path, stat in sorted(stats, key=lambda each: each[1].st_mtime_ns):
+            if total <= max(fresh, int(self.most * LEFT)):
+                return
             path.unlink(missing_ok=True)
             total -= stat.st_size
-            if total <= self.most * LEFT:
-                return
 
 
 Held = Mapping[int, tuple[int, Tensor, Tensor]]  # by layer: its first position, k [K, S, D], v [K, S, E]

@@ -98,6 +98,8 @@ class Tree:
                 with suppress(OSError):
                     path.unlink()
                 continue
+            except OSError:
+                continue
             if (n := _alike(ids, mine)) and (n, len(layers)) > most:
                 best, most = Found(path, at, n, layers), (n, len(layers))
         return best

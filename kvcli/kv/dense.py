@@ -15,6 +15,7 @@ from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.ragged import Ragged
 from kvcli.kv.slab import Slab, agree
 from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty_like, on_host
+from kvcli.kv.state import Given, State
 from kvcli.kv.windows import Window, Windows
 
 
@@ -35,6 +36,9 @@ class Held(Protocol):
     @property
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
+
+    def state(self) -> State:
+        """What is held; one row of positions "pos" where heads hold the same."""
 
     def attend(
         self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
@@ -108,7 +112,7 @@ class Dense:
         """`shapes`: by layer; `step`: slots by which a layer grows; `windows`: by layer that keeps its own only."""
         self.dtype = dtype
         self.changes = 0
-        self._step = step
+        self._step, self._shapes = step, shapes
         self.windows = Windows(windows or {})
         self._name = "cpu" if torch.device(device).type == "cpu" else torch.device(device).type
         self._holder = [layer if shape.shares is None else shape.shares for layer, shape in enumerate(shapes)]
@@ -248,6 +252,18 @@ class Dense:
                 self._forget(layer, slots, slots.pos >= low)
             self.changes += 1
         return low
+
+    def state(self) -> State:
+        """By layer."""
+        return {str(layer): held.state() for layer, held in self._slabs.items()}
+
+    def restore(self, given: Given) -> None:
+        """Each layer in the form that it had."""
+        for layer, held in self._slabs.items():
+            part = given.part(str(layer))
+            made = (Slab if "pos" in part else Ragged).made(part, self._shapes[layer], held.k, self._step)
+            self._slabs[layer] = made
+        self.changes += 1
 
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer, spare room included."""

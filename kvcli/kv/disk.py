@@ -25,6 +25,7 @@ from kvcli.kernels.merge import Part
 from kvcli.kv.folder import temporary_folder
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, last, run_of, visible
+from kvcli.kv.state import Given, State
 
 
 @dataclass(slots=True)
@@ -90,9 +91,7 @@ class Disk:
         """A file of its own with the same slots in the same places, forgotten ones too."""
         n_layers = len(self._layers)
         new = Disk(n_layers, self._heads, self._dim, self.dtype, self._most, self._writes, self._folder)
-        for layer, extents in enumerate(self._layers):
-            for extent in extents:
-                new._store(layer, extent.slots)
+        new.restore(Given(self.state(), torch.iinfo(torch.int32).max))
         return new
 
     @property
@@ -216,6 +215,20 @@ class Disk:
                 extents[-1].length = int(live.max()) + 1 if live.numel() else 0
             self._sweep(layer)
 
+    def state(self) -> State:
+        """By layer and extent, as mapped."""
+        return {str(layer): {str(i): _state(e) for i, e in enumerate(held)} for layer, held in enumerate(self._layers)}
+
+    def restore(self, given: Given) -> None:
+        """In extents of their own, as rows read each of them apart."""
+        for layer in range(len(self._layers)):
+            for one in given.part(str(layer)).parts(given.n):
+                pos = one.positions("pos", self._heads, None, least=-1)
+                shape = self._heads, pos.shape[1], self._dim
+                k, v = (one.tensor(name, self.dtype, *shape) for name in "kv")
+                self._layers[layer].append(self._claim(max(1, pos.shape[1]), layer))
+                self._store(layer, Slots(k, v, pos))
+
     def usage(self) -> list[Usage]:
         """Bytes of the file as "disk", and of the positions that are held in memory."""
         found = []
@@ -282,6 +295,11 @@ class Disk:
         empty = [e for e in self._layers[layer] if not bool((e.pos >= 0).any())]
         self._layers[layer] = [e for e in self._layers[layer] if not any(e is gone for gone in empty)]
         self._free += [(e.offset, e.nbytes) for e in empty]
+
+
+def _state(extent: _Extent) -> State:
+    s = extent.slots
+    return {"k": s.k, "v": s.v, "pos": s.pos}
 
 
 def part_of(most: int, n_layers: int) -> int:

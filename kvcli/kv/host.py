@@ -18,6 +18,7 @@ from kvcli.kernels.attend_rows import Own, Run
 from kvcli.kernels.merge import Part
 from kvcli.kv.recall_source import Shelf
 from kvcli.kv.slots import Sight, Slots, Usage, alone
+from kvcli.kv.state import Given, State
 
 
 class Staging:
@@ -119,6 +120,12 @@ class Host:
 
     def crop(self, n: int) -> None:
         self._tier.crop(n)
+
+    def state(self) -> State:
+        return self._tier.state()
+
+    def restore(self, given: Given) -> None:
+        self._tier.restore(given)
 
     def usage(self) -> list[Usage]:
         """The tier's bytes, those of memory called "host"; the pinned buffer is part of the first layer's."""

@@ -23,6 +23,7 @@ from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Masks, Sight, Slots, Tier, Usage, compact, empty_like, last
+from kvcli.kv.state import Given, State
 from kvcli.kv.windows import Windows
 
 SLACK = 16  # a rung with others below may hold this part more than it has to
@@ -190,6 +191,20 @@ class Ladder:
             lets_go |= self._demote(layer, mask if self._demotes else None)
             self._give_back(layer, end)
         return lets_go
+
+    def state(self) -> State:
+        """By rung."""
+        assert not self._twice, "what a failure left half done is mended by `crop`"
+        rungs: State = {str(i): rung.tier.state() for i, rung in enumerate(self._rungs)}
+        return {"rungs": rungs, "has_dropped": self._has_dropped}
+
+    def restore(self, given: Given) -> None:
+        """Each rung what it had."""
+        for i, rung in enumerate(self._rungs):
+            rung.tier.restore(given.part("rungs").part(str(i)))
+        self._has_dropped = bool(given.number("has_dropped", 1))
+        self._widths.clear()
+        self.changes += 1
 
     @property
     def n_layers(self) -> int:

@@ -22,6 +22,7 @@ from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard
 from kvcli.kv.packed_head import Form, Head
 from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, empty_like, opens, run_of
+from kvcli.kv.state import Given, State
 
 
 class Packed:
@@ -187,6 +188,21 @@ class Packed:
                 for j, head in enumerate(heads):
                     mask[j, : head.length] = (head.pos >= 0) & (head.pos < n)
                 self._keep(layer, mask)
+
+    def state(self) -> State:
+        """By layer and head."""
+        return {
+            str(layer): {str(j): head.state() for j, head in enumerate(heads)}
+            for layer, heads in enumerate(self._layers)
+        }
+
+    def restore(self, given: Given) -> None:
+        """The same codes: nothing is rounded again."""
+        for layer, heads in enumerate(self._layers):
+            for j, head in enumerate(heads):
+                head.restore(given.part(str(layer)).part(str(j)))
+            self._share(layer)
+        self.changes += 1
 
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group."""

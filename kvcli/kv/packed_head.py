@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_packed import PackedHead
 from kvcli.kernels.pack import LANES, Rounded, pack_keys, pack_values, transposed, unpack_keys, unpack_values
+from kvcli.kv.state import Given, Misfit, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,24 @@ class Head:
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
         return [self.pos, self.rest, *self.keys.tensors, *self.values.tensors]
+
+    def state(self) -> State:
+        """Codes and scales as they lie."""
+        return {"pos": self.pos, "rest": self.rest, "keys": _state(self.keys), "values": _state(self.values)}
+
+    def restore(self, given: Given) -> None:
+        """Become what gave this."""
+        form, dim = self._form, self.rest.shape[1]
+        pos = given.positions("pos", None, least=-1)
+        rest = given.tensor("rest", form.dtype, None, dim)
+        full = len(pos) - len(rest)
+        if full % form.group or not 0 <= len(rest) < form.group if form.is_grouped else len(rest):
+            raise Misfit("its keys make no groups")
+        like = torch.empty(len(pos), dim, dtype=form.dtype, device="meta")  # only shapes are asked for
+        keys = _made(given.part("keys"), pack_keys(like[:full], form.k_bits, form.group), self.rest)
+        values = _made(given.part("values"), pack_values(like, form.v_bits, form.group), self.rest)
+        self.pos, self.rest = pos.to(self.pos.device), rest.to(self.rest.device)
+        self.keys, self.values, self.has_holes = keys, values, not bool((pos >= 0).all())
 
     def take(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store k, v [M, D] at positions pos [M], none of them -1."""
@@ -160,6 +179,15 @@ class Head:
         touched = mask.any(1).nonzero().squeeze(1)
         of = _pick(self.keys, touched, grouped=True)
         return unpack_keys(of, self.rest)[mask[touched].flatten()]
+
+
+def _state(r: Rounded) -> State:
+    return {str(i): t for i, t in enumerate(r.tensors)}
+
+
+def _made(given: Given, like: Rounded, here: Tensor) -> Rounded:
+    """What `_state` gave, laid out like `like`, on the device of `here`."""
+    return Rounded(like.bits, *(given.like(str(i), t).to(here.device) for i, t in enumerate(like.tensors)))
 
 
 def _stack(found: Sequence[Rounded]) -> Rounded:

@@ -19,7 +19,8 @@ from kvcli.kernels.attend_rows import Own, Run, read, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.slab import rises, seen
-from kvcli.kv.slots import Sight, Slots, alone, last, run_of
+from kvcli.kv.slots import LayerShape, Sight, Slots, alone, last, run_of
+from kvcli.kv.state import Given, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,25 @@ class Ragged:
         self._highest, self._ordered = -1, True  # as in a slab; in order if every head is
         self._lay(Extents.of((slots.pos >= 0).sum(1).tolist(), step))
         self.take(slots)
+
+    @staticmethod
+    def made(given: Given, shape: LayerShape, like: Tensor, step: int) -> Ragged:
+        """From what `state` gave; `like`: numbers of the type and on the device."""
+        n_kv, found = shape.n_kv_heads, given.parts(shape.n_kv_heads)
+        k, v = (like.new_empty(n_kv, 0, dim) for dim in (shape.k_dim, shape.v_dim))
+        new = Ragged(Slots(k, v, torch.empty(n_kv, 0, dtype=torch.int32, device=like.device)), step)
+        new._make_room([len(one.positions("pos", None)) for one in found])
+        for head, one in enumerate(found):
+            pos = one.positions("pos", None)
+            k = one.tensor("k", like.dtype, len(pos), shape.k_dim)
+            v = one.tensor("v", like.dtype, len(pos), shape.v_dim)
+            new._put_head(head, k, v, pos)
+        return new
+
+    def state(self) -> State:
+        """What each head holds."""
+        held = (self.head(head, n) for head, n in enumerate(self._lengths))
+        return {str(i): {"k": s.k[0], "v": s.v[0], "pos": s.pos[0]} for i, s in enumerate(held)}
 
     @property
     def length(self) -> int:
@@ -211,6 +231,16 @@ class Ragged:
         self.k.index_copy_(0, at, k.to(self.k.dtype))
         self.v.index_copy_(0, at, v.to(self.v.dtype))
         self.pos.index_copy_(0, at, pos.to(torch.int32))
+
+    def _put_head(self, head: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Slots [S, ..] of a head that has none, and room for them."""
+        first, n = self._extents.start[head], len(pos)
+        for to, of in ((self.k, k), (self.v, v), (self.pos, pos)):
+            to[first : first + n] = of
+        self._lengths[head] = n
+        self._ends[head] += n
+        self._ordered &= rises(pos)
+        self._highest = max(self._highest, int(pos.max()) if n else -1)
 
     def _all(self) -> Tensor:
         """[K, S]: the index of every slot, as far as the longest head goes."""

@@ -27,6 +27,7 @@ from kvcli.kv.recall_near import Near
 from kvcli.kv.recall_pages import Budget, Pages, padded
 from kvcli.kv.recall_source import Source, Whole
 from kvcli.kv.slots import Loss, Sight, Slots, Usage, alone, visible
+from kvcli.kv.state import Given, State
 
 if TYPE_CHECKING:
     from kvcli.kv.ladder import Floor
@@ -135,6 +136,17 @@ class Recall:
         self._tier.crop(n)
         for layer, pos in before.items():
             self._pages[layer].crop(pos, layer, self._source)
+        self._learn(self._pages)
+
+    def state(self) -> State:
+        """The tier's, and what pages are summarized by: of all that is stored they are made again, as by a boundary."""
+        return {"tier": self._tier.state(), "pages": {str(i): pages.state() for i, pages in self._pages.items()}}
+
+    def restore(self, given: Given) -> None:
+        """As behind `crop`, which every question begins with: at a boundary."""
+        self._tier.restore(given.part("tier"))
+        for layer, pages in self._pages.items():
+            pages.restore(given.part("pages").part(str(layer)), layer, self._source)
         self._learn(self._pages)
 
     def usage(self) -> list[Usage]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcli.kv.index import Index, Numbers
 from kvcli.kv.recall_source import Source
+from kvcli.kv.state import Given, State
 
 AT_ONCE = 4096  # slots of a head summarized at a time
 ENOUGH = 1024  # slots to learn from; what was learned from fewer is learned anew when there are twice as many
@@ -53,6 +54,20 @@ class Pages:
         self.most = 0  # pages that a row may choose
         self.reads_all = True  # the budget covers everything: no need to choose
         self._learned = 0  # slots a head that `shared` comes from
+
+    def state(self) -> State:
+        """What all pages share, which the first of them taught."""
+        return {"learned": self._learned, "shared": {str(i): t for i, t in enumerate(self.shared)}}
+
+    def restore(self, given: Given, layer: int, source: Source) -> None:
+        """Know that and no pages."""
+        self.clear()
+        pos, learned = source.positions(layer), given.number("learned", given.n)
+        if learned and pos.shape[1]:
+            key = source.head(layer, 0, 0).k
+            like = self.index.learn(torch.zeros(pos.shape[0], 1, key.shape[2], dtype=key.dtype))  # for its shapes
+            self.shared = tuple(given.part("shared").like(str(i), t).to(pos.device) for i, t in enumerate(like))
+            self._learned = learned
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -131,7 +146,7 @@ class Pages:
         shape, device = (*fresh.shape, self.index.page), self.ends.device
         pos = s.pos.to(device).view(shape)
         k = _filled(s.k.to(device).view(*shape, -1), pos)
-        if not self.kept:
+        if not self._learned:
             self.shared = self.index.learn(k.flatten(1, 2))
             self._learned = k.shape[1] * k.shape[2]
         first = pos.where(pos >= 0, torch.iinfo(pos.dtype).max).amin(2)

@@ -13,7 +13,8 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import BLOCK, Own, Run, read, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
-from kvcli.kv.slots import Sight, Slots, alone, opens, picked
+from kvcli.kv.slots import LayerShape, Sight, Slots, alone, opens, picked
+from kvcli.kv.state import Given, State
 
 
 @dataclass(slots=True)
@@ -48,6 +49,21 @@ class Slab:
             ordered=rises(pos[0]),
             noted=slots.n_slots,
         )
+
+    @staticmethod
+    def made(given: Given, shape: LayerShape, like: Tensor, step: int) -> Slab:
+        """From what `state` gave; `like`: numbers of the type and on the device."""
+        pos, heads = given.positions("pos", None), shape.n_kv_heads
+        k = given.tensor("k", like.dtype, heads, len(pos), shape.k_dim)
+        v = given.tensor("v", like.dtype, heads, len(pos), shape.v_dim)
+        slab = Slab.of(Slots(k.to(like.device), v.to(like.device), pos.expand(heads, -1)), step)
+        slab.gone = given.number("gone", given.n) // BLOCK * BLOCK
+        return slab
+
+    def state(self) -> State:
+        """What is held."""
+        s = self.slots()
+        return {"k": s.k, "v": s.v, "pos": s.pos[0], "gone": self.gone}
 
     @property
     def total(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.state import Stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Readable(Protocol):
         """What is allocated, by layer; nothing where it only reads what another one holds."""
 
 
-class Tier(Readable, Protocol):
+class Tier(Readable, Stateful, Protocol):
     """One kind of storage on one device."""
 
     @property

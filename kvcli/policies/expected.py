@@ -51,7 +51,7 @@ class Expected(TopK):
                 lines=[none.message, *none.lines],
                 try_=["--set policy.name=keydiff", "--set policy.name=snap"],
             ) from None
-        return self.want(lm, lambda: found, recent=RECENT, probes=self.probes, lasting=self.keep_new > 0)
+        return self.want(lm, known=found, recent=RECENT, probes=self.probes, lasting=self.keep_new > 0)
 
     def probes(self, n: int) -> Sequence[int]:
         """The samples of a prompt of n tokens."""
@@ -66,7 +66,7 @@ class Expected(TopK):
         from kvcli.kernels.rotate import unrotate
         from kvcli.policies.rotary import mean_turn
 
-        rotary, width = at.memory.own[at.layer], torch.promote_types(at.q.dtype, torch.float32)
+        rotary, width = at.memory.known[at.layer], torch.promote_types(at.q.dtype, torch.float32)
         q, q_pos = self._sample(at)
         if not q.shape[1]:  # no query at all: any key is as likely as another
             return expected(s, q.new_zeros(s.k.shape[0], s.k.shape[2], dtype=width), None, 0.0, 0.0, 0.0)

@@ -148,7 +148,7 @@ class FastGen(Usual):
             probes=own.probes,
             kinds=True,
             guard=Guard(self.sinks, self.guarded, kinds),
-            memory=lambda: Heads(own, full),
+            memory=lambda: Heads(own, lm, full),
         )
 
     def choose(self, at: Boundary) -> Asks[Masks]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcli.engine.policy import Moment
 from kvcli.kv.slots import Slots
+from kvcli.kv.state import Given, Misfit, State
 from kvcli.policies.fastgen_layer import Layer
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.knapsack import solve
@@ -19,6 +20,7 @@ from kvcli.policies.replay import Replay
 if TYPE_CHECKING:
     from kvcli.engine.boundary import Boundary
     from kvcli.engine.feed import Asks
+    from kvcli.engine.lm import LM
     from kvcli.kv.slots import Masks
     from kvcli.policies.fastgen import FastGen
 
@@ -29,9 +31,9 @@ LEAST = 16  # rows below which a later prompt is not measured: heads stay with w
 class Heads:
     """What is known of one text. Everything stays while a prompt is read, then each head chooses."""
 
-    def __init__(self, settings: FastGen, full: Sequence[Sequence[bool]] = ()) -> None:
+    def __init__(self, settings: FastGen, lm: LM, full: Sequence[Sequence[bool]] = ()) -> None:
         """`full` [L][K]: heads that keep everything, whatever they look at."""
-        self.settings = settings
+        self.settings, self._lm = settings, lm
         self.recovery = settings.least  # T in force
         self._full = full
         self._layers: dict[int, Layer] = {}
@@ -52,6 +54,22 @@ class Heads:
         for i in self._layers:
             masks[i] = self.mask(*at.layer(i))
         return masks
+
+    def state(self) -> State:
+        """What each head chose and is judged by, and under which head map."""
+        layers: State = {str(i): layer.state() for i, layer in self._layers.items()}
+        return {"recovery": self.recovery, "full": torch.tensor(self._full), "layers": layers}
+
+    def restore(self, given: Given) -> None:
+        """Under the same head map: its file may be another one by now."""
+        full = torch.tensor(self._full)
+        if not full.equal(given.like("full", full)):
+            raise Misfit("its heads were told apart by another head map")
+        self.recovery = given.share("recovery")
+        for i, shape in enumerate(self._lm.shapes):
+            if str(i) in given.part("layers"):
+                one = given.part("layers").part(str(i))
+                self._layers[i] = Layer.made(one, self.settings, shape.n_kv_heads, self._lm.device)
 
     def chosen(self) -> dict[int, list[str]]:
         """By layer, the candidate of each KV head; sliding layers and texts not yet read have none."""
@@ -133,12 +151,9 @@ class Heads:
 
     def _scores(self, found: Recovery, q_pos: Tensor, at: Moment, sets: Sets) -> Scores:
         """What the measured rows looked at, as the beginning of what all later rows will."""
-        settings = self.settings
         # the paper adds up over all rows, of which a long prompt is measured on some
-        weight = at.kinds.shape[0] / q_pos.shape[0] if settings.paper else 1.0
-        rate = not settings.paper
-        far, upto = found.far * weight, at.kinds.shape[0]
-        return Scores(far, q_pos, upto, sets, settings.score_decay, is_rate=rate)
+        weight = at.kinds.shape[0] / q_pos.shape[0] if self.settings.paper else 1.0
+        return Scores(found.far * weight, q_pos, at.kinds.shape[0], sets, self.settings)
 
     def _cheapest(self, layer: Layer, i: int, recovery: float) -> list[int]:
         """The cheapest candidate of each head that recovers enough; everything always does."""

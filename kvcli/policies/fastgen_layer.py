@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvcli.engine.kinds import END
+from kvcli.kv.state import Given, State
+from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.recovery import Sets, classes
 
 if TYPE_CHECKING:
     from kvcli.engine.policy import Moment
     from kvcli.kv.slots import Slots
-    from kvcli.policies.fastgen_scores import Scores
+    from kvcli.policies.fastgen import FastGen
 
 
 @dataclass(slots=True)
@@ -27,6 +30,28 @@ class Layer:
     chosen: list[int] = field(default_factory=list)  # [K] candidates
     frequent: Tensor | None = None  # [K, S] frequent slots of this very boundary
     scores: Scores | None = None  # of frequent tokens, while answering
+
+    def state(self) -> State:
+        """Between boundaries, when nothing is `frequent`."""
+        sets, chosen = self.sets, torch.tensor(self.chosen)
+        numbers = {"local": sets.local, "most": sets.frequent, "measured": self.measured}
+        tensors = {"punct": torch.tensor(sets.punct), "value": self.value, "cost": self.cost, "chosen": chosen}
+        return {**numbers, **tensors, **({"scores": self.scores.state()} if self.scores is not None else {})}
+
+    @staticmethod
+    def made(given: Given, settings: FastGen, heads: int, device: torch.device) -> Layer:
+        """From what `state` gave, of a layer with so many KV heads. Raises Misfit."""
+        c = len(settings.candidates)
+        sets = replace(
+            Sets.of(settings, torch.zeros(0, dtype=torch.int8)),
+            local=given.number("local", given.n + settings.guarded),
+            frequent=given.number("most", given.n),
+            punct=tuple(given.indices("punct", 1 + END, None).tolist()),
+        )
+        value, cost = given.floats("value", c, heads).to(device), given.tensor("cost", torch.int64, c, heads).to(device)
+        chosen = given.indices("chosen", c, heads).tolist()
+        scores = Scores.made(given.part("scores"), sets, settings, heads, device) if "scores" in given else None
+        return Layer(sets, value, cost, given.number("measured", given.n), chosen, scores=scores)
 
     def having(self, word: str, like: Tensor) -> Tensor:
         """[K, 1] bool: which heads chose a candidate with this word."""

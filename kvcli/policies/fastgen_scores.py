@@ -7,29 +7,54 @@ never count.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from kvcli.engine.policy import Moment
 from kvcli.kv.slots import Slots
+from kvcli.kv.state import Given, State
 from kvcli.policies.recovery import Sets
 from kvcli.policies.recovery_look import Look
+
+if TYPE_CHECKING:
+    from kvcli.policies.fastgen import FastGen
 
 
 class Scores:
     """Of one layer. Rows count for tokens beyond the guard only: the newest are kept without being asked for."""
 
-    def __init__(self, far: Tensor, rows: Tensor, upto: int, sets: Sets, decay: float, *, is_rate: bool) -> None:
+    def __init__(self, far: Tensor, rows: Tensor, upto: int, sets: Sets, settings: FastGen) -> None:
         """Begins with what rows at positions `rows` [m] of the first `upto` tokens looked at: far [K, S].
 
-        `is_rate`: attention per row that could look; else the sum, which favours old tokens, as published.
+        Counted is attention per row that could look; as published the sum, which favours old tokens.
         """
-        self._guard, self._most, self._decay = sets.guard, sets.most, decay
-        self._is_rate, self._upto = is_rate, upto
+        self._guard, self._most, self._decay = sets.guard, sets.most, settings.score_decay
+        self._is_rate, self._upto = not settings.paper, upto
         self._pending = far  # scores of all slots, until `bind` says which of them matter
         self._rows = rows  # positions of all rows that counted, rising
         self._weight = torch.ones_like(rows, dtype=far.dtype)  # of each
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # head -> positions [P] rising, score [P]
+
+    def state(self) -> State:
+        """Between boundaries, when no score is pending."""
+        held: State = {str(j): {"pos": pos, "score": score} for j, (pos, score) in self._held.items()}
+        return {"upto": self._upto, "rows": self._rows, "weight": self._weight, "held": held}
+
+    @staticmethod
+    def made(given: Given, sets: Sets, settings: FastGen, heads: int, device: torch.device) -> Scores:
+        """From what `state` gave, of a layer with so many KV heads. Raises Misfit."""
+        rows = given.tensor("rows", torch.int64, None).to(device)
+        weight = given.floats("weight", len(rows)).to(device)
+        new = Scores(weight.new_zeros(heads, 0), rows, given.number("upto", given.n), sets, settings)
+        new._weight = weight
+        for j in range(heads):
+            if str(j) in given.part("held"):
+                one = given.part("held").part(str(j))
+                pos = one.positions("pos", None)
+                new._held[j] = pos.to(device), one.tensor("score", torch.float32, len(pos)).to(device)
+        return new
 
     @property
     def nbytes(self) -> int:

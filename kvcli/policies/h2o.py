@@ -7,9 +7,10 @@ model).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from kvcli.policies.sums import Sums
 from kvcli.policies.topk import TopK
 from kvcli.settings.schema import Range
 
@@ -23,24 +24,17 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Masks, Slots
 
 
-@dataclass(slots=True)
-class Sums:
-    """The attention that each slot ever got from heard queries."""
-
-    total: dict[int, Tensor] = field(default_factory=dict)  # layer -> [K, T]
-    last: dict[int, int] = field(default_factory=dict)  # layer -> position of the last query counted
-
-    def hear(self, s: Slots, at: Moment) -> None:
-        """Count the queries that came since."""
-        first = int((at.q_pos <= self.last.get(at.layer, -1)).sum())
-        if first == at.q.shape[1] or not s.n_slots:
-            return
-        gained = at.mass(s, first, "sum").masked_fill(s.pos < 0, 0.0)
-        total = gained.new_zeros(s.pos.shape[0], at.n)
-        if (before := self.total.get(at.layer)) is not None:
-            total[:, : before.shape[1]] = before
-        self.total[at.layer] = total.scatter_add_(1, s.pos.clamp(min=0).long(), gained)
-        self.last[at.layer] = int(at.q_pos[-1])
+def hear(sums: Sums, s: Slots, at: Moment) -> None:
+    """Count the attention of the queries that came since."""
+    first = int((at.q_pos <= sums.last.get(at.layer, -1)).sum())
+    if first == at.q.shape[1] or not s.n_slots:
+        return
+    gained = at.mass(s, first, "sum").masked_fill(s.pos < 0, 0.0)
+    total = gained.new_zeros(s.pos.shape[0], at.n)
+    if (before := sums.total.get(at.layer)) is not None:
+        total[:, : before.shape[1]] = before
+    sums.total[at.layer] = total.scatter_add_(1, s.pos.clamp(min=0).long(), gained)
+    sums.last[at.layer] = int(at.q_pos[-1])
 
 
 @dataclass(frozen=True)
@@ -60,12 +54,12 @@ class H2O(TopK):
 
     def wants(self, lm: LM) -> Wants:
         """The queries since the last boundary."""
-        return self.want(lm, Sums, recent=self.queries)
+        return self.want(lm, lambda: Sums(lm), recent=self.queries)
 
     def choose(self, at: Boundary) -> Asks[Masks] | Masks:
         """Whether or not anything competes, what was heard counts."""
         for i in at.open:
-            at.memory.own.hear(*at.layer(i))
+            hear(at.memory.own, *at.layer(i))
         return super().choose(at)
 
     def score(self, s: Slots, at: Moment) -> Tensor:

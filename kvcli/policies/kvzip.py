@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.errors import ContextOverflow
+from kvcli.policies.sums import Sums
 from kvcli.policies.topk import Alloc, TopK
 from kvcli.settings.schema import Range
 
@@ -51,21 +52,21 @@ class KVzip(TopK):
 
     def wants(self, lm: LM) -> Wants:
         """No queries: those that matter are made here. Remembered are scores by layer, 1/D of all keys and values."""
-        return self.want(lm, dict)
+        return self.want(lm, lambda: Sums(lm))
 
     def choose(self, at: Boundary) -> Asks[Masks]:
         """As all, once the prompt was repeated. Raises ContextOverflow where none of it fits behind the text."""
         done = at.memory.compressed(at)
         if at.phase == "read":
-            for layer, score in at.memory.own.items():
-                at.memory.own[layer] = score[:, :done]
+            for layer, score in at.memory.own.total.items():
+                at.memory.own.total[layer] = score[:, :done]
             for start, end in self.pieces(done, len(at.ids), at.lm.limit):
                 yield from self._repeat(at, start, end)
         return self.best(at, done)
 
     def score(self, s: Slots, at: Moment) -> Tensor:
         """What the repetition looked at."""
-        found: Tensor = at.memory.own[at.layer].gather(1, s.pos.clamp(min=0).long())
+        found: Tensor = at.memory.own.total[at.layer].gather(1, s.pos.clamp(min=0).long())
         return found
 
     def pieces(self, first: int, n: int, limit: int) -> Sequence[tuple[int, int]]:
@@ -91,7 +92,7 @@ class KVzip(TopK):
 
         rows = Rows.chain(at.ids[max(0, start - self.lead) : end], len(at.ids))
         made = yield Feed(at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True)
-        q_pos, scores = torch.tensor(rows.pos, device=at.lm.device), at.memory.own
+        q_pos, scores = torch.tensor(rows.pos, device=at.lm.device), at.memory.own.total
         for i in at.open:
             (s, moment), q, fresh = at.layer(i), made.queries[i], made.fresh[i].k
             near = compact(s, (s.pos < self.sinks) | ((s.pos >= start) & (s.pos < end)))

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from kvcli.engine.policy import Guard, Usual, Wants
+from kvcli.kv.state import Given, Misfit, State, Stateful
 from kvcli.policies.headmap import head_rows
 from kvcli.settings.schema import Range
 
@@ -49,7 +50,27 @@ class Memory:
     heads: list[list[float]] = field(default_factory=list)  # [L][K] what the head map says, if there is one
     done: int = 0  # tokens of the prompts that were compressed
     asked: int = 0  # the same, should the last boundary have forgotten anything
-    own: Any = None  # what the score remembers
+    own: Stateful | None = None  # what the score remembers
+    known: Any = None  # what it knows of the model
+
+    def state(self) -> State:
+        """What was compressed, by which head map, and what the score remembers."""
+        own = self.own.state() if self.own is not None else {}
+        return {"heads": self._map, "done": self.done, "asked": self.asked, "own": own}
+
+    def restore(self, given: Given) -> None:
+        """Under the same head map: its file may be another one by now."""
+        if not self._map.equal(given.like("heads", self._map)):
+            raise Misfit("its heads were shared out by another head map")
+        self.done, self.asked = given.number("done", given.n), given.number("asked", given.n)
+        if self.own is not None:
+            self.own.restore(given.part("own"))
+
+    @property
+    def _map(self) -> Tensor:
+        import torch
+
+        return torch.tensor(self.heads, dtype=torch.float64)  # [L, K], [0] where there is none
 
     def compressed(self, at: Boundary) -> int:
         """Tokens that compete no more; to be asked at each boundary, and again where that one failed.
@@ -102,13 +123,15 @@ class TopK(Usual):
         """Raises BadInput for a head map that cannot be read, or is of another model."""
         return self.want(lm)
 
-    def want(self, lm: LM, own: Callable[[], Any] = lambda: None, **more: Any) -> Wants:
-        """What all of them want, and what this score wants: `own` is what it remembers of a text, `more` of Wants."""
+    def want(self, lm: LM, own: Callable[[], Stateful | None] = lambda: None, known: Any = None, **more: Any) -> Wants:
+        """What all of them want, and what this score wants: `own` is what it remembers of a text, `known` what it knows
+        of the model, `more` of Wants.
+        """
         from kvcli.engine.kinds import SYSTEM
 
         heads = head_rows(self.headmap, lm) if self.headmap else []
         guard = Guard(self.sinks, self.guard, frozenset({SYSTEM}) if self.protect else frozenset())
-        return Wants(guard=guard, memory=lambda: Memory(heads, own=own()), **more)
+        return Wants(guard=guard, memory=lambda: Memory(heads, own=own(), known=known), **more)
 
     def choose(self, at: Boundary) -> Asks[Masks] | Masks:
         """What competes now and wins, and all that does not compete."""

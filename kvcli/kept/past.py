@@ -1,0 +1,163 @@
+"""A past: all that a session goes on from, as one file that is whole or not taken for one.
+
+A safetensors file: tensors by their names in the tree joined by "/", its numbers and a checksum in the header. Written
+one tensor at a time. Read, every size is held against the file's own before room is made for it, so no more is
+allocated than there are bytes; what the tensors must be is for those to say who take them (kv/state.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.files import replacing
+from kvcli.kept.block import SUM, UNREADABLE, Damaged, blamed
+from kvcli.kept.tree import ENDS
+from kvcli.kv.state import Leaf, Misfit, State, leaves, tree_of
+from kvcli.settings.small_file import open_regular, parse_object
+
+HEADER, MOST, DEEP = 1 << 24, 1 << 17, 8  # bytes, tensors and their dimensions, at most
+NUMBERS = "numbers"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file, before there is room for it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write(path: Path, state: State) -> int:
+    """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again."""
+    found = dict(leaves(state))
+    tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+    numbers = {name: leaf for name, leaf in found.items() if name not in tensors}
+    with replacing(path, is_lasting=False) as file:
+        file.write(_header(tensors, numbers, 0))
+        total = _seed(numbers)
+        for name, tensor in tensors.items():
+            data = _bytes(tensor.cpu().contiguous())
+            total = zlib.crc32(data, zlib.crc32(name.encode(), total))
+            file.write(data)
+        size = file.tell()
+        file.seek(0)
+        file.write(_header(tensors, numbers, total))
+    return size
+
+
+def place(folder: Path, ids: Sequence[int]) -> Path:
+    """Where the past of exactly these tokens belongs."""
+    return folder / f"{len(ids)}-{_digest(ids)}{ENDS}"
+
+
+def along(folder: Path, ids: Sequence[int]) -> Iterator[tuple[int, Path]]:
+    """The pasts of beginnings of a text, and of how many tokens they are, the longest first."""
+    names = [path.name.removesuffix(ENDS).partition("-") for path in folder.glob(f"*-*{ENDS}")]
+    counts = {int(n) for n, _, _ in names if n.isdecimal() and len(n) < 12}
+    for n in sorted((n for n in counts if n <= len(ids)), reverse=True):
+        if (path := place(folder, ids[:n])).exists():
+            yield n, path
+
+
+def nbytes(state: State) -> int:
+    """What it takes as a file, the header aside."""
+    return sum(leaf.nbytes for _, leaf in leaves(state) if isinstance(leaf, Tensor))
+
+
+def read(path: Path) -> State:
+    """The tree that was written. Raises Damaged, or OSError where the system would not let it be read."""
+    try:
+        with open_regular(path) as file:
+            entries, numbers, said = _entries(file)
+            found: dict[str, Leaf] = dict(numbers)
+            total = _seed(numbers)
+            for entry in entries:
+                found[entry.name] = tensor = torch.empty(entry.shape, dtype=entry.dtype)
+                data = _bytes(tensor)
+                if file.readinto(data) != len(data):  # type: ignore[attr-defined]
+                    raise Damaged("it was cut short")
+                total = zlib.crc32(data, zlib.crc32(entry.name.encode(), total))
+            if said != f"{total:08x}":
+                raise Damaged("its numbers are not those that were written")
+            return tree_of(found)
+    except (Misfit, *UNREADABLE) as error:
+        raise blamed(error) from None
+
+
+def _entries(file: IO[bytes]) -> tuple[list[Entry], dict[str, int | float], str]:
+    """What the file says it holds, which is what it has bytes for; the numbers of the tree; the checksum."""
+    end, size = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    if not 0 < size <= min(HEADER, end - 8):
+        raise Damaged("it has no header")
+    header = parse_object(file.read(size))
+    about, at, entries = header.pop("__metadata__"), 0, list[Entry]()
+    if len(header) > MOST:
+        raise Damaged("it has too many tensors")
+    for name, of in sorted(header.items(), key=lambda each: each[1]["data_offsets"][0]):
+        sizes = *of["shape"], *of["data_offsets"]
+        if len(sizes) > DEEP or not all(type(n) is int and 0 <= n <= end for n in sizes):
+            raise Damaged("its sizes are no sizes")
+        entry = Entry(name, DTYPES[of["dtype"]], tuple(of["shape"]))
+        if of["data_offsets"] != [at, at + entry.nbytes]:
+            raise Damaged("its tensors do not follow each other")
+        at += entry.nbytes
+        entries.append(entry)
+    if 8 + size + at != end:
+        raise Damaged("it is longer or shorter than its tensors")
+    numbers = parse_object(about[NUMBERS].encode())
+    if not all(isinstance(value, int | float) for value in numbers.values()):
+        raise Damaged("its numbers are none")
+    return entries, numbers, about[SUM]
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16).hexdigest()
+
+
+def _header(tensors: Mapping[str, Tensor], numbers: Mapping[str, Leaf], total: int) -> bytes:
+    at, header = 0, dict[str, Any]({"__metadata__": {SUM: f"{total:08x}", NUMBERS: json.dumps(numbers)}})
+    for name, t in tensors.items():
+        header[name] = {"dtype": NAMES[t.dtype], "shape": [*t.shape], "data_offsets": [at, at + t.nbytes]}
+        at += t.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _seed(numbers: Mapping[str, Leaf]) -> int:
+    """What the checksum begins with."""
+    return zlib.crc32(json.dumps(numbers, sort_keys=True).encode())
+
+
+def _bytes(t: Tensor) -> memoryview:
+    """Of a tensor on the host that lies in one piece, to read and to write."""
+    return t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else memoryview(bytearray())

@@ -1,0 +1,38 @@
+"""What each token of a text was worth so far: a number for each head and position, by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcli.kv.state import Misfit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.lm import LM
+    from kvcli.kv.state import Given, State
+
+
+@dataclass(slots=True)
+class Sums:
+    """Of one text over `lm`."""
+
+    lm: LM
+    total: dict[int, Tensor] = field(default_factory=dict)  # layer -> [K, T]
+    last: dict[int, int] = field(default_factory=dict)  # layer -> position of the last query that was counted
+
+    def state(self) -> State:
+        """By layer."""
+        return {str(i): {"total": total, "last": self.last.get(i, -1)} for i, total in self.total.items()}
+
+    def restore(self, given: Given) -> None:
+        """Become what gave this."""
+        for i, shape in enumerate(self.lm.shapes):
+            if str(i) in given:
+                one = given.part(str(i))
+                total = one.floats("total", shape.n_kv_heads, None)
+                if total.shape[1] > given.n:
+                    raise Misfit("there are numbers for more tokens than the text has")
+                self.total[i] = total.to(self.lm.device)
+                self.last[i] = one.number("last", given.n - 1, least=-1)
