@@ -35,6 +35,7 @@ COMMANDS = {
     "profile-heads": "What each attention head does, and which need the whole past.",
     "profiles": "Named settings: list, show, compare, check.",
     "models": "Models on this machine, and real ones for it.",
+    "sessions": "Kept conversations: list, search, show, export, remove.",
     "cache": "What is kept only to be faster the next time, and how to be rid of it.",
     "config": "Where settings live, and the schemas of the JSON output.",
     "doctor": "Versions, devices, memory, paths: for a bug report.",
@@ -54,6 +55,8 @@ HABITS = {
     "benchmark": "bench",
     "perf": "bench",
     "heads": "profile-heads",
+    "history": "sessions list",
+    "resume": "chat --resume",
 }
 
 SHORT_HELP = """\

@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
-from kvcli.chat.transcript import Message, Opened, export_chat, open_chat, save_chat
+from kvcli.chat.sessions import Kept, Opened, Sessions, users_sessions
+from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, messages_of, save_chat
 from kvcli.documents import Document
 from kvcli.errors import BadInput, DoesNotFit
 from kvcli.models.text import Messages, decode, encode, render_text, resume_ids, special_ids
+from kvcli.schemas.chat import Figures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.chat.chat_file import ChatFile
     from kvcli.chat.open_text import OpenText
+    from kvcli.engine.stats import Stats
 
 
 class Chat:
@@ -37,23 +39,23 @@ class Chat:
         system: str | None = None,
         *,
         title: str | None = None,
-        folder: Path | None = None,
+        sessions: Sessions | None = None,
         holds: bool = False,
         called: str = "",
     ) -> None:
-        """`model`: the text it is held in. `folder`: where `save` puts conversations; None = the user's data folder.
+        """`model`: the text it is held in. `sessions`: where `save` keeps it; None = in the user's data folder.
 
-        `holds`: no other process can open or write its file until it is closed. `called`: how the model is named when
-        the conversation is opened again, if not by its id.
+        `holds`: no other process can open it so until it is closed. `called`: how the model is named when the
+        conversation is opened again, if not by its id.
         """
         self.model = model
         self.system = system
         self.title = title
-        self.folder = folder
+        self.sessions = sessions or users_sessions()
         self.holds = holds
         self.called = called
-        self.file: ChatFile | None = None  # that it was saved to or loaded from
-        self.kept: dict[str, Any] = {}  # what stands there
+        self.kept: Kept | None = None  # the session that it was saved as or loaded from
+        self.origin = ""  # digest of the file that it was loaded from, until it is saved
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached, not asked about yet
         self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
@@ -86,7 +88,7 @@ class Chat:
                     said.append(event.text)
                 elif isinstance(event, End):
                     ended = True
-                    self._keep(question, event.turn.text, event.turn.finish)
+                    self._keep(question, event.turn.text, event.turn.finish, figures(event.turn.stats))
                     self._heard = heard(self.model.tokenizer, prompt, ids, event.turn)
                 yield event
         except (KeyboardInterrupt, GeneratorExit, DoesNotFit):
@@ -183,37 +185,40 @@ class Chat:
 
     # --- keeping
 
-    def save(self, title: str | None = None) -> Path:
-        """Write the conversation to its file (a new one the first time) and return the path."""
+    def save(self, title: str | None = None) -> str:
+        """Keep the conversation, the first time as a new session, and return the session's name."""
         return save_chat(self, title)
 
-    def load(self, path: str | Path) -> Chat:
-        """Become the conversation saved in `path`. The model reads it with the next question."""
-        return self.take(open_chat(Path(path), holds=self.holds))
+    def load(self, session: str | Path) -> Chat:
+        """Become a session, by its name or words of its title, or what a JSON file holds. It is read with the next
+        question, but for what is kept of that.
+        """
+        return self.take(self.sessions.open(str(session), holds=self.holds))
 
     def take(self, opened: Opened) -> Chat:
         """Become the conversation that was opened."""
         self.close()
-        self.file, self.system, self.title = opened.file, opened.saved.system, opened.saved.title
-        self.messages, self.pending = opened.messages, opened.pending
+        self.kept, self.origin, saved = opened.kept, opened.origin, opened.saved
+        self.system, self.title = saved.system, saved.title
+        self.messages, self.pending = messages_of(saved), list(documents_of(saved.pending))
         return self
 
     def close(self) -> None:
-        """Let other processes have its file; the next `save` makes a new one."""
-        if self.file is not None:
-            self.file.close()
-        self.file, self.kept = None, {}
+        """Let other processes have its session; the next `save` makes a new one."""
+        if self.kept is not None and self.kept.hold is not None:
+            self.kept.hold.close()
+        self.kept, self.origin = None, ""
 
     def export(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the conversation for others to read: .md, .json or .jsonl."""
-        return export_chat(self, Path(path), overwrite=overwrite)
+        return export_chat(as_document(self), Path(path), overwrite=overwrite)
 
     # --- inside
 
-    def _keep(self, question: Message, answer: str, finish: Finish) -> None:
+    def _keep(self, question: Message, answer: str, finish: Finish, took: Figures | None = None) -> None:
         if finish == "interrupted" and not answer:
             return
-        self.messages += [question, Message("assistant", answer, finish=finish)]
+        self.messages += [question, Message("assistant", answer, finish=finish, figures=took)]
         self.pending = [d for d in self.pending if not any(d is used for used in question.documents)]
 
     def _contents(self, messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -240,3 +245,15 @@ def heard(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], t
     if decode(tokenizer, answer) != turn.text:  # a stop string cut the text shorter than the ids
         return "", []
     return prompt + turn.text, [*ids, *answer]
+
+
+def figures(stats: Stats) -> Figures:
+    """What a turn took, as it is kept; what was not measured is left out."""
+    return Figures(
+        prompt=stats.prompt,
+        cached=stats.cached,
+        new=stats.new,
+        first_token=stats.first_token or None,
+        read_tok_s=stats.read_tok_s or None,
+        decode_tok_s=stats.decode_tok_s or None,
+    )

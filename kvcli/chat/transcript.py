@@ -1,32 +1,25 @@
-"""Messages as files: the JSON a chat is resumed from, and the markdown or JSON it is exported as."""
+"""What was said, as a document: what is kept of it, and the markdown or JSON it is exported as."""
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from os.path import expanduser, realpath
+from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Literal
 
 from kvcli.api import Finish
-from kvcli.chat.chat_file import ChatFile
 from kvcli.documents import Document, with_documents
-from kvcli.errors import BadInput, UsageError, reading, writing
-from kvcli.files import private_folder, write_private
-from kvcli.schemas.chat import ChatDocument, SavedDocument, SavedMessage
+from kvcli.errors import BadInput, UsageError, writing
+from kvcli.files import write_private
+from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures, SavedDocument, SavedMessage
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
 
 Role = Literal["user", "assistant"]
-SCHEMA: Final = "kvcli.chat/1"
-COARSEST = 2.0  # seconds between two dates that every file system tells apart
 FINISH_MARKS = {
     "stop": "",
     "interrupted": " *[stopped]*",
@@ -43,6 +36,7 @@ class Message:
     text: str
     documents: tuple[Document, ...] = ()
     finish: Finish | None = None  # of an answer: how it ended
+    figures: Figures | None = None  # of an answer: what it took
 
     @property
     def content(self) -> str:
@@ -50,84 +44,32 @@ class Message:
         return with_documents(self.text, self.documents)
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A conversation as its file has it, and the file."""
-
-    file: ChatFile
-    saved: ChatDocument
-
-    @property
-    def messages(self) -> list[Message]:
-        return [Message(m.role, m.text, tuple(map(_document, m.documents)), m.finish) for m in self.saved.messages]
-
-    @property
-    def pending(self) -> list[Document]:
-        return list(map(_document, self.saved.pending))
+def messages_of(saved: ChatDocument) -> list[Message]:
+    return [Message(m.role, m.text, documents_of(m.documents), m.finish, m.figures) for m in saved.messages]
 
 
-def chats_folder() -> Path:
-    """Where conversations are kept unless the caller says otherwise."""
-    from platformdirs import user_data_path
-
-    return user_data_path("kvcli", appauthor=False) / "chats"
+def documents_of(saved: Sequence[SavedDocument]) -> tuple[Document, ...]:
+    return tuple(Document(one.name, one.text, one.sha256) for one in saved)
 
 
-def save_chat(chat: Chat, title: str | None = None) -> Path:
-    """Write `chat` to its file, a new one in its folder the first time. Nothing is written where nothing is new."""
-    chat.title = title or chat.title or first_words(chat)
-    folder = chat.folder or chats_folder()
-    file = chat.file or ChatFile(
-        folder / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.json", holds=chat.holds
-    )
-    made = as_json(chat)
-    if chat.file is not None and made | {"saved": ""} == chat.kept:
-        return file.path
-    with writing(file.path):
-        private_folder(file.path.parent)
-        file.write((json.dumps(made, ensure_ascii=False, indent=1) + "\n").encode())
-    chat.file, chat.kept = file, made | {"saved": ""}
-    _come_first(file.path, Path(realpath(folder)))
-    return file.path
+def save_chat(chat: Chat, title: str | None = None) -> str:
+    """Keep `chat` as it is, the first time as a new session; returns its name. What is as it was is not written."""
+    chat.title = title or chat.title or first_words(chat.messages)
+    made = as_document(chat).document()
+    if chat.kept is not None and made | {"saved": ""} == {**chat.kept.made, "saved": ""}:
+        return chat.kept.name
+    kept = chat.kept or chat.sessions.begin(holds=chat.holds)
+    try:
+        chat.sessions.write(kept, made, chat.origin)
+        chat.kept = kept
+    finally:
+        if chat.kept is None and kept.hold is not None:
+            kept.hold.close()
+    return kept.name
 
 
-def _come_first(path: Path, folder: Path) -> None:
-    """Date a chat of the folder after all others, whatever the clock says: the latest is the one that was kept last."""
-    others = [other for other in newest(folder) if other != path] if path.parent == folder else []
-    with suppress(OSError):  # removed meanwhile
-        latest = max((other.stat().st_mtime for other in others[:1]), default=0.0)
-        if path.stat().st_mtime <= latest:
-            os.utime(path, (latest + COARSEST, latest + COARSEST))
-
-
-def newest(folder: Path) -> list[Path]:
-    """All chats of a folder, that which was kept last first."""
-    dated = []
-    for path in folder.glob("*.json"):
-        try:
-            dated.append((path.stat().st_mtime_ns, path))
-        except OSError:  # removed meanwhile
-            continue
-    return [path for _, path in sorted(dated, reverse=True)]
-
-
-def open_chat(path: Path, *, holds: bool = False) -> Opened:
-    """The conversation that a file keeps; with `holds` nobody else can open it so until its file is closed."""
-    file = ChatFile(path, holds=holds)
-    with reading(path):
-        try:
-            return Opened(file, ChatDocument.model_validate_json(file.read()))
-        except FileNotFoundError:
-            raise BadInput(f"no such conversation: {path}", code="file_missing") from None
-        except ValidationError as error:
-            file.close()
-            first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-            raise BadInput(f"{path} is not a saved conversation", code="not_a_chat", lines=[why]) from None
-
-
-def export_chat(chat: Chat, path: Path, *, overwrite: bool = False) -> Path:
-    """Write `chat` to `path`, in the form its name asks for."""
+def export_chat(saved: ChatDocument, path: Path, *, overwrite: bool = False) -> Path:
+    """Write it to `path`, in the form its name asks for."""
     path = Path(expanduser(path))
     write = {".md": markdown, ".json": _pretty, ".jsonl": json_lines}.get(path.suffix.lower())
     if write is None:
@@ -141,11 +83,11 @@ def export_chat(chat: Chat, path: Path, *, overwrite: bool = False) -> Path:
     if path.exists() and not overwrite:
         raise BadInput(f"{path} exists already", code="file_exists", try_=["another name, or remove it first"])
     with writing(path):
-        write_private(path, write(chat))
+        write_private(path, write(saved))
     return path
 
 
-def as_json(chat: Chat) -> dict[str, Any]:
+def as_document(chat: Chat) -> ChatDocument:
     """Everything needed to go on later, documents included."""
     return ChatDocument(
         schema=SCHEMA,
@@ -154,50 +96,52 @@ def as_json(chat: Chat) -> dict[str, Any]:
         saved=datetime.now().astimezone().isoformat(timespec="seconds"),
         system=chat.system,
         messages=[
-            SavedMessage(role=m.role, text=m.text, documents=[_saved(d) for d in m.documents], finish=m.finish)
+            SavedMessage(
+                role=m.role,
+                text=m.text,
+                documents=[_saved(d) for d in m.documents],
+                finish=m.finish,
+                figures=m.figures,
+            )
             for m in chat.messages
         ],
         pending=[_saved(d) for d in chat.pending],
-    ).document()
+    )
 
 
-def json_lines(chat: Chat) -> str:
+def json_lines(saved: ChatDocument) -> str:
     """One message a line with `role` and `content`, as training and evaluation tools read them."""
-    rows = [{"role": "system", "content": chat.system}] if chat.system else []
-    rows += [{"role": m.role, "content": m.content} for m in chat.messages]
+    rows = [{"role": "system", "content": saved.system}] if saved.system else []
+    rows += [{"role": m.role, "content": m.content} for m in messages_of(saved)]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def markdown(chat: Chat) -> str:
+def markdown(saved: ChatDocument) -> str:
     """For people: headings by speaker; documents by name only."""
-    parts = [f"# {chat.title or first_words(chat) or 'Conversation'}"]
-    if chat.system:
-        parts.append(f"## System\n\n{chat.system}")
-    for message in chat.messages:
+    parts = [f"# {saved.title or first_words(saved.messages) or 'Conversation'}"]
+    if saved.system:
+        parts.append(f"## System\n\n{saved.system}")
+    for message in messages_of(saved):
         if message.role == "user":
             files = "".join(f"*{d.name}, {d.lines:,} line{'s' * (d.lines != 1)}*\n\n" for d in message.documents)
             parts.append(f"## You\n\n{files}{message.text}")
         else:
             mark = FINISH_MARKS[message.finish or "stop"]
-            parts.append(f"## {chat.model.info.id}\n\n{message.text}{mark}")
+            parts.append(f"## {saved.model}\n\n{message.text}{mark}")
     return "\n\n".join(parts) + "\n"
 
 
-def first_words(chat: Chat, width: int = 60) -> str | None:
+def first_words(messages: Sequence[Message] | Sequence[SavedMessage], width: int = 60) -> str | None:
     """A title from the first question."""
-    if not chat.messages:
+    if not messages:
         return None
-    words = " ".join(chat.messages[0].text.split())
+    words = " ".join(messages[0].text.split())
     return words if len(words) <= width else words[: width - 1].rsplit(" ", 1)[0] + "…"
 
 
-def _pretty(chat: Chat) -> str:
-    return json.dumps(as_json(chat), ensure_ascii=False, indent=2) + "\n"
+def _pretty(saved: ChatDocument) -> str:
+    return json.dumps(saved.document(), ensure_ascii=False, indent=2) + "\n"
 
 
 def _saved(document: Document) -> SavedDocument:
     return SavedDocument(name=document.name, sha256=document.sha256, text=document.text)
-
-
-def _document(saved: SavedDocument) -> Document:
-    return Document(saved.name, saved.text, saved.sha256)

@@ -32,7 +32,7 @@ KINDS = {
     "kvpress": "the environment of bench --baseline kvpress",
 }  # name of the folder -> what is in it
 BY_NAME = {  # of the data folder, and not only to be faster
-    "chats": "conversations, with the text of their documents",
+    "chats": "files of conversations, as /save writes them; kept ones are for kvcli sessions",
     "models": "what `kvcli models get` fetched from packages",
 }
 DAY = 86_400.0  # seconds
@@ -70,9 +70,7 @@ def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dr
         raise UsageError(f"there is no kind {unknown[0]!r} in the cache", try_=try_)
     kept = _kept(world.paths.cache)
     if "chats" in (kinds or ()):
-        from kvcli.chat.transcript import newest
-
-        kept += [look(path, "chats") for path in newest(world.paths.chats)]
+        kept += [look(path, "chats") for path in world.paths.chats.glob("*.json")]
     if NAME in (kinds or ()):
         kept += [look(path, NAME) for path in (world.paths.data / NAME).glob("[!.]*")]
     ages = {one: max(0.0, time.time() - one.used) for one in kept if one.kind in (kinds or KINDS)}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcli.api import Event, Turn
     from kvcli.chat.conversation import Chat
     from kvcli.chat.open_text import OpenText
-    from kvcli.chat.transcript import Opened
+    from kvcli.chat.sessions import Opened
     from kvcli.commands.ask import Question
     from kvcli.commands.held import Held
     from kvcli.commands.outlook import Prepared
@@ -107,11 +107,9 @@ def kept(world: World, latest: bool, name: str | None, no_save: bool) -> Iterato
     if not latest and name is None:
         yield None
         return
-    from kvcli.chat.chats import find
-    from kvcli.commands.keep import reopen
+    from kvcli.commands.keep import reopen, sessions_of
 
-    opened = reopen(find(world.paths.chats, name, world.cwd), holds=not no_save)
-    with closing(opened.file):
+    with closing(reopen(sessions_of(world), world, name, holds=not no_save)) as opened:
         yield opened
 
 
@@ -129,7 +127,7 @@ def answer(
     """Load the model and ask it, or let the user talk to it."""
     from kvcli.commands.ask import tell
     from kvcli.commands.held import hold
-    from kvcli.commands.keep import about, keep, keep_read
+    from kvcli.commands.keep import about, keep, keep_read, sessions_of
     from kvcli.commands.loading import load_model
     from kvcli.render.screen import Screen
 
@@ -139,7 +137,7 @@ def answer(
     run, text = load_model(setup, profile, wanted, screen)
     from kvcli.chat.conversation import Chat
 
-    talk = Chat(text, folder=world.paths.chats, holds=True, called=setup.lasting_name)
+    talk = Chat(text, sessions=sessions_of(world), holds=True, called=setup.lasting_name)
     with text, closing(talk):
         begin(world, talk, question, opened, keeps)
         for note in (*run.notes, *text.cautions, *text.info.notes, *(text.why_again() if opened else ())):
@@ -153,8 +151,8 @@ def answer(
             return ask_once(world, run, talk, question.text, screen, stream, held)
         finally:
             note = keep(talk) if keeps else ""
-            if not note and talk.file is not None and world.options.verbose:
-                note = f"kept in {talk.file.path}"
+            if not note and talk.kept is not None and world.options.verbose:
+                note = f"kept as {talk.kept.name}"
             screen.note(note)
             screen.note(keep_read(talk))
 

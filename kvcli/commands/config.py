@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcli.chat.database import NAME as SESSIONS
 from kvcli.commands.setup import SYSTEM_CONFIG, sources
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus, UsageError
@@ -62,6 +63,7 @@ def places(world: World) -> dict[str, Path]:
         found["project"] = project
     if world.options.config:
         found["--config"] = world.options.config
+    found["sessions"] = world.paths.data / SESSIONS
     found["chats"] = world.paths.chats
     found["runs"] = world.paths.data / RUNS
     found["benchmarks"] = world.paths.data / "bench"

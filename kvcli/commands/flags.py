@@ -47,7 +47,7 @@ System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="Syst
 SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="The same from a file.", rare=True)]
 
 Continue = Annotated[bool, _ask("--continue", "-c", help="Go on with the latest chat.")]
-Resume = Annotated[str | None, _ask("--resume", "-r", metavar="CHAT", help="Go on with this one: its name or file.")]
+Resume = Annotated[str | None, _ask("--resume", "-r", metavar="CHAT", help="Go on with this one: name, title or file.")]
 NoSave = Annotated[bool, _ask("--no-save", help="Do not keep this chat.")]
 
 Most = Annotated[str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Longest answer; 4k is 4096 tokens.")]

@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
-from os.path import samefile
 from typing import TYPE_CHECKING
 
-from kvcli.chat.chats import recent
-from kvcli.chat.transcript import open_chat
+from kvcli.chat.sessions import Sessions
 from kvcli.commands.interrupt import Interrupt
 from kvcli.errors import BadInput, BadModel
 from kvcli.render.figures import long_size, plural
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.transcript import Opened
-    from kvcli.schemas.chat import ChatDocument
+    from kvcli.chat.sessions import Entry, Opened
     from kvcli.world import World
 
+FEW = 10  # of a list to choose from
 
-def reopen(path: Path, *, holds: bool) -> Opened:
-    """The conversation in that file; with `holds` no other kvcli can have it meanwhile."""
+
+def sessions_of(world: World) -> Sessions:
+    """The user's."""
+
+    def warn(text: str) -> None:
+        from kvcli.render.errors import print_warning
+        from kvcli.render.terminal import Terminal
+
+        print_warning(Terminal.of(world, "stderr"), text)
+
+    return Sessions(world.paths.data, warn)
+
+
+def reopen(sessions: Sessions, world: World, wanted: str | None, *, holds: bool) -> Opened:
+    """The conversation that is called so; with `holds` no other kvcli can have it meanwhile."""
     try:
-        return open_chat(path, holds=holds)
+        return sessions.open(wanted, holds=holds, cwd=world.cwd)
     except BadInput as error:
         if error.code == "chat_in_use":
             error.try_ = ("close it there", "--no-save, for a copy that is not kept", "kvcli chat, for a new one")
         raise
 
 
-def model_of(world: World, opened: Opened) -> str:
+def model_of(world: World, opened: Opened) -> str | None:
     """The model that a chat was held with. A file from elsewhere may name only what is known and whole here."""
-    name, path = opened.saved.model, opened.file.path
-    with suppress(FileNotFoundError):
-        if samefile(world.paths.chats / path.name, path):
-            return name
+    name = opened.saved.model
+    if opened.kept is not None:
+        return name or None
     from kvcli.commands.models import known
     from kvcli.commands.setup import config_of, find
 
@@ -50,7 +59,7 @@ def model_of(world: World, opened: Opened) -> str:
     except BadModel:
         pass
     raise BadInput(
-        f"{path.name} asks for the model {name}, and is none of your own chats",
+        f"this file asks for the model {name}, and is none of your own chats",
         code="foreign_model",
         lines=["a file from elsewhere may name only a model that is known and complete here"],
         try_=[f"-m {shlex.quote(name)}, if you agree", "-m MODEL, for another"],
@@ -62,7 +71,7 @@ def keep(chat: Chat) -> str:
 
     Nor does Ctrl-C: the first is not heard, and one a second later, on a disk that hangs, gives up.
     """
-    if not chat.messages and chat.file is None:
+    if not chat.messages and chat.kept is None:
         return ""
     try:
         with Interrupt():
@@ -73,7 +82,7 @@ def keep(chat: Chat) -> str:
         if error.code != "chat_changed":
             return f"this chat is not kept: {error.message}"
         chat.close()
-        return keep(chat) or f"{error.message}; this chat goes on in {chat.save()}"
+        return keep(chat) or f"{error.message}; this chat goes on as {chat.save()}"
     return ""
 
 
@@ -91,16 +100,19 @@ def keep_read(talk: Chat) -> str:
     return f"keys and values of what is read are kept in {kept.shelf.folder}, up to {long_size(kept.shelf.most)}"
 
 
-def about(saved: ChatDocument | Chat) -> str:
+def about(talk: Chat) -> str:
     """One line: its title and how much there is."""
-    files = [*(d for m in saved.messages for d in m.documents), *saved.pending]
-    facts = [" ".join((saved.title or "").split()) or "untitled", plural(len(saved.messages) // 2, "question")]
-    return " · ".join([*facts, plural(len(files), "document")] if files else facts)
+    return facts(talk.title, len(talk.messages) // 2, len(talk.documents))
 
 
-def choices(world: World) -> list[tuple[str, str]]:
-    """Names and contents of the latest conversations, numbered as /load takes them."""
+def facts(title: str | None, questions: int, documents: int) -> str:
+    said = [" ".join((title or "").split()) or "untitled", plural(questions, "question")]
+    return " · ".join([*said, plural(documents, "document")] if documents else said)
+
+
+def choices(entries: Sequence[Entry]) -> list[tuple[str, str]]:
+    """Names and contents of the latest of these, numbered as /resume takes them."""
     return [
-        (f"{i}  {path.stem}", about(saved) if saved else "damaged")
-        for i, (path, saved) in enumerate(recent(world.paths.chats), 1)
+        (f"{i}  {entry.name}", facts(entry.title, entry.questions, entry.documents))
+        for i, entry in enumerate(entries[:FEW], 1)
     ]

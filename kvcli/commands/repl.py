@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcli.api import Event, Turn
 from kvcli.chat.conversation import Chat
-from kvcli.chat.transcript import newest
 from kvcli.commands import prompt, slash
 from kvcli.commands.ask import well_formed
 from kvcli.commands.ends import machine_gave_out
@@ -95,7 +94,7 @@ class Repl:
                 with echo(self.screen.stdin, on=False):
                     self.handle(line)
                     self.keep()
-        if self.keeps and self.chat.file is not None and not self.screen.quiet:
+        if self.keeps and self.chat.kept is not None and not self.screen.quiet:
             self.screen.err.line(("kept: kvcli chat -c goes on with it", "dim"))
         return ExitStatus.OK
 
@@ -266,7 +265,7 @@ class Repl:
             "profile": lambda: profiles.names() if profiles else (),
             "key": lambda: profiles.keys() if profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
-            "chat": lambda: [path.stem for path in newest(self.world.paths.chats)],
+            "chat": lambda: [entry.name for entry in self.chat.sessions.entries()],
             "command": lambda: tuple(slash.COMMANDS),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }

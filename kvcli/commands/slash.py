@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.chat.chats import find as find_chat
+from kvcli.commands import slash_sessions as kept
 from kvcli.commands.ask import notes_of, read_file
-from kvcli.commands.keep import about, choices, reopen
 from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render import figures as f
 from kvcli.render import tables
@@ -110,7 +109,7 @@ def _exit(repl: Repl, _: str) -> None:
 @slash("clear", "", "begin anew; the system text stays")
 def _clear(repl: Repl, _: str) -> None:
     n = len(repl.chat.messages) // 2
-    again = "; it is kept, and /load opens it again" if repl.chat.file is not None else ""
+    again = "; it is kept, and /resume opens it again" if repl.chat.kept is not None else ""
     repl.chat.clear()
     repl.last = None
     repl.say(f"forgot {f.plural(n, 'question')}{again}")
@@ -264,28 +263,10 @@ def _tokens(repl: Repl, _: str) -> None:
 # --- keeping
 
 
-@slash("save", "[TITLE]", "keep the conversation, with a title if given, and say where")
-def _save(repl: Repl, argument: str) -> None:
-    repl.say(f"kept in {repl.chat.save(argument or None)}" + ("" if repl.keeps else ", from now on with each turn"))
-    repl.keeps = True
-
-
-@slash("load", "[CHAT]", "go on with a kept conversation: its number, name or file; or list them", completes="chat")
-def _load(repl: Repl, argument: str) -> None:
-    if not argument:
-        rows = choices(repl.world)
-        repl.listing(rows) if rows else repl.say("no conversation is kept yet")
-        return
-    path = find_chat(repl.world.paths.chats, argument.strip("\"'"), repl.world.cwd)
-    if repl.chat.file is not None and repl.chat.file.path == path.resolve():
-        repl.say("that is this conversation")
-        return
-    opened = reopen(path, holds=repl.keeps)
-    repl.chat.take(opened)
-    repl.last = None
-    was = opened.saved.model
-    under = f"; it was held with {was}" if was != repl.chat.called else ""
-    repl.say(f"goes on with {about(repl.chat)}{under}; it is read with the next question")
+slash("save", "[TITLE]", "keep the conversation, with a title if given, and write it to a file")(kept.save)
+slash("resume", "[CHAT]", kept.RESUME, ("load",), "chat")(kept.resume)
+slash("sessions", "[WORDS]", "list the kept conversations, or those with these words")(kept.sessions)
+slash("fork", "[TITLE]", "go on in a copy; the conversation so far stays as it is")(kept.fork)
 
 
 @slash("export", "FILE", "write the conversation: .md, .json or .jsonl", completes="path")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from kvcli.api import Finish
 from kvcli.schemas.base import Json
 
+SCHEMA: Final = "kvcli.chat/1"
 KEPT = ConfigDict(extra="ignore", strict=True)  # extra: a later version may know more
 
 
@@ -19,12 +20,25 @@ class SavedDocument(Json):
     text: str
 
 
+class Figures(Json):
+    """What an answer took; null is what was not measured."""
+
+    model_config = KEPT
+    prompt: int | None = Field(default=None, description="tokens of the prompt")
+    cached: int | None = Field(default=None, description="of these, read before")
+    new: int | None = Field(default=None, description="tokens of the answer")
+    first_token: float | None = Field(default=None, description="seconds until it began")
+    read_tok_s: float | None = Field(default=None, description="tokens of the prompt a second, cached ones left out")
+    decode_tok_s: float | None = Field(default=None, description="tokens of the answer a second")
+
+
 class SavedMessage(Json):
     model_config = KEPT
     role: Literal["user", "assistant"]
     text: str
     documents: list[SavedDocument]
     finish: Finish | None = Field(description="of an answer: how it ended")
+    figures: Figures | None = Field(default=None, description="of an answer")
 
 
 class ChatDocument(Json):

@@ -25,6 +25,7 @@ from kvcli.schemas.listings import (
     SuggestionsDocument,
 )
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
+from kvcli.schemas.sessions import SessionsDocument
 from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
 from kvcli.schemas.summary import ExtractDocument, SummaryDocument, SummaryPlanDocument
 from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
@@ -32,6 +33,7 @@ from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
 DOCUMENTS: Mapping[str, Any] = {
     "turn": TurnDocument,
     "chat": ChatDocument,
+    "sessions": SessionsDocument,
     "error": ErrorDocument,
     "event": EventDocument,
     "models": ModelsDocument,

@@ -1,0 +1,178 @@
+"""The file that conversations are kept in: an SQLite database of a known form, for its owner alone.
+
+It is opened for one piece of work and closed after it, so that a kill, a full disk or another process finds none open.
+What is damaged is left as it is beside the new one, which has all of it that can be read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvcli.errors import BadInput
+from kvcli.files import BEGINS, ENDS, locked, private_folder, temporary_folder
+
+NAME, VERSION = "kvcli.db", 1
+PATIENCE = 5.0  # seconds that another process may be writing
+PAGE = 4096  # bytes; the first page is the same in all files of the form, but for what SQLite can do without:
+LENGTH, FREE = slice(28, 32), slice(32, 40)  # how many pages there are, and which are free; 0 = to be found out
+FAR = 100_000  # ids behind one that can be read, among which others are looked for one by one
+CORRUPT, NO_DATABASE, ERROR, CONSTRAINT = 11, 26, 1, 19  # of SQLite
+DAMAGE = (CORRUPT, NO_DATABASE, ERROR, CONSTRAINT)  # no whole file of the form says so to statements of ours
+TABLES = ("sessions", "turns", "texts", "documents", "files")
+FORM = """
+CREATE TABLE sessions (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, title TEXT, model TEXT NOT NULL, system TEXT,
+    saved TEXT NOT NULL, latest INTEGER NOT NULL);
+CREATE TABLE turns (
+    id INTEGER PRIMARY KEY, session INTEGER NOT NULL, n INTEGER NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL,
+    finish TEXT, prompt INTEGER, cached INTEGER, new INTEGER, first_token REAL, read_tok_s REAL, decode_tok_s REAL,
+    UNIQUE (session, n));
+CREATE TABLE texts (id INTEGER PRIMARY KEY, sha256 TEXT NOT NULL UNIQUE, text TEXT NOT NULL);
+CREATE TABLE documents (
+    id INTEGER PRIMARY KEY, session INTEGER NOT NULL, n INTEGER NOT NULL, name TEXT NOT NULL, sha256 TEXT NOT NULL,
+    text INTEGER NOT NULL);
+CREATE TABLE files (id INTEGER PRIMARY KEY, stamp TEXT NOT NULL, sha256 TEXT NOT NULL, session INTEGER);
+CREATE VIRTUAL TABLE words USING fts5 (question, answer, content=turns, content_rowid=id);
+CREATE INDEX of_session ON documents (session);
+"""
+T = TypeVar("T")
+
+
+class Database:
+    """One in a folder. `tell` gets a sentence where one was damaged."""
+
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        self.path, self._tell = folder / NAME, tell
+
+    def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """What `work` makes of it in one transaction, which is on the disk when this returns, or has left no trace."""
+        for is_last in (False, True):
+            seen = self._seen()
+            try:
+                with closing(self._opened()) as db, db:
+                    db.execute("BEGIN IMMEDIATE")
+                    return work(db)
+            except sqlite3.Error as error:
+                if is_last or getattr(error, "sqlite_errorcode", CORRUPT) & 0xFF not in DAMAGE:
+                    raise self._refused(error) from None
+                self._renew(seen)
+        raise AssertionError("the last time it raises or returns")
+
+    def _seen(self) -> tuple[int, int] | None:
+        with suppress(FileNotFoundError):
+            about = self.path.stat()
+            return about.st_dev, about.st_ino
+        return None
+
+    def _opened(self) -> sqlite3.Connection:
+        if not self.path.exists():
+            self._renew(None)
+        db = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None)
+        try:
+            _prepare(db)
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version > VERSION:
+                raise BadInput(
+                    f"{self.path} was written by a newer kvcli: its form is {version}, this one knows {VERSION}",
+                    code="newer_sessions",
+                    try_=["pip install -U kvcli", "KVCLI_HOME=FOLDER, for conversations of its own", "--no-save"],
+                )
+            if version < VERSION:
+                raise sqlite3.DatabaseError("it has no form")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _renew(self, seen: tuple[int, int] | None) -> None:
+        """Make it anew of what can be read of the one that was `seen`, unless another process has."""
+        guard = self.path.with_name(f"{BEGINS}{NAME}{ENDS}")
+        try:
+            private_folder(self.path.parent)
+            with locked(guard), temporary_folder(self.path.parent) as folder:
+                if self._seen() == seen:
+                    self._replace(folder)
+                guard.unlink(missing_ok=True)
+        except (OSError, sqlite3.Error) as error:
+            raise self._refused(error) from None
+
+    def _refused(self, error: Exception) -> BadInput:
+        why = getattr(error, "strerror", None) or error
+        return BadInput(f"cannot use {self.path}: {why}", code="no_sessions")
+
+    def _replace(self, folder: Path) -> None:
+        new, old, wal = folder / NAME, folder / "old", Path(f"{self.path}-wal")
+        new.touch(0o600)
+        with closing(sqlite3.connect(new, isolation_level=None)) as db:
+            db.executescript(f"BEGIN; {FORM} PRAGMA user_version = {VERSION}; COMMIT")
+            _prepare(db)
+        if self._seen():
+            aside = self.path.with_name(f"{NAME}.damaged-{datetime.now():%Y%m%d-%H%M%S}")
+            for path, ending in ((self.path, ""), (wal, "-wal")):
+                if path.exists():
+                    for copy in (Path(f"{aside}{ending}"), Path(f"{old}{ending}")):
+                        copy.touch(0o600)
+                        shutil.copyfile(path, copy)
+            n = _salvage(old, new)
+            self._tell(f"{self.path} is damaged: it is kept as {aside}, and {n:,} conversations in it can be read")
+        for gone in (wal, Path(f"{self.path}-shm")):
+            gone.unlink(missing_ok=True)
+        os.replace(new, self.path)
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    db.text_factory = lambda raw: raw.decode(errors="replace")  # of a damaged text the rest is still worth reading
+    for setting in ("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = ON", "journal_mode = WAL"):
+        db.execute(f"PRAGMA {setting}")
+    db.execute("PRAGMA synchronous = FULL")
+
+
+def _salvage(old: Path, new: Path) -> int:
+    """Copy what can be read, row by row; returns how many conversations there are."""
+    with old.open("r+b") as mended, new.open("rb") as sound:
+        page = bytearray(sound.read(PAGE))
+        page[LENGTH], page[FREE] = bytes(4), bytes(8)
+        mended.write(page)
+    with closing(sqlite3.connect(old)) as source, closing(sqlite3.connect(new)) as db, db:
+        _prepare(db)
+        source.text_factory = db.text_factory
+        for table in TABLES:
+            names = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
+            put = f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(names))})"
+            for row in _rows(source, f"SELECT {', '.join(names)} FROM {table}"):
+                db.execute(put, row)
+        db.execute(
+            "INSERT OR IGNORE INTO sessions SELECT DISTINCT session, 'found-' || session, NULL, '', NULL, '', 0"
+            " FROM turns WHERE session NOT IN (SELECT id FROM sessions)"
+        )
+        db.execute("INSERT INTO words (words) VALUES ('rebuild')")
+        db.execute("DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts)")
+        db.execute("DELETE FROM files WHERE session NOT IN (SELECT id FROM sessions)")  # to be taken in again
+        (n,) = db.execute("SELECT count(*) FROM sessions").fetchone()
+        return int(n)
+
+
+def _rows(source: sqlite3.Connection, select: str) -> Iterator[tuple[Any, ...]]:
+    """Rows from both ends as far as each goes, and those between that answer by themselves."""
+    first, last = 0, FAR
+    try:
+        for row in source.execute(f"{select} ORDER BY id"):
+            first = row[0]
+            yield row
+        return
+    except sqlite3.Error:
+        pass
+    with suppress(sqlite3.Error):
+        for row in source.execute(f"{select} WHERE id > ? ORDER BY id DESC", [first]):
+            last = row[0]
+            yield row
+    for i in range(first + 1, min(last, first + FAR)):
+        with suppress(sqlite3.Error):
+            yield from source.execute(f"{select} WHERE id = ?", [i])

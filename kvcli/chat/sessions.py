@@ -1,0 +1,281 @@
+"""The conversations of a user: in one database, found by name, title or words, open in one process at a time.
+
+A text that is attached to ten of them is stored once. JSON files that lie in `chats` beside the database, as earlier
+versions wrote them, are taken in once and left where they are.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sqlite3
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from os.path import expanduser
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvcli.chat import tables
+from kvcli.chat.chat_file import read_chat, write_chat
+from kvcli.chat.database import Database
+from kvcli.chat.hold import Hold
+from kvcli.errors import BadInput
+from kvcli.schemas.base import SURROGATE
+from kvcli.schemas.chat import ChatDocument
+
+NAMES = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
+SHOWN = 10  # of a list of which one is to be chosen
+AROUND = 40  # characters before and behind what was searched, where it is no word
+LISTED = (
+    "SELECT name, title, model, saved, (SELECT count(*) FROM turns WHERE session = sessions.id),"
+    " (SELECT count(*) FROM documents WHERE session = sessions.id) FROM sessions"
+)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A conversation as a list shows it."""
+
+    name: str
+    title: str | None
+    model: str
+    saved: str  # when
+    questions: int
+    documents: int
+    found: str = ""  # what was searched, with its neighbours
+
+
+@dataclass(slots=True)
+class Kept:
+    """Where a chat is kept, and what stands there."""
+
+    name: str
+    version: int = 0
+    made: Mapping[str, Any] = field(default_factory=dict)
+    hold: Hold | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A conversation, and where it is kept; a file that was not seen before has no such place yet, but a digest."""
+
+    saved: ChatDocument
+    kept: Kept | None
+    origin: str = ""
+
+    def close(self) -> None:
+        if self.kept is not None and self.kept.hold is not None:
+            self.kept.hold.close()
+
+
+class Sessions:
+    """Those in a folder. Methods raise BadInput for what is not there, and where the database cannot be used."""
+
+    def __init__(self, folder: Path, tell: Callable[[str], None] = warnings.warn) -> None:
+        """`tell` gets a sentence about a damaged database, or a file that cannot be taken in."""
+        self.folder, self.files, self._tell = folder, folder / "chats", tell
+        self._db, self._has_files = Database(folder, tell), False
+
+    # --- one conversation
+
+    def open(self, wanted: str | None = None, *, holds: bool = False, cwd: Path = Path()) -> Opened:
+        """One by what `find` takes, or by the path of a JSON file. With `holds` no other process can open it so."""
+        name = self.name_of(wanted, cwd)
+        if name is None:
+            saved, origin = read_chat(cwd / expanduser(wanted or ""))
+            return Opened(saved, None, origin)
+        hold = Hold(self.folder, name) if holds else None
+        try:
+            saved, version = self.read(name)
+        except BaseException:
+            if hold is not None:
+                hold.close()
+            raise
+        return Opened(saved, Kept(name, version, saved.document(), hold))
+
+    def name_of(self, wanted: str | None, cwd: Path = Path()) -> str | None:
+        """The name of what `open` would open; None for a file that was not seen before."""
+        if wanted is None or not ("/" in wanted or wanted.endswith(".json")):
+            return self.find(wanted)
+        _, digest = read_chat(cwd / expanduser(wanted))
+        return self._run(lambda db: tables.of_file(db, digest), None)
+
+    def begin(self, *, holds: bool) -> Kept:
+        """A place for a new one; nothing is written yet."""
+        name = _new_name()
+        return Kept(name, hold=Hold(self.folder, name) if holds else None)
+
+    def read(self, name: str) -> tuple[ChatDocument, int]:
+        """A conversation, and its version."""
+        found = self._run(lambda db: tables.read(db, name), None)
+        if found is None:
+            raise BadInput(f"there is no conversation {name}", code="no_chat", try_=["kvcli sessions list"])
+        return found
+
+    def write(self, kept: Kept, made: Mapping[str, Any], origin: str = "") -> None:
+        """Keep `made`, a chat as `ChatDocument` has it, in place of what stands there. Turns that differ are written.
+
+        Raises BadInput if another process has written meanwhile. What somebody removed is written anew. `origin`: the
+        digest of the file that it came of.
+        """
+
+        def work(db: sqlite3.Connection) -> int:
+            version = tables.version(db, kept.name)
+            if version not in (None, kept.version):
+                raise BadInput(f"{kept.name} was changed by another kvcli and is left as it is", code="chat_changed")
+            latest = tables.write(db, kept.name, made, kept.made if version is not None else {})
+            if origin:
+                tables.note_file(db, "", origin, kept.name)
+            return latest
+
+        self._take_in()
+        kept.version, kept.made = self._db.run(work), made
+
+    def save(self, name: str) -> Path:
+        """Write it to a file in `chats`, which is not taken in again."""
+        path = self.file_of(name)
+        digest = write_chat(path, self.read(name)[0])
+        self._run(lambda db: tables.note_file(db, _stamp(path), digest, name), None)
+        return path
+
+    def file_of(self, name: str) -> Path:
+        return self.files / f"{name}.json"
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Forget these, their files in `chats` too. Raises BadInput, and forgets none, if somebody has one open."""
+        with ExitStack() as holds:
+            for name in names:
+                holds.callback(Hold(self.folder, name).close)
+            self._run(lambda db: tables.remove(db, names), None)
+            for name in names:
+                self.file_of(name).unlink(missing_ok=True)
+
+    # --- finding
+
+    def entries(self) -> list[Entry]:
+        """All, that which was kept last first."""
+        return self._run(lambda db: list(map(_entry, db.execute(f"{LISTED} ORDER BY latest DESC"))), [])
+
+    def find(self, wanted: str | None) -> str:
+        """The name of one: a name or its beginning, a number of the list, words of its title; the latest for None."""
+        entries = self.entries()
+        if wanted is None:
+            found = entries[:1]
+        elif wanted.isdecimal() and len(wanted) < 3:
+            found = entries[int(wanted) - 1 : int(wanted)] if int(wanted) else []
+        else:
+            found = [entry for entry in entries if entry.name.startswith(wanted)] or _titled(entries, wanted)
+        if len(found) == 1:
+            return found[0].name
+        if not entries:
+            raise BadInput(f"no conversation is kept in {self.folder}", code="no_chat", try_=["kvcli chat"])
+        lines = [
+            f"{entry.name}  {' '.join((entry.title or '').split())}".rstrip() for entry in (found or entries)[:SHOWN]
+        ]
+        try_ = ["kvcli chat --continue, for the latest", "kvcli sessions list"]
+        if found:
+            raise BadInput(f"several conversations are called {wanted}", code="no_chat", lines=lines, try_=try_)
+        raise BadInput(f"no conversation is called {wanted}", code="no_chat", lines=lines, try_=try_)
+
+    def search(self, text: str) -> list[Entry]:
+        """Those whose title has the beginnings of all words, then those with a turn that has, the best first.
+
+        Where there is none of either, those with a turn that has the text as it stands.
+        """
+        text = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\0", " ")).strip()
+        if not text:
+            return []
+        phrases = " ".join('"' + word.replace('"', '""') + '"*' for word in text.split())
+        ranked = (
+            "SELECT name, snippet(words, -1, '', '', '…', 16) FROM words JOIN turns ON turns.id = words.rowid"
+            " JOIN sessions ON sessions.id = session WHERE words MATCH ? ORDER BY rank"
+        )
+        exact = (
+            "SELECT name, substr(said, max(1, instr(said, ?1) - ?2), length(?1) + 2 * ?2) FROM"
+            " (SELECT session, n, question || char(10) || answer AS said FROM turns)"
+            " JOIN sessions ON sessions.id = session WHERE instr(said, ?1) ORDER BY latest DESC, n"
+        )
+        entries = {entry.name: entry for entry in self.entries()}
+        found = {entry.name: "" for entry in _titled(entries.values(), text)}
+        rows: list[tuple[str, str]] = self._run(lambda db: db.execute(ranked, [phrases]).fetchall(), [])
+        if not found and not rows:
+            rows = self._run(lambda db: db.execute(exact, [text, AROUND]).fetchall(), [])
+        for name, around in rows:
+            found[name] = found.get(name) or around
+        return [replace(entries[name], found=around) for name, around in found.items() if name in entries]
+
+    # --- inside
+
+    def _run(self, work: Callable[[sqlite3.Connection], T], nothing: T) -> T:
+        """Without a database there is `nothing`, and none is made."""
+        self._take_in()
+        return self._db.run(work) if self._db.path.exists() else nothing
+
+    def _take_in(self) -> None:
+        """The first time: files of `chats` that are not in yet, oldest first. One that cannot be read is named once."""
+        files = {} if self._has_files else {_stamp(path): path for path in _by_age(self.files)}
+        known = self._db.run(tables.stamps) if files else set()
+        for stamp, path in files.items():
+            if stamp in known:
+                continue
+            try:
+                saved, digest = read_chat(path)
+                made = saved.document()
+            except BadInput as error:
+                self._tell(f"{error.message}; the other conversations are taken in")
+                made, digest = {}, ""
+            self._db.run(partial(_take_in, stamp=stamp, path=path, digest=digest, made=made))
+        self._has_files = True
+
+
+def users_sessions() -> Sessions:
+    """Where conversations are kept unless the caller says otherwise."""
+    from platformdirs import user_data_path
+
+    return Sessions(user_data_path("kvcli", appauthor=False))
+
+
+def _entry(row: tuple[Any, ...]) -> Entry:
+    name, title, model, saved, questions, documents = row
+    return Entry(str(name), title and str(title), str(model), str(saved), questions, documents)
+
+
+def _take_in(db: sqlite3.Connection, stamp: str, path: Path, digest: str, made: Mapping[str, Any]) -> None:
+    name = tables.of_file(db, digest)
+    if made and name is None:
+        is_free = NAMES.fullmatch(path.stem) and tables.version(db, path.stem) is None
+        name = path.stem if is_free else _new_name()
+        tables.write(db, name, made, {})
+    tables.note_file(db, stamp, digest, name)
+
+
+def _by_age(folder: Path) -> list[Path]:
+    dated = []
+    for path in folder.glob("*.json"):
+        with suppress(OSError):  # removed meanwhile
+            dated.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(dated)]
+
+
+def _stamp(path: Path) -> str:
+    about = path.stat()
+    return f"{path.name} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
+
+
+def _new_name() -> str:
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+def _titled(entries: Iterable[Entry], text: str) -> list[Entry]:
+    """Those with all these words in their title, or beginnings of them."""
+    wanted = text.casefold().split()
+    return [
+        entry
+        for entry in entries
+        if all(any(word.startswith(one) for word in (entry.title or "").casefold().split()) for one in wanted)
+    ]

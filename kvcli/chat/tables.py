@@ -1,0 +1,153 @@
+"""A conversation as rows of the database's tables: functions of an open transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from kvcli.api import Finish
+from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures, SavedDocument, SavedMessage
+
+PENDING = -1  # instead of a turn's number: of documents that nothing was asked about yet
+FIGURES = tuple(Figures.model_fields)
+ID = "(SELECT id FROM sessions WHERE name = ?)"
+SAID = "question, answer"  # what is searched
+FROM = f"WHERE session = {ID} AND n >= ?"
+LATEST = "ifnull(CAST(latest AS INTEGER), 0)"  # a number in a damaged file too
+
+
+def version(db: sqlite3.Connection, name: str) -> int | None:
+    """Another one after each writing, and the greater the later; None for what is not there."""
+    row = db.execute(f"SELECT {LATEST} FROM sessions WHERE name = ?", [name]).fetchone()
+    return row and int(row[0])
+
+
+def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
+    """The conversation, and its version. Of a damaged one what there is: a value of another kind is left out."""
+    keys = f"id, title, model, system, saved, {LATEST}"
+    about = db.execute(f"SELECT {keys} FROM sessions WHERE name = ?", [name]).fetchone()
+    if about is None:
+        return None
+    session, title, model, system, saved, latest = about
+    documents: dict[int, list[SavedDocument]] = defaultdict(list)
+    for n, *words in db.execute(
+        "SELECT n, name, documents.sha256, texts.text FROM documents JOIN texts ON texts.id = documents.text"
+        " WHERE session = ? ORDER BY documents.id",
+        [session],
+    ):
+        known, digest, text = map(str, words)
+        documents[n].append(SavedDocument(name=known, sha256=digest, text=text))
+    messages = []
+    turns = f"SELECT n, question, answer, finish, {', '.join(FIGURES)} FROM turns WHERE session = ? ORDER BY n"
+    for n, question, answer, finish, *took in db.execute(turns, [session]):
+        figures = None
+        with suppress(ValidationError):
+            figures = Figures.model_validate(dict(zip(FIGURES, took, strict=True))) if any(took) else None
+        messages += [
+            SavedMessage(role="user", text=str(question), documents=documents[n], finish=None),
+            SavedMessage(
+                role="assistant",
+                text=str(answer),
+                documents=[],
+                finish=finish if finish in get_args(Finish) else None,
+                figures=figures,
+            ),
+        ]
+    document = ChatDocument(
+        schema=SCHEMA,
+        title=None if title is None else str(title),
+        model=str(model),
+        saved=str(saved),
+        system=None if system is None else str(system),
+        messages=messages,
+        pending=documents[PENDING],
+    )
+    return document, int(latest)
+
+
+def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mapping[str, Any]) -> int:
+    """Put a chat as `ChatDocument` has it in place of what it `had` here; returns its version."""
+    keys = ("title", "model", "system", "saved")
+    db.execute(
+        f"INSERT INTO sessions (name, latest, {', '.join(keys)}) VALUES (?, (SELECT coalesce(max(latest), 0) + 1"
+        " FROM sessions), ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET latest = excluded.latest, "
+        + ", ".join(f"{key} = excluded.{key}" for key in keys),
+        [name, *(made[key] for key in keys)],
+    )
+    new, old = _turns(made), _turns(had)
+    same = next((n for n, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), min(len(new), len(old)))
+    _forget(db, name, same)
+    for n, (question, answer) in enumerate(new[same:], same):
+        took = answer["figures"] or {}
+        db.execute(
+            f"INSERT INTO turns (session, n, question, answer, finish, {', '.join(FIGURES)})"
+            f" VALUES ({ID}, ?, ?, ?, ?, {', '.join('?' * len(FIGURES))})",
+            [name, n, question["text"], answer["text"], answer["finish"], *map(took.get, FIGURES)],
+        )
+        _attach(db, name, n, question["documents"])
+    _attach(db, name, PENDING, made["pending"])
+    db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} FROM turns {FROM}", [name, same])
+    _drop_texts(db)
+    latest = version(db, name)
+    assert latest is not None, "it was just written"
+    return latest
+
+
+def remove(db: sqlite3.Connection, names: Sequence[str]) -> None:
+    """Forget these, with all texts that no other has. Their files are remembered, and not taken in again."""
+    for name in names:
+        db.execute(f"UPDATE files SET session = NULL WHERE session = {ID}", [name])
+        _forget(db, name, 0)
+        db.execute("DELETE FROM sessions WHERE name = ?", [name])
+    _drop_texts(db)
+    db.execute("INSERT INTO words (words) VALUES ('optimize')")  # else forgotten words stay in the index for a while
+
+
+def of_file(db: sqlite3.Connection, digest: str) -> str | None:
+    """The conversation that a file of this digest came from or went into."""
+    row = db.execute(
+        "SELECT name FROM files JOIN sessions ON sessions.id = session WHERE sha256 = ?", [digest]
+    ).fetchone()
+    return row and str(row[0])
+
+
+def note_file(db: sqlite3.Connection, stamp: str, digest: str, name: str | None) -> None:
+    """Remember a file by how it looks from outside, and by its digest."""
+    db.execute(f"INSERT INTO files (stamp, sha256, session) VALUES (?, ?, {ID})", [stamp, digest, name])
+
+
+def stamps(db: sqlite3.Connection) -> set[str]:
+    return {str(stamp) for (stamp,) in db.execute("SELECT stamp FROM files")}
+
+
+def _turns(made: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    messages = made.get("messages", [])
+    return list(zip(messages[::2], messages[1::2], strict=True))
+
+
+def _attach(db: sqlite3.Connection, name: str, n: int, documents: Sequence[Mapping[str, str]]) -> None:
+    for document in documents:
+        digest = sha256(document["text"].encode()).hexdigest()
+        db.execute("INSERT OR IGNORE INTO texts (sha256, text) VALUES (?, ?)", [digest, document["text"]])
+        db.execute(
+            f"INSERT INTO documents (session, n, name, sha256, text)"
+            f" VALUES ({ID}, ?, ?, ?, (SELECT id FROM texts WHERE sha256 = ?))",
+            [name, n, document["name"], document["sha256"], digest],
+        )
+
+
+def _forget(db: sqlite3.Connection, name: str, first: int) -> None:
+    """Turns from this one on, and what waits for the next."""
+    db.execute(f"INSERT INTO words (words, rowid, {SAID}) SELECT 'delete', id, {SAID} FROM turns {FROM}", [name, first])
+    db.execute(f"DELETE FROM turns {FROM}", [name, first])
+    db.execute(f"DELETE FROM documents {FROM} OR session = {ID} AND n = {PENDING}", [name, first, name])
+
+
+def _drop_texts(db: sqlite3.Connection) -> None:
+    db.execute("DELETE FROM texts WHERE id NOT IN (SELECT text FROM documents)")

@@ -1,0 +1,158 @@
+"""`kvcli sessions`: conversations that are kept, to look at, to search, to export and to be rid of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.chat.sessions import Entry, Sessions
+from kvcli.commands.ask import agrees, tell
+from kvcli.commands.flags import option
+from kvcli.commands.keep import facts, sessions_of
+from kvcli.commands.show import print_json, print_table
+from kvcli.errors import ExitStatus, UsageError
+from kvcli.render.figures import plural
+
+if TYPE_CHECKING:
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False, help="Kept conversations: list, search, show, export, remove.")
+
+CHAT = "The beginning of its name, its number in the list, or words of its title; none means the latest."
+Chat = Annotated[str | None, typer.Argument(metavar="CHAT", help=CHAT)]
+Chats = Annotated[list[str], typer.Argument(metavar="CHAT...", help="As show takes them.")]
+Words = Annotated[list[str], typer.Argument(metavar="WORDS...", help="Beginnings of words, all in one turn or title.")]
+Most = Annotated[int, option("--number", "-n", metavar="N", help="How many are shown; default 20.")]
+Out = Annotated[str, option("--output", "-o", metavar="FILE", help="The file: .md, .json or .jsonl.")]
+Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was kept so long ago; default 30.")]
+Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.")]
+Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
+
+
+@app.command("list")
+def list_sessions(context: typer.Context, number: Most = 20) -> int:
+    """Kept conversations, the latest first."""
+    world: World = context.obj
+    return _print(world, sessions_of(world).entries(), number, numbered=True)
+
+
+@app.command()
+def search(context: typer.Context, words: Words, number: Most = 20) -> int:
+    """Those in which these words stand, the best first."""
+    world: World = context.obj
+    found = sessions_of(world).search(" ".join(words))
+    if not found and not world.options.json:
+        tell(world, f"no conversation has {' '.join(words)}")
+        return ExitStatus.OK
+    return _print(world, found, number)
+
+
+@app.command()
+def show(context: typer.Context, chat: Chat = None) -> int:
+    """Print one as Markdown, documents by name; with --json all of it, with the figures of each answer."""
+    from kvcli.chat.transcript import markdown
+
+    world: World = context.obj
+    kept = sessions_of(world)
+    saved, _ = kept.read(kept.find(chat))
+    if world.options.json:
+        print_json(world, saved)
+    else:
+        world.stdout.write(markdown(saved))
+    return ExitStatus.OK
+
+
+@app.command()
+def export(context: typer.Context, output: Out, chat: Chat = None) -> int:
+    """Write one to a file for others to read, or for kvcli chat --resume FILE on another machine."""
+    from os.path import expanduser
+
+    from kvcli.chat.transcript import export_chat
+
+    world: World = context.obj
+    kept = sessions_of(world)
+    name = kept.find(chat)
+    world.stdout.write(f"{export_chat(kept.read(name)[0], world.cwd / expanduser(output))}\n")
+    return ExitStatus.OK
+
+
+@app.command()
+def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> int:
+    """Forget conversations for good, and what /save and earlier versions wrote of them."""
+    world: World = context.obj
+    kept = sessions_of(world)
+    names = dict.fromkeys(kept.find(chat) for chat in chats)
+    return _remove(
+        world, kept, [entry for entry in kept.entries() if entry.name in names], yes, "rm " + " ".join(chats)
+    )
+
+
+@app.command()
+def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> int:
+    """Forget all that nothing was added to for 30 days."""
+    world: World = context.obj
+    kept, before = sessions_of(world), datetime.now(UTC) - timedelta(days=older_than)
+    old = [entry for entry in kept.entries() if _is_before(entry, before)]
+    if dry_run:
+        return _print(world, old, len(old))
+    return _remove(world, kept, old, yes, f"prune --older-than {older_than}")
+
+
+def _is_before(entry: Entry, when: datetime) -> bool:
+    """What has no date, as in a file that was mended, is not old."""
+    try:
+        return datetime.fromisoformat(entry.saved).astimezone(UTC) <= when
+    except ValueError:
+        return False
+
+
+def _remove(world: World, kept: Sessions, entries: Sequence[Entry], yes: bool, typed: str) -> int:
+    what = plural(len(entries), "conversation")
+    if len(entries) == 1:
+        what = f"{entries[0].name}, {facts(entries[0].title, entries[0].questions, entries[0].documents)}"
+    if entries and not yes and not agrees(world, f"forget {what}?"):
+        raise UsageError(f"{what}: not forgotten", try_=[f"kvcli sessions {typed} --yes"])
+    kept.remove([entry.name for entry in entries])
+    if world.options.json:
+        return _print(world, entries, len(entries), removed=True)
+    tell(world, f"forgot {what}")
+    return ExitStatus.OK
+
+
+def _print(
+    world: World, entries: Sequence[Entry], number: int, *, removed: bool = False, numbered: bool = False
+) -> int:
+    shown = entries[: max(0, number)]
+    if world.options.json:
+        from kvcli.schemas.sessions import SessionEntry, SessionsDocument
+
+        listed = [
+            SessionEntry(
+                id=e.name,
+                title=e.title,
+                model=e.model,
+                saved=e.saved,
+                questions=e.questions,
+                documents=e.documents,
+                found=e.found or None,
+            )
+            for e in shown
+        ]
+        print_json(world, SessionsDocument(total=len(entries), removed=removed, sessions=listed))
+        return ExitStatus.OK
+    if not shown:
+        tell(world, "no conversation is kept")
+        return ExitStatus.OK
+    rows = [["", "name", "questions", "files", "model", "kept", "what"]]
+    for i, e in enumerate(shown, 1):
+        what = e.found or e.title or ""
+        rows.append([str(i), e.name, str(e.questions), str(e.documents), e.model, e.saved[:16].replace("T", " "), what])
+    print_table(
+        world, rows if numbered else [row[1:] for row in rows], drop=["kept", "model", "files", "questions", ""]
+    )
+    if len(entries) > len(shown):
+        tell(world, f"{len(entries) - len(shown):,} more: -n {len(entries)}")
+    return ExitStatus.OK
