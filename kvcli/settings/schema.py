@@ -144,6 +144,9 @@ class Context:
 
     limit: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # tokens; auto = the model's limit, or what fits
     reserve: Annotated[int, Range(1)] = 1024  # tokens kept free for the answer
+    on_overflow: Literal["error", "drop", "summarize"] = (
+        "error"  # refuse a chat longer than that, or leave out its start
+    )
 
 
 @dataclass(frozen=True)
