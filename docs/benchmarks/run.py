@@ -53,6 +53,8 @@ RESULTS = {
     "kv-memory": "python tests/bench/kv_memory.py",
     "kv-speed": "python tests/bench/kv_speed.py",
     "recall-tiers": "python tests/bench/recall_tiers.py",
+    "kept": f"python tests/bench/kept.py --model {LISTED}",
+    "prune": "python tests/bench/prune.py",
     "kv-quality": "python tests/bench/kv_quality.py",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 12 --shares 0.125",
