@@ -54,6 +54,7 @@ RESULTS = {
     "kv-speed": "python tests/bench/kv_speed.py",
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kept": f"python tests/bench/kept.py --model {LISTED}",
+    "reuse": "python tests/bench/reuse.py",
     "prune": "python tests/bench/prune.py",
     "kv-quality": "python tests/bench/kv_quality.py",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",

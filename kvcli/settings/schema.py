@@ -191,6 +191,7 @@ TABLES: Mapping[str, type] = {
 # tables filled by a method of their own: the key that names it, and the method that is meant when nobody names one
 METHODS: Mapping[str, tuple[str, str]] = {
     "prune": ("method", "none"),
+    "reuse": ("method", "none"),
     "policy": ("name", "none"),
     "recall": ("method", "none"),
     "spec": ("method", "off"),
@@ -200,6 +201,7 @@ ORDER = (
     "load",
     "prefill",
     "prune",
+    "reuse",
     "kv",
     "memory",
     "policy",
