@@ -31,6 +31,10 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "none": "kvcli.prune.everything:Everything",
         "lazy": "kvcli.prune.lazy:Lazy",
     },
+    "reuse": {
+        "none": "kvcli.reuse.nothing:Nothing",
+        "pie": "kvcli.reuse.pie:Pie",
+    },
     "policy": {
         "none": "kvcli.policies.everything:Everything",
         "window": "kvcli.policies.window:Window",
@@ -110,7 +114,7 @@ def keeps_all(profile: Profile) -> bool:
     from kvcli.kv.tiers import is_ladder
 
     nothing_goes = profile.policy.every is None and profile.recall.every is None and not profile.prune.reads
-    return nothing_goes and not is_ladder(profile.kv, profile.memory)
+    return nothing_goes and not profile.reuse.reuses and not is_ladder(profile.kv, profile.memory)
 
 
 def shaping(profile: Profile) -> Shaping:
@@ -183,6 +187,7 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes |
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
         pruning=profile.prune.settings if profile.prune.reads else None,
         by_layers=profile.prefill.order == "layers",
+        reusing=profile.reuse.settings if profile.reuse.reuses else None,
     )
 
 

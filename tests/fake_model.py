@@ -71,6 +71,7 @@ class FakeModel:
     tokenizer: Any = field(default_factory=FakeTokenizer)
     cautions: Sequence[str] = ()
     promise: str = "exact"
+    on_overflow: str = "error"
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked
     seeds: list[int | None] = field(default_factory=list)  # and with which seed
     held: list[object] = field(default_factory=list)  # and held to what
@@ -96,6 +97,7 @@ class FakeModel:
             raise ContextOverflow(
                 "the conversation is longer than the window",
                 lines=[f"{len(ids):,} tokens of text > {self.info.limit:,}"],
+                detail={"prompt": len(ids), "reserve": 0, "limit": self.info.limit},
                 try_=["--ctx 4096", "/drop 1"],
             )
         self.prompts.append(list(ids))

@@ -180,8 +180,8 @@ def test_figures_that_are_missing_are_left_out():
     ("width", "line"),
     [
         (40, "  64 tokens · 21.9/s (×1.8)"),
-        (80, "  64 tokens · 21.9/s (×1.8) · first token 0.88 s · accept 3.00 · kv 4.4M"),
-        (100, "  64 tokens · 21.9/s (×1.8) · first token 0.88 s · accept 3.00 · kv 4.4M · peak 418M"),
+        (80, "  64 tokens · 21.9/s (×1.8) · first token 0.88 s · cached 431 of 1,912"),
+        (100, "  64 tokens · 21.9/s (×1.8) · first token 0.88 s · cached 431 of 1,912 · accept 3.00 · kv 4.4M"),
     ],
 )
 def test_one_line_is_what_fits(width, line):

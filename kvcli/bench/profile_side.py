@@ -28,6 +28,7 @@ def plain(profile: Profile) -> Profile:
         "policy": {"name": "none"},
         "recall": {"method": "none"},
         "prune": {"method": "none"},
+        "reuse": {"method": "none"},
     }
     return profile.replace(exactness="exact", **kept, spec={"method": "off"})
 

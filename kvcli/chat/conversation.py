@@ -11,15 +11,17 @@ tokens it has already read. So undoing, editing and dropping a document are edit
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
+from kvcli.chat.overflow import ASKED, NOTES, Shown, shorter
 from kvcli.chat.sessions import Kept, Opened, Sessions, users_sessions
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, messages_of, save_chat
 from kvcli.documents import Document
-from kvcli.errors import BadInput, DoesNotFit
+from kvcli.errors import BadInput, ContextOverflow, DoesNotFit
 from kvcli.models.text import Messages, decode, encode, render_text, resume_ids, special_ids
 from kvcli.schemas.chat import Figures
 
@@ -58,6 +60,7 @@ class Chat:
         self.origin = ""  # digest of the file that it was loaded from, until it is saved
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached, not asked about yet
+        self.shown = Shown()  # to the model, of the messages
         self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
         self._retries = 0
         self._heard: tuple[str, list[int]] = ("", [])  # the last prompt with its answer, as text and as ids
@@ -71,6 +74,7 @@ class Chat:
     def stream(self, text: str, **options: Any) -> Generator[Event]:
         """Ask, and get the answer in events, `End` last. Options are those of `OpenText.answer`, `messages` aside.
 
+        A conversation longer than the window is refused, or shown in part, as `context.on_overflow` says (overflow.py).
         If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C, a lack of memory or by
         closing the iterator, what was said so far is kept and marked "interrupted"; without any, it is as before.
         """
@@ -79,11 +83,12 @@ class Chat:
         question = Message("user", text, tuple(self.pending))
         asked = self._contents([*self.messages, question])
         prompt, ids = self._prompt(asked)
-        events = self.model.stream(ids, messages=asked, **options)
         said: list[str] = []
-        ended = False
+        has_begun = ended = False
         try:
+            events = self.model.stream(ids, messages=asked, **options)
             for event in events:
+                has_begun = True
                 if isinstance(event, Text):
                     said.append(event.text)
                 elif isinstance(event, End):
@@ -91,6 +96,10 @@ class Chat:
                     self._keep(question, event.turn.text, event.turn.finish, figures(event.turn.stats))
                     self._heard = heard(self.model.tokenizer, prompt, ids, event.turn)
                 yield event
+        except ContextOverflow as error:
+            if has_begun or not (yield from self._leave_out(question, error.detail, options)):
+                raise
+            yield from self.stream(text, **options)
         except (KeyboardInterrupt, GeneratorExit, DoesNotFit):
             if not ended:
                 self._keep(question, "".join(said), "interrupted")
@@ -104,6 +113,7 @@ class Chat:
     def edit(self, text: str, **options: Any) -> Generator[Event]:
         """Ask `text` in place of the last question, with the same documents. If it fails, nothing has changed."""
         before, waiting = list(self.messages), self.pending
+        self.shown = Shown()
         *_, question, _ = self.messages[-2:] or self._nothing("edit")
         del self.messages[-2:]
         self.pending = list(question.documents)
@@ -140,6 +150,7 @@ class Chat:
         if not 0 <= i < len(self.documents):
             have = f"{len(self.documents)} attached" if self.documents else "none is attached"
             raise BadInput(f"there is no document {i + 1}: {have}", code="no_such_document")
+        self.shown = Shown()
         dropped = self.documents[i]
         for at, message in enumerate(self.messages):
             if i < len(message.documents):
@@ -155,13 +166,14 @@ class Chat:
         n = max(0, min(n, len(self.messages) // 2))
         if n:
             del self.messages[-2 * n :]
+            self.shown = Shown()
         return n
 
     def clear(self) -> None:
         """Forget all messages and documents; the system text stays."""
         self.messages.clear()
         self.pending.clear()
-        self.title = None
+        self.shown, self.title = Shown(), None
         self.close()
 
     # --- looking
@@ -172,7 +184,9 @@ class Chat:
         rows: list[tuple[str, int]] = []
         if self.system:
             rows.append(("system", len(encode(tokenizer, self.system))))
-        for i, message in enumerate(self.messages):
+        if self.shown.left:
+            rows.append((f"questions 1 to {self.shown.left // 2}, not shown", 0))
+        for i, message in enumerate(self.shown.of(self.messages), self.shown.left):
             rows += [(f"file {d.name}", d.tokens(tokenizer)) for d in message.documents]
             label = f"{'question' if message.role == 'user' else 'answer'} {i // 2 + 1}"
             rows.append((label, len(encode(tokenizer, message.text))))
@@ -201,6 +215,7 @@ class Chat:
         self.kept, self.origin, saved = opened.kept, opened.origin, opened.saved
         self.system, self.title = saved.system, saved.title
         self.messages, self.pending = messages_of(saved), list(documents_of(saved.pending))
+        self.shown = Shown()
         return self
 
     def close(self) -> None:
@@ -223,7 +238,47 @@ class Chat:
 
     def _contents(self, messages: Sequence[Message]) -> list[dict[str, str]]:
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
-        return contents + [{"role": m.role, "content": m.content} for m in messages]
+        return contents + [{"role": m.role, "content": m.content} for m in self.shown.of(messages)]
+
+    def _leave_out(
+        self, question: Message, detail: dict[str, Any], options: dict[str, Any]
+    ) -> Generator[Event, None, bool]:
+        """Show the model less of the conversation from here on; whether that is any help."""
+
+        def size(shown: Shown) -> int:
+            self.shown = shown
+            return len(self._prompt(self._contents([*self.messages, question]))[1])
+
+        before, how = self.shown, self.model.on_overflow
+        if how == "error":
+            return False
+        of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0
+        room = detail["limit"] - detail["reserve"] - of_notes
+        try:
+            now = shorter(before, len(self.messages), size, room)
+        finally:
+            self.shown = before
+        if now is None:
+            return False
+        notes = ""
+        if how == "summarize":
+            notes = yield from self._notes(now.left, of_notes, options)
+        self.shown = replace(now, notes=notes)
+        kept = "it wrote notes on them" if notes else "it knows nothing of them now"
+        self._note(f"longer than the window: the model is shown questions 1 to {now.left // 2} no more; {kept}")
+        return True
+
+    def _notes(self, left: int, n: int, options: dict[str, Any]) -> Generator[Event, None, str]:
+        """What the model writes on the first messages, in n tokens, behind what it has read of them already."""
+        asked = self._contents([*self.messages[:left], Message("user", ASKED)])
+        own = {"max_new_tokens": n, "cancel": options.get("cancel")}
+        with suppress(ContextOverflow):  # what goes fills the window itself
+            for event in self.model.stream(self._prompt(asked)[1], messages=asked, **own):
+                if isinstance(event, End):
+                    return event.turn.text.strip()
+                if not isinstance(event, Text):
+                    yield event
+        return ""
 
     def _prompt(self, contents: Messages) -> tuple[str, list[int]]:
         text, has_template = render_text(self.model.tokenizer, contents, note=self._note)

@@ -28,6 +28,8 @@ def keeps(profile: Profile) -> dict[Loss, str]:
         words["rounded"] = f"holds keys and values in {kv.dtype}"
     if read := profile.recall.reads:
         words["unread"] = f"reads {read}"
+    if profile.reuse.reuses:
+        words["reused"] = profile.reuse.reuses
     if demotes and (last := "unread" if read else "rounded") in words:
         words[last] += f", beside {held}"
     return words

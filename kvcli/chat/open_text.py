@@ -56,6 +56,7 @@ class OpenText:
         self.model, self.profile, self.limit = model, model.profile, model.limit
         self.info, self.tokenizer = model.info, model.tokenizer
         self.cautions, self.promise, self.foretell = model.cautions, model.promise, model.foretell
+        self.on_overflow = model.profile.context.on_overflow
 
     def fetch(self, ids: Sequence[int]) -> int:
         """Take from the shelf what lies there of a prompt; returns how many of its tokens need no reading."""

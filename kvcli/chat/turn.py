@@ -14,7 +14,7 @@ from kvcli.engine.feed import Work
 from kvcli.engine.loops import Loops
 from kvcli.engine.memory import peak_bytes
 from kvcli.engine.stats import Stats
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.shortage import Shortage, lacking
 from kvcli.kv.slots import nbytes
 from kvcli.models.text import Detokenizer, StopStrings
 
@@ -56,6 +56,8 @@ class Answering:
         """Live and Read first, then Text as it comes. The session survives whatever ends it."""
         session, asked = self._text.session, self._asked
         try:
+            with lacking():  # then it is read
+                session.save(asked.ids)
             session.begin(asked.ids, asked.sampler, asked.constraint, asked.spans)
             self._stats.cached = self._text.fetch(asked.ids)
             yield Live(self._stats)

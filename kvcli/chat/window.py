@@ -43,4 +43,4 @@ class Window:
             ways.append(f"--ctx {most} --max-new-tokens {most - prompt}")
         if prompt < self.limit:
             ways.append(f"--max-new-tokens {self.limit - prompt}")
-        return [*ways, "attach a shorter document", "/drop or /undo in a chat"]
+        return [*ways, "attach a shorter document", "in a chat /drop or /undo, or --set context.on_overflow=drop"]

@@ -105,7 +105,8 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
     """From the model's files; from config.json alone where the weights are not here."""
     from kvcli.commands.setup import find
-    from kvcli.models.source import Source, read_config
+    from kvcli.models.config_file import read_config
+    from kvcli.models.source import Source
 
     try:
         found = find(setup.world, setup.name, profile.load.allow_pickle)

@@ -42,6 +42,7 @@ EXACT = {
     "policy.name": "none",
     "recall.method": "none",
     "prune.method": "none",
+    "reuse.method": "none",
 }
 
 log = logging.getLogger("kvcli.setup")

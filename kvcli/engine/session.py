@@ -23,6 +23,7 @@ from kvcli.engine.kinds import Span, kinds_of
 from kvcli.engine.policy import Phase, Policy, Wants
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Draw, Sampler, Seen
+from kvcli.engine.spare import Reusing, Spare
 from kvcli.engine.stats import Step
 from kvcli.engine.verify import walk
 from kvcli.kv.slots import Lens, Loss, Masks, Store
@@ -54,16 +55,18 @@ class Session:
         kinds: Tensor | None = None,
         pruning: Pruning | None = None,
         by_layers: bool = False,
+        reusing: Reusing | None = None,
     ) -> None:
         """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
 
         `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.kinds).
         `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
         of `chunk` rows, as a prompt is read that is pruned; with a policy, it judges once all is read. Raises BadModel
-        for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge.
+        for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge. `reusing`: what of a
+        prompt is taken over unread.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
-        self.view, self.policy, self.pruning = view, policy, pruning
+        self.view, self.policy, self.pruning, self.reusing = view, policy, pruning, reusing
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
@@ -85,6 +88,8 @@ class Session:
             pruning.about(lm)
         if (by_layers or pruning is not None) and lm.straight is None:
             lm.meet_gates()
+        self.spare: Spare | None = None  # of the text before, for the prompt that is read
+        self._own = math.inf  # so many tokens were read behind what stands before them now
 
     def begin(
         self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[Span] = ()
@@ -96,6 +101,12 @@ class Session:
         """
         self.sampler, self.constraint, self.answer_at, self.spans = sampler, constraint, len(ids), spans
         return self.resume(ids)
+
+    def save(self, ids: Sequence[int]) -> None:
+        """Put aside what of the text serves `ids`, which are to be read next, before `begin` rewinds."""
+        had = self.ids[: self.committed]
+        if self.reusing is not None:
+            self.spare = self.reusing.over(self.lm, self.kv, had, ids, self._shared(ids))
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Asks[Step]:
         """One pass: guess, run, accept, commit. New tokens, at least one and at most `most`, end at one of `stop`."""
@@ -132,14 +143,19 @@ class Session:
             self.heard.begin(len(self.ids) - 1)
         whole = len(self.ids) - 1
         if self.committed >= whole:
+            self.spare = None
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
-        if self._under_way is None:
+        ahead = self.spare.next(self.committed) if self.spare is not None else None
+        if self.spare is not None and ahead == self.committed:
+            yield from self._take_over(self.spare, whole)
+            return True
+        if self._under_way is None and ahead is None:
             self._under_way = self._layer_by_layer(whole)
         if self._under_way is not None:
             yield from self._read_on(self._under_way)
             return True
-        end = min(self.committed + self.chunk_rows, whole)
+        end = min(self.committed + self.chunk_rows, whole if ahead is None else ahead)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
         made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True)
@@ -147,6 +163,14 @@ class Session:
         self._commit(rows, hear, made, range(rows.n_rows))
         yield from self.settle("read" if end == whole else "reading")
         return True
+
+    def _take_over(self, spare: Spare, whole: int) -> Asks[None]:
+        """What begins here and was read behind another text, in place of a chunk."""
+        end, past = spare.take(self.committed)
+        self._own = min(self._own, self.committed)
+        self._append(past, end)
+        self.boundary = end
+        yield from self.settle("read" if end == whole else "reading")
 
     def _layer_by_layer(self, whole: int) -> ByLayers | None:
         """All that is left of the prompt, as what stays behind is chosen by the whole of it; None = by chunks."""
@@ -222,6 +246,7 @@ class Session:
         elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
             self.memory, self._n_prompt = self._wants.memory(), min(self._n_prompt, keep)
         self.kv.crop(keep)
+        self._own = self._own if keep > self._own else math.inf
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
             self._is_whole, self._has_left, self._n_prompt = True, False, 0
@@ -244,7 +269,7 @@ class Session:
         other.put(mine)
         self.heard, other.heard = other.heard, self.heard
         self.memory, other.memory = other.memory, self.memory
-        self._is_whole, self._has_left = other._is_whole, other._has_left
+        self._is_whole, self._has_left, self._own = other._is_whole, other._has_left, other._own
         self._n_prompt = other._n_prompt
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
@@ -256,6 +281,13 @@ class Session:
         `past`: layers, keys [K, M, D] and values [K, M, E] of tokens that are not stored yet, and where these begin.
         """
         assert self.committed < n < len(ids), "the last token is pending"
+        self._append(past, n)
+        self.seen.add(ids[len(self.ids) : n + 1])
+        self.ids = list(ids[: n + 1])
+        self.boundary = self._next_boundary()
+
+    def _append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
+        """Store what belongs to tokens up to n, or nothing."""
         try:
             self.kv.reserve(n)
             for layer, k, v, start in past:
@@ -263,9 +295,7 @@ class Session:
         except BaseException:
             self.kv.crop(self.committed)
             raise
-        self.seen.add(ids[len(self.ids) : n + 1])
-        self.ids, self.committed = list(ids[: n + 1]), n
-        self.boundary = self._next_boundary()
+        self.committed = n
 
     def state(self) -> State:
         """All that what comes behind the stored tokens depends on, settings and sampling aside; between passes."""
@@ -274,6 +304,7 @@ class Session:
             "n_prompt": self._n_prompt,
             "is_whole": self._is_whole,
             "has_left": self._has_left,
+            "own": int(min(self._own, self.committed)),
             "heard": self.heard.state(),
             "memory": self.memory.state() if self.memory is not None else {},
             "kv": self.kv.state(),
@@ -304,6 +335,8 @@ class Session:
             self.memory.restore(given.part("memory"))
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
         self._is_whole, self._has_left = (bool(given.number(name, 1)) for name in ("is_whole", "has_left"))
+        own = given.number("own", len(ids))
+        self._own = own if own < len(ids) else math.inf
         self.seen.clear()
         self.seen.add(self.ids)
         self.boundary = self._next_boundary()
@@ -320,8 +353,12 @@ class Session:
 
     def resume(self, ids: Sequence[int]) -> int:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
+        return self.rewind(self._shared(ids))
+
+    def _shared(self, ids: Sequence[int]) -> int:
+        """With how many tokens of the text `ids` begin."""
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
-        return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
+        return min(len(self.ids), len(ids)) if shared is None else shared
 
     @property
     def lost(self) -> set[Loss]:
@@ -331,6 +368,8 @@ class Session:
             found.add("forgotten")
         if self.committed and self.kv.dtype != self.lm.dtype and self.kv.dtype.itemsize <= self.lm.dtype.itemsize:
             found.add("rounded")
+        if self._own < self.committed:
+            found.add("reused")
         return found
 
     @property

@@ -46,6 +46,7 @@ class Run:
     base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
     is_packed: bool = False  # linear layers run on packed weights
+    is_native: bool = False  # and attention on kernels of its own
     check: bool = True  # compare with the stock model after loading
 
 
@@ -111,8 +112,9 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         number=run.number,
         kv_number=run.kv_number,
         device=run.device,
+        is_native=run.is_native,
     )
-    if run.device == "cpu" and run.number == 2:
+    if run.device == "cpu" and run.number == 2 and not run.is_native:
         uneven = shape.layers * shape.kv_heads if run.is_uneven else 0
         working += product_bytes(run.rows, run.slots(context), uneven, is_packed=run.is_packed)
     copied = run.copied(held)

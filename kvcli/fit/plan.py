@@ -12,6 +12,7 @@ from kvcli.fit import memory, weights
 from kvcli.fit.places import Caps
 from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
+from kvcli.fit.working import is_native
 from kvcli.kv import tiers
 from kvcli.kv.slots import LayerShape, Sight
 from kvcli.kv.tiers import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
@@ -148,6 +149,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         base=max(0, (facts.base if room.kind == "cpu" else 0) + facts.beyond.middle),
         is_uneven=profile.policy.is_uneven and not packs_by_age(profile.kv, profile.memory),
         is_packed=load.quant != "none",
+        is_native=is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind),
         check=load.verify,
     )
     most = memory.largest(shape, heavy, run, usable, shape.limit)

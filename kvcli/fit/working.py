@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvcli.fit.weights import BYTES
 from kvcli.kernels.attend.cpu import FEW, MANY
 from kvcli.kernels.attend.reference import BLOCK
 
@@ -27,12 +28,34 @@ CHECK = 16  # rows that are compared with the stock model after loading
 ALLOCATOR = {"cpu": 1.6}
 
 
-def working_bytes(shape: Shape, *, chunk: int, rows: int, slots: int, number: int, kv_number: int, device: str) -> int:
+def is_native(shape: Shape, dtype: str, device: str) -> bool:
+    """Whether attention of this type has kernels here, which keep no scores and compile nothing."""
+    import torch
+
+    from kvcli.kernels.attend_rows import why_not
+
+    kinds = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+    kind = kinds.get(dtype, torch.float32 if BYTES[dtype] == WIDE else torch.float16)
+    return not why_not(kind, torch.device(device), shape.head_dim, shape.head_dim)
+
+
+def working_bytes(
+    shape: Shape,
+    *,
+    chunk: int,
+    rows: int,
+    slots: int,
+    number: int,
+    kv_number: int,
+    device: str,
+    is_native: bool = False,
+) -> int:
     """The larger of reading a chunk and of decoding `rows` rows, over `slots` stored ones."""
     kept = ALLOCATOR.get(device, 1.0)
-    layer = max(_inner(shape, chunk, number), _attention(shape, chunk, slots, number, device))
+    scores = [0 if is_native else _scores(shape, n, slots, device) for n in (chunk, rows)]
+    layer = max(_inner(shape, chunk, number), _attention(shape, chunk, number) + scores[0])
     reading = _fresh(shape, chunk, kv_number) + layer
-    writing = _fresh(shape, rows, kv_number) + _attention(shape, rows, slots, number, device)
+    writing = _fresh(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1]
     writing += logits_bytes(shape, rows)
     return int(kept * max(reading, writing))
 
@@ -43,7 +66,7 @@ def logits_bytes(shape: Shape, rows: int) -> int:
 
 
 def product_bytes(rows: int, slots: int, uneven: int, *, is_packed: bool) -> int:
-    """Products that 16-bit numbers on a CPU bring beside those of plain passes.
+    """Products that 16-bit numbers on a CPU without native kernels bring beside those of plain passes.
 
     `uneven`: heads that differ in length, about `slots` each; `is_packed`: linear layers have kernels of their own.
     """
@@ -69,13 +92,13 @@ def _inner(shape: Shape, rows: int, number: int) -> int:
     return rows * number * (2 * shape.hidden + 3 * shape.inner * max(1, shape.active))
 
 
-def _attention(shape: Shape, rows: int, slots: int, number: int, device: str) -> int:
+def _attention(shape: Shape, rows: int, number: int) -> int:
     """What goes round it and its input, queries before and after rotation, two parts, and their merge in float32."""
     width = shape.heads * shape.head_dim
     live = rows * (number * (2 * shape.hidden + 3 * width) + 3 * WIDE * width)
     if number == WIDE:
         live -= 2 * WIDE * width * rows  # the parts are float32 already
-    return live + _scores(shape, rows, slots, device)
+    return live
 
 
 def _scores(shape: Shape, rows: int, slots: int, device: str) -> int:

@@ -62,8 +62,8 @@ class Sight:
     is_prompt: bool = False  # the rows are of a text being read: nothing stored is left out for them
 
 
-# what an answer may miss: slots were let go, are kept in fewer bits, or not all read
-Loss = Literal["forgotten", "rounded", "unread"]
+# what an answer may miss: slots were let go, are kept in fewer bits, are not all read, or know of another text
+Loss = Literal["forgotten", "rounded", "unread", "reused"]
 
 
 @dataclass(frozen=True, slots=True)

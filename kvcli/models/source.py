@@ -5,26 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from os import fstat
 from os.path import exists, expanduser, lexists  # unlike those of Path they say no to a name that cannot be
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
 
 from kvcli.errors import BadModel
 from kvcli.models import hub
+from kvcli.models.config_file import Config, read_config, read_json, text_config
 from kvcli.models.gguf import header
 from kvcli.models.gguf.config import describe
-from kvcli.models.headers import WeightFile, read_header
+from kvcli.models.headers import WeightFile
 from kvcli.models.refusals import refuse
+from kvcli.models.shards import weights
 from kvcli.models.sizes import hold
-from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
 
-Config = dict[str, Any]
-
-_CONFIG = 4 << 20  # bytes; the longest list the layers and what is not quantized
-_INDEX = 32 << 20  # bytes, of half a million tensors
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokeniz*.py", "*vocab.json")
 
 
@@ -116,10 +111,10 @@ def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
         return _checked_gguf(name, file, commit)
     config = read_config(path, name)
     _refuse(config, name, path)
-    files, is_pickle = _weights(path, name, allow_pickle)
+    files, is_pickle = weights(path, name, allow_pickle)
     hold(config, text_config(config), files, name)
     if lexists(path / "generation_config.json"):  # transformers goes on without it where it cannot read it
-        _json(path / "generation_config.json", name, _CONFIG)
+        read_json(path / "generation_config.json", name)
     return Source(name, path, commit, config, files, is_pickle)
 
 
@@ -181,134 +176,3 @@ def _demo(demo_dir: Path | None) -> Path:
             try_=["install kvcli again"],
         )
     return demo_dir
-
-
-def _hint_for_folder(path: Path) -> list[str]:
-    """Weights that are there and cannot be read."""
-    other = sorted(f.name for f in path.glob("*.safetensors"))
-    return [f"found {', '.join(other[:3])}, which transformers does not look for"] if other else []
-
-
-# ---- config.json ----
-
-
-def read_config(path: Path, name: str) -> Config:
-    """config.json of a folder, or an error with line and column."""
-    file = path / "config.json"
-    if not lexists(file):
-        lines = [f"looked for {file}"]
-        if exists(path / "adapter_config.json"):
-            lines.append("adapter_config.json is there: this is an adapter; merge it into its base model first")
-        lines += _hint_for_folder(path)
-        others = [f"{name}:FILE.gguf, if it is a repository of GGUF files"] if hub.ID.fullmatch(name) else []
-        raise BadModel(f"{name} has no config.json", code="model_incomplete", lines=lines, try_=[*others, f"ls {path}"])
-    config = _json(file, name, _CONFIG)
-    if not isinstance(config.get("model_type"), str):
-        raise BadModel(
-            f"config.json of {name} names no model_type",
-            code="model_corrupt",
-            lines=[f"in {file}", "without it the architecture is unknown"],
-            try_=["download config.json again"],
-        )
-    return config
-
-
-def text_config(config: Config) -> Config:
-    """The settings of the text decoder inside `config`, or `config` itself."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
-
-
-def _json(file: Path, name: str, most: int) -> Config:
-    try:
-        return parse_object(read_small(file, most))
-    except Unfit as error:
-        raise BadModel(
-            f"{file.name} of {name} {str(error).partition(':')[0]}",
-            code="model_corrupt",
-            lines=[f"{file}: {error}"],
-            try_=[f"download {file.name} again"],
-        ) from error
-
-
-# ---- weights ----
-
-
-def _weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFile, ...], bool]:
-    """Every weight file transformers will read, checked; and whether they are pickles."""
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        is_pickle = suffix == "bin"
-        single, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
-        if not lexists(single) and not lexists(index):
-            continue
-        if is_pickle and not allow_pickle:
-            raise BadModel(
-                f"the weights of {name} are pickle files, which can run any code when they are opened",
-                code="model_pickle",
-                lines=[f"found {(single if lexists(single) else index).name}, no *.safetensors"],
-                try_=["look for a safetensors copy of the model", "--allow-pickle, if you trust its author"],
-            )
-        weight_map = {} if lexists(single) else _weight_map(index, name)
-        files = _shards(path, name, weight_map) if weight_map else [single]
-        checked = tuple(_pickle(f, name) if is_pickle else read_header(f) for f in files)
-        if not is_pickle:
-            _check_index(path, name, weight_map, checked)
-        return checked, is_pickle
-    raise BadModel(
-        f"{name} has no weights",
-        code="model_incomplete",
-        lines=[f"looked in {path} for model.safetensors and model.safetensors.index.json", *_hint_for_folder(path)],
-        try_=[f"ls {path}", "download the model again"],
-    )
-
-
-def _weight_map(index: Path, name: str) -> dict[str, str]:
-    """Tensor -> the file it lies in, by the index of a model in several files."""
-    weight_map = _json(index, name, _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(s, str) for s in weight_map.values()):
-        raise BadModel(
-            f"{index.name} of {name} lists no tensors", code="model_corrupt", try_=[f"download {index.name} again"]
-        )
-    for shard in weight_map.values():
-        if PurePath(shard).is_absolute() or ".." in PurePath(shard).parts:
-            raise BadModel(
-                f"{index.name} of {name} names a file outside the model's folder: {shard[:80]}",
-                code="model_corrupt",
-                lines=["a model's weights lie in its own folder"],
-                try_=["ask its author, or take another copy of the model"],
-            )
-    return weight_map
-
-
-def _shards(path: Path, name: str, weight_map: Mapping[str, str]) -> list[Path]:
-    shards = [path / shard for shard in sorted(set(weight_map.values()))]
-    missing = [s.name or str(s) for s in shards if not exists(s)]
-    if missing:
-        raise BadModel(
-            f"the weights of {name} are incomplete: {len(missing)} of {len(shards)} shards are missing",
-            code="model_incomplete",
-            lines=[*missing[:4], *([f"and {len(missing) - 4} more"] if len(missing) > 4 else [])],
-            detail={"missing": missing, "shards": len(shards)},
-            try_=[f"download into {path} again"],
-        )
-    return shards
-
-
-def _check_index(path: Path, name: str, weight_map: Mapping[str, str], files: Sequence[WeightFile]) -> None:
-    held = {f.path: f.tensors for f in files}
-    absent = [t for t, shard in weight_map.items() if t not in held[path / shard]]
-    if absent:
-        raise BadModel(
-            f"the shards of {name} do not hold what their index promises: {len(absent)} tensors are missing",
-            code="model_corrupt",
-            lines=[f"{absent[0]} is not in {weight_map[absent[0]]}"],
-            try_=["download the shards and the index of one revision again"],
-        )
-
-
-def _pickle(file: Path, name: str) -> WeightFile:
-    try:
-        with open_regular(file) as stream:
-            return WeightFile(file, fstat(stream.fileno()).st_size, {})
-    except Unfit as error:
-        raise BadModel(f"{file.name} of {name} {error}", code="model_corrupt", try_=[f"ls -l {file.parent}"]) from error

@@ -31,6 +31,7 @@ def clashes(profile: Profile) -> list[Clash]:
         found.append(Clash("exactness", "prune.method", f'"{profile.exactness}" cannot be kept', because))
     found += recall_clashes(profile)
     found += order_clashes(profile)
+    found += reuse_clashes(profile)
     return found
 
 
@@ -42,6 +43,25 @@ def order_clashes(profile: Profile) -> list[Clash]:
     if order == "layers" and profile.policy.every is not None and not prunes:
         return [Clash(key, "policy.name", '"layers" cannot be kept', "which judges at the end of each chunk")]
     return []
+
+
+def reuse_clashes(profile: Profile) -> list[Clash]:
+    """Of `[reuse]`: it rests on a past of which nothing was let go, and that was read in full."""
+    if not profile.reuse.reuses:
+        return []
+    found = []
+    if profile.exactness != "approx":
+        because = "which takes over what was read behind another text"
+        found.append(Clash("exactness", "reuse.method", f'"{profile.exactness}" cannot be kept', because))
+    cannot, others = (
+        "nothing can be taken over",
+        {
+            "policy.name": profile.policy.every is not None and "which lets tokens go",
+            "prune.method": profile.prune.reads and "which leaves tokens behind",
+            "recall.method": profile.recall.every is not None and "whose index is made of what is read",
+        },
+    )
+    return found + [Clash("reuse.method", key, cannot, because) for key, because in others.items() if because]
 
 
 def recall_clashes(profile: Profile) -> list[Clash]:

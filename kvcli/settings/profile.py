@@ -88,6 +88,7 @@ class Profile:
     load_table: Load  # `profile.load`; `Profile.load` is the function that reads one
     prefill: Prefill
     prune: Method
+    reuse: Method
     kv: Kv
     memory: Memory
     policy: Method

@@ -145,6 +145,9 @@ class Context:
 
     limit: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # tokens; auto = the model's limit, or what fits
     reserve: Annotated[int, Range(1)] = 1024  # tokens kept free for the answer
+    on_overflow: Literal["error", "drop", "summarize"] = (
+        "error"  # refuse a chat longer than that, or leave out its start
+    )
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,7 @@ TABLES: Mapping[str, type] = {
 # tables filled by a method of their own: the key that names it, and the method that is meant when nobody names one
 METHODS: Mapping[str, tuple[str, str]] = {
     "prune": ("method", "none"),
+    "reuse": ("method", "none"),
     "policy": ("name", "none"),
     "recall": ("method", "none"),
     "spec": ("method", "off"),
@@ -198,6 +202,7 @@ ORDER = (
     "load",
     "prefill",
     "prune",
+    "reuse",
     "kv",
     "memory",
     "policy",

@@ -61,14 +61,21 @@ def commands(model: str, document: Path, reps: int) -> list[dict[str, Any]]:
             for side, figures in round_.items():
                 if i:
                     found[side].append(figures)
-    rows = []
-    for side, all_of in found.items():
-        row = {"side": side, "prompt": all_of[0]["prompt"], "cached": all_of[0]["cached"]}
-        for key in ("first_token", "wall_s"):
-            times = [each[key] for each in all_of]
-            row |= {key: statistics.median(times), f"{key}_low": min(times), f"{key}_high": max(times)}
-        rows.append(row)
-    return rows
+    return [
+        {
+            "side": side,
+            "prompt": all_of[0]["prompt"],
+            "cached": all_of[0]["cached"],
+            "first token, s": _of([each["first_token"] for each in all_of]),
+            "command, s": _of([each["wall_s"] for each in all_of]),
+        }
+        for side, all_of in found.items()
+    ]
+
+
+def _of(times: list[float]) -> list[float]:
+    """Least, median, most."""
+    return [round(x, 3) for x in (min(times), statistics.median(times), max(times))]
 
 
 def resumed(n: int, reps: int) -> dict[str, Any]:
@@ -121,18 +128,20 @@ def main() -> None:
     rows = commands(args.model, args.document.resolve(), args.reps)
     for row in rows:
         share = f"cached {row['cached']:>6,} of {row['prompt']:>6,}"
-        print(f"{row['side']:<22} {share}  first token {row['first_token']:.2f} s  command {row['wall_s']:.2f} s")
+        print(f"{row['side']:<22} {share}  first token {row['first token, s']} s  command {row['command, s']} s")
     taken = resumed(args.tokens, max(1, args.reps // 2))
-    print(
+    said = (
         f"{taken['tokens']:,} tokens of random-152M: read {taken['read_s']:.2f} s, kept in {taken['keeping_s']:.2f} s, "
-        f"taken from disk {taken['kept_s']:.3f} s, {taken['gain']:.0f}x sooner, the same tokens"
+        f"taken from disk {taken['kept_s']:.3f} s, {taken['gain']:.0f} times sooner, the same tokens."
     )
+    print(said)
     about = machine()
     result = {
         "title": "Read once",
         "command": f"python tests/bench/kept.py --model {args.model} --reps {args.reps} --tokens {args.tokens}",
         "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
         "document": args.document.name,
+        "note": f"In brackets: least and most of {args.reps} rounds. In one process, {said}",
         "rows": rows,
         "resumed": taken,
     }

@@ -121,7 +121,8 @@ def test_evictions_that_are_rare_let_more_gather_than_a_chunk(demo):
     assert planned(demo, rare, 8192).need.kv > planned(demo, "streaming", 8192).need.kv
 
 
-def test_heads_of_unequal_length_and_drafts_bring_products_of_their_own(demo):
+def test_heads_of_unequal_length_and_drafts_bring_products_of_their_own(demo, monkeypatch):
+    monkeypatch.setattr("kvcli.fit.plan.is_native", lambda *_: False)
     drafts, plain = planned(demo, "ngram", 8192).need.working, planned(demo, "exact", 8192).need.working
     assert drafts == plain + LINEAR * WIDTHS * PRODUCT
     uneven = PROFILES["ngram"].replace(policy={"name": "snap"}, exactness="approx")

@@ -1,0 +1,54 @@
+"""What the model is shown of a conversation that is longer than its window.
+
+The oldest questions go first, each with its answer; documents stay, before the first question that is left. Nothing
+leaves the conversation itself, and whatever makes it shorter brings back what then fits. A quarter of the window is
+made free at once: what is shown begins otherwise then, and is read again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcli.chat.transcript import Message
+
+KEPT = 3 / 4  # of the window, that a shortened conversation fills at most
+NOTES = 1 / 8  # of the window at most, for what is written of what goes
+ASKED = (
+    "Write notes for yourself on our conversation so far, in at most 120 words: facts, names, numbers, what was "
+    "decided and what is open. Only the notes."
+)
+HEAD = "[What was said before this, in short]"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """All of a conversation but its beginning."""
+
+    left: int = 0  # messages from the first on that are not shown
+    notes: str = ""  # what stands in their place
+
+    def of(self, messages: Sequence[Message]) -> list[Message]:
+        """What is shown of these messages, the last of which is a question."""
+        gone, rest = messages[: self.left], list(messages[self.left :])
+        if not gone or not rest:
+            return rest
+        first = rest[0]
+        text = f"{HEAD}\n{self.notes}\n\n{first.text}" if self.notes else first.text
+        documents = (*(d for message in gone for d in message.documents), *first.documents)
+        return [replace(first, text=text, documents=documents), *rest[1:]]
+
+
+def shorter(shown: Shown, n: int, size: Callable[[Shown], int], room: int) -> Shown | None:
+    """With more of n messages left out, as few as the window of `room` tokens asks for; None where all are too few.
+
+    `size`: tokens of the prompt then.
+    """
+    choices = [Shown(left) for left in range(shown.left + 2, n + 1, 2)]
+    for most in (int(room * KEPT), room):
+        if (at := bisect_left(choices, True, key=lambda choice: size(choice) <= most)) < len(choices):
+            return choices[at]
+    return None

@@ -1,0 +1,151 @@
+"""A conversation that outlives its window: what is shown, what is said of it, and that nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvcli
+from kvcli.chat.conversation import Chat
+from kvcli.chat.overflow import ASKED, HEAD, KEPT
+from kvcli.documents import document_of
+from kvcli.errors import ContextOverflow
+from tests.fake_model import FakeModel, fake_info
+
+ANSWER = "It is 972 metres."
+LIMIT = 500  # characters, which are the fake model's tokens
+
+
+@pytest.fixture(params=["drop", "summarize"])
+def chat(request, tmp_path):
+    return chat_of(request.param, tmp_path)
+
+
+def chat_of(how, folder):
+    return Chat(FakeModel(answer=ANSWER, on_overflow=how, info=fake_info(limit=LIMIT)), "Be brief.", folder=folder)
+
+
+def shown(chat):
+    return "".join(map(chr, chat.model.prompts[-1]))
+
+
+def ask(chat, n, start=0):
+    for i in range(start, start + n):
+        chat.send(f"Question {i:03}?")
+
+
+def test_by_default_it_is_refused_and_the_way_out_is_named(tmp_path):
+    chat = chat_of("error", tmp_path)
+    with pytest.raises(ContextOverflow):
+        ask(chat, 50)
+    assert not chat.shown.left
+
+
+def test_the_first_questions_are_left_out_and_nothing_is_forgotten(chat):
+    ask(chat, 50)
+    assert len(chat.messages) == 100
+    prompt = shown(chat)
+    assert len(prompt) <= LIMIT
+    assert "Question 049?" in prompt
+    assert "Question 000?" not in prompt
+    assert prompt.startswith("<system>Be brief.\n<user>")
+
+
+def test_each_time_a_quarter_of_the_window_is_made_free(tmp_path):
+    chat = chat_of("drop", tmp_path)
+    left = set[int]()
+    for i in range(50):
+        before = chat.shown
+        ask(chat, 1, i)
+        if chat.shown != before:
+            assert len(shown(chat)) <= LIMIT * KEPT
+        left.add(chat.shown.left)
+    assert 2 < len(left) < 25
+
+
+def test_what_is_left_out_is_said_each_time(chat):
+    ask(chat, 50)
+    said = [note for note in chat.notes if "longer than the window" in note]
+    assert len(said) > 1
+    assert said[0].startswith("longer than the window: the model is shown questions 1 to ")
+
+
+def test_documents_stay_with_what_is_left(chat):
+    chat.attach(document_of(b"The report, of 972 metres.", "r.md"))
+    ask(chat, 50)
+    assert shown(chat).count("The report, of 972 metres.") == 1
+    assert chat.shown.left
+
+
+def test_notes_are_written_by_the_model_and_stand_before_the_first_question(tmp_path):
+    chat = chat_of("summarize", tmp_path)
+    ask(chat, 50)
+    asked = ["".join(map(chr, ids)) for ids in chat.model.prompts]
+    wrote = [prompt for prompt in asked if ASKED in prompt]
+    assert wrote
+    assert f"<user>{HEAD}\n{ANSWER}\n\nQuestion" in shown(chat)
+    assert HEAD in wrote[-1], "the notes before are part of what the next are on"
+    assert not any(HEAD in message.text or ASKED in message.text for message in chat.messages)
+
+
+def test_a_question_that_does_not_fit_alone_is_refused_and_all_is_as_before(chat):
+    ask(chat, 3)
+    before = list(chat.messages), chat.shown
+    with pytest.raises(ContextOverflow):
+        chat.send("long " * LIMIT)
+    assert (chat.messages, chat.shown) == before
+
+
+@pytest.mark.parametrize("change", ["undo", "clear", "drop", "retry"])
+def test_whatever_makes_it_shorter_brings_back_what_fits(tmp_path, change):
+    chat = chat_of("drop", tmp_path)
+    chat.attach(document_of(b"The report, of 972 metres." * 10, "r.md"))
+    ask(chat, 9)
+    assert chat.shown.left
+    if change == "undo":
+        chat.undo(8)
+    elif change == "clear":
+        chat.clear()
+    elif change == "drop":
+        chat.drop(0)
+    else:
+        list(chat.retry())
+        assert "Question 008?" in shown(chat)
+        return
+    ask(chat, 1, 9)
+    assert chat.shown.left == 0
+    assert len(shown(chat)) <= LIMIT
+
+
+def test_the_table_of_tokens_says_what_is_not_shown(chat):
+    ask(chat, 50)
+    rows = chat.tokens()
+    assert rows[1] == (f"questions 1 to {chat.shown.left // 2}, not shown", 0)
+    assert rows[2][0] == f"question {chat.shown.left // 2 + 1}"
+    assert rows[-1][0] == "template"
+    assert rows[-1][1] > 0
+
+
+def test_ctrl_c_while_notes_are_written_ends_the_question(tmp_path):
+    chat = chat_of("summarize", tmp_path)
+    ask(chat, 12)
+    n = len(chat.messages)
+    while not chat.shown.left:
+        ask(chat, 1)
+        n = len(chat.messages)
+    turn = chat.send("And?", cancel=lambda: True)
+    assert turn.finish == "interrupted"
+    assert len(chat.messages) == n
+
+
+@pytest.mark.parametrize("how", ["drop", "summarize"])
+def test_a_model_goes_on_beyond_its_window(how):
+    profile = kvcli.Profile.load("ngram").replace(
+        context={"limit": 240, "reserve": 16, "on_overflow": how}, sample={"max_new_tokens": 24}
+    )
+    with kvcli.load("demo", profile) as model, model.open() as text:
+        chat = text.chat("Answer briefly.")
+        for i in range(12):
+            turn = chat.send(f"What is the depth of well number {i}?")
+            assert turn.stats.prompt <= 240
+        assert chat.shown.left
+        assert len(chat.messages) == 24
