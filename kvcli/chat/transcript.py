@@ -63,7 +63,7 @@ class Opened:
 
     @property
     def pending(self) -> list[Document]:
-        return list(map(_document, self.saved.pending))
+        return waiting(self.saved)
 
 
 def chats_folder() -> Path:
@@ -193,6 +193,11 @@ def first_words(chat: Chat, width: int = 60) -> str | None:
 
 def _pretty(chat: Chat) -> str:
     return json.dumps(as_json(chat), ensure_ascii=False, indent=2) + "\n"
+
+
+def waiting(saved: ChatDocument) -> list[Document]:
+    """The documents that nothing was asked about yet."""
+    return list(map(_document, saved.pending))
 
 
 def _saved(document: Document) -> SavedDocument:

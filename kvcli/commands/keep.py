@@ -38,6 +38,11 @@ def model_of(world: World, opened: Opened) -> str:
     with suppress(FileNotFoundError):
         if samefile(world.paths.chats / path.name, path):
             return name
+    return known_here(world, name, path.name, "chats")
+
+
+def known_here(world: World, name: str, file: str, own: str) -> str:
+    """The model that a file from elsewhere names. Raises BadInput for one that is not known and complete here."""
     from kvcli.commands.models import known
     from kvcli.commands.setup import config_of, find
 
@@ -50,7 +55,7 @@ def model_of(world: World, opened: Opened) -> str:
     except BadModel:
         pass
     raise BadInput(
-        f"{path.name} asks for the model {name}, and is none of your own chats",
+        f"{file} asks for the model {name}, and is none of your own {own}",
         code="foreign_model",
         lines=["a file from elsewhere may name only a model that is known and complete here"],
         try_=[f"-m {shlex.quote(name)}, if you agree", "-m MODEL, for another"],

@@ -126,16 +126,18 @@ class Pass:
         return out
 
     def _listen(self, q: Tensor) -> None:
-        """Keep the queries of the heard rows in a layer, part by part."""
-        on = self.live if self._part is None else self._part
+        """Keep the queries of the heard rows in a layer; where it runs part by part, those of its parts in a row."""
+        rows = self.live if self._part is None else self._part  # None = all of the pass
         if self._hear is None:
-            heard = self._feed.hear if on is None else sorted({*self._feed.hear} & {*on})
-            self._hear = torch.tensor(places(heard, on), device=q.device, dtype=torch.int64)
+            heard = self._feed.hear if rows is None else sorted({*self._feed.hear} & {*rows})
+            self._hear = torch.tensor(places(heard, rows), device=q.device, dtype=torch.int64)
         heard_here = q[:, self._hear]  # a copy: a slice would keep all rows alive
-        if self._part is None or self._part[0] == (self.live or range(1))[0]:
-            self.queries.append(heard_here)
-        else:
+        first_row = 0 if self.live is None else self.live[0]
+        is_later_part = rows is not None and rows[0] != first_row
+        if is_later_part:
             self.queries[-1] = torch.cat((self.queries[-1], heard_here), 1)
+        else:
+            self.queries.append(heard_here)
 
     def _of(self, shared: Fresh) -> tuple[Tensor, Tensor]:
         """What another layer made of the rows on their way, all of which have been there."""

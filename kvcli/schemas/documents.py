@@ -24,6 +24,7 @@ from kvcli.schemas.listings import (
     ProfilesDocument,
     SuggestionsDocument,
 )
+from kvcli.schemas.pack import PackDocument
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
 from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
 from kvcli.schemas.summary import ExtractDocument, SummaryDocument, SummaryPlanDocument
@@ -32,6 +33,7 @@ from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
 DOCUMENTS: Mapping[str, Any] = {
     "turn": TurnDocument,
     "chat": ChatDocument,
+    "pack": PackDocument,
     "error": ErrorDocument,
     "event": EventDocument,
     "models": ModelsDocument,
