@@ -28,6 +28,7 @@ from kvcli.world import World
 
 COMMANDS = {
     "chat": "Talk to a model, or ask it one question with -p.",
+    "pack": "Documents read once, to be asked many times.",
     "summarize": "A summary of long documents, with page numbers that were checked.",
     "fit": "Whether a model, a profile and a context fit, before loading.",
     "bench": "Profiles side by side: speed, memory, agreement, quality.",

@@ -45,7 +45,7 @@ def test_expected_attention_is_the_papers_formula(covariance: bool) -> None:
     k, v = (torch.randn(2, 30, 8, generator=r, dtype=torch.float64) for _ in "kv")
     s = Slots(k, v, torch.arange(30).expand(2, -1))
     rotary = Rotary(torch.tensor([1.0, 0.3, 0.01]))
-    scorer, memory = Expected(samples=12, horizon=13, covariance=covariance, sinks=2), Memory(own=[rotary])
+    scorer, memory = Expected(samples=12, horizon=13, covariance=covariance, sinks=2), Memory(known=[rotary])
     pos = torch.tensor(scorer.probes(30))
     q = torch.randn(4, len(pos), 8, generator=r, dtype=torch.float64)
     at = moment(s, q, q_pos=pos, n=30, n_prompt=30, memory=memory)
@@ -67,13 +67,13 @@ def test_a_short_question_is_heard_whole() -> None:
     scorer, n = Expected(samples=256, covariance=False), 2 * RECENT
     s = Slots(torch.randn(1, n, 4), torch.ones(1, n, 4), torch.arange(n).expand(1, -1))
     q = torch.randn(1, 5, 4)
-    at = moment(s, q, q_pos=torch.arange(n - 5, n), n_prompt=n, memory=Memory(own=[None]))
+    at = moment(s, q, q_pos=torch.arange(n - 5, n), n_prompt=n, memory=Memory(known=[None]))
     torch.testing.assert_close(scorer.score(s, at), expected(s, q.mean(1), None, at.scale, 0.0, 0.0))
 
 
 def test_with_no_query_heard_only_values_count() -> None:
     scorer = Expected()
     s = Slots(torch.randn(1, 9, 4), torch.randn(1, 9, 4), torch.arange(9).expand(1, -1))
-    score = scorer.score(s, moment(s, memory=Memory(own=[None])))
+    score = scorer.score(s, moment(s, memory=Memory(known=[None])))
     assert torch.equal(score.argsort(dim=1), s.v.norm(dim=2).argsort(dim=1))
     assert math.isclose(float(score.sum()), float(s.v.norm(dim=2).sum()) / 9, rel_tol=1e-5)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
     from kvcli.chat.open_text import OpenText
     from kvcli.engine.stats import Stats
+
+
+PROBES = ("a", "7", "(", "\n")  # questions whose first letter joins with what stands before it, or does not
 
 
 class Chat:
@@ -177,6 +181,12 @@ class Chat:
         self.close()
 
     # --- looking
+
+    def begins(self) -> tuple[list[int], Messages]:
+        """The ids that prompts about what is attached now begin with, whatever is asked, and messages of such a one."""
+        asked = [self._contents([*self.messages, Message("user", text, tuple(self.pending))]) for text in PROBES]
+        prompts = zip(*(self._prompt(contents)[1] for contents in asked), strict=False)
+        return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, prompts)], asked[0]
 
     def tokens(self) -> list[tuple[str, int]]:
         """The context by message, documents apart; the last entry is what the chat template adds."""

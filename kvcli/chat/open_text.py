@@ -24,6 +24,7 @@ from kvcli.settings.schema import ORDER
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
     from kvcli.chat.local import Model
+    from kvcli.chat.pack import Pack
     from kvcli.engine.constraint import Constraint
     from kvcli.settings.profile import Profile
 
@@ -38,6 +39,7 @@ class OpenText:
         self.go_under(model)
         self.session = model.new_session()
         self._answer: Work[Event, Turn | None] | None = None  # the last that began
+        self.pack: Pack | None = None  # what was read of the documents that it is asked about
         self._is_unkept = False  # what was read last could not be kept
 
     def __enter__(self) -> OpenText:
@@ -59,7 +61,9 @@ class OpenText:
         self.on_overflow = model.profile.context.on_overflow
 
     def fetch(self, ids: Sequence[int]) -> int:
-        """Take from the shelf what lies there of a prompt; returns how many of its tokens need no reading."""
+        """Take from the pack and the shelf what lies there of a prompt; returns how many tokens need no reading."""
+        if self.pack is not None:
+            self.pack.fetch(self.session, ids)
         if self.model.shelf is not None:
             with lacking():  # then it is read
                 self.model.shelf.fetch(self.session, ids, build.shaping(self.profile))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from os.path import expanduser
 from typing import TYPE_CHECKING
 
 import typer
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from kvcli.api import Event, Turn
     from kvcli.chat.conversation import Chat
     from kvcli.chat.open_text import OpenText
+    from kvcli.chat.pack import Pack
     from kvcli.chat.sessions import Opened
     from kvcli.commands.ask import Question
     from kvcli.commands.held import Held
@@ -35,6 +38,7 @@ def chat(
     model: o.ModelName = None,
     prompt: o.Prompt = None,
     file: o.File = None,
+    pack: o.Pack = None,
     system: o.System = None,
     system_file: o.SystemFile = None,
     continue_: o.Continue = False,
@@ -76,13 +80,19 @@ def chat(
     world: World = context.obj
     if stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
+    packed = pack_of(world, pack, [file, system, system_file, continue_, resume]) if pack is not None else None
     with kept(world, continue_, resume, no_save) as opened:
         named = model
+        if named is None and packed is not None:
+            from kvcli.commands.keep import known_here
+
+            named = known_here(world, packed.about.model, packed.folder.name, "packs")
         if named is None and opened is not None:
             from kvcli.commands.keep import model_of
 
             named = model_of(world, opened)
-        setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
+        usual = packed.about.profile if packed is not None else None
+        setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None, usual=usual)
         keeps = not no_save and setup.keeps_chats
         find_model(setup, file or [])
         rules = read_grammar(world, schema, grammar, json_object)
@@ -93,10 +103,32 @@ def chat(
             return print_plan(setup, profile, file or [])
         setup.look(profile)
         question = read_question(world, prompt, file or [], system, system_file)
+        if packed is not None:
+            question = about_pack(question, packed)
         find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
-        return answer(setup, profile, question, stats, stream, Wanted(force, ctx == "max"), opened, keeps, rules)
+        wanted = Wanted(force, ctx == "max")
+        return answer(setup, profile, question, stats, stream, wanted, opened, keeps, rules, packed)
+
+
+def pack_of(world: World, typed: str, others: Sequence[object]) -> Pack:
+    """The pack to ask, which says itself what was read."""
+    from kvcli.chat.pack import open_pack
+
+    if any(others):
+        raise UsageError(
+            "--pack goes without --file, --system, --continue and --resume: what was read is in the pack",
+            try_=["--pack NAME.kvs -p QUESTION", "kvcli pack FILE... -o NAME.kvs, with all files and the system text"],
+        )
+    return open_pack(world.cwd / expanduser(typed))
+
+
+def about_pack(question: Question, packed: Pack) -> Question:
+    """The question behind what was packed."""
+    if question.documents:
+        raise UsageError("--pack goes without documents from standard input", try_=["kvcli chat ... </dev/null"])
+    return replace(question, documents=tuple(packed.documents), system=packed.chat.system)
 
 
 @contextmanager
@@ -123,6 +155,7 @@ def answer(
     opened: Opened | None = None,
     keeps: bool = False,
     rules: Grammar | None = None,
+    packed: Pack | None = None,
 ) -> int:
     """Load the model and ask it, or let the user talk to it."""
     from kvcli.commands.ask import tell
@@ -139,6 +172,9 @@ def answer(
 
     talk = Chat(text, sessions=sessions_of(world), holds=True, called=setup.lasting_name)
     with text, closing(talk):
+        if packed is not None:
+            packed.refuse_other(text)
+            text.pack = packed
         begin(world, talk, question, opened, keeps)
         for note in (*run.notes, *text.cautions, *text.info.notes, *(text.why_again() if opened else ())):
             tell(world, note)

@@ -43,6 +43,7 @@ ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
 ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]
 Prompt = Annotated[str | None, _ask("--prompt", "-p", metavar="TEXT", help=_PROMPT)]
 File = Annotated[list[str] | None, _ask("--file", "-f", metavar="PATH", help=_FILE)]
+Pack = Annotated[str | None, _ask("--pack", metavar="NAME.kvs", help="Ask what kvcli pack has read.")]
 System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]
 SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="The same from a file.", rare=True)]
 

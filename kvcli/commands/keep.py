@@ -44,9 +44,13 @@ def reopen(sessions: Sessions, world: World, wanted: str | None, *, holds: bool)
 
 def model_of(world: World, opened: Opened) -> str | None:
     """The model that a chat was held with. A file from elsewhere may name only what is known and whole here."""
-    name = opened.saved.model
     if opened.kept is not None:
-        return name or None
+        return opened.saved.model or None
+    return known_here(world, opened.saved.model, "this file", "chats")
+
+
+def known_here(world: World, name: str, file: str, own: str) -> str:
+    """The model that a file from elsewhere names. Raises BadInput for one that is not known and complete here."""
     from kvcli.commands.models import known
     from kvcli.commands.setup import config_of, find
 
@@ -59,7 +63,7 @@ def model_of(world: World, opened: Opened) -> str | None:
     except BadModel:
         pass
     raise BadInput(
-        f"this file asks for the model {name}, and is none of your own chats",
+        f"{file} asks for the model {name}, and is none of your own {own}",
         code="foreign_model",
         lines=["a file from elsewhere may name only a model that is known and complete here"],
         try_=[f"-m {shlex.quote(name)}, if you agree", "-m MODEL, for another"],

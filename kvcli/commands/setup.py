@@ -114,6 +114,7 @@ class Setup:
     most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
     found: source.Source | None = None  # its files, once they were looked for
     reuses: bool = False  # whether texts look for what was read before; a measurement reads
+    usual: str | None = None  # the profile where none is typed: what a pack was read under
     fitted: int = 0  # the window that `context.limit = "auto"` stands for where memory allows less; 0 = the model's
     _config: Config | None = None
 
@@ -151,7 +152,8 @@ class Setup:
     def profile(self) -> Profile:
         """The profile that the command line asks for."""
         options = self.world.options
-        return self._profile(options.profile, options.set, self.flags)
+        usual = self.usual if self.usual in self.names() else None
+        return self._profile(options.profile or usual, options.set, self.flags)
 
     def _profile(self, name: str | None, sets: Sequence[str], flags: Flags) -> Profile:
         where = sources(self.world)

@@ -76,7 +76,7 @@ def write(path: Path, state: State) -> int:
 
 def place(folder: Path, ids: Sequence[int]) -> Path:
     """Where the past of exactly these tokens belongs."""
-    return folder / f"{len(ids)}-{_digest(ids)}{ENDS}"
+    return folder / f"{len(ids)}-{digest(ids)}{ENDS}"
 
 
 def along(folder: Path, ids: Sequence[int]) -> Iterator[tuple[int, Path]]:
@@ -86,6 +86,11 @@ def along(folder: Path, ids: Sequence[int]) -> Iterator[tuple[int, Path]]:
     for n in sorted((n for n in counts if n <= len(ids)), reverse=True):
         if (path := place(folder, ids[:n])).exists():
             yield n, path
+
+
+def digest(ids: Sequence[int]) -> str:
+    """Of a text: too long for anybody to find two with one."""
+    return blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16).hexdigest()
 
 
 def nbytes(state: State) -> int:
@@ -103,7 +108,7 @@ def read(path: Path) -> State:
             for entry in entries:
                 found[entry.name] = tensor = torch.empty(entry.shape, dtype=entry.dtype)
                 data = _bytes(tensor)
-                if file.readinto(data) != len(data):  # type: ignore[attr-defined]
+                if file.readinto(data) != len(data):
                     raise Damaged("it was cut short")
                 total = zlib.crc32(data, zlib.crc32(entry.name.encode(), total))
             if said != f"{total:08x}":
@@ -137,10 +142,6 @@ def _entries(file: IO[bytes]) -> tuple[list[Entry], dict[str, int | float], str]
     if not all(isinstance(value, int | float) for value in numbers.values()):
         raise Damaged("its numbers are none")
     return entries, numbers, about[SUM]
-
-
-def _digest(ids: Sequence[int]) -> str:
-    return blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16).hexdigest()
 
 
 def _header(tensors: Mapping[str, Tensor], numbers: Mapping[str, Leaf], total: int) -> bytes:

@@ -205,8 +205,7 @@ class Shelf:
                 return
 
     def _of(self, session: Session, shaping: Shaping) -> dict[str, str]:
-        dtype = str(session.kv.dtype).removeprefix("torch.")
-        return {**self._fields, **shaping.settings, "kv.dtype": dtype}
+        return fields_of(self._fields, session, shaping)
 
     def _folder(self, session: Session, shaping: Shaping) -> Path:
         name = blake2b(json.dumps(self._of(session, shaping)).encode(), digest_size=12).hexdigest()
@@ -269,6 +268,11 @@ class Shelf:
                 return
             path.unlink(missing_ok=True)
             total -= stat.st_size
+
+
+def fields_of(made_by: Mapping[str, str], session: Session, shaping: Shaping) -> dict[str, str]:
+    """All that a past depends on beside the text, by field; `made_by`: the identity of the model."""
+    return {**made_by, **shaping.settings, "kv.dtype": str(session.kv.dtype).removeprefix("torch.")}
 
 
 Held = Mapping[int, tuple[int, Tensor, Tensor]]  # by layer: its first position, k [K, S, D], v [K, S, E]

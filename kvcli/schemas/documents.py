@@ -24,6 +24,7 @@ from kvcli.schemas.listings import (
     ProfilesDocument,
     SuggestionsDocument,
 )
+from kvcli.schemas.pack import PackDocument
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
 from kvcli.schemas.sessions import SessionsDocument
 from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
@@ -34,6 +35,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "turn": TurnDocument,
     "chat": ChatDocument,
     "sessions": SessionsDocument,
+    "pack": PackDocument,
     "error": ErrorDocument,
     "event": EventDocument,
     "models": ModelsDocument,

@@ -6,8 +6,9 @@ import json
 import math
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 DEEPEST = 64  # levels of JSON; nobody writes as many by hand, and readers of it recurse
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
@@ -17,7 +18,7 @@ class Unfit(ValueError):
     """The file is not what it should be; reads as the end of a sentence that begins with its name."""
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """Open for reading what is a file and nothing else: a pipe would keep its reader waiting. Raises Unfit."""
     try:
         # without O_NONBLOCK the call itself waits until somebody writes to a pipe

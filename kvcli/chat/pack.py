@@ -1,0 +1,170 @@
+"""A pack: documents that were read once, as a folder that answers many questions about them.
+
+    NAME.kvs/manifest.json   what it is (kvcli.schemas.pack)
+             chat.json       the documents as a chat that nothing was asked in yet (kvcli.schemas.chat)
+             past.kv         what the model had stored when it had read them (kvcli.kept.past)
+
+It may come from elsewhere: names in the manifest are none but these, sizes are those of the files before they are
+read, and what is read is what was written, by its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from kvcli import build
+from kvcli.chat.conversation import Chat
+from kvcli.chat.open_text import OpenText
+from kvcli.chat.transcript import as_document, documents_of
+from kvcli.documents import Document
+from kvcli.engine.session import Session
+from kvcli.errors import BadInput
+from kvcli.files import replacing_folder, write_private
+from kvcli.kept import past
+from kvcli.kept.block import Damaged
+from kvcli.kept.identity import identity
+from kvcli.kept.shelf import FEW, fields_of
+from kvcli.kv.state import Misfit
+from kvcli.schemas.chat import ChatDocument
+from kvcli.schemas.pack import PackDocument, PackedFile
+from kvcli.settings.small_file import Unfit, open_regular, read_small
+
+MANIFEST, CHAT, PAST = "manifest.json", "chat.json", "past.kv"
+SMALL, LARGE = 1 << 20, 1 << 30  # bytes, at most, of the manifest and of the documents
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One that was opened. Its past is read when a question comes."""
+
+    folder: Path
+    about: PackDocument
+    chat: ChatDocument
+
+    @property
+    def documents(self) -> list[Document]:
+        return list(documents_of(self.chat.pending))
+
+    def fetch(self, session: Session, ids: Sequence[int]) -> None:
+        """Have a session that is to read `ids` go on from here, where they begin as what was read does.
+
+        Raises BadInput for a past that is not what was written.
+        """
+        n = self.about.tokens
+        if session.committed >= n or len(ids) <= n or past.digest(ids[:n]) != self.about.ids:
+            return
+        try:
+            self._check(PAST)
+            session.restore(past.read(self.folder / PAST), ids[n])
+        except (Damaged, Misfit, Unfit) as error:
+            raise _bad(self.folder, f"{PAST}: {error}") from None
+        except OSError as error:
+            raise _bad(self.folder, f"{PAST} cannot be read: {error.strerror or error}") from None
+        if session.ids[:n] != list(ids[:n]):
+            session.rewind(0)
+            raise _bad(self.folder, f"{PAST} is of another text")
+        session.resume(ids)  # as every question begins
+
+    def refuse_other(self, text: OpenText) -> None:
+        """Raises BadInput where the model, or what shapes a past, is not what it was read by."""
+        mine = fingerprint(text, identity(text.model.lm))
+        other = [key for key in (*mine, *self.about.fingerprint) if mine.get(key) != self.about.fingerprint.get(key)]
+        if not (fields := list(dict.fromkeys(other))):
+            return
+        was = self.about.fingerprint
+        again = f"kvcli pack FILE -o {self.folder.name}, to read the documents again"
+        sets = [f"--set {key}={was[key]}" for key in fields if key in self.about.settings and key in was]
+        is_settings = all(key in self.about.settings or key not in was for key in fields)
+        raise BadInput(
+            f"{self.folder.name} was read by another model, or under other settings: {fields[0]}",
+            code="other_pack",
+            lines=[f"{key} was {was.get(key, 'not set')}, is {mine.get(key, 'not set')}" for key in fields],
+            detail={"fields": fields},
+            try_=[f"-P {self.about.profile}", " ".join(sets), again] if sets and is_settings else [again],
+        )
+
+    def _check(self, name: str) -> None:
+        """Raises Unfit for a file that is none, or not as long or not what the manifest says."""
+        path, said = self.folder / name, self.about.files[name]
+        if path.is_symlink():
+            raise Unfit("it is a link")
+        with open_regular(path) as file:
+            if path.stat().st_size != said.bytes or hashlib.file_digest(file, "sha256").hexdigest() != said.sha256:
+                raise Unfit("it is not what the manifest says")
+
+
+def open_pack(folder: Path) -> Pack:
+    """The pack in that folder. Raises BadInput for what is none, or not whole."""
+    try:
+        if (folder / MANIFEST).is_symlink():
+            raise Unfit("it is a link")
+        about = PackDocument.model_validate_json(read_small(folder / MANIFEST, SMALL))
+        if set(about.files) != {CHAT, PAST}:
+            raise Unfit(f"it names other files than {CHAT} and {PAST}")
+        pack = Pack(folder, about, ChatDocument.model_construct())
+        pack._check(CHAT)
+        chat = ChatDocument.model_validate_json(read_small(folder / CHAT, min(LARGE, about.files[CHAT].bytes)))
+    except (Unfit, ValidationError, RecursionError) as error:
+        what = f"its {error.title} does not hold" if isinstance(error, ValidationError) else str(error)
+        raise _bad(folder, what) from None
+    if chat.messages or not chat.pending:
+        raise _bad(folder, "it holds a conversation, and no documents that were read")
+    return Pack(folder, about, chat)
+
+
+def write_pack(folder: Path, talk: Chat, ids: Sequence[int], made_by: Mapping[str, str]) -> PackDocument:
+    """Keep what the text of `talk` has stored of the documents that wait in it, which is the past of `ids`.
+
+    `made_by`: the identity of the model before it read. The folder is whole when it has its name. Raises OSError.
+    """
+    text = talk.model
+    assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
+    shaping = build.shaping(text.profile)
+    with replacing_folder(folder) as made:
+        past.write(made / PAST, text.session.state())
+        write_private(made / CHAT, json.dumps(as_document(talk).document(), ensure_ascii=False))
+        about = PackDocument(
+            schema="kvcli.pack/1",
+            made=datetime.now(UTC).isoformat(timespec="seconds"),
+            model=talk.called or text.info.id,
+            profile=text.profile.name,
+            promise=text.promise,
+            documents=[document.name for document in talk.pending],
+            tokens=len(ids),
+            ids=past.digest(ids),
+            fingerprint=fingerprint(text, made_by),
+            settings=list(shaping.settings),
+            files={name: _packed(made / name) for name in (CHAT, PAST)},
+        )
+        write_private(made / MANIFEST, about.model_dump_json(by_alias=True, indent=1) + "\n")
+    return about
+
+
+def fingerprint(text: OpenText, made_by: Mapping[str, str]) -> dict[str, str]:
+    """All that the past of a text depends on, by field."""
+    return fields_of(made_by, text.session, build.shaping(text.profile))
+
+
+def is_worth_it(ids: Sequence[int]) -> bool:
+    """Whether reading so few tokens takes any time."""
+    return len(ids) >= FEW
+
+
+def _packed(path: Path) -> PackedFile:
+    with path.open("rb") as file:
+        return PackedFile(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _bad(folder: Path, why: str) -> BadInput:
+    return BadInput(
+        f"{folder.name} is no pack that can be asked: {why}",
+        code="bad_pack",
+        try_=[f"kvcli pack FILE -o {folder.name}, to read the documents again", "kvcli chat -f FILE, without a pack"],
+    )

@@ -1,0 +1,130 @@
+"""`kvcli pack`: documents read once and kept with their keys and values, to be asked many times."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from os.path import expanduser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.commands import flags as o
+from kvcli.commands.outlook import Wanted
+from kvcli.errors import BadInput, ExitStatus, writing
+from kvcli.files import try_folder
+
+if TYPE_CHECKING:
+    from kvcli.chat.conversation import Chat
+    from kvcli.render.screen import Screen
+    from kvcli.schemas.pack import PackDocument
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False)
+
+ENDS = ".kvs"
+_FILES = "Documents; paper.pdf:3-9 for pages of one."
+_OUT = "The folder to make; its name ends in .kvs."
+Files = Annotated[list[str], typer.Argument(metavar="FILE...", help=_FILES)]
+Out = Annotated[str, o.option("--output", "-o", metavar="NAME.kvs", help=_OUT)]
+
+
+@app.command()
+def pack(
+    context: typer.Context,
+    files: Files,
+    output: Out,
+    model: o.ModelOption = None,
+    system: o.System = None,
+    system_file: o.SystemFile = None,
+    ctx: o.Ctx = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    force: o.Force = False,
+    allow_pickle: o.Pickle = False,
+) -> int:
+    """Read documents once, to ask about them at once whenever you like.
+
+    Keeps what the model stores of them, compressed as the profile says, in a
+    folder that `kvcli chat --pack` asks. It holds the text: private to you.
+    """
+    from kvcli.commands.ask import read_file, read_system, tell_notes
+    from kvcli.commands.loading import load_model
+    from kvcli.commands.offer import find_model
+    from kvcli.commands.setup import Setup
+    from kvcli.render.screen import Screen
+
+    world: World = context.obj
+    folder = output_folder(world, output)
+    setup = Setup(world, model, o.profile_flags(context.params), is_typed=model is not None)
+    find_model(setup, files)
+    profile = setup.profile()
+    setup.look(profile)
+    documents = [read_file(world, name) for name in files]
+    for document in documents:
+        tell_notes(world, document)
+    screen = Screen.of(world, "live" if world.is_tty("stderr") else "turn")
+    run, text = load_model(setup, profile, Wanted(force, ctx == "max"), screen)
+    from kvcli.chat.conversation import Chat
+
+    with text, closing(Chat(text, read_system(world, system, system_file), called=setup.lasting_name)) as talk:
+        talk.pending = documents
+        for note in (*run.notes, *text.cautions, *text.info.notes):
+            screen.note(note)
+        about = packed(talk, folder, screen)
+    show(world, folder, about)
+    return ExitStatus.OK
+
+
+def output_folder(world: World, typed: str) -> Path:
+    """The folder to make, which is not there yet but can be. Raises BadInput."""
+    folder = world.cwd / expanduser(typed)
+    if folder.suffix != ENDS:
+        raise BadInput(f"-o {typed}: a pack is a folder in {ENDS}", code="unknown_format", try_=[f"-o {typed}{ENDS}"])
+    if folder.exists() or folder.is_symlink():
+        raise BadInput(f"{typed} exists already", code="file_exists", try_=["another name, or remove it first"])
+    with writing(typed, try_=["-o NAME.kvs elsewhere"]):
+        try_folder(folder.parent)
+    return folder
+
+
+def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
+    """Have the model read what waits in the conversation, and keep what it stored."""
+    from kvcli.api import Read
+    from kvcli.chat.pack import is_worth_it, write_pack
+    from kvcli.kept.identity import identity
+    from kvcli.render.live import reading_bar
+    from kvcli.render.stream import busy_word
+
+    ids, contents = talk.begins()
+    if not is_worth_it(ids):
+        raise BadInput(
+            "these documents are read in a moment: there is nothing to pack",
+            code="too_short",
+            lines=[f"they have {len(ids):,} tokens"],
+            try_=["kvcli chat -f FILE"],
+        )
+    made, at = identity(talk.model.model.lm), [Read(0, len(ids), 0, 0.0)]
+    with busy_word(screen, f"reading {len(ids):,} tokens", lambda since, width: reading_bar(at[0], width, since)):
+        # one token more than is kept: it is what the last one of the documents is stored for
+        for event in talk.model.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
+            if isinstance(event, Read):
+                at[0] = event
+    with writing(folder.name), busy_word(screen, f"writing {folder.name}"):
+        return write_pack(folder, talk, ids, made)
+
+
+def show(world: World, folder: Path, about: PackDocument) -> None:
+    """What was made, how large it is, and what to type."""
+    from kvcli.commands.ask import tell
+    from kvcli.commands.show import print_json
+    from kvcli.render.figures import long_size, plural
+
+    if world.options.json:
+        print_json(world, about)
+        return
+    size = sum(file.bytes for file in about.files.values())
+    what = f"{plural(len(about.documents), 'document')}, {about.tokens:,} tokens, {long_size(size)}, {about.promise}"
+    world.stdout.write(f"{folder.name}: {what}\n")
+    tell(world, f'kvcli chat --pack {folder.name} -p "..."')

@@ -1,0 +1,33 @@
+"""A pack as it says what it is: documents that were read once, with their keys and values."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvcli.schemas.base import Bytes, Count, Json
+from kvcli.schemas.chat import KEPT
+
+
+class PackedFile(Json):
+    model_config = KEPT
+    bytes: Bytes
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class PackDocument(Json):
+    """What documents were read by, and what came of it."""
+
+    model_config = KEPT
+    schema_: Literal["kvcli.pack/1"] = Field(alias="schema")
+    made: str = Field(description="when")
+    model: str = Field(description="as it is typed")
+    profile: str = Field(description="the name of the settings that it was read under")
+    promise: str = Field(description="what may be said of an answer from it: exact, approx, ...")
+    documents: list[str] = Field(description="their names")
+    tokens: Count = Field(description="that need not be read again")
+    ids: str = Field(description="a digest of these tokens")
+    fingerprint: dict[str, str] = Field(description="all that keys and values depend on; each must be the same")
+    settings: list[str] = Field(description="those fields of it that are keys of a profile")
+    files: dict[str, PackedFile] = Field(description="what lies beside this")
