@@ -40,7 +40,6 @@ CREATE TABLE documents (
     text INTEGER NOT NULL);
 CREATE TABLE files (id INTEGER PRIMARY KEY, stamp TEXT NOT NULL, sha256 TEXT NOT NULL, session INTEGER);
 CREATE VIRTUAL TABLE words USING fts5 (question, answer, content=turns, content_rowid=id);
-CREATE INDEX of_session ON documents (session);
 """
 T = TypeVar("T")
 
