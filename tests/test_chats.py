@@ -231,8 +231,9 @@ def test_a_models_folder_is_kept_by_its_whole_path(machine: Machine, monkeypatch
 def test_a_full_disk_costs_no_answer(machine: Machine, monkeypatch):
     machine("chat", "-p", "How wide?")
     full(monkeypatch)
-    done = machine("chat", "-p", "How deep?" * 10_000)
-    assert (done.exit, done.out) == (0, f"{ANSWER}\n")
+    machine.model.answer = ANSWER * 10_000
+    done = machine("chat", "-p", "How deep?")
+    assert (done.exit, done.out) == (0, f"{ANSWER * 10_000}\n")
     said = " ".join(done.err.split())
     assert re.search("this chat is not kept: cannot use .*: database or disk is full", said)
     assert [texts(one)[0] for one in kept(machine)] == ["How wide?"]
@@ -396,7 +397,8 @@ def test_a_chat_that_somebody_removed_is_written_again(talk):
 
 def _delete(talk):
     """As somebody does who asks for no lock."""
-    talk.sessions._db.run(lambda db: tables.remove(db, talk.names))
+    names = talk.names
+    talk.sessions._db.run(lambda db: tables.remove(db, names))
 
 
 def test_the_latest_chat_is_the_one_that_was_kept_last_whatever_the_clock_says(talk):
@@ -450,13 +452,13 @@ def test_an_edited_question_that_is_no_utf_8_is_refused_by_name(talk, tmp_path):
 
 def test_a_full_disk_costs_no_turn(talk, monkeypatch):
     talk.type("one")
-    long = "two" * 30_000
+    talk.chat.model.answer = ANSWER * 10_000
     with monkeypatch.context() as patch:
         full(patch)
-        assert "this chat is not kept: cannot use" in talk.type(long)
+        assert "this chat is not kept: cannot use" in talk.type("two")
         assert talk.saved() == ["one"]
     talk.type("/tokens")
-    assert talk.saved() == ["one", long]
+    assert talk.saved() == ["one", "two"]
 
 
 # --- two processes

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from kvcli.api import Finish
+from kvcli.chat.database import Damaged
 from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures, SavedDocument, SavedMessage
 
 PENDING = -1  # instead of a turn's number: of documents that nothing was asked about yet
@@ -27,7 +28,7 @@ def version(db: sqlite3.Connection, name: str) -> int | None:
     asked = f"SELECT {LATEST} FROM sessions WHERE"
     row = db.execute(f"{asked} name = ?", [name]).fetchone()
     if row is None and db.execute(f"{asked} +name = ?", [name]).fetchone():  # the table has it, and its index has not
-        raise sqlite3.DatabaseError("the index of names is damaged")
+        raise Damaged("the index of names")
     return row and int(row[0])
 
 
@@ -66,7 +67,7 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
         ]
     (known_turns,) = db.execute("SELECT count(*) FROM turns WHERE session = ?", [session]).fetchone()
     if known_turns != len(messages) // 2:
-        raise sqlite3.DatabaseError("the index of turns is damaged")
+        raise Damaged("the index of turns")
     document = ChatDocument(
         schema=SCHEMA,
         title=None if title is None else str(title),
@@ -107,14 +108,18 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
     return latest
 
 
-def remove(db: sqlite3.Connection, names: Sequence[str]) -> None:
-    """Forget these, with all texts that no other has. Their files are remembered, and not taken in again."""
+def remove(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
+    """Forget these, with all texts that no other has; returns the names of their files, which may still be there."""
+    files = []
     for name in names:
+        stamps = db.execute(f"SELECT stamp FROM files WHERE stamp <> '' AND session = {ID}", [name])
+        files += [str(stamp).rsplit(" ", 3)[0] for (stamp,) in stamps]
         db.execute(f"UPDATE files SET session = NULL WHERE session = {ID}", [name])
         _forget(db, name, 0)
         db.execute("DELETE FROM sessions WHERE name = ?", [name])
     _drop_texts(db)
     db.execute("INSERT INTO words (words) VALUES ('optimize')")  # else forgotten words stay in the index for a while
+    return files
 
 
 def of_file(db: sqlite3.Connection, digest: str) -> str | None:

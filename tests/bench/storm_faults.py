@@ -191,9 +191,14 @@ def _disk(folder: Path) -> tuple[int, str, str]:
     return 0, "", ""
 
 
+OLD = """{"schema": "kvcli.chat/1", "title": "Older", "model": "demo", "system": null, "pending": [], "messages": [
+ {"role": "user", "text": "one", "documents": [], "finish": null},
+ {"role": "assistant", "text": "two", "documents": [], "finish": "stop"}]}
+"""
 CASES = {
     "chat -p": Case(_chat, (3,)),
     "chat": Case(_talk),
+    "chat -c": Case(lambda folder: _patched(folder, "chat", "-c", "-p", "And now?"), (3,)),
     "summarize": Case(_summarize),
     "summarize -o": Case(lambda folder: _summarize(folder, "-o", "out.md"), (1, 3), same=("out.md",)),
     "profiles new": Case(
@@ -226,6 +231,7 @@ def furnish(folder: Path) -> None:
         "home/cache/calibration/program-a build": f"{500 << 20}\n",
         "home/config/profiles/old.toml": 'extends = "exact"\n',
         "home/data/runs.jsonl": "{}\n",
+        "home/data/chats/20260101-000000-abcdef.json": OLD,
         "home/state/kvcli.log": "an older traceback\n",
     }
     for name, text in held.items():
