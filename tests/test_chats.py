@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvcli.chat.chat_file import ChatFile
+from kvcli.chat import database, tables
+from kvcli.chat.chat_file import read_chat
 from kvcli.chat.conversation import Chat
-from kvcli.chat.transcript import newest, open_chat
+from kvcli.chat.database import NAME
+from kvcli.chat.sessions import Sessions
+from kvcli.chat.transcript import messages_of
 from kvcli.commands.repl import Repl
 from kvcli.commands.setup import Setup
 from kvcli.documents import Document
@@ -42,8 +46,24 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def kept(machine: Machine) -> list[ChatDocument]:
     """What is on the disk, oldest first."""
-    files = sorted((machine.folder / "home" / "data" / "chats").glob("*"), key=lambda p: p.stat().st_mtime_ns)
-    return [open_chat(path).saved for path in files]
+    sessions = Sessions(machine.folder / "home" / "data")
+    return [sessions.read(name)[0] for name in names(machine)]
+
+
+def names(machine: Machine) -> list[str]:
+    return [entry.name for entry in reversed(Sessions(machine.folder / "home" / "data").entries())]
+
+
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk without room: SQLite may not lengthen its file, and no file of ours is synced."""
+    begun = database._prepare
+
+    def prepare(db: sqlite3.Connection) -> None:
+        begun(db)
+        db.execute("PRAGMA max_page_count = 1")  # as many as there are
+
+    monkeypatch.setattr(database, "_prepare", prepare)
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
 
 
 def texts(saved: ChatDocument) -> list[str]:
@@ -67,21 +87,27 @@ def test_the_next_question_goes_on_with_the_last(machine: Machine):
 
 def test_kept_chats_are_private(machine: Machine):
     machine("chat", "-p", "How deep?")
-    folder = machine.folder / "home" / "data" / "chats"
-    assert [p.stat().st_mode & 0o777 for p in (folder, *folder.iterdir())] == [0o700, 0o600]
+    folder = machine.folder / "home" / "data"
+    assert [p.stat().st_mode & 0o777 for p in (folder, folder / NAME)] == [0o700, 0o600]
 
 
 def test_a_chat_goes_on_by_its_name_its_number_or_its_file(machine: Machine):
     for question in ("one", "two", "three"):
         machine("chat", "-p", question)
-    files = sorted((machine.folder / "home" / "data" / "chats").iterdir(), key=lambda p: p.stat().st_mtime_ns)
-    assert machine("chat", "-r", files[0].stem, "-p", "by name").exit == 0
-    assert machine("chat", "-r", str(files[1]), "-p", "by file").exit == 0
-    assert machine("chat", "-r", "3", "-p", "by number").exit == 0  # 1 is the latest, now "two"
-    assert [texts(open_chat(path).saved)[::2] for path in files] == [
+    one, _, three = names(machine)
+    machine("sessions", "export", "two", "-o", "two.json")
+    assert machine("chat", "-r", one, "-p", "by name").exit == 0
+    assert machine("chat", "-r", "two.json", "-p", "by file").exit == 0
+    assert machine("chat", "-r", "./two.json", "-p", "and again").exit == 0  # with what came of it the first time
+    assert machine("chat", "-r", "TWO", "-p", "by title").exit == 3  # which by now two have
+    assert machine("chat", "-r", three[:-1], "-p", "by its beginning").exit == 0
+    assert machine("chat", "-r", "4", "-p", "by number").exit == 0  # 1 is the latest, now "three"
+    assert machine("chat", "-r", "Thr", "-p", "by title").exit == 0
+    assert [texts(saved)[::2] for saved in kept(machine)] == [
         ["one", "by name"],
-        ["two", "by file"],
-        ["three", "by number"],
+        ["two", "by file", "and again"],
+        ["two", "by number"],
+        ["three", "by its beginning", "by title"],
     ]
 
 
@@ -107,13 +133,13 @@ def test_a_name_that_several_have_lists_them(machine: Machine):
     done = machine("chat", "-r", "20", "-p", "Which?")  # years begin so
     assert done.exit == 3
     done = machine("chat", "-r", "202", "-p", "Which?")
-    assert "several conversations begin with 202" in done.err
-    assert all(path.stem in done.err for path in (machine.folder / "home" / "data" / "chats").iterdir())
+    assert "several conversations are called 202" in done.err
+    assert all(name in done.err for name in names(machine))
 
 
 def test_no_save_keeps_nothing_and_leaves_what_is_kept(machine: Machine):
     machine("chat", "-p", "one", "--no-save")
-    assert not (machine.folder / "home" / "data" / "chats").exists()
+    assert not (machine.folder / "home" / "data" / NAME).exists()
     machine("chat", "-p", "two")
     machine("chat", "-c", "-p", "three", "--no-save")
     assert [texts(one)[::2] for one in kept(machine)] == [["two"]]
@@ -123,7 +149,7 @@ def test_a_setting_keeps_nothing(machine: Machine):
     config = machine.folder / "home" / "config" / "config.toml"
     config.write_text(f"keep_chats = false\n{config.read_text()}")
     assert machine("chat", "-p", "one").exit == 0
-    assert not (machine.folder / "home" / "data" / "chats").exists()
+    assert not (machine.folder / "home" / "data" / NAME).exists()
 
 
 def test_a_project_does_not_decide_what_is_kept(machine: Machine):
@@ -134,9 +160,8 @@ def test_a_project_does_not_decide_what_is_kept(machine: Machine):
 def test_the_model_that_a_chat_was_held_with_is_used_unless_another_is_typed(machine: Machine, monkeypatch):
     asked: list[str | None] = []
     monkeypatch.setattr("kvcli.commands.loading.load_model", _stop_at(asked))
-    folder = machine.folder / "home" / "data" / "chats"
-    folder.mkdir(parents=True)
-    chat = Chat(FakeModel(answer=ANSWER, info=fake_info(id="x")), folder=folder, called="owner/name")
+    sessions = Sessions(machine.folder / "home" / "data")
+    chat = Chat(FakeModel(answer=ANSWER, info=fake_info(id="x")), sessions=sessions, called="owner/name")
     chat.send("How deep?")
     chat.save()
     for args in (["-c"], ["-c", "-m", "other/name"], []):
@@ -149,9 +174,9 @@ def test_a_file_from_elsewhere_names_no_model_that_is_not_here(machine: Machine,
     asked: list[str | None] = []
     monkeypatch.setattr("kvcli.commands.loading.load_model", _stop_at(asked))
     for name, called in {"theirs": "owner/name", "folder": str(machine.folder), "known": "demo"}.items():
-        chat = Chat(FakeModel(answer=ANSWER), folder=machine.folder, called=called)
+        chat = Chat(FakeModel(answer=ANSWER), called=called)
         chat.send("How deep?")
-        chat.save().rename(machine.folder / f"{name}.json")
+        chat.export(machine.folder / f"{name}.json")
     for name in ("theirs", "folder"):
         done = machine("chat", "-r", f"{name}.json", "-p", "And now?")
         assert (done.exit, asked) == (3, [])
@@ -160,27 +185,28 @@ def test_a_file_from_elsewhere_names_no_model_that_is_not_here(machine: Machine,
     machine("chat", "-r", "theirs.json", "-m", "owner/name", "-p", "And now?")
     machine("chat", "-r", "known.json", "-p", "And now?")
     assert asked == ["owner/name", "demo"]
+    assert kept(machine) == [], "nothing was answered, so nothing of theirs came in"
 
 
 def test_one_question_says_which_chat_it_goes_on_with_and_with_v_where_it_is_kept(machine: Machine):
     first = machine("chat", "-p", "How deep?")
     assert "goes on" not in first.err
-    assert "kept in" not in first.err
+    assert "kept as" not in first.err
     done = machine("-v", "chat", "-c", "-p", "And now?")
     said = " ".join(done.err.split())
     assert re.search("goes on with How deep. . 1 question", said)
-    assert "kept in" in said
+    assert f"kept as {names(machine)[0]}" in said
     assert done.out == f"{ANSWER}\n"
 
 
 def test_ctrl_c_while_one_question_is_kept_costs_nothing(machine: Machine, monkeypatch):
-    write = ChatFile.write
+    write = Sessions.write
 
-    def interrupted(file: ChatFile, data: bytes) -> None:
+    def interrupted(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        write(file, data)
+        write(*args)
 
-    monkeypatch.setattr(ChatFile, "write", interrupted)
+    monkeypatch.setattr(Sessions, "write", interrupted)
     done = machine("chat", "-p", "How deep?")
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
     assert [texts(one)[0] for one in kept(machine)] == ["How deep?"]
@@ -203,11 +229,15 @@ def test_a_models_folder_is_kept_by_its_whole_path(machine: Machine, monkeypatch
 
 
 def test_a_full_disk_costs_no_answer(machine: Machine, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    machine("chat", "-p", "How wide?")
+    full(monkeypatch)
+    machine.model.answer = ANSWER * 10_000
     done = machine("chat", "-p", "How deep?")
-    assert (done.exit, done.out) == (0, f"{ANSWER}\n")
-    assert "this chat is not kept: cannot write" in " ".join(done.err.split())
-    assert list((machine.folder / "home" / "data").rglob("*.*")) == []
+    assert (done.exit, done.out) == (0, f"{ANSWER * 10_000}\n")
+    said = " ".join(done.err.split())
+    assert re.search("this chat is not kept: cannot use .*: database or disk is full", said)
+    assert [texts(one)[0] for one in kept(machine)] == ["How wide?"]
+    assert [p.name for p in (machine.folder / "home" / "data").iterdir() if ".part" in p.name] == []
 
 
 def test_a_file_given_twice_is_attached_once(machine: Machine):
@@ -256,9 +286,9 @@ class Talk:
 
     def __init__(self, root: Path, **options):
         self.world = World(io.StringIO(), io.StringIO(), io.StringIO(), {}, root, Paths.of({"KVCLI_HOME": str(root)}))
-        self.folder = self.world.paths.data / "chats"
+        self.sessions = Sessions(self.world.paths.data)
         self.profiles = Profiles()
-        self.chat = Chat(FakeModel(answer=ANSWER), folder=self.folder, holds=True)
+        self.chat = Chat(FakeModel(answer=ANSWER), sessions=self.sessions, holds=True)
         options = {"keeps": True, "profiles": self.profiles, "profile": "exact"} | options
         self.repl = Repl(self.chat, Screen.of(self.world), self.world, **options)
 
@@ -269,11 +299,11 @@ class Talk:
         return " ".join(self.world.stderr.stream.getvalue()[before:].split())
 
     @property
-    def files(self):
-        return sorted(self.folder.glob("*"), key=lambda p: p.stat().st_mtime_ns)
+    def names(self):
+        return [entry.name for entry in reversed(self.sessions.entries())]
 
     def saved(self, i=-1):
-        return texts(open_chat(self.files[i]).saved)[::2]
+        return texts(self.sessions.read(self.names[i])[0])[::2]
 
 
 @pytest.fixture
@@ -288,28 +318,27 @@ def test_every_turn_is_on_the_disk_before_the_next_line(talk):
 
     class Looking(Keys):
         def read(self, default=""):
-            seen.append(talk.saved() if talk.files else [])
+            seen.append(talk.saved() if talk.names else [])
             return super().read(default)
 
     talk.type()
     talk.repl.reader, talk.repl.is_over = Looking(["one", "two", "/undo", "/clear", "three"]), False
     talk.repl.run()
     assert seen == [[], ["one"], ["one", "two"], ["one"], ["one"], ["three"]]
-    assert len(talk.files) == 2  # what was cleared is still there
-    assert talk.files[0].stat().st_mode & 0o777 == 0o600
+    assert len(talk.names) == 2  # what was cleared is still there
 
 
-def test_a_chat_without_a_question_leaves_no_file(talk, tmp_path):
+def test_a_chat_without_a_question_is_not_kept(talk, tmp_path):
     (tmp_path / "r.md").write_text("The report.")
     talk.type("/system Be brief.", "/file r.md", "/files")
-    assert talk.files == []
+    assert talk.names == []
 
 
 def test_nothing_is_written_where_nothing_changed(talk):
     talk.type("one")
-    before = talk.files[0].stat()
+    before = talk.chat.kept.version
     talk.type("/tokens", "/stats", "/files")
-    assert talk.files[0].stat().st_ino == before.st_ino
+    assert talk.chat.kept.version == before
 
 
 def test_load_lists_and_opens(talk, tmp_path):
@@ -327,7 +356,7 @@ def test_load_lists_and_opens(talk, tmp_path):
 
 def test_what_was_cleared_and_what_is_left_is_said_to_be_kept(talk):
     said = talk.type("one", "/clear", "two")
-    assert "forgot 1 question; it is kept, and /load opens it again" in said
+    assert "forgot 1 question; it is kept, and /resume opens it again" in said
     assert said.endswith("kept: kvcli chat -c goes on with it")
 
 
@@ -342,56 +371,62 @@ def test_titles_and_lists_fit_a_narrow_terminal(talk):
 def test_a_chat_that_is_not_kept_is_after_save(tmp_path):
     talk = Talk(tmp_path, keeps=False)
     talk.type("one")
-    assert talk.files == []
+    assert talk.names == []
     assert "from now on with each turn" in talk.type("/save Wells", "two")
     assert talk.saved() == ["one", "two"]
     talk.chat.close()
 
 
-def test_a_chat_that_somebody_else_changed_goes_on_in_a_file_of_its_own(talk):
+def test_a_chat_that_somebody_else_changed_goes_on_in_a_session_of_its_own(talk):
     talk.type("one")
-    other = json.loads(talk.files[0].read_text())
-    other["title"] = "mine"
-    talk.files[0].write_text(json.dumps(other))  # as an editor does, which asks for no lock
-    assert "was changed by another program" in talk.type("two")
-    assert json.loads(talk.files[0].read_text())["title"] == "mine"
-    assert talk.saved() == ["one", "two"]
+    Chat(FakeModel(), sessions=talk.sessions).load(talk.names[0]).save("mine")  # without asking for the lock
+    assert "was changed by another kvcli" in talk.type("two")
+    assert talk.sessions.read(talk.names[0])[0].title == "mine"
+    assert (talk.saved(0), talk.saved()) == (["one"], ["one", "two"])
     assert "changed" not in talk.type("three")
 
 
 def test_a_chat_that_somebody_removed_is_written_again(talk):
     talk.type("one")
-    talk.files[0].unlink()
-    talk.type("two")
-    assert talk.saved() == ["one", "two"]
+    for remove in (lambda: (talk.world.paths.data / NAME).unlink(), lambda: _delete(talk)):
+        remove()
+        talk.type("two", "/undo", "two")
+        assert talk.saved() == ["one", "two"]
+        talk.type("/undo")
+
+
+def _delete(talk):
+    """As somebody does who asks for no lock."""
+    names = talk.names
+    talk.sessions._db.run(lambda db: tables.remove(db, names))
 
 
 def test_the_latest_chat_is_the_one_that_was_kept_last_whatever_the_clock_says(talk):
     talk.type("one")
-    later = talk.files[0].stat().st_mtime + 3600
-    os.utime(talk.files[0], (later, later))  # kept before the clock was put back
+    later = "UPDATE sessions SET saved = '2099-01-01T00:00:00+00:00', name = '20990101-000000-aaaaaa'"
+    talk.sessions._db.run(lambda db: db.execute(later))  # kept before the clock was put back
+    talk.chat.close()
     talk.type("/clear", "two")
-    assert texts(open_chat(newest(talk.folder)[0]).saved)[0] == "two"
-    assert 0 < talk.files[-1].stat().st_mtime - later < 5
+    assert talk.saved() == ["two"]
     talk.type("/load 2", "three")
     assert talk.saved() == ["one", "three"]
-    assert newest(talk.folder)[0] == talk.chat.file.path
+    assert talk.names[-1] == talk.chat.kept.name
 
 
 def test_ctrl_c_while_a_turn_is_kept_costs_neither_the_turn_nor_the_chat(talk, monkeypatch):
-    write = ChatFile.write
+    write = Sessions.write
 
-    def interrupted(file: ChatFile, data: bytes) -> None:
+    def interrupted(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        write(file, data)
+        write(*args)
 
-    monkeypatch.setattr(ChatFile, "write", interrupted)
+    monkeypatch.setattr(Sessions, "write", interrupted)
     talk.type("one", "two")
     assert talk.saved() == ["one", "two"]
 
 
 def test_a_disk_that_hangs_is_given_up_by_a_second_ctrl_c(talk, monkeypatch):
-    monkeypatch.setattr(ChatFile, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Sessions, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert "this chat is not kept: stopped" in talk.type("one", "two")
     monkeypatch.undo()
     talk.type("three")
@@ -417,9 +452,10 @@ def test_an_edited_question_that_is_no_utf_8_is_refused_by_name(talk, tmp_path):
 
 def test_a_full_disk_costs_no_turn(talk, monkeypatch):
     talk.type("one")
-    with monkeypatch.context() as full:
-        full.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        assert "this chat is not kept: cannot write" in talk.type("two")
+    talk.chat.model.answer = ANSWER * 10_000
+    with monkeypatch.context() as patch:
+        full(patch)
+        assert "this chat is not kept: cannot use" in talk.type("two")
         assert talk.saved() == ["one"]
     talk.type("/tokens")
     assert talk.saved() == ["one", "two"]
@@ -431,13 +467,14 @@ OTHER = """
 import sys
 from pathlib import Path
 from kvcli.chat.conversation import Chat
+from kvcli.chat.sessions import Sessions
 from kvcli.errors import BadInput
 from tests.fake_model import FakeModel
-path, name, n = sys.argv[1:]
+folder, name, n = sys.argv[1:]
 try:
-    chat = Chat(FakeModel(answer="an answer"), holds=name == "held").load(path)
+    chat = Chat(FakeModel(answer="an answer"), sessions=Sessions(Path(folder)), holds=name == "held").load("1")
 except BadInput as error:
-    sys.exit(error.code)
+    sys.exit(f"{error.code}: {error.message}")
 print(flush=True)
 input()
 kept, code = 0, ""
@@ -453,103 +490,73 @@ print(kept, code)
 """
 
 
-def other(path: Path, name: str, n: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", OTHER, str(path), name, str(n)]
+def other(folder: Path, name: str, n: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", OTHER, str(folder), name, str(n)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    chat = Chat(FakeModel(answer=ANSWER), folder=tmp_path)
+def sessions(tmp_path: Path) -> Sessions:
+    """One is kept."""
+    made = Sessions(tmp_path / "data")
+    chat = Chat(FakeModel(answer=ANSWER), sessions=made)
     chat.send("How deep?")
-    return chat.save()
+    chat.save()
+    return made
 
 
-def test_a_second_process_is_told_that_a_chat_is_open(file: Path):
-    first = other(file, "held", 3)
+def only(sessions: Sessions) -> list[str]:
+    (entry,) = sessions.entries()
+    return texts(sessions.read(entry.name)[0])
+
+
+def test_a_second_process_is_told_who_has_a_chat_open(sessions: Sessions):
+    first = other(sessions.folder, "held", 3)
     assert first.stdout.readline() == "\n"
-    second = other(file, "held", 3)
-    assert second.communicate()[1] == "chat_in_use\n"
+    second = other(sessions.folder, "held", 3)
+    told = second.communicate()[1]
+    assert told.startswith("chat_in_use: ")
+    assert f"(process {first.pid}, since " in told
     first.stdin.write("\n")
     first.stdin.flush()
     assert first.wait() == 0
-    assert texts(open_chat(file).saved)[::2] == ["How deep?", "held 0", "held 1", "held 2"]
-    third = other(file, "held", 1)  # the first one is gone, and its lock with it
+    assert only(sessions)[::2] == ["How deep?", "held 0", "held 1", "held 2"]
+    third = other(sessions.folder, "held", 1)  # the first one is gone, and its lock with it
     third.communicate("\n")
-    assert len(texts(open_chat(file).saved)) == 10
+    assert len(only(sessions)) == 10
 
 
-def test_of_two_processes_that_save_one_chat_none_loses_a_turn_unsaid(file: Path):
-    both = [other(file, name, 40) for name in ("a", "b")]
+def test_of_two_processes_that_save_one_chat_none_loses_a_turn_unsaid(sessions: Sessions):
+    both = [other(sessions.folder, name, 40) for name in ("a", "b")]
     for process in both:
         assert process.stdout.readline() == "\n"
     for process in both:
         process.stdin.write("\n")
         process.stdin.flush()
     said = [process.communicate()[0].split() for process in both]
-    kept = texts(open_chat(file).saved)[2::2]
+    kept = only(sessions)[2::2]
     assert sorted(kept) == sorted(
         f"{name} {i}" for name, words in zip("ab", said, strict=True) for i in range(int(words[0]))
     )
     assert any("chat_changed" in words for words in said)
 
 
-def test_a_held_file_stays_held_while_it_is_written_again_and_again(tmp_path: Path):
-    file = ChatFile(tmp_path / "one", holds=True)
+def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path: Path):
+    sessions = Sessions(tmp_path)
+    chat = Chat(FakeModel(answer=ANSWER), sessions=sessions, holds=True)
     for n in range(5):
-        file.write(b"x" * n)
+        chat.send(f"question {n}")
+        name = chat.save()
         with pytest.raises(BadInput, match="is open in another"):
-            ChatFile(tmp_path / "one", holds=True).read()
-        assert ChatFile(tmp_path / "one").read() == b"x" * n  # to look at it is free
+            sessions.open(name, holds=True)
+        assert len(sessions.open(name).saved.messages) == 2 * n + 2  # to look at it is free
     n_open = len(os.listdir("/proc/self/fd"))
-    file.close()
+    chat.close()
+    chat.close()
     assert len(os.listdir("/proc/self/fd")) == n_open - 1
-    assert ChatFile(tmp_path / "one", holds=True).read() == b"xxxx"
-
-
-@pytest.mark.parametrize("failure", [OSError(5, "Input/output error"), KeyboardInterrupt()])
-@pytest.mark.parametrize("holds", [True, False])
-def test_what_got_its_name_is_ours_though_its_folder_was_not_synced(tmp_path: Path, monkeypatch, failure, holds: bool):
-    file = ChatFile(tmp_path / "one", holds=holds)
-    file.write(b"first")
-    n_open = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as broken:
-        broken.setattr("kvcli.files._sync_folder", lambda _: (_ for _ in ()).throw(failure))
-        with pytest.raises(type(failure)):
-            file.write(b"second")
-    file.write(b"third")
-    assert (tmp_path / "one").read_bytes() == b"third"
-    assert len(os.listdir("/proc/self/fd")) == n_open
-    file.close()
-    assert ChatFile(tmp_path / "one", holds=True).read() == b"third"
-
-
-def test_a_chat_that_is_a_link_is_written_where_it_leads(tmp_path: Path):
-    (tmp_path / "real").write_bytes(b"first")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    file = ChatFile(tmp_path / "link", holds=True)
-    file.read()
-    file.write(b"second")
-    file.close()
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real").read_bytes() == b"second"
-
-
-def test_what_is_locked_is_open_to_be_written(tmp_path: Path, monkeypatch):
-    """NFS takes a lock of one's own on nothing else."""
-    seen = []
-
-    def lock(handle: int, **_: object) -> None:
-        seen.append(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE)
-
-    monkeypatch.setattr("kvcli.chat.chat_file.lock", lock)
-    for holds in (False, True):
-        file = ChatFile(tmp_path / "one", holds=holds)
-        file.read() if holds else file.write(b"new")
-        file.write(b"newer")
-        file.close()
-    assert seen == [os.O_RDWR] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == [NAME]
+    sessions.open(name, holds=True).close()
 
 
 def test_a_short_storm_of_kills_and_pairs_damages_nothing():
@@ -603,7 +610,7 @@ def damaged(**changes: object) -> bytes:
     ],
 )
 def test_a_damaged_file_is_refused_by_name_and_changes_nothing(tmp_path: Path, data: bytes, words: str):
-    chat = Chat(FakeModel(answer=ANSWER), "Be brief.", folder=tmp_path)
+    chat = Chat(FakeModel(answer=ANSWER), "Be brief.", sessions=Sessions(tmp_path / "data"))
     chat.attach(Document("r.md", "The report.", "00"))
     chat.send("How deep?")
     chat.attach(Document("s.md", "Later.", "01"))
@@ -625,25 +632,26 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "huge.json").write_bytes(damaged())
     monkeypatch.setattr("kvcli.chat.chat_file.MOST", 10)
-    for holds in (False, True):
-        for name, code in (("pipe", "not_a_chat"), ("huge", "not_a_chat"), ("folder", None)):
-            with pytest.raises(BadInput) as caught:
-                open_chat(tmp_path / f"{name}.json", holds=holds)
-            assert caught.value.code in ((code,) if code else ("not_a_chat", "file_unreadable"))
-            assert name in caught.value.message
+    for name in ("pipe", "huge", "folder"):
+        with pytest.raises(BadInput) as caught:
+            read_chat(tmp_path / f"{name}.json")
+        assert caught.value.code == "not_a_chat"
+        assert name in caught.value.message
 
 
 def test_a_later_version_may_know_more(tmp_path: Path):
     (tmp_path / "x.json").write_bytes(damaged(kv="a snapshot"))
-    assert Chat(FakeModel()).load(tmp_path / "x.json").title == "t"
+    assert Chat(FakeModel(), sessions=Sessions(tmp_path)).load(tmp_path / "x.json").title == "t"
 
 
 def test_what_no_file_can_hold_is_replaced_not_lost(tmp_path: Path):
     """Half of a pair, as a name that is not UTF-8 has it."""
-    chat = Chat(FakeModel(answer=ANSWER), folder=tmp_path)
+    sessions = Sessions(tmp_path)
+    chat = Chat(FakeModel(answer=ANSWER), sessions=sessions)
     chat.attach(Document("r\udcff.md", "The report.", "00"))
     chat.send("How deep?")
-    assert open_chat(chat.save()).messages[0].documents[0].name == "r\N{REPLACEMENT CHARACTER}.md"
+    saved, _ = sessions.read(chat.save())
+    assert messages_of(saved)[0].documents[0].name == "r\N{REPLACEMENT CHARACTER}.md"
 
 
 @pytest.mark.parametrize("data", ["[" * 100_000, "[[1e400, 1" + "0" * 400 + "]]", '{"heads": [[' + "1" * 400 + "]]}"])

@@ -9,6 +9,7 @@ import pytest
 
 from kvcli.api import End, Read, Text, Turn
 from kvcli.chat.conversation import Chat, heard
+from kvcli.chat.sessions import Sessions
 from kvcli.documents import Document, document_of
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadInput, ContextOverflow, UsageError
@@ -26,7 +27,7 @@ def model():
 
 @pytest.fixture
 def chat(model, tmp_path):
-    return Chat(model, "Be brief.", folder=tmp_path / "chats")
+    return Chat(model, "Be brief.", sessions=Sessions(tmp_path))
 
 
 def prompts(model):
@@ -240,19 +241,16 @@ def test_saved_conversations_come_back_whole(chat, model, tmp_path):
     chat.attach(report())
     chat.send("How deep?")
     chat.attach(report("next.md", "Later."))
-    path = chat.save()
-    assert path.parent == tmp_path / "chats"
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    again = Chat(model).load(path)
+    name = chat.save()
+    again = Chat(model, sessions=chat.sessions).load(name)
     assert [m.content for m in again.messages] == [m.content for m in chat.messages]
     # What the model read of a file is kept. Its sections are for summaries, which do not start from a chat.
     assert (again.messages, again.pending) == ([_kept(m) for m in chat.messages], _texts(chat.pending))
     assert again.system == "Be brief."
     assert again.title == "How deep?"
-    assert again.save("Wells") == path
-    assert json.loads(path.read_text())["title"] == "Wells"
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert again.save("Wells") == name
+    assert [(entry.name, entry.title) for entry in chat.sessions.entries()] == [(name, "Wells")]
+    assert [p.name for p in tmp_path.iterdir()] == ["kvcli.db"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "kvcli.chat/2"}', "\0"])

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvcli.chat.sessions import Sessions
 from kvcli.kv.disk import Disk
 from kvcli.kv.shortage import Shortage
 from tests.bench import storm_faults
@@ -194,8 +195,8 @@ def test_a_clock_that_goes_back_shows_nothing_negative(tmp_path: Path, monkeypat
     assert done.exit == 0, done.err
     assert not re.search(r"(?<![\w.])-\d", done.out + done.err), done.err
     assert "internal" not in done.err
-    (chat,) = (tmp_path / "home" / "data" / "chats").glob("*.json")
-    asked = [m["text"] for m in json.loads(chat.read_text())["messages"] if m["role"] == "user"]
+    saved = Sessions(tmp_path / "home" / "data").open().saved
+    asked = [m.text for m in saved.messages if m.role == "user"]
     assert asked == ["one", "two", "three"]
 
 

@@ -13,6 +13,7 @@ from prompt_toolkit.document import Document as Typed
 
 from kvcli.api import Text
 from kvcli.chat.conversation import Chat
+from kvcli.chat.sessions import Sessions
 from kvcli.commands import prompt, slash
 from kvcli.commands.interrupt import IMPATIENT, Interrupt
 from kvcli.commands.repl import HINT, Repl
@@ -65,7 +66,7 @@ class Talk:
         self.world.clock = lambda: self.now
         self.now = 0.0
         self.model = FakeModel(**({"answer": "an answer"} | facts))
-        self.chat = Chat(self.model, folder=folder)
+        self.chat = Chat(self.model, sessions=Sessions(folder))
         self.repl = Repl(self.chat, Screen.of(self.world), self.world, profiles=Profiles(), profile="fafo")
 
     def type(self, *lines):
@@ -369,7 +370,7 @@ def completions(talk, text):
 def test_tab_completes_commands_and_their_arguments(talk, tmp_path):
     (tmp_path / "report.md").write_text("x")
     talk.chat.attach(Document("a", "a", ""))
-    assert completions(talk, "/s") == ["save ", "set ", "spec", "stats ", "system "]
+    assert completions(talk, "/s") == ["save ", "sessions ", "set ", "spec", "stats ", "system "]
     assert completions(talk, "/profile f") == ["fafo"]
     assert completions(talk, "/set ") == ["kv.dtype", "sample.temperature"]
     assert completions(talk, "/set kv.dtype ") == []

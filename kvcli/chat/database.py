@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from kvcli.errors import BadInput
 from kvcli.files import BEGINS, ENDS, locked, private_folder, temporary_folder
 
+CODE = "no_sessions"
 NAME, VERSION = "kvcli.db", 1
 PATIENCE = 5.0  # seconds that another process may be writing
 PAGE = 4096  # bytes; the first page is the same in all files of the form, but for what SQLite can do without:
@@ -40,16 +41,21 @@ CREATE TABLE documents (
     text INTEGER NOT NULL);
 CREATE TABLE files (id INTEGER PRIMARY KEY, stamp TEXT NOT NULL, sha256 TEXT NOT NULL, session INTEGER);
 CREATE VIRTUAL TABLE words USING fts5 (question, answer, content=turns, content_rowid=id);
-CREATE INDEX of_session ON documents (session);
 """
 T = TypeVar("T")
+
+
+class Damaged(sqlite3.DatabaseError):
+    """What stands in the tables cannot be."""
+
+    sqlite_errorcode = CORRUPT
 
 
 class Database:
     """One in a folder. `tell` gets a sentence where one was damaged."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        self.path, self._tell = folder / NAME, tell
+        self.path, self._tell = Path(os.path.realpath(folder / NAME)), tell
 
     def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """What `work` makes of it in one transaction, which is on the disk when this returns, or has left no trace."""
@@ -60,10 +66,24 @@ class Database:
                     db.execute("BEGIN IMMEDIATE")
                     return work(db)
             except sqlite3.Error as error:
-                if is_last or getattr(error, "sqlite_errorcode", CORRUPT) & 0xFF not in DAMAGE:
+                if is_last or getattr(error, "sqlite_errorcode", 0) & 0xFF not in DAMAGE:
                     raise self._refused(error) from None
                 self._renew(seen)
         raise AssertionError("the last time it raises or returns")
+
+    def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """The same of work that writes nothing; also where the disk is full or closed, if nobody is at work there."""
+        try:
+            return self.run(work)
+        except BadInput as error:
+            if error.code != CODE or Path(f"{self.path}-wal").exists():
+                raise
+            try:
+                with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?immutable=1", uri=True)) as db:
+                    db.text_factory = _text
+                    return work(db)
+            except sqlite3.Error:
+                raise error from None
 
     def _seen(self) -> tuple[int, int] | None:
         with suppress(FileNotFoundError):
@@ -85,7 +105,7 @@ class Database:
                     try_=["pip install -U kvcli", "KVCLI_HOME=FOLDER, for conversations of its own", "--no-save"],
                 )
             if version < VERSION:
-                raise sqlite3.DatabaseError("it has no form")
+                raise Damaged("it has no form")
         except BaseException:
             db.close()
             raise
@@ -96,42 +116,52 @@ class Database:
         guard = self.path.with_name(f"{BEGINS}{NAME}{ENDS}")
         try:
             private_folder(self.path.parent)
-            with locked(guard), temporary_folder(self.path.parent) as folder:
-                if self._seen() == seen:
-                    self._replace(folder)
-                guard.unlink(missing_ok=True)
+            with locked(guard):
+                try:
+                    if self._seen() == seen:
+                        self._replace()
+                finally:
+                    guard.unlink(missing_ok=True)
         except (OSError, sqlite3.Error) as error:
             raise self._refused(error) from None
 
     def _refused(self, error: Exception) -> BadInput:
         why = getattr(error, "strerror", None) or error
-        return BadInput(f"cannot use {self.path}: {why}", code="no_sessions")
+        return BadInput(f"cannot use {self.path}: {why}", code=CODE)
 
-    def _replace(self, folder: Path) -> None:
-        new, old, wal = folder / NAME, folder / "old", Path(f"{self.path}-wal")
-        new.touch(0o600)
-        with closing(sqlite3.connect(new, isolation_level=None)) as db:
-            db.executescript(f"BEGIN; {FORM} PRAGMA user_version = {VERSION}; COMMIT")
-            _prepare(db)
-        if self._seen():
-            aside = self.path.with_name(f"{NAME}.damaged-{datetime.now():%Y%m%d-%H%M%S}")
-            for path, ending in ((self.path, ""), (wal, "-wal")):
-                if path.exists():
-                    for copy in (Path(f"{aside}{ending}"), Path(f"{old}{ending}")):
-                        copy.touch(0o600)
-                        shutil.copyfile(path, copy)
-            n = _salvage(old, new)
+    def _replace(self) -> None:
+        aside = f"{self.path}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        with temporary_folder(self.path.parent) as folder:
+            new = folder / NAME
+            new.touch(0o600)
+            with closing(sqlite3.connect(new, isolation_level=None)) as db:
+                db.executescript(f"BEGIN; {FORM} PRAGMA user_version = {VERSION}; COMMIT")
+                _prepare(db)
+            there = [side for side in ("", "-wal") if Path(f"{self.path}{side}").exists()]
+            for side in there:
+                for copy in (folder / f"aside{side}", folder / f"old{side}"):
+                    copy.touch(0o600)
+                    shutil.copyfile(f"{self.path}{side}", copy)
+            n = _salvage(folder / "old", new) if there else 0
+            for side in there:
+                os.rename(folder / f"aside{side}", f"{aside}{side}")
+            for side in ("-wal", "-shm"):
+                Path(f"{self.path}{side}").unlink(missing_ok=True)
+            os.replace(new, self.path)
+        if there:
             self._tell(f"{self.path} is damaged: it is kept as {aside}, and {n:,} conversations in it can be read")
-        for gone in (wal, Path(f"{self.path}-shm")):
-            gone.unlink(missing_ok=True)
-        os.replace(new, self.path)
 
 
 def _prepare(db: sqlite3.Connection) -> None:
-    db.text_factory = lambda raw: raw.decode(errors="replace")  # of a damaged text the rest is still worth reading
+    db.text_factory = _text
     for setting in ("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = ON", "journal_mode = WAL"):
         db.execute(f"PRAGMA {setting}")
     db.execute("PRAGMA synchronous = FULL")
+
+
+def _text(raw: bytes) -> str:
+    """Of a damaged text the rest is still worth reading."""
+    return raw.decode(errors="replace")
 
 
 def _salvage(old: Path, new: Path) -> int:
@@ -142,7 +172,7 @@ def _salvage(old: Path, new: Path) -> int:
         mended.write(page)
     with closing(sqlite3.connect(old)) as source, closing(sqlite3.connect(new)) as db, db:
         _prepare(db)
-        source.text_factory = db.text_factory
+        source.text_factory = _text
         for table in TABLES:
             names = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
             put = f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(names))})"

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kvcli.errors import BadInput, writing
-from kvcli.files import BEGINS, ENDS, lock, opened
+from kvcli.files import BEGINS, ENDS, lock, opened, private_folder
 
 MOMENT = 0.05  # seconds; who sweeps holds the file of a dead process for less
 
@@ -21,6 +21,7 @@ class Hold:
         """Raises BadInput if another process holds it, or nothing can be written there."""
         self._name, self._path, self._stack = name, folder / f"{BEGINS}{name}{ENDS}", ExitStack()
         with writing(self._path):
+            private_folder(folder)
             handle = self._stack.enter_context(opened(self._path, os.O_RDWR | os.O_CREAT, self._take))
         self._stack.callback(self._path.unlink, missing_ok=True)
         with suppress(OSError):  # a full disk; who is told then is told less

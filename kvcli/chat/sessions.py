@@ -23,11 +23,12 @@ from kvcli.chat import tables
 from kvcli.chat.chat_file import read_chat, write_chat
 from kvcli.chat.database import Database
 from kvcli.chat.hold import Hold
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, writing
 from kvcli.schemas.base import SURROGATE
 from kvcli.schemas.chat import ChatDocument
 
 NAMES = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
+AT_ONCE = 100  # locks, each an open file
 SHOWN = 10  # of a list of which one is to be chosen
 AROUND = 40  # characters before and behind what was searched, where it is no word
 LISTED = (
@@ -103,7 +104,7 @@ class Sessions:
         if wanted is None or not ("/" in wanted or wanted.endswith(".json")):
             return self.find(wanted)
         _, digest = read_chat(cwd / expanduser(wanted))
-        return self._run(lambda db: tables.of_file(db, digest), None)
+        return self._read(lambda db: tables.of_file(db, digest), None)
 
     def begin(self, *, holds: bool) -> Kept:
         """A place for a new one; nothing is written yet."""
@@ -112,7 +113,7 @@ class Sessions:
 
     def read(self, name: str) -> tuple[ChatDocument, int]:
         """A conversation, and its version."""
-        found = self._run(lambda db: tables.read(db, name), None)
+        found = self._read(lambda db: tables.read(db, name), None)
         if found is None:
             raise BadInput(f"there is no conversation {name}", code="no_chat", try_=["kvcli sessions list"])
         return found
@@ -138,28 +139,26 @@ class Sessions:
 
     def save(self, name: str) -> Path:
         """Write it to a file in `chats`, which is not taken in again."""
-        path = self.file_of(name)
+        path = self.files / f"{name}.json"
         digest = write_chat(path, self.read(name)[0])
         self._run(lambda db: tables.note_file(db, _stamp(path), digest, name), None)
         return path
 
-    def file_of(self, name: str) -> Path:
-        return self.files / f"{name}.json"
-
     def remove(self, names: Sequence[str]) -> None:
-        """Forget these, their files in `chats` too. Raises BadInput, and forgets none, if somebody has one open."""
-        with ExitStack() as holds:
-            for name in names:
-                holds.callback(Hold(self.folder, name).close)
-            self._run(lambda db: tables.remove(db, names), None)
-            for name in names:
-                self.file_of(name).unlink(missing_ok=True)
+        """Forget these, their files in `chats` too, so many at once; BadInput, and none of these, if one is open."""
+        for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
+            with ExitStack() as holds, writing(self.files):
+                for name in some:
+                    holds.callback(Hold(self.folder, name).close)
+                gone: list[str] = self._run(partial(tables.remove, names=some), [])
+                for file in gone:
+                    (self.files / file).unlink(missing_ok=True)
 
     # --- finding
 
     def entries(self) -> list[Entry]:
         """All, that which was kept last first."""
-        return self._run(lambda db: list(map(_entry, db.execute(f"{LISTED} ORDER BY latest DESC"))), [])
+        return self._read(lambda db: list(map(_entry, db.execute(f"{LISTED} ORDER BY latest DESC"))), [])
 
     def find(self, wanted: str | None) -> str:
         """The name of one: a name or its beginning, a number of the list, words of its title; the latest for None."""
@@ -202,9 +201,9 @@ class Sessions:
         )
         entries = {entry.name: entry for entry in self.entries()}
         found = {entry.name: "" for entry in _titled(entries.values(), text)}
-        rows: list[tuple[str, str]] = self._run(lambda db: db.execute(ranked, [phrases]).fetchall(), [])
+        rows: list[tuple[str, str]] = self._read(lambda db: db.execute(ranked, [phrases]).fetchall(), [])
         if not found and not rows:
-            rows = self._run(lambda db: db.execute(exact, [text, AROUND]).fetchall(), [])
+            rows = self._read(lambda db: db.execute(exact, [text, AROUND]).fetchall(), [])
         for name, around in rows:
             found[name] = found.get(name) or around
         return [replace(entries[name], found=around) for name, around in found.items() if name in entries]
@@ -215,6 +214,15 @@ class Sessions:
         """Without a database there is `nothing`, and none is made."""
         self._take_in()
         return self._db.run(work) if self._db.path.exists() else nothing
+
+    def _read(self, work: Callable[[sqlite3.Connection], T], nothing: T) -> T:
+        """The same of work that writes nothing."""
+        try:
+            self._take_in()
+        except BadInput:  # a full disk: there may be others to read
+            if not self._db.path.exists():
+                raise
+        return self._db.read(work) if self._db.path.exists() else nothing
 
     def _take_in(self) -> None:
         """The first time: files of `chats` that are not in yet, oldest first. One that cannot be read is named once."""
@@ -263,6 +271,7 @@ def _by_age(folder: Path) -> list[Path]:
 
 
 def _stamp(path: Path) -> str:
+    """The file's name, and how it looks from outside."""
     about = path.stat()
     return f"{path.name} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 

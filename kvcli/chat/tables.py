@@ -12,6 +12,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from kvcli.api import Finish
+from kvcli.chat.database import Damaged
 from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures, SavedDocument, SavedMessage
 
 PENDING = -1  # instead of a turn's number: of documents that nothing was asked about yet
@@ -24,17 +25,20 @@ LATEST = "ifnull(CAST(latest AS INTEGER), 0)"  # a number in a damaged file too
 
 def version(db: sqlite3.Connection, name: str) -> int | None:
     """Another one after each writing, and the greater the later; None for what is not there."""
-    row = db.execute(f"SELECT {LATEST} FROM sessions WHERE name = ?", [name]).fetchone()
+    asked = f"SELECT {LATEST} FROM sessions WHERE"
+    row = db.execute(f"{asked} name = ?", [name]).fetchone()
+    if row is None and db.execute(f"{asked} +name = ?", [name]).fetchone():  # the table has it, and its index has not
+        raise Damaged("the index of names")
     return row and int(row[0])
 
 
 def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
     """The conversation, and its version. Of a damaged one what there is: a value of another kind is left out."""
-    keys = f"id, title, model, system, saved, {LATEST}"
-    about = db.execute(f"SELECT {keys} FROM sessions WHERE name = ?", [name]).fetchone()
-    if about is None:
+    latest = version(db, name)
+    if latest is None:
         return None
-    session, title, model, system, saved, latest = about
+    keys = "id, title, model, system, saved"
+    session, title, model, system, saved = db.execute(f"SELECT {keys} FROM sessions WHERE name = ?", [name]).fetchone()
     documents: dict[int, list[SavedDocument]] = defaultdict(list)
     for n, *words in db.execute(
         "SELECT n, name, documents.sha256, texts.text FROM documents JOIN texts ON texts.id = documents.text"
@@ -44,7 +48,9 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
         known, digest, text = map(str, words)
         documents[n].append(SavedDocument(name=known, sha256=digest, text=text))
     messages = []
-    turns = f"SELECT n, question, answer, finish, {', '.join(FIGURES)} FROM turns WHERE session = ? ORDER BY n"
+    turns = (
+        f"SELECT n, question, answer, finish, {', '.join(FIGURES)} FROM turns NOT INDEXED WHERE session = ? ORDER BY n"
+    )
     for n, question, answer, finish, *took in db.execute(turns, [session]):
         figures = None
         with suppress(ValidationError):
@@ -59,6 +65,9 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
                 figures=figures,
             ),
         ]
+    (known_turns,) = db.execute("SELECT count(*) FROM turns WHERE session = ?", [session]).fetchone()
+    if known_turns != len(messages) // 2:
+        raise Damaged("the index of turns")
     document = ChatDocument(
         schema=SCHEMA,
         title=None if title is None else str(title),
@@ -68,7 +77,7 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
         messages=messages,
         pending=documents[PENDING],
     )
-    return document, int(latest)
+    return document, latest
 
 
 def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mapping[str, Any]) -> int:
@@ -99,14 +108,18 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
     return latest
 
 
-def remove(db: sqlite3.Connection, names: Sequence[str]) -> None:
-    """Forget these, with all texts that no other has. Their files are remembered, and not taken in again."""
+def remove(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
+    """Forget these, with all texts that no other has; returns the names of their files, which may still be there."""
+    files = []
     for name in names:
+        stamps = db.execute(f"SELECT stamp FROM files WHERE stamp <> '' AND session = {ID}", [name])
+        files += [str(stamp).rsplit(" ", 3)[0] for (stamp,) in stamps]
         db.execute(f"UPDATE files SET session = NULL WHERE session = {ID}", [name])
         _forget(db, name, 0)
         db.execute("DELETE FROM sessions WHERE name = ?", [name])
     _drop_texts(db)
     db.execute("INSERT INTO words (words) VALUES ('optimize')")  # else forgotten words stay in the index for a while
+    return files
 
 
 def of_file(db: sqlite3.Connection, digest: str) -> str | None:

@@ -14,7 +14,10 @@ from kvcli.commands.flags import option
 from kvcli.commands.keep import facts, sessions_of
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus, UsageError
+from kvcli.outlet import neutralise
 from kvcli.render.figures import plural
+from kvcli.render.tables import GAP, clip, columns, fitting, widest
+from kvcli.render.terminal import Terminal
 
 if TYPE_CHECKING:
     from kvcli.world import World
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, help="Kept conversations: list, search, show, export, remove.")
 
 CHAT = "The beginning of its name, its number in the list, or words of its title; none means the latest."
+ENOUGH = 15  # columns of a text, for which other columns of a list go
 Chat = Annotated[str | None, typer.Argument(metavar="CHAT", help=CHAT)]
 Chats = Annotated[list[str], typer.Argument(metavar="CHAT...", help="As show takes them.")]
 Words = Annotated[list[str], typer.Argument(metavar="WORDS...", help="Beginnings of words, all in one turn or title.")]
@@ -122,6 +126,16 @@ def _remove(world: World, kept: Sessions, entries: Sequence[Entry], yes: bool, t
     return ExitStatus.OK
 
 
+def _with_texts(world: World, rows: Sequence[Sequence[str]], texts: Sequence[str]) -> list[list[str]]:
+    """Rows with a text at the end of each, on a terminal as much of it as one line has room for."""
+    out = Terminal.of(world, "stdout")
+    if out.is_tty and not world.options.plain:
+        rows = fitting(rows, out.width - ENOUGH, ["kept", "model", "files", "questions", ""])
+        room = out.width - 1 - GAP - widest(columns(rows))
+        texts = [clip(neutralise(text, one_line=True), room) for text in texts]
+    return [[*row, text] for row, text in zip(rows, texts, strict=True)]
+
+
 def _print(
     world: World, entries: Sequence[Entry], number: int, *, removed: bool = False, numbered: bool = False
 ) -> int:
@@ -143,16 +157,14 @@ def _print(
         ]
         print_json(world, SessionsDocument(total=len(entries), removed=removed, sessions=listed))
         return ExitStatus.OK
-    if not shown:
+    if not entries:
         tell(world, "no conversation is kept")
         return ExitStatus.OK
-    rows = [["", "name", "questions", "files", "model", "kept", "what"]]
+    rows = [["", "name", "questions", "files", "model", "kept"]]
     for i, e in enumerate(shown, 1):
-        what = e.found or e.title or ""
-        rows.append([str(i), e.name, str(e.questions), str(e.documents), e.model, e.saved[:16].replace("T", " "), what])
-    print_table(
-        world, rows if numbered else [row[1:] for row in rows], drop=["kept", "model", "files", "questions", ""]
-    )
+        rows.append([str(i), e.name, str(e.questions), str(e.documents), e.model, e.saved[:16].replace("T", " ")])
+    texts = ["what", *(" ".join((e.found or e.title or "").split()) for e in shown)]
+    print_table(world, _with_texts(world, rows if numbered else [row[1:] for row in rows], texts))
     if len(entries) > len(shown):
         tell(world, f"{len(entries) - len(shown):,} more: -n {len(entries)}")
     return ExitStatus.OK

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.api import Turn  # noqa: E402
 from kvcli.chat.conversation import Chat  # noqa: E402
-from kvcli.chat.transcript import open_chat  # noqa: E402
+from kvcli.chat.sessions import Sessions  # noqa: E402
 from kvcli.cli import run  # noqa: E402
 from kvcli.commands.keep import keep  # noqa: E402
 from kvcli.commands.profiles import write_new  # noqa: E402
@@ -88,7 +88,7 @@ def _killed(world: World, rng: random.Random) -> Iterator[str]:
 
 def _write(world: World, say: Say) -> None:
     """Writes without end, and says what it has written."""
-    chat = Chat(_model(), folder=world.paths.data / "chats", holds=True)
+    chat = Chat(_model(), sessions=Sessions(world.paths.data), holds=True)
     cache = Cache(world.paths.cache / "summaries", "model", "profile")
     for i in range(10_000):
         chat.pending = []  # as if it had been dropped: what is read would take longer than what is written
@@ -106,17 +106,23 @@ def _write(world: World, say: Say) -> None:
 
 def _damage(world: World, last: dict[str, int]) -> Iterator[str]:
     """What is not whole, or not there though it was said to be. What was under way may be there or not."""
-    for path in (world.paths.data / "chats").glob("*.json"):
-        try:
-            opened = open_chat(path, holds=True)
-        except BadInput as error:
-            yield f"chat: {error.code}"
-            continue
-        opened.file.close()
-        if len(opened.messages) // 2 not in (last["chat"] + 1, last["chat"] + 2):
-            yield "chat: lost a turn"
-        if [d.text for d in opened.pending] != [TEXT]:
-            yield "chat: lost a document"
+    said: list[str] = []
+    sessions = Sessions(world.paths.data, said.append)
+    try:
+        for entry in sessions.entries():
+            opened = sessions.open(entry.name, holds=True)
+            opened.close()
+            if len(opened.saved.messages) // 2 not in (last.get("chat", -1) + 1, last.get("chat", -1) + 2):
+                yield "chat: lost a turn"
+            if [d.text for d in opened.saved.pending] != [TEXT]:
+                yield "chat: lost a document"
+            if [e.name for e in sessions.search(f"question {last.get('chat', 0)}")] != [entry.name]:
+                yield "chat: not found by its words"
+        if "chat" in last and len(sessions.entries()) != 1:
+            yield "chat: gone"
+    except BadInput as error:
+        yield f"chat: {error.code}"
+    yield from (f"chat: {text}" for text in said)
     cache = Cache(world.paths.cache / "summaries", "model", "profile")
     for i in range(last.get("part", -1) + 1):
         if cache.get([{"role": "user", "content": str(i)}], 9) is None:
@@ -135,16 +141,17 @@ def _damage(world: World, last: dict[str, int]) -> Iterator[str]:
 
 def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
     """What two processes make of one chat."""
-    chat = Chat(_model(), folder=home)
+    sessions = Sessions(home)
+    chat = Chat(_model(), sessions=sessions)
     chat.send("first")
-    path = chat.save()
-    both = [_start(lambda say, name=name: _go_on(path, name, turns, holds, say)) for name in "ab"]
+    chat.save()
+    both = [_start(lambda say, name=name: _go_on(home, name, turns, holds, say)) for name in "ab"]
     said = [list(iter(lambda heard=heard: _line(heard), "")) for _, heard in both]
     for child, heard in both:
         if os.waitpid(child, 0)[1]:
             yield "bad writer"
         os.close(heard)
-    kept = [m.text for file in home.glob("*.json") for m in open_chat(file).messages]
+    kept = [m.text for entry in sessions.entries() for m in sessions.read(entry.name)[0].messages]
     for name, lines in zip("ab", said, strict=True):
         if lines == ["chat_in_use"]:
             yield "refused"
@@ -156,10 +163,10 @@ def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
         yield "bad leftovers"
 
 
-def _go_on(path: Path, name: str, turns: int, holds: bool, say: Say) -> None:
-    chat = Chat(_model(), folder=path.parent, holds=holds)
+def _go_on(home: Path, name: str, turns: int, holds: bool, say: Say) -> None:
+    chat = Chat(_model(), sessions=Sessions(home), holds=holds)
     try:
-        chat.load(path)
+        chat.load("1")
     except BadInput as error:
         say(error.code)
         return

@@ -15,10 +15,12 @@ import errno
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,9 +191,14 @@ def _disk(folder: Path) -> tuple[int, str, str]:
     return 0, "", ""
 
 
+OLD = """{"schema": "kvcli.chat/1", "title": "Older", "model": "demo", "system": null, "pending": [], "messages": [
+ {"role": "user", "text": "one", "documents": [], "finish": null},
+ {"role": "assistant", "text": "two", "documents": [], "finish": "stop"}]}
+"""
 CASES = {
     "chat -p": Case(_chat, (3,)),
     "chat": Case(_talk),
+    "chat -c": Case(lambda folder: _patched(folder, "chat", "-c", "-p", "And now?"), (3,)),
     "summarize": Case(_summarize),
     "summarize -o": Case(lambda folder: _summarize(folder, "-o", "out.md"), (1, 3), same=("out.md",)),
     "profiles new": Case(
@@ -224,6 +231,7 @@ def furnish(folder: Path) -> None:
         "home/cache/calibration/program-a build": f"{500 << 20}\n",
         "home/config/profiles/old.toml": 'extends = "exact"\n',
         "home/data/runs.jsonl": "{}\n",
+        "home/data/chats/20260101-000000-abcdef.json": OLD,
         "home/state/kvcli.log": "an older traceback\n",
     }
     for name, text in held.items():
@@ -266,6 +274,8 @@ def wrong(case: Case, before: dict[str, bytes], usual: Ended, got: Ended, *, is_
 
 def whole(name: str, data: bytes, usual: Ended) -> bool:
     """Whether a file has all of its content: as in the undisturbed run, or, where times stand in it, its last line."""
+    if name.startswith("home/data/kvcli.db"):
+        return name.endswith(("-wal", "-shm")) or _is_sound(data)
     if name.endswith(".json"):
         try:
             json.loads(data)
@@ -275,6 +285,14 @@ def whole(name: str, data: bytes, usual: Ended) -> bool:
     if name.endswith((".jsonl", ".log")) or "history" in name:
         return not data or data.endswith(b"\n")
     return data == usual.files.get(name) or (name.endswith(".md") and data.endswith(b"\n"))
+
+
+def _is_sound(data: bytes) -> bool:
+    """Whether a database is whole by SQLite's own check."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "a.db").write_bytes(data)
+        with closing(sqlite3.connect(Path(folder) / "a.db")) as db:
+            return list(db.execute("PRAGMA integrity_check")) == [("ok",)]
 
 
 def storm(names: list[str], step: int) -> Tally:

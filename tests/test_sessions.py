@@ -1,0 +1,449 @@
+"""Sessions: one database of all conversations, found by words, opened by one process, mended where it is damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcli.chat.conversation import Chat
+from kvcli.chat.database import NAME, VERSION
+from kvcli.chat.sessions import Sessions
+from kvcli.commands.setup import Setup
+from kvcli.documents import Document
+from kvcli.render.terminal import cells
+from tests.bench.storm_chats import storm
+from tests.fake_model import FakeModel
+from tests.fakes import Machine
+
+ANSWER = "It is 972 metres."
+TEXT = "A report of wells. " * 5_000
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(tmp_path)
+    monkeypatch.setattr(Setup, "load", lambda self, _profile, _tell=None: made.model)
+    return made
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def sessions(tmp_path: Path, told: list[str]) -> Sessions:
+    return Sessions(tmp_path / "home" / "data", told.append)
+
+
+def hold_talk(sessions: Sessions, *questions: str, answer: str = ANSWER, title: str | None = None) -> str:
+    """The name of a new one."""
+    chat = Chat(FakeModel(answer=answer), sessions=sessions)
+    for question in questions:
+        chat.send(question)
+    return chat.save(title)
+
+
+def asked(sessions: Sessions, name: str) -> list[str]:
+    return [m.text for m in sessions.read(name)[0].messages[::2]]
+
+
+def whole(sessions: Sessions) -> dict[str, object]:
+    """Everything that is kept."""
+    return {entry.name: sessions.read(entry.name)[0].document() for entry in sessions.entries()}
+
+
+# --- what is written
+
+
+def test_a_document_of_ten_chats_is_stored_once(sessions: Sessions):
+    for i in range(10):
+        chat = Chat(FakeModel(answer=ANSWER), sessions=sessions)
+        chat.attach(Document(f"copy {i}.md", TEXT, "00"))
+        chat.send("How deep?")
+        chat.save()
+    file = sessions.folder / NAME
+    assert file.read_bytes().count(b"A report of wells. ") < 1.1 * 5_000
+    assert [doc.name for e in sessions.entries() for doc in sessions.read(e.name)[0].messages[0].documents] == [
+        f"copy {i}.md" for i in reversed(range(10))
+    ]
+    sessions.remove([entry.name for entry in sessions.entries()[1:]])
+    assert sessions.open().saved.messages[0].documents[0].text == TEXT
+    sessions.remove([sessions.entries()[0].name])
+    assert b"A report of wells" not in b"".join(p.read_bytes() for p in sessions.folder.iterdir())
+
+
+def test_the_figures_of_each_turn_are_kept(sessions: Sessions):
+    chat = Chat(FakeModel(answer=ANSWER, cached=7), sessions=sessions)
+    turns = [chat.send(f"question {i}") for i in range(3)]
+    chat.save()
+    chat.undo()
+    again = Chat(FakeModel(), sessions=sessions).load(chat.save())
+    found = [m.figures for m in again.messages[1::2]]
+    for figures, turn in zip(found, turns[:2], strict=True):
+        assert figures is not None
+        assert (figures.prompt, figures.cached, figures.new) == (turn.stats.prompt, 7, turn.stats.new)
+        assert (figures.read_tok_s, figures.decode_tok_s) == (turn.stats.read_tok_s, turn.stats.decode_tok_s)
+        assert figures.first_token == turn.stats.first_token
+    assert [m.figures for m in again.messages[::2]] == [None, None]
+
+
+def test_only_turns_that_differ_are_written(sessions: Sessions):
+    chat = Chat(FakeModel(answer=ANSWER), sessions=sessions)
+    rows = "SELECT id, question FROM turns ORDER BY n"
+    for i in range(4):
+        chat.send(f"question {i}")
+        chat.save()
+    before = sessions._run(lambda db: db.execute(rows).fetchall(), [])
+    chat.undo(2)
+    chat.send("another")
+    chat.save()
+    after = sessions._run(lambda db: db.execute(rows).fetchall(), [])
+    assert after[:2] == before[:2]
+    assert [question for _, question in after] == ["question 0", "question 1", "another"]
+    assert sessions.search("another")
+    assert sessions.search("question 3") == []
+
+
+def test_what_is_forgotten_is_in_no_file(machine: Machine, sessions: Sessions):
+    machine("chat", "-p", "Where is the xylophone?")
+    machine("chat", "-c", "-p", "And the zither?")
+    machine("chat", "-p", "Something else")
+    machine("sessions", "export", "xylophone", "-o", "x.md")
+    sessions.save(sessions.find("2"))
+    assert machine("sessions", "rm", "2", "-y").exit == 0
+    left = b"".join(p.read_bytes() for p in (machine.folder / "home" / "data").rglob("*") if p.is_file())
+    assert b"lophone" not in left
+    assert b"zither" not in left
+    assert b"Something else" in left
+    assert (machine.folder / "x.md").exists()
+
+
+# --- search
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("well", ["a"]), ("WELL beth", ["a"]), ("well harbour", []), ("café", ["b"]), ("cafe", ["b"]), ("plans", ["f"]),
+        ('"', ["c"]), ('say "no"', ["c"]), ("NEAR(", []), ("a AND", ["c"]), ("OR", []), ("NOT well", []), ("*", ["d"]),
+        ("question:well", []), ("^well", ["a"]), ("-well", ["a"]), ("well*", ["a"]), ("(", ["d"]), ("100 %", ["d"]),
+        ("%", ["d"]), ("井戸", ["e"]), ("深い", ["e"]), ("\0well", ["a"]), ("\udcff", []),
+        ("'; DROP TABLE turns; --", []), ("", []), ("   ", []), ("x" * 100_000, []), ("w " * 2_000, ["a", "b"]),
+        ("my pl", ["f"]), ("\u202ewell", ["a", "g"]),
+    ],
+)  # fmt: skip
+def test_search_takes_whatever_is_typed(sessions: Sessions, query: str, found: list[str]):
+    texts = {
+        "a": "How deep is well Bethden?", "b": "Where is the café?", "c": 'She may say "no" to a AND b.',
+        "d": "Is (a * b) 100 % of it?", "e": "この井戸は深いですか", "f": "?", "g": "a \u202ewell",
+    }  # fmt: skip
+    names = {hold_talk(sessions, texts[key], answer="!", title="My plans" if key == "f" else "t"): key for key in texts}
+    assert sorted({names[entry.name] for entry in sessions.search(query)} - {"g"} | {"g"} & set(found)) == found
+    assert len(sessions.entries()) == len(texts)
+
+
+def test_the_best_come_first_each_once_and_with_their_neighbours(sessions: Sessions):
+    other = hold_talk(sessions, "A harbour, a ship, a long way, a well, and whatever else there is to be seen there")
+    best = hold_talk(sessions, "well", "well well")
+    found = sessions.search("well")
+    assert [entry.name for entry in found] == [best, other]
+    assert "a well, and" in found[1].found
+
+
+# --- the command
+
+
+def test_sessions_are_listed_shown_found_and_exported(machine: Machine, sessions: Sessions):
+    (machine.folder / "r.md").write_text("The report.")
+    machine("chat", "-f", "r.md", "-p", "How deep?")
+    machine("chat", "-p", "How wide?")
+    listed = json.loads(machine("sessions", "list", "--json").out)
+    assert (listed["schema"], listed["total"]) == ("kvcli.sessions/1", 2)
+    assert [(s["title"], s["questions"], s["documents"]) for s in listed["sessions"]] == [
+        ("How wide?", 1, 0),
+        ("How deep?", 1, 1),
+    ]
+    assert len(json.loads(machine("sessions", "list", "-n", "1", "--json").out)["sessions"]) == 1
+    assert "1 more: -n 2" in machine("sessions", "list", "-n", "1").err
+    assert machine("sessions", "show", "2").out.startswith("# How deep?\n\n## You\n\n*r.md, 1 line*")
+    shown = json.loads(machine("sessions", "show", "deep", "--json").out)
+    assert shown["messages"][0]["documents"][0]["text"] == "The report."
+    assert shown["messages"][1]["figures"]["new"] > 0
+    (found,) = json.loads(machine("sessions", "search", "deep", "--json").out)["sessions"]
+    assert found["found"] == "How deep?"
+    assert "no conversation has zither" in machine("sessions", "search", "zither").err
+    assert machine("sessions", "export", "deep", "-o", "deep.json").exit == 0
+    assert "[file_exists]" in machine("sessions", "export", "deep", "-o", "deep.json").err
+    assert machine("chat", "-r", "deep.json", "-p", "And now?").exit == 0
+
+
+@pytest.mark.parametrize("command", [["rm", "1"], ["prune", "--older-than", "0"]])
+def test_nothing_is_forgotten_unasked(machine: Machine, sessions: Sessions, command: list[str]):
+    machine("chat", "-p", "How deep?")
+    refused = machine("sessions", *command)
+    assert (refused.exit, len(sessions.entries())) == (2, 1)
+    assert f"kvcli sessions {command[0]}" in refused.err
+    assert "--yes" in refused.err
+    no = machine("sessions", *command, stdin=b"n\n", tty=("stdin", "stderr"))
+    assert (no.exit, len(sessions.entries())) == (2, 1)
+    yes = machine("sessions", *command, stdin=b"y\n", tty=("stdin", "stderr"))
+    assert (yes.exit, sessions.entries()) == (0, [])
+    assert "How deep? · 1 question" in yes.err
+    assert machine("sessions", "prune", "--older-than", "0", "--json").exit == 0
+
+
+def test_prune_spares_what_is_young_and_says_what_would_go(machine: Machine, sessions: Sessions):
+    old, undated, _ = (hold_talk(sessions, text) for text in ("old", "undated", "young"))
+    for name, date in ((old, "2020-01-01T00:00:00+01:00"), (undated, "")):
+        sessions._db.run(lambda db, new=(date, name): db.execute("UPDATE sessions SET saved = ? WHERE name = ?", new))
+    assert [s["id"] for s in json.loads(machine("sessions", "prune", "--dry-run", "--json").out)["sessions"]] == [old]
+    assert len(sessions.entries()) == 3
+    assert machine("sessions", "prune", "-y").exit == 0
+    assert old not in whole(sessions)
+    assert len(sessions.entries()) == 2
+
+
+def test_what_is_open_is_not_forgotten(machine: Machine, sessions: Sessions):
+    free, held = hold_talk(sessions, "one"), hold_talk(sessions, "two")
+    opened = sessions.open(held, holds=True)
+    done = machine("sessions", "rm", free, held, "-y")
+    assert "[chat_in_use]" in done.err
+    assert len(sessions.entries()) == 2, "all or none"
+    told = machine("chat", "-r", held, "-p", "three")
+    assert "[chat_in_use]" in told.err
+    assert "--no-save" in told.err
+    assert machine("chat", "-r", held, "-p", "three", "--no-save").out == f"{ANSWER}\n"
+    opened.close()
+    assert machine("sessions", "rm", free, held, "-y").exit == 0
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_lists_fit_and_what_others_wrote_steers_no_terminal(machine: Machine, sessions: Sessions, width: int):
+    hold_talk(
+        sessions, "How deep is \x1b]0;pwned\x07 the well? \u202e" * 9, answer="\x1b[2J done " * 40, title="a\x1b[31m\nb"
+    )
+    hold_talk(sessions, "井戸" * 60)
+    machine.environ["COLUMNS"] = str(width)
+    for args in (["list"], ["search", "well"], ["show", "2"]):
+        done = machine("sessions", *args, tty=("stdout",))
+        assert done.exit == 0
+        assert not {"\x1b", "\x07", "\u202e"} & set(done.out)
+        if args != ["show", "2"]:
+            assert all(cells(line) < width for line in done.out.split("\n")), done.out
+    assert "\x1b" not in machine("sessions", "show", "2", "--json").out
+
+
+# --- in the chat
+
+
+def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, sessions: Sessions):
+    machine.environ["TERM"] = "dumb"
+    typed = b"/fork\none\n/fork Mine\ntwo\n/sessions\n/sessions two\n/sessions zither\n/resume 2\n/resume 1\n/exit\n"
+    done = machine("chat", stdin=typed, tty=("stdin", "stdout", "stderr"))
+    said = " ".join(done.err.split())
+    assert "nothing is kept yet" in said
+    assert "no conversation has zither" in said
+    assert "that is this conversation" not in said.split("goes on with one")[0]
+    assert [asked(sessions, entry.name) for entry in sessions.entries()] in (
+        [["one"], ["one", "two"]],
+        [["one", "two"], ["one"]],
+    )
+    assert {entry.title for entry in sessions.entries()} == {"one", "Mine"}
+
+
+def test_save_writes_a_file_that_is_not_taken_in_again(machine: Machine, sessions: Sessions):
+    machine.environ["TERM"] = "dumb"
+    done = machine("chat", "--no-save", stdin=b"one\n/save Wells\ntwo\n", tty=("stdin", "stdout", "stderr"))
+    assert "from now on with each turn" in " ".join(done.err.split())
+    (file,) = (machine.folder / "home" / "data" / "chats").iterdir()
+    assert (file.stat().st_mode & 0o777, json.loads(file.read_text())["title"]) == (0o600, "Wells")
+    (entry,) = Sessions(sessions.folder).entries()
+    assert file.stem == entry.name
+    assert asked(sessions, entry.name) == ["one", "two"]
+
+
+# --- files of earlier versions
+
+
+@pytest.fixture
+def files(tmp_path: Path, sessions: Sessions) -> Path:
+    """Three chats as they were kept before, and two that cannot be read."""
+    sessions.files.mkdir(parents=True)
+    names = ["20260101-000000-aaaaaa", "20260102-000000-bbbbbb", "by hand"]
+    for i, name in enumerate(names):
+        chat = Chat(FakeModel(answer=ANSWER))
+        chat.attach(Document("r.md", TEXT, "00"))
+        chat.send(f"question {i}")
+        path = chat.export(sessions.files / f"{name}.json")
+        os.utime(path, (i, i))
+    (sessions.files / "20260103-000000-cccccc.json").write_text("{}")
+    (sessions.files / "folder.json").mkdir()
+    return sessions.files
+
+
+def test_json_chats_are_taken_in_once_and_left_where_they_are(sessions: Sessions, files: Path, told: list[str]):
+    before = {path.name: path.read_bytes() for path in files.glob("[!f]*.json")}
+    assert [asked(sessions, e.name) for e in sessions.entries()] == [["question 2"], ["question 1"], ["question 0"]]
+    assert [e.name for e in sessions.entries()][1:] == ["20260102-000000-bbbbbb", "20260101-000000-aaaaaa"]
+    assert len(told) == 2
+    assert all(any(name in text for text in told) for name in ("cccccc.json", "folder.json"))
+    again = Sessions(sessions.folder, told.append)
+    assert (whole(again), len(told)) == (whole(sessions), 2)
+    assert {path.name: path.read_bytes() for path in files.glob("[!f]*.json")} == before
+    moved = next(iter(files.glob("2026*a.json")))
+    moved.rename(files / "renamed.json")
+    assert len(Sessions(sessions.folder).entries()) == 3
+    assert Sessions(sessions.folder).name_of(str(files / "renamed.json")) == moved.stem
+
+
+def test_a_file_that_was_mended_is_taken_in(sessions: Sessions, files: Path, told: list[str]):
+    assert len(sessions.entries()) == 3
+    shutil.copy(next(iter(files.glob("*b.json"))), files / "20260103-000000-cccccc.json")
+    assert len(Sessions(sessions.folder, told.append).entries()) == 3, "its text is in already"
+    other = json.loads((files / "by hand.json").read_text())
+    other["title"] = "changed by an older kvcli"
+    (files / "by hand.json").write_text(json.dumps(other))
+    assert len(Sessions(sessions.folder, told.append).entries()) == 4
+    assert len(told) == 2
+
+
+def test_a_new_chat_comes_after_those_that_are_taken_in(machine: Machine, files: Path):
+    assert machine("chat", "-p", "new").exit == 0
+    assert machine("chat", "-c", "-p", "and now?").exit == 0
+    latest = Sessions(files.parent).entries()[0]
+    assert asked(Sessions(files.parent), latest.name) == ["new", "and now?"]
+
+
+def test_what_was_forgotten_does_not_come_back(sessions: Sessions, files: Path, told: list[str]):
+    sessions.remove(["20260101-000000-aaaaaa"])
+    assert not (files / "20260101-000000-aaaaaa.json").exists()
+    sessions.remove([sessions.entries()[0].name])
+    assert not (files / "by hand.json").exists()
+    assert [e.name for e in Sessions(sessions.folder, told.append).entries()] == ["20260102-000000-bbbbbb"]
+
+
+# --- what is damaged
+
+
+def test_a_newer_form_is_refused_by_name_and_costs_no_answer(machine: Machine, sessions: Sessions):
+    hold_talk(sessions, "one")
+    with sqlite3.connect(sessions.folder / NAME) as db:
+        db.execute(f"PRAGMA user_version = {VERSION + 1}")
+    before = (sessions.folder / NAME).read_bytes()
+    for args in (["sessions", "list"], ["chat", "-c", "-p", "two"]):
+        done = machine(*args)
+        assert done.exit == 3
+        assert "[newer_sessions]" in done.err
+        assert "was written by a newer kvcli" in " ".join(done.err.split())
+    done = machine("chat", "-p", "two")
+    assert (done.exit, done.out) == (0, f"{ANSWER}\n")
+    assert "this chat is not kept" in done.err
+    assert (sessions.folder / NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"no database " * 1000, bytes(8192)])
+def test_what_is_no_database_is_set_aside(machine: Machine, sessions: Sessions, data: bytes):
+    sessions.folder.mkdir(parents=True)
+    (sessions.folder / NAME).write_bytes(data)
+    done = machine("chat", "-p", "one")
+    assert done.exit == 0
+    assert "is damaged: it is kept as" in " ".join(done.err.split())
+    (aside,) = sessions.folder.glob(f"{NAME}.damaged-*")
+    assert (aside.read_bytes(), aside.stat().st_mode & 0o777) == (data, 0o600)
+    assert len(sessions.entries()) == 1
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of some size."""
+    folder = tmp_path_factory.mktemp("library")
+    sessions = Sessions(folder)
+    for i in range(12):
+        chat = Chat(FakeModel(answer=f"answer {i} " * 30), sessions=sessions)
+        chat.attach(Document("r.md", f"{i % 3} {TEXT[:9000]}", "00"))
+        for n in range(5):
+            chat.send(f"question {n} of {i} " * 10)
+        chat.save()
+    return folder / NAME
+
+
+def damaged(library: Path, folder: Path, seeds: range, flips: int) -> Iterator[tuple[int, Sessions, list[str]]]:
+    """Copies with bytes changed, half of them in the same page."""
+    sound = library.read_bytes()
+    for seed in seeds:
+        rng, data, told = random.Random(seed), bytearray(sound), list[str]()
+        page = rng.randrange(len(data) // 4096) * 4096
+        for _ in range(flips):
+            at = page + rng.randrange(4096) if seed % 2 else rng.randrange(len(data))
+            data[at] ^= 1 << rng.randrange(8)
+        home = folder / str(seed)
+        home.mkdir(parents=True)
+        (home / NAME).write_bytes(data)
+        yield seed, Sessions(home, told.append), told
+
+
+def fuzz(library: Path, folder: Path, seeds: range, flips: int) -> tuple[int, int]:
+    """How many turns there were and how many were lost, none of them in silence. Nothing here may raise."""
+    n_turns = lost = 0
+    for seed, sessions, told in damaged(library, folder, seeds, flips):
+        before = (sessions.folder / NAME).read_bytes()
+        if before[60:64] == VERSION.to_bytes(4):  # else it says that it is of a newer kvcli
+            n_found = sum(len(asked(sessions, entry.name)) for entry in sessions.entries())
+            sessions.search("question")
+            hold_talk(sessions, "one more")
+            assert sessions.search("one more"), seed
+            assert told or n_found == 60, seed
+            asides = sorted(sessions.folder.glob(f"{NAME}.damaged-*"))
+            assert bool(asides) == bool(told)
+            assert [path.read_bytes() for path in asides[:1]] in ([], [before]), seed
+            n_turns, lost = n_turns + 60, lost + 60 - n_found
+        shutil.rmtree(sessions.folder)
+    return n_turns, lost
+
+
+def test_of_a_damaged_database_what_can_be_read_is_there(library: Path, tmp_path: Path):
+    for n_turns, lost in (
+        fuzz(library, tmp_path / "one", range(30), 1),
+        fuzz(library, tmp_path / "ten", range(30), 10),
+    ):
+        assert lost < 0.15 * n_turns, (lost, n_turns)
+
+
+@pytest.mark.slow
+def test_of_a_damaged_database_what_can_be_read_is_there_a_thousand_times(library: Path, tmp_path: Path):
+    for flips in (1, 3, 30):
+        n_turns, lost = fuzz(library, tmp_path / str(flips), range(400), flips)
+        print(f"{flips} flips: {lost} of {n_turns} turns lost")
+        assert lost < 0.3 * n_turns
+
+
+@pytest.mark.parametrize("page", range(1, 4))
+def test_a_page_of_zeros_costs_what_stood_there(library: Path, tmp_path: Path, page: int):
+    """The first is that of the form, which is known."""
+    data = bytearray(library.read_bytes())
+    data[(page - 1) * 4096 : page * 4096] = bytes(4096)
+    (tmp_path / NAME).write_bytes(data)
+    told: list[str] = []
+    sessions = Sessions(tmp_path, told.append)
+    assert len(sessions.entries()) == 12
+    assert sum(len(asked(sessions, entry.name)) for entry in sessions.entries()) == 60
+    assert len(told) == (page != 3), "the third is an index, which nothing was asked of"
+
+
+def test_a_short_storm_of_kills_loses_nothing_that_was_said_to_be_kept():
+    found = storm(kills=10, pairs=0, turns=0, seed=2)
+    assert (found["tried"], found["bad"]) == (10, 0), found
+
+
+@pytest.mark.slow
+def test_a_long_storm_of_kills_loses_nothing_that_was_said_to_be_kept():
+    found = storm(kills=200, pairs=0, turns=0, seed=3)
+    assert (found["tried"], found["bad"]) == (200, 0), found
