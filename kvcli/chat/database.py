@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from kvcli.errors import BadInput
 from kvcli.files import BEGINS, ENDS, locked, private_folder, temporary_folder
 
-CODE = "no_sessions"
 NAME, VERSION = "kvcli.db", 1
 PATIENCE = 5.0  # seconds that another process may be writing
 PAGE = 4096  # bytes; the first page is the same in all files of the form, but for what SQLite can do without:
@@ -58,7 +57,10 @@ class Database:
         self.path, self._tell = Path(os.path.realpath(folder / NAME)), tell
 
     def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """What `work` makes of it in one transaction, which is on the disk when this returns, or has left no trace."""
+        """What `work` makes of it in one transaction, which is on the disk when this returns, or has left no trace.
+
+        Work that only reads is done on a full or closed disk too, if no other process is at work there.
+        """
         for is_last in (False, True):
             seen = self._seen()
             try:
@@ -66,24 +68,20 @@ class Database:
                     db.execute("BEGIN IMMEDIATE")
                     return work(db)
             except sqlite3.Error as error:
-                if is_last or getattr(error, "sqlite_errorcode", 0) & 0xFF not in DAMAGE:
-                    raise self._refused(error) from None
-                self._renew(seen)
+                if not is_last and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE:
+                    self._renew(seen)
+                    continue
+                with suppress(sqlite3.Error), closing(self._frozen()) as db:
+                    return work(db)
+                raise self._refused(error) from None
         raise AssertionError("the last time it raises or returns")
 
-    def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """The same of work that writes nothing; also where the disk is full or closed, if nobody is at work there."""
-        try:
-            return self.run(work)
-        except BadInput as error:
-            if error.code != CODE or Path(f"{self.path}-wal").exists():
-                raise
-            try:
-                with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?immutable=1", uri=True)) as db:
-                    db.text_factory = _text
-                    return work(db)
-            except sqlite3.Error:
-                raise error from None
+    def _frozen(self) -> sqlite3.Connection:
+        if Path(f"{self.path}-wal").exists():
+            raise sqlite3.OperationalError("what is written last stands beside it")
+        db = sqlite3.connect(f"{self.path.as_uri()}?immutable=1", uri=True)
+        db.text_factory = _text
+        return db
 
     def _seen(self) -> tuple[int, int] | None:
         with suppress(FileNotFoundError):
@@ -127,7 +125,7 @@ class Database:
 
     def _refused(self, error: Exception) -> BadInput:
         why = getattr(error, "strerror", None) or error
-        return BadInput(f"cannot use {self.path}: {why}", code=CODE)
+        return BadInput(f"cannot use {self.path}: {why}", code="no_sessions")
 
     def _replace(self) -> None:
         aside = f"{self.path}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}"
