@@ -158,7 +158,7 @@ class Sessions:
         else:
             found = [entry for entry in entries if entry.id.startswith(wanted)] or _titled(entries, wanted)
         if len(found) == 1:
-            return found[0].name
+            return found[0].id
         if not entries:
             raise BadInput(f"no conversation is kept in {self.folder}", code="no_chat", try_=["kvcli chat"])
         lines = [

@@ -28,8 +28,8 @@ app = typer.Typer(add_completion=False, help="Kept conversations: list, search, 
 CHAT = "The beginning of its name, its number in the list, or words of its title; none means the latest."
 ENOUGH = 15  # columns of a text, for which other columns of a list go
 Chat = Annotated[str | None, typer.Argument(metavar="CHAT", help=CHAT)]
-Chats = Annotated[list[str], typer.Argument(metavar="CHAT...", help="As show takes them.")]
-Words = Annotated[list[str], typer.Argument(metavar="WORDS...", help="Beginnings of words, all in one turn or title.")]
+Chats = Annotated[list[str], typer.Argument(metavar="CHAT", help="As show takes them.")]
+Words = Annotated[list[str], typer.Argument(metavar="WORD", help="Beginnings of words, all in one turn or title.")]
 Most = Annotated[int, option("--number", "-n", metavar="N", help="How many are shown; default 20.")]
 Out = Annotated[str, option("--output", "-o", metavar="FILE", help="The file: .md, .json or .jsonl.")]
 Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was kept so long ago; default 30.")]
