@@ -11,12 +11,12 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvcli.errors import BadInput
-from kvcli.files import BEGINS, ENDS, locked, private_folder, temporary_folder
+from kvcli.files import BEGINS, ENDS, locked, private_folder, replacing, temporary_folder
 
 NAME, VERSION = "kvcli.db", 1
 PATIENCE = 5.0  # seconds that another process may be writing
@@ -128,26 +128,39 @@ class Database:
         return BadInput(f"cannot use {self.path}: {why}", code="no_sessions")
 
     def _replace(self) -> None:
-        aside = f"{self.path}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        there = [side for side in ("", "-wal") if self._seen() and Path(f"{self.path}{side}").exists()]
         with temporary_folder(self.path.parent) as folder:
-            new = folder / NAME
-            new.touch(0o600)
+            new, old = folder / NAME, folder / "old"
             with closing(sqlite3.connect(new, isolation_level=None)) as db:
                 db.executescript(f"BEGIN; {FORM} PRAGMA user_version = {VERSION}; COMMIT")
                 _prepare(db)
-            there = [side for side in ("", "-wal") if Path(f"{self.path}{side}").exists()]
             for side in there:
-                for copy in (folder / f"aside{side}", folder / f"old{side}"):
-                    copy.touch(0o600)
-                    shutil.copyfile(f"{self.path}{side}", copy)
-            n = _salvage(folder / "old", new) if there else 0
+                _copy(Path(f"{self.path}{side}"), Path(f"{old}{side}"), b"" if side else _first_page(new))
+            n = _salvage(old, new) if there else 0
+            # by its content: on a disk that is full in the middle of this, each try leaves the same file
+            aside = f"{self.path}.damaged-{sha256(self.path.read_bytes()).hexdigest()[:12]}" if there else ""
             for side in there:
-                os.rename(folder / f"aside{side}", f"{aside}{side}")
+                _copy(Path(f"{self.path}{side}"), Path(f"{aside}{side}"))
             for side in ("-wal", "-shm"):
                 Path(f"{self.path}{side}").unlink(missing_ok=True)
-            os.replace(new, self.path)
+            _copy(new, self.path)
         if there:
             self._tell(f"{self.path} is damaged: it is kept as {aside}, and {n:,} conversations in it can be read")
+
+
+def _copy(source: Path, target: Path, head: bytes = b"") -> None:
+    """Whole or not at all, with `head` in place of as many bytes."""
+    with source.open("rb") as data, replacing(target) as stream:
+        stream.write(head)
+        data.seek(len(head))
+        shutil.copyfileobj(data, stream)
+
+
+def _first_page(new: Path) -> bytes:
+    with new.open("rb") as stream:
+        page = bytearray(stream.read(PAGE))
+    page[LENGTH], page[FREE] = bytes(4), bytes(8)
+    return bytes(page)
 
 
 def _prepare(db: sqlite3.Connection) -> None:
@@ -164,10 +177,6 @@ def _text(raw: bytes) -> str:
 
 def _salvage(old: Path, new: Path) -> int:
     """Copy what can be read, row by row; returns how many conversations there are."""
-    with old.open("r+b") as mended, new.open("rb") as sound:
-        page = bytearray(sound.read(PAGE))
-        page[LENGTH], page[FREE] = bytes(4), bytes(8)
-        mended.write(page)
     with closing(sqlite3.connect(old)) as source, closing(sqlite3.connect(new)) as db, db:
         _prepare(db)
         source.text_factory = _text
