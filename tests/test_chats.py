@@ -556,7 +556,7 @@ def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path:
     chat.close()
     assert len(os.listdir("/proc/self/fd")) == n_open - 1
     assert sorted(p.name for p in tmp_path.iterdir()) == [NAME]
-    sessions.open(name, holds=True).close()
+    sessions.open(name, holds=True).kept.close()
 
 
 def test_a_short_storm_of_kills_and_pairs_damages_nothing():

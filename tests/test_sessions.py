@@ -19,7 +19,7 @@ from kvcli.commands.setup import Setup
 from kvcli.documents import Document
 from kvcli.render.terminal import cells
 from tests.bench.storm_chats import storm
-from tests.fake_model import FakeModel
+from tests.fake_model import FakeModel, fake_info
 from tests.fakes import Machine
 
 ANSWER = "It is 972 metres."
@@ -43,9 +43,13 @@ def sessions(tmp_path: Path, told: list[str]) -> Sessions:
     return Sessions(tmp_path / "home" / "data", told.append)
 
 
+def model(answer: str = ANSWER, **facts: int) -> FakeModel:
+    return FakeModel(answer=answer, info=fake_info(limit=1 << 30), **facts)
+
+
 def hold_talk(sessions: Sessions, *questions: str, answer: str = ANSWER, title: str | None = None) -> str:
     """The name of a new one."""
-    chat = Chat(FakeModel(answer=answer), sessions=sessions)
+    chat = Chat(model(answer), sessions=sessions)
     for question in questions:
         chat.send(question)
     return chat.save(title)
@@ -65,7 +69,7 @@ def whole(sessions: Sessions) -> dict[str, object]:
 
 def test_a_document_of_ten_chats_is_stored_once(sessions: Sessions):
     for i in range(10):
-        chat = Chat(FakeModel(answer=ANSWER), sessions=sessions)
+        chat = Chat(model(), sessions=sessions)
         chat.attach(Document(f"copy {i}.md", TEXT, "00"))
         chat.send("How deep?")
         chat.save()
@@ -81,11 +85,11 @@ def test_a_document_of_ten_chats_is_stored_once(sessions: Sessions):
 
 
 def test_the_figures_of_each_turn_are_kept(sessions: Sessions):
-    chat = Chat(FakeModel(answer=ANSWER, cached=7), sessions=sessions)
+    chat = Chat(model(cached=7), sessions=sessions)
     turns = [chat.send(f"question {i}") for i in range(3)]
     chat.save()
     chat.undo()
-    again = Chat(FakeModel(), sessions=sessions).load(chat.save())
+    again = Chat(model(), sessions=sessions).load(chat.save())
     found = [m.figures for m in again.messages[1::2]]
     for figures, turn in zip(found, turns[:2], strict=True):
         assert figures is not None
@@ -96,7 +100,7 @@ def test_the_figures_of_each_turn_are_kept(sessions: Sessions):
 
 
 def test_only_turns_that_differ_are_written(sessions: Sessions):
-    chat = Chat(FakeModel(answer=ANSWER), sessions=sessions)
+    chat = Chat(model(), sessions=sessions)
     rows = "SELECT id, question FROM turns ORDER BY n"
     for i in range(4):
         chat.send(f"question {i}")
@@ -221,7 +225,7 @@ def test_what_is_open_is_not_forgotten(machine: Machine, sessions: Sessions):
     assert "[chat_in_use]" in told.err
     assert "--no-save" in told.err
     assert machine("chat", "-r", held, "-p", "three", "--no-save").out == f"{ANSWER}\n"
-    opened.close()
+    opened.kept.close()
     assert machine("sessions", "rm", free, held, "-y").exit == 0
 
 
@@ -279,7 +283,7 @@ def files(tmp_path: Path, sessions: Sessions) -> Path:
     sessions.files.mkdir(parents=True)
     names = ["20260101-000000-aaaaaa", "20260102-000000-bbbbbb", "by hand"]
     for i, name in enumerate(names):
-        chat = Chat(FakeModel(answer=ANSWER))
+        chat = Chat(model())
         chat.attach(Document("r.md", TEXT, "00"))
         chat.send(f"question {i}")
         path = chat.export(sessions.files / f"{name}.json")
@@ -367,7 +371,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("library")
     sessions = Sessions(folder)
     for i in range(12):
-        chat = Chat(FakeModel(answer=f"answer {i} " * 30), sessions=sessions)
+        chat = Chat(model(f"answer {i} " * 30), sessions=sessions)
         chat.attach(Document("r.md", f"{i % 3} {TEXT[:9000]}", "00"))
         for n in range(5):
             chat.send(f"question {n} of {i} " * 10)

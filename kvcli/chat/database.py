@@ -94,7 +94,6 @@ class Database:
             self._renew(None)
         db = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None)
         try:
-            _prepare(db)
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
                 raise BadInput(
@@ -104,6 +103,7 @@ class Database:
                 )
             if version < VERSION:
                 raise Damaged("it has no form")
+            _prepare(db)
         except BaseException:
             db.close()
             raise

@@ -111,7 +111,7 @@ def _damage(world: World, last: dict[str, int]) -> Iterator[str]:
     try:
         for entry in sessions.entries():
             opened = sessions.open(entry.id, holds=True)
-            opened.close()
+            opened.kept.close()
             if len(opened.saved.messages) // 2 not in (last.get("chat", -1) + 1, last.get("chat", -1) + 2):
                 yield "chat: lost a turn"
             if [d.text for d in opened.saved.pending] != [TEXT]:
