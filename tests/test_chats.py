@@ -51,7 +51,7 @@ def kept(machine: Machine) -> list[ChatDocument]:
 
 
 def names(machine: Machine) -> list[str]:
-    return [entry.name for entry in reversed(Sessions(machine.folder / "home" / "data").entries())]
+    return [entry.id for entry in reversed(Sessions(machine.folder / "home" / "data").entries())]
 
 
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ class Talk:
 
     @property
     def names(self):
-        return [entry.name for entry in reversed(self.sessions.entries())]
+        return [entry.id for entry in reversed(self.sessions.entries())]
 
     def saved(self, i=-1):
         return texts(self.sessions.read(self.names[i])[0])[::2]
@@ -508,7 +508,7 @@ def sessions(tmp_path: Path) -> Sessions:
 
 def only(sessions: Sessions) -> list[str]:
     (entry,) = sessions.entries()
-    return texts(sessions.read(entry.name)[0])
+    return texts(sessions.read(entry.id)[0])
 
 
 def test_a_second_process_is_told_who_has_a_chat_open(sessions: Sessions):
@@ -556,7 +556,7 @@ def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path:
     chat.close()
     assert len(os.listdir("/proc/self/fd")) == n_open - 1
     assert sorted(p.name for p in tmp_path.iterdir()) == [NAME]
-    sessions.open(name, holds=True).close()
+    sessions.open(name, holds=True).kept.close()
 
 
 def test_a_short_storm_of_kills_and_pairs_damages_nothing():

@@ -249,7 +249,7 @@ def test_saved_conversations_come_back_whole(chat, model, tmp_path):
     assert again.system == "Be brief."
     assert again.title == "How deep?"
     assert again.save("Wells") == name
-    assert [(entry.name, entry.title) for entry in chat.sessions.entries()] == [(name, "Wells")]
+    assert [(entry.id, entry.title) for entry in chat.sessions.entries()] == [(name, "Wells")]
     assert [p.name for p in tmp_path.iterdir()] == ["kvcli.db"]
 
 

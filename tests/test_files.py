@@ -31,6 +31,7 @@ for i in range(200):
 
 # Whatever can write a file and is not the door, with its reason. A new line here is a decision.
 OUTSIDE = {
+    ("kvcli/chat/database.py", "connect"): "SQLite writes its files itself, and never half",
     ("kvcli/commands/log.py", "FileHandler"): "--log-file: a stream of records that logging keeps open",
     ("kvcli/commands/repl.py", "TemporaryDirectory"): "what $EDITOR is handed; the text is back when it ends",
     ("kvcli/commands/repl.py", "write_text"): "the same",
@@ -56,7 +57,18 @@ WRITES = {
     *("FileHandler", "RotatingFileHandler", "FileIO", "save_file", "save_pretrained", "savez", "savez_compressed"),
     *("GGUFWriter", "tofile"),
 }
-OF_MODULES = {"copy", "copy2", "move", "replace", "rename", "link", "symlink", "truncate", "save"}  # common words
+OF_MODULES = {
+    "copy",
+    "copy2",
+    "move",
+    "replace",
+    "rename",
+    "link",
+    "symlink",
+    "truncate",
+    "save",
+    "connect",
+}  # common words
 
 
 def writes_of(path: Path) -> set[str]:
@@ -77,7 +89,7 @@ def _write(node: ast.AST) -> str:
         return name if modes or re.search("O_(WRONLY|RDWR|APPEND|CREAT)", ast.unparse(node)) else ""
     if name in OF_MODULES:  # a path's own replace and rename take one argument, those of text two
         of_path = name in ("replace", "rename") and owner and len(node.args) == 1 and not node.keywords
-        return name if of_path or owner in ("os", "shutil", "torch", "np") else ""
+        return name if of_path or owner in ("os", "shutil", "torch", "np", "sqlite3") else ""
     return name if name in WRITES else ""
 
 

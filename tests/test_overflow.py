@@ -7,6 +7,7 @@ import pytest
 import kvcli
 from kvcli.chat.conversation import Chat
 from kvcli.chat.overflow import ASKED, HEAD, KEPT
+from kvcli.chat.sessions import Sessions
 from kvcli.documents import document_of
 from kvcli.errors import ContextOverflow
 from tests.fake_model import FakeModel, fake_info
@@ -21,7 +22,9 @@ def chat(request, tmp_path):
 
 
 def chat_of(how, folder):
-    return Chat(FakeModel(answer=ANSWER, on_overflow=how, info=fake_info(limit=LIMIT)), "Be brief.", folder=folder)
+    return Chat(
+        FakeModel(answer=ANSWER, on_overflow=how, info=fake_info(limit=LIMIT)), "Be brief.", sessions=Sessions(folder)
+    )
 
 
 def shown(chat):

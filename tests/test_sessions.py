@@ -19,7 +19,7 @@ from kvcli.commands.setup import Setup
 from kvcli.documents import Document
 from kvcli.render.terminal import cells
 from tests.bench.storm_chats import storm
-from tests.fake_model import FakeModel
+from tests.fake_model import FakeModel, fake_info
 from tests.fakes import Machine
 
 ANSWER = "It is 972 metres."
@@ -43,9 +43,13 @@ def sessions(tmp_path: Path, told: list[str]) -> Sessions:
     return Sessions(tmp_path / "home" / "data", told.append)
 
 
+def model(answer: str = ANSWER, **facts: int) -> FakeModel:
+    return FakeModel(answer=answer, info=fake_info(limit=1 << 30), **facts)
+
+
 def hold_talk(sessions: Sessions, *questions: str, answer: str = ANSWER, title: str | None = None) -> str:
     """The name of a new one."""
-    chat = Chat(FakeModel(answer=answer), sessions=sessions)
+    chat = Chat(model(answer), sessions=sessions)
     for question in questions:
         chat.send(question)
     return chat.save(title)
@@ -57,7 +61,7 @@ def asked(sessions: Sessions, name: str) -> list[str]:
 
 def whole(sessions: Sessions) -> dict[str, object]:
     """Everything that is kept."""
-    return {entry.name: sessions.read(entry.name)[0].document() for entry in sessions.entries()}
+    return {entry.id: sessions.read(entry.id)[0].document() for entry in sessions.entries()}
 
 
 # --- what is written
@@ -65,27 +69,27 @@ def whole(sessions: Sessions) -> dict[str, object]:
 
 def test_a_document_of_ten_chats_is_stored_once(sessions: Sessions):
     for i in range(10):
-        chat = Chat(FakeModel(answer=ANSWER), sessions=sessions)
+        chat = Chat(model(), sessions=sessions)
         chat.attach(Document(f"copy {i}.md", TEXT, "00"))
         chat.send("How deep?")
         chat.save()
     file = sessions.folder / NAME
     assert file.read_bytes().count(b"A report of wells. ") < 1.1 * 5_000
-    assert [doc.name for e in sessions.entries() for doc in sessions.read(e.name)[0].messages[0].documents] == [
+    assert [doc.name for e in sessions.entries() for doc in sessions.read(e.id)[0].messages[0].documents] == [
         f"copy {i}.md" for i in reversed(range(10))
     ]
-    sessions.remove([entry.name for entry in sessions.entries()[1:]])
+    sessions.remove([entry.id for entry in sessions.entries()[1:]])
     assert sessions.open().saved.messages[0].documents[0].text == TEXT
-    sessions.remove([sessions.entries()[0].name])
+    sessions.remove([sessions.entries()[0].id])
     assert b"A report of wells" not in b"".join(p.read_bytes() for p in sessions.folder.iterdir())
 
 
 def test_the_figures_of_each_turn_are_kept(sessions: Sessions):
-    chat = Chat(FakeModel(answer=ANSWER, cached=7), sessions=sessions)
+    chat = Chat(model(cached=7), sessions=sessions)
     turns = [chat.send(f"question {i}") for i in range(3)]
     chat.save()
     chat.undo()
-    again = Chat(FakeModel(), sessions=sessions).load(chat.save())
+    again = Chat(model(), sessions=sessions).load(chat.save())
     found = [m.figures for m in again.messages[1::2]]
     for figures, turn in zip(found, turns[:2], strict=True):
         assert figures is not None
@@ -96,7 +100,7 @@ def test_the_figures_of_each_turn_are_kept(sessions: Sessions):
 
 
 def test_only_turns_that_differ_are_written(sessions: Sessions):
-    chat = Chat(FakeModel(answer=ANSWER), sessions=sessions)
+    chat = Chat(model(), sessions=sessions)
     rows = "SELECT id, question FROM turns ORDER BY n"
     for i in range(4):
         chat.send(f"question {i}")
@@ -146,7 +150,7 @@ def test_search_takes_whatever_is_typed(sessions: Sessions, query: str, found: l
         "d": "Is (a * b) 100 % of it?", "e": "この井戸は深いですか", "f": "?", "g": "a \u202ewell",
     }  # fmt: skip
     names = {hold_talk(sessions, texts[key], answer="!", title="My plans" if key == "f" else "t"): key for key in texts}
-    assert sorted({names[entry.name] for entry in sessions.search(query)} - {"g"} | {"g"} & set(found)) == found
+    assert sorted({names[entry.id] for entry in sessions.search(query)} - {"g"} | {"g"} & set(found)) == found
     assert len(sessions.entries()) == len(texts)
 
 
@@ -154,7 +158,7 @@ def test_the_best_come_first_each_once_and_with_their_neighbours(sessions: Sessi
     other = hold_talk(sessions, "A harbour, a ship, a long way, a well, and whatever else there is to be seen there")
     best = hold_talk(sessions, "well", "well well")
     found = sessions.search("well")
-    assert [entry.name for entry in found] == [best, other]
+    assert [entry.id for entry in found] == [best, other]
     assert "a well, and" in found[1].found
 
 
@@ -221,7 +225,7 @@ def test_what_is_open_is_not_forgotten(machine: Machine, sessions: Sessions):
     assert "[chat_in_use]" in told.err
     assert "--no-save" in told.err
     assert machine("chat", "-r", held, "-p", "three", "--no-save").out == f"{ANSWER}\n"
-    opened.close()
+    opened.kept.close()
     assert machine("sessions", "rm", free, held, "-y").exit == 0
 
 
@@ -252,7 +256,7 @@ def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, session
     assert "nothing is kept yet" in said
     assert "no conversation has zither" in said
     assert "that is this conversation" not in said.split("goes on with one")[0]
-    assert [asked(sessions, entry.name) for entry in sessions.entries()] in (
+    assert [asked(sessions, entry.id) for entry in sessions.entries()] in (
         [["one"], ["one", "two"]],
         [["one", "two"], ["one"]],
     )
@@ -266,8 +270,8 @@ def test_save_writes_a_file_that_is_not_taken_in_again(machine: Machine, session
     (file,) = (machine.folder / "home" / "data" / "chats").iterdir()
     assert (file.stat().st_mode & 0o777, json.loads(file.read_text())["title"]) == (0o600, "Wells")
     (entry,) = Sessions(sessions.folder).entries()
-    assert file.stem == entry.name
-    assert asked(sessions, entry.name) == ["one", "two"]
+    assert file.stem == entry.id
+    assert asked(sessions, entry.id) == ["one", "two"]
 
 
 # --- files of earlier versions
@@ -279,7 +283,7 @@ def files(tmp_path: Path, sessions: Sessions) -> Path:
     sessions.files.mkdir(parents=True)
     names = ["20260101-000000-aaaaaa", "20260102-000000-bbbbbb", "by hand"]
     for i, name in enumerate(names):
-        chat = Chat(FakeModel(answer=ANSWER))
+        chat = Chat(model())
         chat.attach(Document("r.md", TEXT, "00"))
         chat.send(f"question {i}")
         path = chat.export(sessions.files / f"{name}.json")
@@ -291,8 +295,8 @@ def files(tmp_path: Path, sessions: Sessions) -> Path:
 
 def test_json_chats_are_taken_in_once_and_left_where_they_are(sessions: Sessions, files: Path, told: list[str]):
     before = {path.name: path.read_bytes() for path in files.glob("[!f]*.json")}
-    assert [asked(sessions, e.name) for e in sessions.entries()] == [["question 2"], ["question 1"], ["question 0"]]
-    assert [e.name for e in sessions.entries()][1:] == ["20260102-000000-bbbbbb", "20260101-000000-aaaaaa"]
+    assert [asked(sessions, e.id) for e in sessions.entries()] == [["question 2"], ["question 1"], ["question 0"]]
+    assert [e.id for e in sessions.entries()][1:] == ["20260102-000000-bbbbbb", "20260101-000000-aaaaaa"]
     assert len(told) == 2
     assert all(any(name in text for text in told) for name in ("cccccc.json", "folder.json"))
     again = Sessions(sessions.folder, told.append)
@@ -319,15 +323,15 @@ def test_a_new_chat_comes_after_those_that_are_taken_in(machine: Machine, files:
     assert machine("chat", "-p", "new").exit == 0
     assert machine("chat", "-c", "-p", "and now?").exit == 0
     latest = Sessions(files.parent).entries()[0]
-    assert asked(Sessions(files.parent), latest.name) == ["new", "and now?"]
+    assert asked(Sessions(files.parent), latest.id) == ["new", "and now?"]
 
 
 def test_what_was_forgotten_does_not_come_back(sessions: Sessions, files: Path, told: list[str]):
     sessions.remove(["20260101-000000-aaaaaa"])
     assert not (files / "20260101-000000-aaaaaa.json").exists()
-    sessions.remove([sessions.entries()[0].name])
+    sessions.remove([sessions.entries()[0].id])
     assert not (files / "by hand.json").exists()
-    assert [e.name for e in Sessions(sessions.folder, told.append).entries()] == ["20260102-000000-bbbbbb"]
+    assert [e.id for e in Sessions(sessions.folder, told.append).entries()] == ["20260102-000000-bbbbbb"]
 
 
 # --- what is damaged
@@ -367,7 +371,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("library")
     sessions = Sessions(folder)
     for i in range(12):
-        chat = Chat(FakeModel(answer=f"answer {i} " * 30), sessions=sessions)
+        chat = Chat(model(f"answer {i} " * 30), sessions=sessions)
         chat.attach(Document("r.md", f"{i % 3} {TEXT[:9000]}", "00"))
         for n in range(5):
             chat.send(f"question {n} of {i} " * 10)
@@ -396,7 +400,7 @@ def fuzz(library: Path, folder: Path, seeds: range, flips: int) -> tuple[int, in
     for seed, sessions, told in damaged(library, folder, seeds, flips):
         before = (sessions.folder / NAME).read_bytes()
         if before[60:64] == VERSION.to_bytes(4):  # else it says that it is of a newer kvcli
-            n_found = sum(len(asked(sessions, entry.name)) for entry in sessions.entries())
+            n_found = sum(len(asked(sessions, entry.id)) for entry in sessions.entries())
             sessions.search("question")
             hold_talk(sessions, "one more")
             assert sessions.search("one more"), seed
@@ -434,7 +438,7 @@ def test_a_page_of_zeros_costs_what_stood_there(library: Path, tmp_path: Path, p
     told: list[str] = []
     sessions = Sessions(tmp_path, told.append)
     assert len(sessions.entries()) == 12
-    assert sum(len(asked(sessions, entry.name)) for entry in sessions.entries()) == 60
+    assert sum(len(asked(sessions, entry.id)) for entry in sessions.entries()) == 60
     assert len(told) == (page != 3), "the third is an index, which nothing was asked of"
 
 

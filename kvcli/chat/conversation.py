@@ -61,7 +61,6 @@ class Chat:
         self.holds = holds
         self.called = called
         self.kept: Kept | None = None  # the session that it was saved as or loaded from
-        self.origin = ""  # digest of the file that it was loaded from, until it is saved
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached, not asked about yet
         self.shown = Shown()  # to the model, of the messages
@@ -222,7 +221,7 @@ class Chat:
     def take(self, opened: Opened) -> Chat:
         """Become the conversation that was opened."""
         self.close()
-        self.kept, self.origin, saved = opened.kept, opened.origin, opened.saved
+        self.kept, saved = opened.kept, opened.saved
         self.system, self.title = saved.system, saved.title
         self.messages, self.pending = messages_of(saved), list(documents_of(saved.pending))
         self.shown = Shown()
@@ -230,9 +229,9 @@ class Chat:
 
     def close(self) -> None:
         """Let other processes have its session; the next `save` makes a new one."""
-        if self.kept is not None and self.kept.hold is not None:
-            self.kept.hold.close()
-        self.kept, self.origin = None, ""
+        if self.kept is not None:
+            self.kept.close()
+        self.kept = None
 
     def export(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the conversation for others to read: .md, .json or .jsonl."""

@@ -11,14 +11,13 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvcli.errors import BadInput
-from kvcli.files import BEGINS, ENDS, locked, private_folder, temporary_folder
+from kvcli.files import BEGINS, ENDS, locked, private_folder, replacing, temporary_folder
 
-CODE = "no_sessions"
 NAME, VERSION = "kvcli.db", 1
 PATIENCE = 5.0  # seconds that another process may be writing
 PAGE = 4096  # bytes; the first page is the same in all files of the form, but for what SQLite can do without:
@@ -58,7 +57,10 @@ class Database:
         self.path, self._tell = Path(os.path.realpath(folder / NAME)), tell
 
     def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """What `work` makes of it in one transaction, which is on the disk when this returns, or has left no trace."""
+        """What `work` makes of it in one transaction, which is on the disk when this returns, or has left no trace.
+
+        Work that only reads is done on a full or closed disk too, if no other process is at work there.
+        """
         for is_last in (False, True):
             seen = self._seen()
             try:
@@ -66,24 +68,20 @@ class Database:
                     db.execute("BEGIN IMMEDIATE")
                     return work(db)
             except sqlite3.Error as error:
-                if is_last or getattr(error, "sqlite_errorcode", 0) & 0xFF not in DAMAGE:
-                    raise self._refused(error) from None
-                self._renew(seen)
+                if not is_last and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE:
+                    self._renew(seen)
+                    continue
+                with suppress(sqlite3.Error), closing(self._frozen()) as db:
+                    return work(db)
+                raise self._refused(error) from None
         raise AssertionError("the last time it raises or returns")
 
-    def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """The same of work that writes nothing; also where the disk is full or closed, if nobody is at work there."""
-        try:
-            return self.run(work)
-        except BadInput as error:
-            if error.code != CODE or Path(f"{self.path}-wal").exists():
-                raise
-            try:
-                with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?immutable=1", uri=True)) as db:
-                    db.text_factory = _text
-                    return work(db)
-            except sqlite3.Error:
-                raise error from None
+    def _frozen(self) -> sqlite3.Connection:
+        if Path(f"{self.path}-wal").exists():
+            raise sqlite3.OperationalError("what is written last stands beside it")
+        db = sqlite3.connect(f"{self.path.as_uri()}?immutable=1", uri=True)
+        db.text_factory = _text
+        return db
 
     def _seen(self) -> tuple[int, int] | None:
         with suppress(FileNotFoundError):
@@ -96,7 +94,6 @@ class Database:
             self._renew(None)
         db = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None)
         try:
-            _prepare(db)
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
                 raise BadInput(
@@ -106,6 +103,7 @@ class Database:
                 )
             if version < VERSION:
                 raise Damaged("it has no form")
+            _prepare(db)
         except BaseException:
             db.close()
             raise
@@ -127,29 +125,42 @@ class Database:
 
     def _refused(self, error: Exception) -> BadInput:
         why = getattr(error, "strerror", None) or error
-        return BadInput(f"cannot use {self.path}: {why}", code=CODE)
+        return BadInput(f"cannot use {self.path}: {why}", code="no_sessions")
 
     def _replace(self) -> None:
-        aside = f"{self.path}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}"
+        there = [side for side in ("", "-wal") if self._seen() and Path(f"{self.path}{side}").exists()]
         with temporary_folder(self.path.parent) as folder:
-            new = folder / NAME
-            new.touch(0o600)
+            new, old = folder / NAME, folder / "old"
             with closing(sqlite3.connect(new, isolation_level=None)) as db:
                 db.executescript(f"BEGIN; {FORM} PRAGMA user_version = {VERSION}; COMMIT")
                 _prepare(db)
-            there = [side for side in ("", "-wal") if Path(f"{self.path}{side}").exists()]
             for side in there:
-                for copy in (folder / f"aside{side}", folder / f"old{side}"):
-                    copy.touch(0o600)
-                    shutil.copyfile(f"{self.path}{side}", copy)
-            n = _salvage(folder / "old", new) if there else 0
+                _copy(Path(f"{self.path}{side}"), Path(f"{old}{side}"), b"" if side else _first_page(new))
+            n = _salvage(old, new) if there else 0
+            # by its content: on a disk that is full in the middle of this, each try leaves the same file
+            aside = f"{self.path}.damaged-{sha256(self.path.read_bytes()).hexdigest()[:12]}" if there else ""
             for side in there:
-                os.rename(folder / f"aside{side}", f"{aside}{side}")
+                _copy(Path(f"{self.path}{side}"), Path(f"{aside}{side}"))
             for side in ("-wal", "-shm"):
                 Path(f"{self.path}{side}").unlink(missing_ok=True)
-            os.replace(new, self.path)
+            _copy(new, self.path)
         if there:
             self._tell(f"{self.path} is damaged: it is kept as {aside}, and {n:,} conversations in it can be read")
+
+
+def _copy(source: Path, target: Path, head: bytes = b"") -> None:
+    """Whole or not at all, with `head` in place of as many bytes."""
+    with source.open("rb") as data, replacing(target) as stream:
+        stream.write(head)
+        data.seek(len(head))
+        shutil.copyfileobj(data, stream)
+
+
+def _first_page(new: Path) -> bytes:
+    with new.open("rb") as stream:
+        page = bytearray(stream.read(PAGE))
+    page[LENGTH], page[FREE] = bytes(4), bytes(8)
+    return bytes(page)
 
 
 def _prepare(db: sqlite3.Connection) -> None:
@@ -166,10 +177,6 @@ def _text(raw: bytes) -> str:
 
 def _salvage(old: Path, new: Path) -> int:
     """Copy what can be read, row by row; returns how many conversations there are."""
-    with old.open("r+b") as mended, new.open("rb") as sound:
-        page = bytearray(sound.read(PAGE))
-        page[LENGTH], page[FREE] = bytes(4), bytes(8)
-        mended.write(page)
     with closing(sqlite3.connect(old)) as source, closing(sqlite3.connect(new)) as db, db:
         _prepare(db)
         source.text_factory = _text

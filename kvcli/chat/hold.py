@@ -11,6 +11,7 @@ from pathlib import Path
 from kvcli.errors import BadInput, writing
 from kvcli.files import BEGINS, ENDS, lock, opened, private_folder
 
+ABOUT = 40  # bytes
 MOMENT = 0.05  # seconds; who sweeps holds the file of a dead process for less
 
 
@@ -25,8 +26,7 @@ class Hold:
             handle = self._stack.enter_context(opened(self._path, os.O_RDWR | os.O_CREAT, self._take))
         self._stack.callback(self._path.unlink, missing_ok=True)
         with suppress(OSError):  # a full disk; who is told then is told less
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()}, since {datetime.now():%H:%M}".encode(), 0)
+            os.pwrite(handle, f"process {os.getpid()}, since {datetime.now():%H:%M}".ljust(ABOUT).encode(), 0)
 
     def close(self) -> None:
         """Let others have it."""
@@ -39,6 +39,6 @@ class Hold:
                 return
             except BlockingIOError:
                 if is_last:
-                    who = os.pread(handle, 100, 0).decode(errors="replace")
+                    who = os.pread(handle, ABOUT, 0).decode(errors="replace").strip()
                     raise BadInput(f"{self._name} is open in another kvcli ({who})", code="chat_in_use") from None
                 time.sleep(MOMENT)

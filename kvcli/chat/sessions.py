@@ -12,7 +12,7 @@ import sqlite3
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from os.path import expanduser
@@ -26,6 +26,7 @@ from kvcli.chat.hold import Hold
 from kvcli.errors import BadInput, writing
 from kvcli.schemas.base import SURROGATE
 from kvcli.schemas.chat import ChatDocument
+from kvcli.schemas.sessions import SessionEntry
 
 NAMES = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 AT_ONCE = 100  # locks, each an open file
@@ -38,40 +39,28 @@ LISTED = (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A conversation as a list shows it."""
-
-    name: str
-    title: str | None
-    model: str
-    saved: str  # when
-    questions: int
-    documents: int
-    found: str = ""  # what was searched, with its neighbours
-
-
 @dataclass(slots=True)
 class Kept:
-    """Where a chat is kept, and what stands there."""
+    """Where a chat is kept, and what stands there. With version 0 that is nothing yet."""
 
     name: str
     version: int = 0
     made: Mapping[str, Any] = field(default_factory=dict)
     hold: Hold | None = None
+    origin: str = ""  # digest of the file of somebody else that it comes of
+
+    def close(self) -> None:
+        """Let other processes have it."""
+        if self.hold is not None:
+            self.hold.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A conversation, and where it is kept; a file that was not seen before has no such place yet, but a digest."""
+    """A conversation, and its place."""
 
     saved: ChatDocument
-    kept: Kept | None
-    origin: str = ""
-
-    def close(self) -> None:
-        if self.kept is not None and self.kept.hold is not None:
-            self.kept.hold.close()
+    kept: Kept
 
 
 class Sessions:
@@ -87,42 +76,41 @@ class Sessions:
     def open(self, wanted: str | None = None, *, holds: bool = False, cwd: Path = Path()) -> Opened:
         """One by what `find` takes, or by the path of a JSON file. With `holds` no other process can open it so."""
         name = self.name_of(wanted, cwd)
-        if name is None:
-            saved, origin = read_chat(cwd / expanduser(wanted or ""))
-            return Opened(saved, None, origin)
-        hold = Hold(self.folder, name) if holds else None
+        kept = self.begin(name, holds=holds)
         try:
-            saved, version = self.read(name)
+            if name is None:
+                saved, kept.origin = read_chat(cwd / expanduser(wanted or ""))
+                return Opened(saved, kept)
+            saved, kept.version = self.read(name)
         except BaseException:
-            if hold is not None:
-                hold.close()
+            kept.close()
             raise
-        return Opened(saved, Kept(name, version, saved.document(), hold))
+        kept.made = saved.document()
+        return Opened(saved, kept)
 
     def name_of(self, wanted: str | None, cwd: Path = Path()) -> str | None:
         """The name of what `open` would open; None for a file that was not seen before."""
         if wanted is None or not ("/" in wanted or wanted.endswith(".json")):
             return self.find(wanted)
         _, digest = read_chat(cwd / expanduser(wanted))
-        return self._read(lambda db: tables.of_file(db, digest), None)
+        return self._run(lambda db: tables.of_file(db, digest), None)
 
-    def begin(self, *, holds: bool) -> Kept:
-        """A place for a new one; nothing is written yet."""
-        name = _new_name()
+    def begin(self, name: str | None = None, *, holds: bool) -> Kept:
+        """The place of this name, or for a new conversation; nothing is read or written."""
+        name = name or _new_name()
         return Kept(name, hold=Hold(self.folder, name) if holds else None)
 
     def read(self, name: str) -> tuple[ChatDocument, int]:
         """A conversation, and its version."""
-        found = self._read(lambda db: tables.read(db, name), None)
+        found = self._run(lambda db: tables.read(db, name), None)
         if found is None:
             raise BadInput(f"there is no conversation {name}", code="no_chat", try_=["kvcli sessions list"])
         return found
 
-    def write(self, kept: Kept, made: Mapping[str, Any], origin: str = "") -> None:
+    def write(self, kept: Kept, made: Mapping[str, Any]) -> None:
         """Keep `made`, a chat as `ChatDocument` has it, in place of what stands there. Turns that differ are written.
 
-        Raises BadInput if another process has written meanwhile. What somebody removed is written anew. `origin`: the
-        digest of the file that it came of.
+        Raises BadInput if another process has written meanwhile. What somebody removed is written anew.
         """
 
         def work(db: sqlite3.Connection) -> int:
@@ -130,12 +118,12 @@ class Sessions:
             if version not in (None, kept.version):
                 raise BadInput(f"{kept.name} was changed by another kvcli and is left as it is", code="chat_changed")
             latest = tables.write(db, kept.name, made, kept.made if version is not None else {})
-            if origin:
-                tables.note_file(db, "", origin, kept.name)
+            if kept.origin:
+                tables.note_file(db, "", kept.origin, kept.name)
             return latest
 
         self._take_in()
-        kept.version, kept.made = self._db.run(work), made
+        kept.version, kept.made, kept.origin = self._db.run(work), made, ""
 
     def save(self, name: str) -> Path:
         """Write it to a file in `chats`, which is not taken in again."""
@@ -156,9 +144,9 @@ class Sessions:
 
     # --- finding
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[SessionEntry]:
         """All, that which was kept last first."""
-        return self._read(lambda db: list(map(_entry, db.execute(f"{LISTED} ORDER BY latest DESC"))), [])
+        return self._run(lambda db: list(map(_entry, db.execute(f"{LISTED} ORDER BY latest DESC"))), [])
 
     def find(self, wanted: str | None) -> str:
         """The name of one: a name or its beginning, a number of the list, words of its title; the latest for None."""
@@ -168,20 +156,20 @@ class Sessions:
         elif wanted.isdecimal() and len(wanted) < 3:
             found = entries[int(wanted) - 1 : int(wanted)] if int(wanted) else []
         else:
-            found = [entry for entry in entries if entry.name.startswith(wanted)] or _titled(entries, wanted)
+            found = [entry for entry in entries if entry.id.startswith(wanted)] or _titled(entries, wanted)
         if len(found) == 1:
-            return found[0].name
+            return found[0].id
         if not entries:
             raise BadInput(f"no conversation is kept in {self.folder}", code="no_chat", try_=["kvcli chat"])
         lines = [
-            f"{entry.name}  {' '.join((entry.title or '').split())}".rstrip() for entry in (found or entries)[:SHOWN]
+            f"{entry.id}  {' '.join((entry.title or '').split())}".rstrip() for entry in (found or entries)[:SHOWN]
         ]
         try_ = ["kvcli chat --continue, for the latest", "kvcli sessions list"]
         if found:
             raise BadInput(f"several conversations are called {wanted}", code="no_chat", lines=lines, try_=try_)
         raise BadInput(f"no conversation is called {wanted}", code="no_chat", lines=lines, try_=try_)
 
-    def search(self, text: str) -> list[Entry]:
+    def search(self, text: str) -> list[SessionEntry]:
         """Those whose title has the beginnings of all words, then those with a turn that has, the best first.
 
         Where there is none of either, those with a turn that has the text as it stands.
@@ -199,34 +187,33 @@ class Sessions:
             " (SELECT session, n, question || char(10) || answer AS said FROM turns)"
             " JOIN sessions ON sessions.id = session WHERE instr(said, ?1) ORDER BY latest DESC, n"
         )
-        entries = {entry.name: entry for entry in self.entries()}
-        found = {entry.name: "" for entry in _titled(entries.values(), text)}
-        rows: list[tuple[str, str]] = self._read(lambda db: db.execute(ranked, [phrases]).fetchall(), [])
+        entries = {entry.id: entry for entry in self.entries()}
+        found = {entry.id: "" for entry in _titled(entries.values(), text)}
+        rows: list[tuple[str, str]] = self._run(lambda db: db.execute(ranked, [phrases]).fetchall(), [])
         if not found and not rows:
-            rows = self._read(lambda db: db.execute(exact, [text, AROUND]).fetchall(), [])
+            rows = self._run(lambda db: db.execute(exact, [text, AROUND]).fetchall(), [])
         for name, around in rows:
             found[name] = found.get(name) or around
-        return [replace(entries[name], found=around) for name, around in found.items() if name in entries]
+        return [
+            entries[name].model_copy(update={"found": around or None})
+            for name, around in found.items()
+            if name in entries
+        ]
 
     # --- inside
 
     def _run(self, work: Callable[[sqlite3.Connection], T], nothing: T) -> T:
         """Without a database there is `nothing`, and none is made."""
-        self._take_in()
-        return self._db.run(work) if self._db.path.exists() else nothing
-
-    def _read(self, work: Callable[[sqlite3.Connection], T], nothing: T) -> T:
-        """The same of work that writes nothing."""
         try:
             self._take_in()
-        except BadInput:  # a full disk: there may be others to read
+        except BadInput:  # a full disk, of which what is there can be read
             if not self._db.path.exists():
                 raise
-        return self._db.read(work) if self._db.path.exists() else nothing
+        return self._db.run(work) if self._db.path.exists() else nothing
 
     def _take_in(self) -> None:
         """The first time: files of `chats` that are not in yet, oldest first. One that cannot be read is named once."""
-        files = {} if self._has_files else {_stamp(path): path for path in _by_age(self.files)}
+        files = {} if self._has_files else dict(_by_age(self.files))
         known = self._db.run(tables.stamps) if files else set()
         for stamp, path in files.items():
             if stamp in known:
@@ -248,9 +235,10 @@ def users_sessions() -> Sessions:
     return Sessions(user_data_path("kvcli", appauthor=False))
 
 
-def _entry(row: tuple[Any, ...]) -> Entry:
+def _entry(row: tuple[Any, ...]) -> SessionEntry:
     name, title, model, saved, questions, documents = row
-    return Entry(str(name), title and str(title), str(model), str(saved), questions, documents)
+    about = {"id": str(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
+    return SessionEntry(**about, questions=questions, documents=documents)
 
 
 def _take_in(db: sqlite3.Connection, stamp: str, path: Path, digest: str, made: Mapping[str, Any]) -> None:
@@ -262,12 +250,13 @@ def _take_in(db: sqlite3.Connection, stamp: str, path: Path, digest: str, made: 
     tables.note_file(db, stamp, digest, name)
 
 
-def _by_age(folder: Path) -> list[Path]:
+def _by_age(folder: Path) -> list[tuple[str, Path]]:
+    """Files of conversations with how they look from outside, the oldest first."""
     dated = []
     for path in folder.glob("*.json"):
         with suppress(OSError):  # removed meanwhile
-            dated.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(dated)]
+            dated.append((path.stat().st_mtime_ns, _stamp(path), path))
+    return [(stamp, path) for _, stamp, path in sorted(dated)]
 
 
 def _stamp(path: Path) -> str:
@@ -280,7 +269,7 @@ def _new_name() -> str:
     return f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
-def _titled(entries: Iterable[Entry], text: str) -> list[Entry]:
+def _titled(entries: Iterable[SessionEntry], text: str) -> list[SessionEntry]:
     """Those with all these words in their title, or beginnings of them."""
     wanted = text.casefold().split()
     return [

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 
 from kvcli.api import Finish
 from kvcli.chat.database import Damaged
-from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures, SavedDocument, SavedMessage
+from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures
 
 PENDING = -1  # instead of a turn's number: of documents that nothing was asked about yet
+ABOUT = ("title", "model", "system", "saved")
 FIGURES = tuple(Figures.model_fields)
 ID = "(SELECT id FROM sessions WHERE name = ?)"
 SAID = "question, answer"  # what is searched
@@ -37,57 +38,40 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
     latest = version(db, name)
     if latest is None:
         return None
-    keys = "id, title, model, system, saved"
-    session, title, model, system, saved = db.execute(f"SELECT {keys} FROM sessions WHERE name = ?", [name]).fetchone()
-    documents: dict[int, list[SavedDocument]] = defaultdict(list)
+    about = db.execute(f"SELECT id, {', '.join(ABOUT)} FROM sessions WHERE name = ?", [name]).fetchone()
+    documents: dict[int, list[Mapping[str, str]]] = defaultdict(list)
     for n, *words in db.execute(
         "SELECT n, name, documents.sha256, texts.text FROM documents JOIN texts ON texts.id = documents.text"
         " WHERE session = ? ORDER BY documents.id",
-        [session],
+        about[:1],
     ):
-        known, digest, text = map(str, words)
-        documents[n].append(SavedDocument(name=known, sha256=digest, text=text))
-    messages = []
-    turns = (
-        f"SELECT n, question, answer, finish, {', '.join(FIGURES)} FROM turns NOT INDEXED WHERE session = ? ORDER BY n"
-    )
-    for n, question, answer, finish, *took in db.execute(turns, [session]):
-        figures = None
+        documents[n].append(dict(zip(("name", "sha256", "text"), map(str, words), strict=True)))
+    messages: list[Mapping[str, object]] = []
+    keys = f"n, question, answer, finish, {', '.join(FIGURES)}"
+    for n, question, answer, finish, *took in db.execute(
+        f"SELECT {keys} FROM turns NOT INDEXED WHERE session = ? ORDER BY n", about[:1]
+    ):
+        figures, ended = None, finish if finish in get_args(Finish) else None
         with suppress(ValidationError):
             figures = Figures.model_validate(dict(zip(FIGURES, took, strict=True))) if any(took) else None
-        messages += [
-            SavedMessage(role="user", text=str(question), documents=documents[n], finish=None),
-            SavedMessage(
-                role="assistant",
-                text=str(answer),
-                documents=[],
-                finish=finish if finish in get_args(Finish) else None,
-                figures=figures,
-            ),
-        ]
-    (known_turns,) = db.execute("SELECT count(*) FROM turns WHERE session = ?", [session]).fetchone()
-    if known_turns != len(messages) // 2:
+        messages.append({"role": "user", "text": str(question), "documents": documents[n], "finish": None})
+        messages.append(
+            {"role": "assistant", "text": str(answer), "documents": [], "finish": ended, "figures": figures}
+        )
+    if db.execute("SELECT count(*) FROM turns WHERE session = ?", about[:1]).fetchone() != (len(messages) // 2,):
         raise Damaged("the index of turns")
-    document = ChatDocument(
-        schema=SCHEMA,
-        title=None if title is None else str(title),
-        model=str(model),
-        saved=str(saved),
-        system=None if system is None else str(system),
-        messages=messages,
-        pending=documents[PENDING],
-    )
-    return document, latest
+    made = {key: None if value is None else str(value) for key, value in zip(ABOUT, about[1:], strict=True)}
+    whole = {"schema": SCHEMA, **made, "messages": messages, "pending": documents[PENDING]}
+    return ChatDocument.model_validate(whole), latest
 
 
 def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mapping[str, Any]) -> int:
     """Put a chat as `ChatDocument` has it in place of what it `had` here; returns its version."""
-    keys = ("title", "model", "system", "saved")
     db.execute(
-        f"INSERT INTO sessions (name, latest, {', '.join(keys)}) VALUES (?, (SELECT coalesce(max(latest), 0) + 1"
+        f"INSERT INTO sessions (name, latest, {', '.join(ABOUT)}) VALUES (?, (SELECT coalesce(max(latest), 0) + 1"
         " FROM sessions), ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET latest = excluded.latest, "
-        + ", ".join(f"{key} = excluded.{key}" for key in keys),
-        [name, *(made[key] for key in keys)],
+        + ", ".join(f"{key} = excluded.{key}" for key in ABOUT),
+        [name, *(made[key] for key in ABOUT)],
     )
     new, old = _turns(made), _turns(had)
     same = next((n for n, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), min(len(new), len(old)))

@@ -60,11 +60,11 @@ def save_chat(chat: Chat, title: str | None = None) -> str:
         return chat.kept.name
     kept = chat.kept or chat.sessions.begin(holds=chat.holds)
     try:
-        chat.sessions.write(kept, made, chat.origin)
+        chat.sessions.write(kept, made)
         chat.kept = kept
     finally:
-        if chat.kept is None and kept.hold is not None:
-            kept.hold.close()
+        if chat.kept is None:
+            kept.close()
     return kept.name
 
 

@@ -141,7 +141,8 @@ def kept(world: World, latest: bool, name: str | None, no_save: bool) -> Iterato
         return
     from kvcli.commands.keep import reopen, sessions_of
 
-    with closing(reopen(sessions_of(world), world, name, holds=not no_save)) as opened:
+    opened = reopen(sessions_of(world), world, name, holds=not no_save)
+    with closing(opened.kept):
         yield opened
 
 

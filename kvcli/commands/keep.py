@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.sessions import Entry, Opened
+    from kvcli.chat.sessions import Opened
+    from kvcli.schemas.sessions import SessionEntry
     from kvcli.world import World
 
 FEW = 10  # of a list to choose from
@@ -44,7 +45,7 @@ def reopen(sessions: Sessions, world: World, wanted: str | None, *, holds: bool)
 
 def model_of(world: World, opened: Opened) -> str | None:
     """The model that a chat was held with. A file from elsewhere may name only what is known and whole here."""
-    if opened.kept is not None:
+    if not opened.kept.origin:
         return opened.saved.model or None
     return known_here(world, opened.saved.model, "this file", "chats")
 
@@ -114,9 +115,9 @@ def facts(title: str | None, questions: int, documents: int) -> str:
     return " · ".join([*said, plural(documents, "document")] if documents else said)
 
 
-def choices(entries: Sequence[Entry]) -> list[tuple[str, str]]:
+def choices(entries: Sequence[SessionEntry]) -> list[tuple[str, str]]:
     """Names and contents of the latest of these, numbered as /resume takes them."""
     return [
-        (f"{i}  {entry.name}", facts(entry.title, entry.questions, entry.documents))
+        (f"{i}  {entry.id}", facts(entry.title, entry.questions, entry.documents))
         for i, entry in enumerate(entries[:FEW], 1)
     ]

@@ -265,7 +265,7 @@ class Repl:
             "profile": lambda: profiles.names() if profiles else (),
             "key": lambda: profiles.keys() if profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
-            "chat": lambda: [entry.name for entry in self.chat.sessions.entries()],
+            "chat": lambda: [entry.id for entry in self.chat.sessions.entries()],
             "command": lambda: tuple(slash.COMMANDS),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }

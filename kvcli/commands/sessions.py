@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.chat.sessions import Entry, Sessions
+from kvcli.chat.sessions import Sessions
 from kvcli.commands.ask import agrees, tell
 from kvcli.commands.flags import option
 from kvcli.commands.keep import facts, sessions_of
@@ -18,6 +18,7 @@ from kvcli.outlet import neutralise
 from kvcli.render.figures import plural
 from kvcli.render.tables import GAP, clip, columns, fitting, widest
 from kvcli.render.terminal import Terminal
+from kvcli.schemas.sessions import SessionEntry, SessionsDocument
 
 if TYPE_CHECKING:
     from kvcli.world import World
@@ -27,8 +28,8 @@ app = typer.Typer(add_completion=False, help="Kept conversations: list, search, 
 CHAT = "The beginning of its name, its number in the list, or words of its title; none means the latest."
 ENOUGH = 15  # columns of a text, for which other columns of a list go
 Chat = Annotated[str | None, typer.Argument(metavar="CHAT", help=CHAT)]
-Chats = Annotated[list[str], typer.Argument(metavar="CHAT...", help="As show takes them.")]
-Words = Annotated[list[str], typer.Argument(metavar="WORDS...", help="Beginnings of words, all in one turn or title.")]
+Chats = Annotated[list[str], typer.Argument(metavar="CHAT", help="As show takes them.")]
+Words = Annotated[list[str], typer.Argument(metavar="WORD", help="Beginnings of words, all in one turn or title.")]
 Most = Annotated[int, option("--number", "-n", metavar="N", help="How many are shown; default 20.")]
 Out = Annotated[str, option("--output", "-o", metavar="FILE", help="The file: .md, .json or .jsonl.")]
 Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was kept so long ago; default 30.")]
@@ -89,9 +90,7 @@ def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> int:
     world: World = context.obj
     kept = sessions_of(world)
     names = dict.fromkeys(kept.find(chat) for chat in chats)
-    return _remove(
-        world, kept, [entry for entry in kept.entries() if entry.name in names], yes, "rm " + " ".join(chats)
-    )
+    return _remove(world, kept, [entry for entry in kept.entries() if entry.id in names], yes, "rm " + " ".join(chats))
 
 
 @app.command()
@@ -105,7 +104,7 @@ def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, y
     return _remove(world, kept, old, yes, f"prune --older-than {older_than}")
 
 
-def _is_before(entry: Entry, when: datetime) -> bool:
+def _is_before(entry: SessionEntry, when: datetime) -> bool:
     """What has no date, as in a file that was mended, is not old."""
     try:
         return datetime.fromisoformat(entry.saved).astimezone(UTC) <= when
@@ -113,13 +112,13 @@ def _is_before(entry: Entry, when: datetime) -> bool:
         return False
 
 
-def _remove(world: World, kept: Sessions, entries: Sequence[Entry], yes: bool, typed: str) -> int:
+def _remove(world: World, kept: Sessions, entries: Sequence[SessionEntry], yes: bool, typed: str) -> int:
     what = plural(len(entries), "conversation")
     if len(entries) == 1:
-        what = f"{entries[0].name}, {facts(entries[0].title, entries[0].questions, entries[0].documents)}"
+        what = f"{entries[0].id}, {facts(entries[0].title, entries[0].questions, entries[0].documents)}"
     if entries and not yes and not agrees(world, f"forget {what}?"):
         raise UsageError(f"{what}: not forgotten", try_=[f"kvcli sessions {typed} --yes"])
-    kept.remove([entry.name for entry in entries])
+    kept.remove([entry.id for entry in entries])
     if world.options.json:
         return _print(world, entries, len(entries), removed=True)
     tell(world, f"forgot {what}")
@@ -137,32 +136,18 @@ def _with_texts(world: World, rows: Sequence[Sequence[str]], texts: Sequence[str
 
 
 def _print(
-    world: World, entries: Sequence[Entry], number: int, *, removed: bool = False, numbered: bool = False
+    world: World, entries: Sequence[SessionEntry], number: int, *, removed: bool = False, numbered: bool = False
 ) -> int:
     shown = entries[: max(0, number)]
     if world.options.json:
-        from kvcli.schemas.sessions import SessionEntry, SessionsDocument
-
-        listed = [
-            SessionEntry(
-                id=e.name,
-                title=e.title,
-                model=e.model,
-                saved=e.saved,
-                questions=e.questions,
-                documents=e.documents,
-                found=e.found or None,
-            )
-            for e in shown
-        ]
-        print_json(world, SessionsDocument(total=len(entries), removed=removed, sessions=listed))
+        print_json(world, SessionsDocument(total=len(entries), removed=removed, sessions=list(shown)))
         return ExitStatus.OK
     if not entries:
         tell(world, "no conversation is kept")
         return ExitStatus.OK
     rows = [["", "name", "questions", "files", "model", "kept"]]
     for i, e in enumerate(shown, 1):
-        rows.append([str(i), e.name, str(e.questions), str(e.documents), e.model, e.saved[:16].replace("T", " ")])
+        rows.append([str(i), e.id, str(e.questions), str(e.documents), e.model, e.saved[:16].replace("T", " ")])
     texts = ["what", *(" ".join((e.found or e.title or "").split()) for e in shown)]
     print_table(world, _with_texts(world, rows if numbered else [row[1:] for row in rows], texts))
     if len(entries) > len(shown):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvcli.commands.keep import FEW, about, choices, reopen
 
 if TYPE_CHECKING:
-    from kvcli.chat.sessions import Entry
     from kvcli.commands.repl import Repl
+    from kvcli.schemas.sessions import SessionEntry
 
 RESUME = "go on with a kept one: its number, name, title or file; or list them"
 
@@ -42,7 +42,7 @@ def sessions(repl: Repl, argument: str) -> None:
     if not argument:
         _list(repl, kept.entries())
     elif found := kept.search(argument)[:FEW]:
-        repl.listing([(entry.name, " ".join((entry.found or entry.title or "").split())) for entry in found])
+        repl.listing([(entry.id, " ".join((entry.found or entry.title or "").split())) for entry in found])
     else:
         repl.say(f"no conversation has {argument}")
 
@@ -57,7 +57,7 @@ def fork(repl: Repl, argument: str) -> None:
     repl.say(f"goes on as {repl.chat.save(argument or None)}; {before.name} stays as it is")
 
 
-def _list(repl: Repl, entries: Sequence[Entry]) -> None:
+def _list(repl: Repl, entries: Sequence[SessionEntry]) -> None:
     if entries:
         repl.listing(choices(entries))
     else:

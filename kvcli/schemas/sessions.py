@@ -16,7 +16,7 @@ class SessionEntry(Json):
     saved: str = Field(description="when")
     questions: Count
     documents: Count
-    found: str | None = Field(description="search: the words, with their neighbours")
+    found: str | None = Field(default=None, description="search: the words, with their neighbours")
 
 
 class SessionsDocument(Json):

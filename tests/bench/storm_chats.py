@@ -110,13 +110,13 @@ def _damage(world: World, last: dict[str, int]) -> Iterator[str]:
     sessions = Sessions(world.paths.data, said.append)
     try:
         for entry in sessions.entries():
-            opened = sessions.open(entry.name, holds=True)
-            opened.close()
+            opened = sessions.open(entry.id, holds=True)
+            opened.kept.close()
             if len(opened.saved.messages) // 2 not in (last.get("chat", -1) + 1, last.get("chat", -1) + 2):
                 yield "chat: lost a turn"
             if [d.text for d in opened.saved.pending] != [TEXT]:
                 yield "chat: lost a document"
-            if [e.name for e in sessions.search(f"question {last.get('chat', 0)}")] != [entry.name]:
+            if [e.id for e in sessions.search(f"question {last.get('chat', 0)}")] != [entry.id]:
                 yield "chat: not found by its words"
         if "chat" in last and len(sessions.entries()) != 1:
             yield "chat: gone"
@@ -151,7 +151,7 @@ def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
         if os.waitpid(child, 0)[1]:
             yield "bad writer"
         os.close(heard)
-    kept = [m.text for entry in sessions.entries() for m in sessions.read(entry.name)[0].messages]
+    kept = [m.text for entry in sessions.entries() for m in sessions.read(entry.id)[0].messages]
     for name, lines in zip("ab", said, strict=True):
         if lines == ["chat_in_use"]:
             yield "refused"
