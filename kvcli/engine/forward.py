@@ -132,8 +132,8 @@ class Pass:
             heard = self._feed.hear if rows is None else sorted({*self._feed.hear} & {*rows})
             self._hear = torch.tensor(places(heard, rows), device=q.device, dtype=torch.int64)
         heard_here = q[:, self._hear]  # a copy: a slice would keep all rows alive
-        first_row = 0 if self.live is None else self.live[0]
-        is_later_part = rows is not None and rows[0] != first_row
+        first_row = self.live[0] if self.live else 0
+        is_later_part = self._part is not None and self._part[0] != first_row
         if is_later_part:
             self.queries[-1] = torch.cat((self.queries[-1], heard_here), 1)
         else:
