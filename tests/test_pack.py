@@ -21,6 +21,7 @@ from kvcli.chat.pack import CHAT, MANIFEST, PAST, make, open_pack
 from kvcli.demo.example import SAMPLES
 from kvcli.documents import read_document
 from kvcli.errors import BadInput
+from kvcli.kept.shelf import Shelf
 
 ROOT = Path(__file__).parents[1]
 QUESTION = SAMPLES[0].question
@@ -285,3 +286,33 @@ def test_two_commands_read_a_document_once(tmp_path: Path) -> None:
     assert (again.returncode, "file_exists" in again.stderr) == (3, True)
     both = typed("chat", "--pack", "one.kvs", "-f", "demo:report", "-p", QUESTION)
     assert (both.returncode, "--pack goes without" in both.stderr) == (2, True)
+
+
+def test_why_nothing_is_kept_is_said_once_until_it_can_be(model: Model, tmp_path: Path) -> None:
+    chat = talk(model, "snap")
+    chat.model.model.shelf = shelf = Shelf(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+    (tmp_path / "kv").write_text("in the way")
+    said = []
+    for question in (QUESTION, "And then?", "And then?"):
+        chat.send(question, **OPTIONS)
+        said.append(chat.model.keep().why_not)
+    assert said[0].startswith("what was read is not kept: ")
+    assert said[1:] == ["", ""]
+    (tmp_path / "kv").unlink()
+    assert chat.model.keep().shelf is shelf
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "kv").write_text("in the way")
+    assert chat.model.keep().why_not
+
+
+@pytest.mark.parametrize("name", ["exact", "lean", "snap", "fastgen"])
+def test_a_chat_that_is_opened_again_goes_on_as_if_it_had_not_ended(model: Model, tmp_path: Path, name: str) -> None:
+    live, again = talk(model, name), talk(model, name)
+    for chat in (live, again):
+        chat.model.model.shelf = Shelf(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+    live.send(QUESTION)
+    assert not live.model.keep().why_not
+    again.messages, again.pending = list(live.messages), []
+    turn, want = again.send("And then?", **OPTIONS), live.send("And then?", **OPTIONS)
+    assert turn.ids == want.ids
+    assert turn.stats.cached == want.stats.cached > 4000

@@ -244,15 +244,10 @@ class Session:
 
     def state(self) -> State:
         """All that what comes behind the stored tokens depends on, settings and sampling aside; between passes."""
-        return {
-            "ids": torch.tensor(self.ids[: self.committed], dtype=torch.int32),
-            "n_prompt": self._n_prompt,
-            "is_whole": self._is_whole,
-            "has_left": self._has_left,
-            "heard": self.heard.state(),
-            "memory": self.memory.state() if self.memory is not None else {},
-            "kv": self.kv.state(),
-        }
+        told = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
+        ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
+        memory: State = self.memory.state() if self.memory is not None else {}
+        return {**told, "ids": ids, "heard": self.heard.state(), "memory": memory, "kv": self.kv.state()}
 
     def restore(self, state: State, pending: int) -> None:
         """Become the session that gave this, with another token pending; how it samples is as it was here.
