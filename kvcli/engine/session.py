@@ -291,6 +291,9 @@ class Session:
     def resume(self, ids: Sequence[int]) -> int:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
+        if shared is not None and shared == self.committed:  # nothing is stored of the pending token: any may be next
+            self.ids[shared:] = ids[shared : shared + 1]
+            shared += 1
         return self.rewind(min(len(self.ids), len(ids)) if shared is None else shared)
 
     @property
