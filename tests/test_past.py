@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,16 @@ from kvcli.engine.policy import Policy
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
+from kvcli.errors import KvcliError
 from kvcli.kept import past
+from kvcli.kept.block import Damaged
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host
 from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.packed import Packed
 from kvcli.kv.slots import Store
+from kvcli.kv.state import Misfit, State, leaves, tree_of
 from kvcli.kv.windows import windows_of
 from kvcli.policies.expected import Expected
 from kvcli.policies.fastgen import FastGen
@@ -138,3 +143,130 @@ def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
     assert torch.equal(logits, same)
     assert said == heard
     assert len(said) == AGAIN
+
+
+# --- files that are not what was written
+
+FUZZED = [("llama", "ladder", "none"), ("llama", "packed 8 4", "snap"), ("llama", "dense", "fastgen, frequent")]
+FUZZED += [("llama", "sketch", "h2o"), ("gemma3", "dense", "snap")]
+
+
+@pytest.mark.parametrize("files", [200, pytest.param(5000, marks=pytest.mark.slow)])
+def test_no_file_is_believed_that_does_not_fit(
+    models: Callable[[str], LM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    """Bytes that are damaged, and trees that are well written and wrong: refused, or a text that goes on."""
+    made, asked, path = torch.empty, list[int](), tmp_path / "past"
+
+    def counted(*shape: Any, **how: Any) -> Tensor:
+        t = made(*shape, **how)
+        asked.append(t.nbytes)
+        return t
+
+    ends: dict[str, int] = {}
+    trees = []
+    for model, store, policy in FUZZED:
+        s = answered(models(model), store, policy)
+        trees.append((s, dict(leaves(s.state()))))
+    for seed in range(files):
+        rng = random.Random(seed)
+        (s, tree), (_, store, policy) = trees[seed % len(FUZZED)], FUZZED[seed % len(FUZZED)]
+        past.write(path, tree_of(bent(tree, rng) if seed % 2 else tree))
+        if not seed % 2:
+            path.write_bytes(damaged(path.read_bytes(), rng))
+        asked.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", counted)
+            try:
+                found = past.read(path)
+            except Damaged:
+                found = None
+        assert sum(asked) <= path.stat().st_size, seed
+        end = end_of(found, session(s.lm, store, policy), s.ids)
+        ends[end] = ends.get(end, 0) + 1
+    assert {"damaged", "misfit", "goes on"} <= ends.keys()
+
+
+def end_of(found: State | None, s: Session, ids: list[int]) -> str:
+    if found is None:
+        return "damaged"
+    try:
+        s.restore(found, ids[-1])
+    except Misfit:
+        assert not s.committed
+        assert not any(use.slots for use in s.kv.usage() if use.tier != "index")
+        return "misfit"
+    text = [*s.ids, *MORE]
+    try:
+        s.begin(text, DRAWS)
+        list(events(s.stream(3))) if s.committed == len(text) - 1 else list(events(s.read(text[len(s.ids) :])))
+    except KvcliError:  # logits that are no numbers
+        return "no numbers"
+    return "goes on"
+
+
+def bent(tree: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The same with one thing wrong."""
+    found = dict(tree)
+    name = rng.choice(list(found))
+    leaf = found[name]
+    match rng.randrange(7):
+        case 0:
+            del found[name]
+        case 1:
+            found[name] = rng.choice([-1, 1 << 40, 3, 0.5, True])
+        case 2:
+            found[f"{name}x"] = found.pop(name)
+        case _ if not isinstance(leaf, Tensor) or not leaf.numel():
+            found[name] = torch.zeros(3)
+        case 3:
+            found[name] = leaf[rng.randrange(len(leaf)) :].clone() if leaf.dim() else leaf
+        case 4:
+            found[name] = leaf.to(rng.choice([torch.float16, torch.int64, torch.float64, torch.uint8]))
+        case 5:
+            found[name] = torch.cat([leaf] * 3, rng.randrange(leaf.dim()))
+        case _:
+            flat = leaf.clone().view(-1)
+            wild = (
+                rng.choice([-1, 0, 1, 120, 1e30, float("nan")]) if flat.is_floating_point() else rng.randrange(-9, 99)
+            )
+            flat[rng.randrange(len(flat))] = wild
+            found[name] = flat.view(leaf.shape)
+    return found
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Cut, longer, or other somewhere; half of them behind a checksum that is right again."""
+    found, size = bytearray(data), int.from_bytes(data[:8], "little")
+    match rng.randrange(6):
+        case 0:
+            del found[rng.randrange(len(found)) :]
+        case 1:
+            found += rng.randbytes(rng.randrange(1, 9))
+        case 2:
+            found[rng.randrange(len(found))] ^= 1 << rng.randrange(8)
+        case 3:
+            at = rng.randrange(8 + size)
+            found[at : at + 8] = rng.randbytes(8)
+        case _:  # another number in the header: a size, an offset, a count
+            header = data[8 : 8 + size].decode()
+            numbers = list(re.finditer(r"\d+", header))
+            one = rng.choice(numbers)
+            other = str(rng.choice([0, 1, 7, 1 << 31, 1 << 62, 10**30, int(one[0]) + 1]))
+            text = (header[: one.start()] + other + header[one.end() :]).encode()
+            found[:] = len(text).to_bytes(8, "little") + text + data[8 + size :]
+    return bytes(found)
+
+
+def test_a_file_says_nothing_that_is_run(tmp_path: Path) -> None:
+    """A pickle is no past."""
+    ran = tmp_path / "ran"
+
+    class Runs:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return ran.touch, ()
+
+    torch.save({"k": Runs()}, tmp_path / "past")
+    with pytest.raises(Damaged):
+        past.read(tmp_path / "past")
+    assert not ran.exists()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +20,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvcli import build
+from kvcli.api import Read
 from kvcli.chat.conversation import Chat
 from kvcli.chat.open_text import OpenText
 from kvcli.chat.transcript import as_document, documents_of
 from kvcli.documents import Document
 from kvcli.engine.session import Session
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, writing
 from kvcli.files import replacing_folder, write_private
 from kvcli.kept import past
 from kvcli.kept.block import Damaged
@@ -119,11 +120,30 @@ def open_pack(folder: Path) -> Pack:
     return Pack(folder, about, chat)
 
 
-def write_pack(folder: Path, talk: Chat, ids: Sequence[int], made_by: Mapping[str, str]) -> PackDocument:
-    """Keep what the text of `talk` has stored of the documents that wait in it, which is the past of `ids`.
+def make(talk: Chat, folder: Path, heard: Callable[[Read], None] = lambda _: None) -> PackDocument:
+    """Have the model read the documents that wait in a conversation, and keep them with what it stored.
 
-    `made_by`: the identity of the model before it read. The folder is whole when it has its name. Raises OSError.
+    `heard`: how far reading is. The folder is whole when it has its name. Raises BadInput for what is read in a moment.
     """
+    (ids, contents), made_by = talk.begins(), identity(talk.model.model.lm)
+    if len(ids) < FEW:
+        raise BadInput(
+            "these documents are read in a moment: there is nothing to pack",
+            code="too_short",
+            lines=[f"they have {len(ids):,} tokens"],
+            try_=["kvcli chat -f FILE"],
+        )
+    heard(Read(0, len(ids), 0, 0.0))
+    # a token is written behind them, as that is when their last one is stored
+    for event in talk.model.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
+        if isinstance(event, Read):
+            heard(event)
+    with writing(folder.name, try_=["-o NAME.kvs elsewhere"]):
+        return _write(talk, folder, ids, made_by)
+
+
+def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, str]) -> PackDocument:
+    """`made_by`: the identity of the model before it read."""
     text = talk.model
     assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
     shaping = build.shaping(text.profile)
@@ -150,11 +170,6 @@ def write_pack(folder: Path, talk: Chat, ids: Sequence[int], made_by: Mapping[st
 def fingerprint(text: OpenText, made_by: Mapping[str, str]) -> dict[str, str]:
     """All that the past of a text depends on, by field."""
     return fields_of(made_by, text.session, build.shaping(text.profile))
-
-
-def is_worth_it(ids: Sequence[int]) -> bool:
-    """Whether reading so few tokens takes any time."""
-    return len(ids) >= FEW
 
 
 def _packed(path: Path) -> PackedFile:

@@ -90,29 +90,20 @@ def output_folder(world: World, typed: str) -> Path:
 
 
 def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
-    """Have the model read what waits in the conversation, and keep what it stored."""
+    """The pack, with a bar while the model reads."""
     from kvcli.api import Read
-    from kvcli.chat.pack import is_worth_it, write_pack
-    from kvcli.kept.identity import identity
+    from kvcli.chat.pack import make
     from kvcli.render.live import reading_bar
     from kvcli.render.stream import busy_word
 
-    ids, contents = talk.begins()
-    if not is_worth_it(ids):
-        raise BadInput(
-            "these documents are read in a moment: there is nothing to pack",
-            code="too_short",
-            lines=[f"they have {len(ids):,} tokens"],
-            try_=["kvcli chat -f FILE"],
-        )
-    made, at = identity(talk.model.model.lm), [Read(0, len(ids), 0, 0.0)]
-    with busy_word(screen, f"reading {len(ids):,} tokens", lambda since, width: reading_bar(at[0], width, since)):
-        # one token more than is kept: it is what the last one of the documents is stored for
-        for event in talk.model.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
-            if isinstance(event, Read):
-                at[0] = event
-    with writing(folder.name), busy_word(screen, f"writing {folder.name}"):
-        return write_pack(folder, talk, ids, made)
+    at = Read(0, 0, 0, 0.0)
+
+    def heard(event: Read) -> None:
+        nonlocal at
+        at = event
+
+    with busy_word(screen, f"reading for {folder.name}", lambda since, width: reading_bar(at, width, since)):
+        return make(talk, folder, heard)
 
 
 def show(world: World, folder: Path, about: PackDocument) -> None:

@@ -299,16 +299,11 @@ class Session:
 
     def state(self) -> State:
         """All that what comes behind the stored tokens depends on, settings and sampling aside; between passes."""
-        return {
-            "ids": torch.tensor(self.ids[: self.committed], dtype=torch.int32),
-            "n_prompt": self._n_prompt,
-            "is_whole": self._is_whole,
-            "has_left": self._has_left,
-            "own": int(min(self._own, self.committed)),
-            "heard": self.heard.state(),
-            "memory": self.memory.state() if self.memory is not None else {},
-            "kv": self.kv.state(),
-        }
+        told = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
+        told |= {"own": int(min(self._own, self.committed))}
+        ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
+        memory: State = self.memory.state() if self.memory is not None else {}
+        return {**told, "ids": ids, "heard": self.heard.state(), "memory": memory, "kv": self.kv.state()}
 
     def restore(self, state: State, pending: int) -> None:
         """Become the session that gave this, with another token pending; how it samples is as it was here.
@@ -353,7 +348,11 @@ class Session:
 
     def resume(self, ids: Sequence[int]) -> int:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
-        return self.rewind(self._shared(ids))
+        shared = self._shared(ids)
+        if shared == self.committed < len(ids):  # nothing is stored of the pending token: any may be next
+            self.ids[shared:] = ids[shared : shared + 1]
+            shared += 1
+        return self.rewind(shared)
 
     def _shared(self, ids: Sequence[int]) -> int:
         """With how many tokens of the text `ids` begin."""

@@ -58,9 +58,7 @@ class Entry:
 
 def write(path: Path, state: State) -> int:
     """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again."""
-    found = dict(leaves(state))
-    tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
-    numbers = {name: leaf for name, leaf in found.items() if name not in tensors}
+    tensors, numbers = _parted(state)
     with replacing(path, is_lasting=False) as file:
         file.write(_header(tensors, numbers, 0))
         total = _seed(numbers)
@@ -94,8 +92,9 @@ def digest(ids: Sequence[int]) -> str:
 
 
 def nbytes(state: State) -> int:
-    """What it takes as a file, the header aside."""
-    return sum(leaf.nbytes for _, leaf in leaves(state) if isinstance(leaf, Tensor))
+    """What it takes as a file."""
+    tensors, numbers = _parted(state)
+    return len(_header(tensors, numbers, 0)) + sum(t.nbytes for t in tensors.values())
 
 
 def read(path: Path) -> State:
@@ -142,6 +141,12 @@ def _entries(file: IO[bytes]) -> tuple[list[Entry], dict[str, int | float], str]
     if not all(isinstance(value, int | float) for value in numbers.values()):
         raise Damaged("its numbers are none")
     return entries, numbers, about[SUM]
+
+
+def _parted(state: State) -> tuple[dict[str, Tensor], dict[str, Leaf]]:
+    found = dict(leaves(state))
+    tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+    return tensors, {name: leaf for name, leaf in found.items() if name not in tensors}
 
 
 def _header(tensors: Mapping[str, Tensor], numbers: Mapping[str, Leaf], total: int) -> bytes:

@@ -9,9 +9,7 @@ written costs time and nothing else.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +23,8 @@ from kvcli.files import SPARE, private_folder, write_private
 from kvcli.kept import past
 from kvcli.kept.block import Block, Damaged, read
 from kvcli.kept.identity import identity
-from kvcli.kept.tree import ENDS, Found, Tree
+from kvcli.kept.room import make_room, touch
+from kvcli.kept.tree import Found, Tree
 from kvcli.kv.shortage import lacking
 from kvcli.kv.state import Misfit
 from kvcli.kv.windows import windows_of
@@ -37,9 +36,8 @@ if TYPE_CHECKING:
 
 FEW = 32  # tokens: as many are read as fast as they are found
 WORTH = 1 << 35  # weights times tokens: less is read in a moment, and not worth writing to a disk
-LEFT = 0.9  # of the room: where it is full, what was not used for longest goes until no more than this is taken
+HEAD = 1 << 14  # bytes of a block beside its numbers, about
 FIELDS, MODEL = "identity.json", "model"  # the file, and what a model is called in it
-TICK = 0.001  # seconds
 UNKEPT = "what was read is not kept"
 STOPPED = f"{UNKEPT}: stopped"
 
@@ -102,7 +100,7 @@ class Shelf:
                 continue  # its file is gone: to what comes before it
             except OSError:  # it stays, and would be found again
                 break
-            _touch([one.path for one in found])
+            touch([one.path for one in found])
             break
         return session.committed
 
@@ -138,8 +136,8 @@ class Shelf:
             fresh = sum(one.nbytes for one in new)
             if size > self.most or fresh > shutil.disk_usage(folder).free - SPARE:
                 return Kept(0, f"{size >> 20:,} MiB of keys and values have no room in {self.folder}")
-            _touch(here)
-            self._make_room(fresh)
+            touch(here)
+            make_room(self.folder, self.most, fresh)
             if not (folder / FIELDS).exists():
                 about = {MODEL: self._lm.info.id, **self._of(session, shaping)}
                 write_private(folder / FIELDS, json.dumps(about, indent=1) + "\n")
@@ -148,8 +146,8 @@ class Shelf:
                     return Kept(written, STOPPED)
                 written += one.write()
                 one.drop()
-            _touch(here)
-            self._make_room()
+            touch(here)
+            make_room(self.folder, self.most)
         except OSError as error:
             return Kept(written, f"{UNKEPT}: {error.strerror or error}")
         return Kept(written, shelf=self if is_first else None)
@@ -166,7 +164,7 @@ class Shelf:
             ids = session.ids[mine]
             return Writing(
                 path,
-                size * len(ids) // n,
+                size * len(ids) // n + HEAD,
                 lambda: Block(ids, dict(_cut(held, mine))).write(path),
                 lambda: tree.drop_shorter(path, ids),
             )
@@ -198,7 +196,7 @@ class Shelf:
                     session.rewind(0)
                     raise Misfit("it is of another text")
                 session.resume(ids)  # as every question begins
-                return _touch([path])
+                return touch([path])
             except (Damaged, Misfit):
                 path.unlink(missing_ok=True)
             except OSError:  # it stays
@@ -254,21 +252,6 @@ class Shelf:
                 if one.end > firsts[layer]:
                     yield layer, k[:, mine], v[:, mine], first
 
-    def _make_room(self, fresh: int = 0) -> None:
-        """Have what was not used for longest go, where with so many bytes more there is too much."""
-        stats = []
-        for path in self.folder.glob(f"*/*{ENDS}"):
-            with suppress(FileNotFoundError):  # another run made room
-                stats.append((path, path.stat()))
-        total = sum(stat.st_size for _, stat in stats) + fresh
-        if total <= self.most:
-            return
-        for path, stat in sorted(stats, key=lambda each: each[1].st_mtime_ns):
-            if total <= max(fresh, int(self.most * LEFT)):
-                return
-            path.unlink(missing_ok=True)
-            total -= stat.st_size
-
 
 def fields_of(made_by: Mapping[str, str], session: Session, shaping: Shaping) -> dict[str, str]:
     """All that a past depends on beside the text, by field; `made_by`: the identity of the model."""
@@ -296,11 +279,3 @@ def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]
         if first <= mine.start:
             at = slice(mine.start - first, mine.stop - first)
             yield layer, (k[:, at], v[:, at])
-
-
-def _touch(paths: Sequence[Path]) -> None:
-    """As used now, those further on a little earlier: without what comes before it, a block serves nobody."""
-    now = time.time()
-    for i, path in enumerate(paths):
-        with suppress(OSError):
-            os.utime(path, (now - i * TICK, now - i * TICK))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcli.kv.state import Misfit
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,6 +26,8 @@ class Sums:
 
     def restore(self, given: Given) -> None:
         """Become what gave this."""
+        from kvcli.kv.state import Misfit
+
         for i, shape in enumerate(self.lm.shapes):
             if str(i) in given:
                 one = given.part(str(i))

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from kvcli.engine.policy import Guard, Usual, Wants
-from kvcli.kv.state import Given, Misfit, State, Stateful
 from kvcli.policies.headmap import head_rows
 from kvcli.settings.schema import Range
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.engine.policy import Moment
     from kvcli.kv.slots import Masks, Slots
+    from kvcli.kv.state import Given, State, Stateful
     from kvcli.policies.shares import Share
 
 Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global"]
@@ -60,6 +60,8 @@ class Memory:
 
     def restore(self, given: Given) -> None:
         """Under the same head map: its file may be another one by now."""
+        from kvcli.kv.state import Misfit
+
         if not self._map.equal(given.like("heads", self._map)):
             raise Misfit("its heads were shared out by another head map")
         self.done, self.asked = given.number("done", given.n), given.number("asked", given.n)
