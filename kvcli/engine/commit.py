@@ -33,6 +33,9 @@ def _runs(
 ) -> Iterator[tuple[Tensor | slice | None, int]]:
     """Rows of a path by runs of positions: where they lie among those that reached a layer (None = all of them), and
     where each run begins. A run of all who did is None."""
+    if reached is None and path == range(len(pos)) and isinstance(pos, range):  # a prompt's, as long as they come
+        yield None, pos.start
+        return
     n = len(pos if reached is None else reached)
     there = path if reached is None else sorted(set(path).intersection(reached))
     at = places(there, reached)

@@ -32,6 +32,7 @@ from kvcli.kv.state import Given, Misfit, State, Stateful
 if TYPE_CHECKING:
     from kvcli.engine.constraint import Constraint
     from kvcli.engine.lm import LM
+    from kvcli.settings.schema import Order
 
 
 class Session:
@@ -61,7 +62,7 @@ class Session:
 
         `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.kinds).
         `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
-        of `chunk` rows, as a prompt is read that is pruned; with a policy, it judges once all is read. Raises BadModel
+        of `chunk` rows, as is done with `pruning` in any case; a policy then judges once all is read. Raises BadModel
         for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge. `reusing`: what of a
         prompt is taken over unread.
         """
@@ -82,11 +83,11 @@ class Session:
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
-        self._by_layers = by_layers
+        self._by_layers = by_layers or pruning is not None
         self._under_way: ByLayers | None = None  # a prompt that is being read so
         if pruning is not None:
             pruning.about(lm)
-        if (by_layers or pruning is not None) and lm.straight is None:
+        if self._by_layers and lm.straight is None:
             lm.meet_gates()
         self.spare: Spare | None = None  # of the text before, for the prompt that is read
         self._own = math.inf  # so many tokens were read behind what stands before them now
@@ -150,10 +151,8 @@ class Session:
         if self.spare is not None and ahead == self.committed:
             yield from self._take_over(self.spare, whole)
             return True
-        if self._under_way is None and ahead is None:
-            self._under_way = self._layer_by_layer(whole)
-        if self._under_way is not None:
-            yield from self._read_on(self._under_way)
+        if self._by_layers and ahead is None:
+            yield from self._read_on(self._under_way or self._layer_by_layer(whole))
             return True
         end = min(self.committed + self.chunk_rows, whole if ahead is None else ahead)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
@@ -172,17 +171,16 @@ class Session:
         self.boundary = end
         yield from self.settle("read" if end == whole else "reading")
 
-    def _layer_by_layer(self, whole: int) -> ByLayers | None:
-        """All that is left of the prompt, as what stays behind is chosen by the whole of it; None = by chunks."""
+    def _layer_by_layer(self, whole: int) -> ByLayers:
+        """All that is left of the prompt, as what stays behind is chosen by the whole of it."""
         start, n = self.committed, whole - self.committed
         hear = self.heard.of_chunk(start, n)
         pruner = None if self.pruning is None else self.pruning.over(self.lm, self.kv, start, n, hear)
-        if pruner is None and not self._by_layers:
-            return None
         asks = hear if pruner is None else sorted({*hear, n - 1})  # it judges by the last row
         return ByLayers(self.lm, self.kv, Rows.chain(self.ids[start:whole], start), self.chunk_rows, asks, pruner)
 
     def _read_on(self, prompt: ByLayers) -> Asks[None]:
+        self._under_way = prompt
         try:
             yield from prompt.go_on()
         except BaseException:
@@ -197,6 +195,11 @@ class Session:
             self._is_whole, self._has_left = False, True
         self.boundary = self.committed = self.committed + n
         yield from self.settle("read")
+
+    @property
+    def order(self) -> Order:
+        """What of a prompt is finished first."""
+        return "layers" if self._by_layers else "chunks"
 
     @property
     def progress(self) -> int:

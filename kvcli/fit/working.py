@@ -49,12 +49,18 @@ def working_bytes(
     kv_number: int,
     device: str,
     is_native: bool = False,
+    waiting: int = 0,
 ) -> int:
-    """The larger of reading a chunk and of decoding `rows` rows, over `slots` stored ones."""
+    """The larger of reading a chunk and of decoding `rows` rows, over `slots` stored ones.
+
+    `waiting`: rows of a prompt that is read layer by layer, between two of them, of which a chunk is in one; 0 = it is
+    read chunk by chunk.
+    """
     kept = ALLOCATOR.get(device, 1.0)
     scores = [0 if is_native else _scores(shape, n, slots, device) for n in (chunk, rows)]
     layer = max(_inner(shape, chunk, number), _attention(shape, chunk, number) + scores[0])
-    reading = _fresh(shape, chunk, kv_number) + layer
+    fresh = _fresh(shape, chunk, kv_number)
+    reading = layer + (fresh // shape.layers + waiting * shape.hidden * number if waiting else fresh)
     writing = _fresh(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1]
     writing += logits_bytes(shape, rows)
     return int(kept * max(reading, writing))
@@ -83,7 +89,7 @@ def check_bytes(shape: Shape, number: int) -> int:
 
 
 def _fresh(shape: Shape, rows: int, number: int) -> int:
-    """Keys and values of the pass itself, all layers, until its rows are accepted."""
+    """Keys and values of the pass itself, in all its layers, until its rows are accepted."""
     return shape.kv_per_token * rows * number
 
 
