@@ -11,14 +11,13 @@ tokens it has already read. So undoing, editing and dropping a document are edit
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
-from kvcli.chat.overflow import ASKED, NOTES, Shown, shorter
+from kvcli.chat.overflow import Shown, leave_out
 from kvcli.chat.sessions import Kept, Opened, Sessions, users_sessions
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, messages_of, save_chat
 from kvcli.documents import Document
@@ -34,6 +33,15 @@ if TYPE_CHECKING:
 
 
 PROBES = ("a", "7", "(", "\n")  # questions whose first letter joins with what stands before it, or does not
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Messages as the model is given them."""
+
+    contents: Messages
+    text: str
+    ids: list[int]
 
 
 class Chat:
@@ -84,12 +92,11 @@ class Chat:
         if not text.strip():
             raise BadInput("the question is empty", code="empty_prompt")
         question = Message("user", text, tuple(self.pending))
-        asked = self._contents([*self.messages, question])
-        prompt, ids = self._prompt(asked)
+        asked = self.rendered([*self.messages, question])
         said: list[str] = []
         has_begun = ended = False
         try:
-            events = self.model.stream(ids, messages=asked, **options)
+            events = self.model.stream(asked.ids, messages=asked.contents, **options)
             for event in events:
                 has_begun = True
                 if isinstance(event, Text):
@@ -97,10 +104,10 @@ class Chat:
                 elif isinstance(event, End):
                     ended = True
                     self._keep(question, event.turn.text, event.turn.finish, figures(event.turn.stats))
-                    self._heard = heard(self.model.tokenizer, prompt, ids, event.turn)
+                    self._heard = heard(self.model.tokenizer, asked.text, asked.ids, event.turn)
                 yield event
         except ContextOverflow as error:
-            if has_begun or not (yield from self._leave_out(question, error.detail, options)):
+            if has_begun or not (yield from leave_out(self, question, error.detail, options)):
                 raise
             yield from self.stream(text, **options)
         except (KeyboardInterrupt, GeneratorExit, DoesNotFit):
@@ -183,9 +190,9 @@ class Chat:
 
     def begins(self) -> tuple[list[int], Messages]:
         """The ids that prompts about what is attached now begin with, whatever is asked, and messages of such a one."""
-        asked = [self._contents([*self.messages, Message("user", text, tuple(self.pending))]) for text in PROBES]
-        prompts = zip(*(self._prompt(contents)[1] for contents in asked), strict=False)
-        return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, prompts)], asked[0]
+        asked = [self.rendered([*self.messages, Message("user", text, tuple(self.pending))]) for text in PROBES]
+        prompts = zip(*(one.ids for one in asked), strict=False)
+        return [ids[0] for ids in takewhile(lambda each: len(set(each)) == 1, prompts)], asked[0].contents
 
     def tokens(self) -> list[tuple[str, int]]:
         """The context by message, documents apart; the last entry is what the chat template adds."""
@@ -202,7 +209,7 @@ class Chat:
         rows += [(f"file {d.name}, next question", d.tokens(tokenizer)) for d in self.pending]
         if self.messages:
             pending = sum(d.tokens(tokenizer) for d in self.pending)
-            whole = len(self._prompt(self._contents(self.messages))[1])
+            whole = len(self.rendered(self.messages).ids)
             rows.append(("template", whole - (sum(n for _, n in rows) - pending)))
         return rows
 
@@ -245,55 +252,16 @@ class Chat:
         self.messages += [question, Message("assistant", answer, finish=finish, figures=took)]
         self.pending = [d for d in self.pending if not any(d is used for used in question.documents)]
 
-    def _contents(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+    def rendered(self, messages: Sequence[Message], shown: Shown | None = None) -> Rendered:
+        """What the model is given of these, the last of them a question; `shown`: another part of them than now."""
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
-        return contents + [{"role": m.role, "content": m.content} for m in self.shown.of(messages)]
+        contents += [{"role": m.role, "content": m.content} for m in (shown or self.shown).of(messages)]
+        text, has_template = render_text(self.model.tokenizer, contents, note=self.note)
+        ids = resume_ids(self.model.tokenizer, text, self._heard, special=not has_template)
+        return Rendered(contents, text, ids)
 
-    def _leave_out(
-        self, question: Message, detail: dict[str, Any], options: dict[str, Any]
-    ) -> Generator[Event, None, bool]:
-        """Show the model less of the conversation from here on; whether that is any help."""
-
-        def size(shown: Shown) -> int:
-            self.shown = shown
-            return len(self._prompt(self._contents([*self.messages, question]))[1])
-
-        before, how = self.shown, self.model.on_overflow
-        if how == "error":
-            return False
-        of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0
-        room = detail["limit"] - detail["reserve"] - of_notes
-        try:
-            now = shorter(before, len(self.messages), size, room)
-        finally:
-            self.shown = before
-        if now is None:
-            return False
-        notes = ""
-        if how == "summarize":
-            notes = yield from self._notes(now.left, of_notes, options)
-        self.shown = replace(now, notes=notes)
-        kept = "it wrote notes on them" if notes else "it knows nothing of them now"
-        self._note(f"longer than the window: the model is shown questions 1 to {now.left // 2} no more; {kept}")
-        return True
-
-    def _notes(self, left: int, n: int, options: dict[str, Any]) -> Generator[Event, None, str]:
-        """What the model writes on the first messages, in n tokens, behind what it has read of them already."""
-        asked = self._contents([*self.messages[:left], Message("user", ASKED)])
-        own = {"max_new_tokens": n, "cancel": options.get("cancel")}
-        with suppress(ContextOverflow):  # what goes fills the window itself
-            for event in self.model.stream(self._prompt(asked)[1], messages=asked, **own):
-                if isinstance(event, End):
-                    return event.turn.text.strip()
-                if not isinstance(event, Text):
-                    yield event
-        return ""
-
-    def _prompt(self, contents: Messages) -> tuple[str, list[int]]:
-        text, has_template = render_text(self.model.tokenizer, contents, note=self._note)
-        return text, resume_ids(self.model.tokenizer, text, self._heard, special=not has_template)
-
-    def _note(self, note: str) -> None:
+    def note(self, note: str) -> None:
+        """Have the user know of something, once."""
         if note not in self.notes:
             self.notes.append(note)
 

@@ -8,12 +8,17 @@ made free at once: what is shown begins otherwise then, and is read again.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from kvcli.api import End, Event, Text
+from kvcli.chat.transcript import Message
+from kvcli.errors import ContextOverflow
 
 if TYPE_CHECKING:
-    from kvcli.chat.transcript import Message
+    from kvcli.chat.conversation import Chat
 
 KEPT = 3 / 4  # of the window, that a shortened conversation fills at most
 NOTES = 1 / 8  # of the window at most, for what is written of what goes
@@ -52,3 +57,38 @@ def shorter(shown: Shown, n: int, size: Callable[[Shown], int], room: int) -> Sh
         if (at := bisect_left(choices, True, key=lambda choice: size(choice) <= most)) < len(choices):
             return choices[at]
     return None
+
+
+def leave_out(
+    chat: Chat, question: Message, detail: dict[str, Any], options: dict[str, Any]
+) -> Generator[Event, None, bool]:
+    """Show the model less of a conversation from here on; whether that is any help.
+
+    `detail`: of the error that said how far it is too long; `options`: those that the question is asked with.
+    """
+    if (how := chat.model.on_overflow) == "error":
+        return False
+    of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0
+    room = detail["limit"] - detail["reserve"] - of_notes
+    asked = [*chat.messages, question]
+    now = shorter(chat.shown, len(chat.messages), lambda shown: len(chat.rendered(asked, shown).ids), room)
+    if now is None:
+        return False
+    notes = (yield from _notes(chat, now.left, of_notes, options)) if of_notes else ""
+    chat.shown = replace(now, notes=notes)
+    kept = "it wrote notes on them" if notes else "it knows nothing of them now"
+    chat.note(f"longer than the window: the model is shown questions 1 to {now.left // 2} no more; {kept}")
+    return True
+
+
+def _notes(chat: Chat, left: int, n: int, options: dict[str, Any]) -> Generator[Event, None, str]:
+    """What the model writes on the first messages, in n tokens, behind what it has read of them already."""
+    asked = chat.rendered([*chat.messages[:left], Message("user", ASKED)])
+    own = {"max_new_tokens": n, "cancel": options.get("cancel")}
+    with suppress(ContextOverflow):  # what goes fills the window itself
+        for event in chat.model.stream(asked.ids, messages=asked.contents, **own):
+            if isinstance(event, End):
+                return event.turn.text.strip()
+            if not isinstance(event, Text):
+                yield event
+    return ""
