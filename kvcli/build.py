@@ -29,6 +29,9 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "prune": {
         "none": "kvcli.prune.everything:Everything",
         "lazy": "kvcli.prune.lazy:Lazy",
+        "cut": "kvcli.prune.cut:Cut",
+        "chunked": "kvcli.prune.chunked:Chunked",
+        "random": "kvcli.prune.random:Random",
     },
     "policy": {
         "none": "kvcli.policies.everything:Everything",

@@ -212,7 +212,7 @@ def test_a_pass_that_breaks_leaves_the_past_as_it_was() -> None:
 
 def test_a_model_whose_layers_all_slide_is_refused() -> None:
     with pytest.raises(BadModel, match="prune"):
-        session(lm("mistral"), settings()).pruning.over(lm("mistral"), store(lm("mistral"), 0), 0, 99, ())  # type: ignore[union-attr]
+        settings().over(lm("mistral"), store(lm("mistral"), 0), Rows.chain([0] * 99, 0), (), 0)
 
 
 def test_a_pass_that_breaks_among_others_is_made_again_as_it_was() -> None:

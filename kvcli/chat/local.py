@@ -158,7 +158,8 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        return [*([self._unkept] if self._unkept else []), *cautions(self.profile, self.lm.device.type)]
+        of_prune: str = self.profile.prune.caution(self.lm)
+        return [*filter(None, (self._unkept, of_prune)), *cautions(self.profile, self.lm.device.type)]
 
     @property
     def promise(self) -> str:

@@ -70,7 +70,7 @@ class Pass:
         feed = self._feed
         if feed.pruner is None:
             return hidden
-        before = self.live or range(self.n_rows)
+        before = range(self.n_rows) if self.live is None else self.live
         live = Live(before, self.fresh.get(layer - 1), self.queries[-1] if self.queries else None)
         rows, hidden = narrowed(feed.pruner, layer, live, hidden)
         if rows is not before:
@@ -100,6 +100,8 @@ class Pass:
             return self._attend_in_part(layer, q, k, v, sight, sink)
         if layer == self.last:
             raise Enough
+        if not rows.ids:  # of this text nobody has come yet
+            return q.new_empty(q.shape[0], 0, v.shape[2])
         if feed.is_prompt:
             sight = replace(sight, is_prompt=True)
         line, sees = rows.sees, self._sees(sight.window, q)
@@ -169,7 +171,7 @@ class SideBySide:
             return None
         found, start = list[int](), 0
         for p in self._passes:
-            found += (start + row for row in p.live or range(p.n_rows))
+            found += (start + row for row in (range(p.n_rows) if p.live is None else p.live))
             start += p.n_rows
         return found
 

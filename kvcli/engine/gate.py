@@ -20,8 +20,10 @@ from torch import Tensor
 from kvcli.engine.rows import places
 
 if TYPE_CHECKING:
-    from kvcli.engine.feed import Fresh
+    from kvcli.engine.behind import Behind, Moves
+    from kvcli.engine.feed import Asks, Fresh
     from kvcli.engine.lm import LM
+    from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
 
 _CARRY = {"position_embeddings": -2, "position_ids": -1}  # what a layer is told of each row, and in which dimension
@@ -51,13 +53,21 @@ class Pruner(Protocol):
     """
 
     def before(self, layer: int, live: Live) -> Sequence[int] | None:
-        """Which live rows go on into this layer, at least one; None = all."""
+        """Which live rows go on into this layer; None = all."""
 
     def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
         """Rows that stay behind, and their hidden states [n, E]: what this layer would have been given."""
 
     def revive(self, layer: int) -> tuple[Sequence[int], Tensor] | None:
         """Rows that come back into this layer, none of them live, and their hidden states [n, E]."""
+
+
+class Returns(Pruner, Protocol):
+    """The pruner of a pass in which tokens come back that stayed behind."""
+
+    @property
+    def moves(self) -> Moves:
+        """Which did, and where they stopped again."""
 
 
 class Pruning(Protocol):
@@ -67,11 +77,32 @@ class Pruning(Protocol):
     def reads(self) -> str:
         """How much of a long prompt goes through all layers, in words; "" = all of it."""
 
-    def over(self, lm: LM, past: Store, start: int, n: int, must: Sequence[int]) -> Pruner | None:
-        """For reading n tokens from position `start` on, behind what is stored; None = all rows go on.
+    @property
+    def hears(self) -> int:
+        """Newest rows of what is read whose queries it judges by."""
 
-        `must`: rows that go through every layer.
+    @property
+    def every(self) -> int | None:
+        """Tokens of an answer between two passes in which some may come back; None = what stays behind is gone."""
+
+    @property
+    def completes(self) -> bool:
+        """Whether those that are still behind come back before the next prompt is read."""
+
+    def takes(self, n: int, chunk: int) -> int:
+        """How many of the n tokens that are left of a prompt it judges together."""
+
+    def over(
+        self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int
+    ) -> Asks[Pruner | None] | Pruner | None:
+        """For reading these rows behind what is stored, perhaps after a look at them; None = all of them go on.
+
+        `must`: rows that go through every layer. `part`: rows of a feed that go through a layer at a time.
         """
+
+    def back(self, lm: LM, past: Store, behind: Behind, pos: Sequence[int]) -> Returns:
+        """For a pass at these positions: of those behind, rising, then of the newest token. Asked where `every` is
+        set."""
 
 
 class Gate:
@@ -80,6 +111,7 @@ class Gate:
     def __init__(self, layer: int, forward: Callable[..., Any], *, is_last: bool) -> None:
         """`forward`: the layer's own, held weakly: a layer that held itself would outlive its model."""
         self._layer, self._is_last = layer, is_last
+        self._gives_tuple = False  # as some models do that were written for older releases
         # what accelerate puts in its place is no method, and holds the layer anyway
         self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
 
@@ -93,6 +125,8 @@ class Gate:
         if not getattr(its_pass, "is_gated", False):
             return forward(hidden_states, *args, **told)
         hidden = its_pass.narrow(self._layer, hidden_states[0])
+        if not len(hidden):  # nobody has come yet
+            return (hidden.unsqueeze(0),) if self._gives_tuple else hidden.unsqueeze(0)
         out: Any = None
         states = list[Tensor]()
         for part, rows in its_pass.parts():
@@ -108,8 +142,8 @@ class Gate:
         if self._is_last and its_pass.live is not None:
             at = torch.tensor(its_pass.live, device=whole.device)
             whole = whole.new_zeros(its_pass.n_rows, whole.shape[1]).index_copy_(0, at, whole)
-        # tuples come from some models written for older releases
-        return (whole.unsqueeze(0), *out[1:]) if isinstance(out, tuple) else whole.unsqueeze(0)
+        self._gives_tuple = isinstance(out, tuple)
+        return (whole.unsqueeze(0), *out[1:]) if self._gives_tuple else whole.unsqueeze(0)
 
 
 def install(layers: Iterable[Any]) -> None:
@@ -133,7 +167,6 @@ def narrowed(pruner: Pruner, layer: int, live: Live, hidden: Tensor) -> tuple[Se
         assert len(set(both)) == len(both), "a row that comes back was away"
         order = sorted(range(len(both)), key=both.__getitem__)
         rows, hidden = [both[i] for i in order], torch.cat((hidden, back[1].to(hidden)))[order]
-    assert rows, "at least one row goes on"
     return rows, hidden
 
 

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvcli.engine.behind import AT_ONCE, Behind, Completing, Noting, Older, rows_of
 from kvcli.engine.boundary import Boundary
 from kvcli.engine.commit import commit
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.feed import Asks, Feed, Made, Work, asked
-from kvcli.engine.gate import Pruner, Pruning
+from kvcli.engine.gate import Pruner, Pruning, Returns
 from kvcli.engine.heard import Heard
 from kvcli.engine.kinds import Span, kinds_of
 from kvcli.engine.policy import Phase, Policy, Wants
+from kvcli.engine.readback import Readback
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Draw, Sampler, Seen
 from kvcli.engine.stats import Step
@@ -73,6 +75,7 @@ class Session:
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
+        self.behind = Behind()  # those of them that may go on later
 
     def begin(
         self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[Span] = ()
@@ -89,15 +92,18 @@ class Session:
         """One pass: guess, run, accept, commit. New tokens, at least one and at most `most`, end at one of `stop`."""
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
         began = time.perf_counter()
-        room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
-        draft = yield from asked(self.drafter.propose(self.ids, room))
-        rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
-        assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
         how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
-        hear = self.heard.of_tree(rows.tree)
-        made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
-        path, new = walk(rows, made.drawn, stop)
-        self._commit(rows, hear, made, path)
+        if self._back_in == 0:
+            rows, made, path, new = yield from self._with_some_back(how)
+        else:
+            room = int(min(self.boundary - self.committed, self._back_in, most, self.lm.limit - self.committed)) - 1
+            draft = yield from asked(self.drafter.propose(self.ids, room))
+            rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
+            assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
+            hear = self.heard.of_tree(rows.tree)
+            made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
+            path, new = walk(rows, made.drawn, stop)
+            self._commit(rows, hear, made, path)
         self.ids += new
         self.seen.add(new)
         done = partial(Step, rows, made.logits, path, new, gleaned=made.gleaned)
@@ -121,8 +127,9 @@ class Session:
         if self.committed >= whole:
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
-        if (pruner := self._pruner(whole)) is not None:
-            yield from self._read_by_layers(pruner, whole)
+        if self.behind and self.pruning is not None and self.pruning.completes:
+            yield from self.complete()
+        if self.pruning is not None and (yield from self._read_fewer(self.pruning, whole)):
             return True
         end = min(self.committed + self.chunk_rows, whole)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
@@ -133,27 +140,68 @@ class Session:
         yield from self.settle("read" if end == whole else "reading")
         return True
 
-    def _pruner(self, whole: int) -> Pruner | None:
-        n = whole - self.committed
-        if self.pruning is None:
-            return None
-        hear = self.heard.of_chunk(self.committed, n)
-        return self.pruning.over(self.lm, self.kv, self.committed, n, hear)
-
-    def _read_by_layers(self, pruner: Pruner, whole: int) -> Asks[None]:
-        """All that is left of the prompt in one pass, as what stays behind is chosen by the whole of it."""
-        rows = Rows.chain(self.ids[self.committed : whole], self.committed)
+    def _read_fewer(self, pruning: Pruning, whole: int) -> Asks[bool]:
+        """As much of the prompt as is judged together, in one pass through the layers; False if all of it goes on."""
+        end = self.committed + pruning.takes(whole - self.committed, self.chunk_rows)
+        rows = Rows.chain(self.ids[self.committed : end], self.committed)
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
-        asks = sorted({*hear, rows.n_rows - 1})  # the pruner judges by the last row
+        asks = sorted({*hear, *range(max(0, rows.n_rows - pruning.hears), rows.n_rows)})
         part = 0 if any(shape.shares is not None for shape in self.lm.shapes) else self.chunk_rows
+        pruner: Pruner | None = yield from asked(pruning.over(self.lm, self.kv, rows, asks, part))
+        if pruner is None:
+            return False
+        noting = Noting(pruner, rows.pos)
         try:
-            made = yield Feed(self.lm, rows, self.kv, self.view, hear=asks, is_prompt=True, pruner=pruner, part=part)
+            made = yield Feed(self.lm, rows, self.kv, self.view, hear=asks, is_prompt=True, pruner=noting, part=part)
         except BaseException:
             self.kv.crop(self.committed)  # parts are stored as they go
             raise
-        self.boundary, self._is_whole, self._has_left = whole, False, True
+        self.boundary, self._is_whole, self._has_left = end, False, True
         self._commit(rows, asks if hear else (), made, range(rows.n_rows))
-        yield from self.settle("read")
+        if pruning.every is not None:
+            self.behind.follow(noting.moves)
+        yield from self.settle("read" if end == whole else "reading")
+        return True
+
+    @property
+    def _back_in(self) -> float:
+        """Tokens until the pass in which some may come back that were left behind: with it the past changes."""
+        if not self.behind or self.pruning is None or self.pruning.every is None:
+            return math.inf
+        return (self._n_prompt - self.committed - 1) % self.pruning.every
+
+    def _with_some_back(self, how: Draw) -> Asks[tuple[Rows, Made, list[int], list[int]]]:
+        """A pass of the pending token alone, beside which tokens come back that it looks at; as `walk` ends."""
+        assert self.pruning is not None, "somebody left them behind"
+        pos = [*self.behind.positions, self.committed]
+        pruner = self.pruning.back(self.lm, self.kv, self.behind, pos)
+        last, rows = [len(pos) - 1], Rows.chain(self.ids[-1:], self.committed)
+        made = yield from self._bring_back(pruner, pos, last)
+        drawn = Readback(Feed(self.lm, rows, self.kv, draw=how), made.logits).drawn
+        new = [drawn(0)]
+        self._store_back(pruner, pos, made)
+        self.committed += 1
+        return rows, made, [0], new
+
+    def complete(self) -> Asks[None]:
+        """All that was left behind goes on to the last layer, the oldest first."""
+        while self.behind:
+            pos = self.behind.positions[:AT_ONCE]
+            pruner = Completing(self.behind, pos)
+            made = yield from self._bring_back(pruner, pos)
+            self._store_back(pruner, pos, made)
+
+    def _bring_back(self, pruner: Returns, pos: Sequence[int], last: Sequence[int] = ()) -> Asks[Made]:
+        past: Store = Older(self.kv)  # type: ignore[assignment]  # nothing is stored by it
+        return (yield Feed(self.lm, rows_of(self.ids, pos), past, want=last, hear=last, pruner=pruner))
+
+    def _store_back(self, pruner: Returns, pos: Sequence[int], made: Made) -> None:
+        try:
+            commit(self.kv, rows_of(self.ids, pos), made, range(len(pos)))
+        except BaseException:
+            self.committed = 0  # what some layers have and others do not lies among the rest
+            raise
+        self.behind.follow(pruner.moves)
 
     def read(self, ids: Sequence[int]) -> Work[int, None]:
         """Take in `ids` behind the text; says after each chunk how many tokens are committed."""
@@ -181,7 +229,7 @@ class Session:
         if self.policy is not None:
             masks = yield from self._at(phase).ask(self.policy)
         was_whole, self._is_whole = self._is_whole, False  # should it fail half way
-        end = min(self._n_prompt, self.committed)  # an answer can be taken back to where it began
+        end = min(self._n_prompt, self.committed, *self.behind.positions[:1])  # where a row may still stand
         self._is_whole = not self.kv.settle(masks, end) and was_whole
         self.boundary = self._next_boundary()
         if phase == "read" and not self._wants.lasting:
@@ -200,6 +248,7 @@ class Session:
         if not keep:
             self._is_whole, self._has_left, self._n_prompt = True, False, 0
             self.heard.clear()
+            self.behind = Behind()
             self.memory = self._wants.memory()
         self.seen.clear()
         self.seen.add(self.ids)
@@ -217,6 +266,7 @@ class Session:
         other.put(mine)
         self.heard, other.heard = other.heard, self.heard
         self.memory, other.memory = other.memory, self.memory
+        self.behind, other.behind = other.behind, self.behind
         self._is_whole, self._has_left = other._is_whole, other._has_left
         self._n_prompt = other._n_prompt
         self.ids, self.committed = other.ids, other.committed

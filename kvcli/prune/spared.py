@@ -1,0 +1,57 @@
+"""Tokens of a prompt that no method leaves behind, and where methods can look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from kvcli.errors import BadModel
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.engine.lm import LM
+    from kvcli.engine.rows import Rows
+
+
+@dataclass(frozen=True)
+class Spared:
+    """What all methods that leave tokens behind have in common."""
+
+    recent: Annotated[int, Range(1)] = 64  # newest tokens that always go on
+    sinks: Annotated[int, Range(0)] = 4  # first tokens that always go on
+    least: Annotated[int, Range(1)] = 1024  # tokens of a prompt below which all go on
+
+    hears: ClassVar[int] = 1  # newest rows whose queries judge the others
+    every: ClassVar[int | None] = None  # tokens of an answer between two passes that bring some back; None = none does
+    completes: ClassVar[bool] = False  # does the next prompt find all of them brought back?
+
+    def takes(self, n: int, chunk: int) -> int:
+        """How many of the n tokens that are left of a prompt are read and judged together."""
+        return n
+
+    def caution(self, lm: LM) -> str:
+        """What should be known of it with this model; "" = nothing."""
+        return ""
+
+    def always(self, rows: Rows, must: Sequence[int]) -> set[int]:
+        """Rows of a prompt that go through every layer."""
+        n = rows.n_rows
+        return {*must, *range(min(n, max(0, self.sinks - rows.pos[0]))), *range(max(0, n - self.recent), n)}
+
+
+def below_all(lm: LM, spared: int = 0) -> list[int]:
+    """Layers before which tokens can be judged: the one below shows all of a text, and `spared` lie above.
+
+    Raises BadModel where there is none.
+    """
+    layers = range(1, lm.n_layers - max(0, spared - 1))
+    shown = [i for i in layers if lm.windows[i - 1] is None and lm.shapes[i - 1].shares is None]
+    if not shown:
+        raise BadModel(
+            f"[prune] judges tokens in layers that see all of a text, and {lm.info.id} has none",
+            code="no_pruning",
+            lines=[f"below its last {spared}, where tokens that may come back stay"] if spared else [],
+            try_=["--set prune.method=none"],
+        )
+    return shown
