@@ -171,6 +171,7 @@ def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes |
         every=every(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
         pruning=profile.prune.settings if profile.prune.reads else None,
+        by_layers=profile.prefill.order == "layers",
     )
 
 

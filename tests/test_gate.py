@@ -127,7 +127,7 @@ def test_idle_gates_change_nothing(name: str) -> None:
     feed = Feed(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=range(N))
     (bare,) = run([feed])
     assert not any(isinstance(part.forward, Gate) for part in model.model.modules()), "nobody has asked for them"
-    model.meet_pruner()
+    model.meet_gates()
     (gated,) = run([feed])
     assert sum(isinstance(part.forward, Gate) for part in model.model.modules()) == model.n_layers
     assert torch.equal(gated.logits, bare.logits)
@@ -283,7 +283,7 @@ def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_family_is_accepted(name: str, dtype: torch.dtype) -> None:
-    LM.of(families.build(name, dtype)).meet_pruner()
+    LM.of(families.build(name, dtype)).meet_gates()
 
 
 # ---- layers that are not alike ----
@@ -306,7 +306,8 @@ def test_layers_of_any_shape_attend_and_store_and_share() -> None:
     found = []
     for a, b in ((0, 8), (8, n)):
         rows = Rows.chain([0] * (b - a), a)
-        one = Pass(Feed(SimpleNamespace(shapes=SHAPES), rows, kv, pruner=Fixed(plan) if a else None))  # type: ignore[arg-type]
+        lm: Any = SimpleNamespace(shapes=SHAPES, n_layers=len(SHAPES))
+        one = Pass(Feed(lm, rows, kv, pruner=Fixed(plan) if a else None))
         outs = []
         for layer in range(len(SHAPES)):
             one.narrow(layer, torch.zeros(len(one.live or rows.ids), 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.engine.feed import Made
 from kvcli.engine.heard import Heard
 from kvcli.engine.rows import Rows
 
@@ -14,7 +13,7 @@ def hear(heard: Heard, start: int, n: int) -> None:
     """A pass of n rows from `start` on, one layer, whose query is its position."""
     rows, asked = Rows.chain([1] * n, start), heard.of_chunk(start, n)
     queries = torch.tensor([rows.pos[row] for row in asked], dtype=torch.float64).view(1, -1, 1)
-    heard.take(rows, asked, Made(torch.empty(0), lambda row: 0, lambda row: [], (), [queries]), range(n))
+    heard.take(rows, asked, [queries], range(n))
 
 
 @pytest.mark.parametrize("recent", [0, 1, 3, 5, 40])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from kvcli.drafts.off import Off
+from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.engine import Engine, drive, events, run, together
 from kvcli.engine.feed import Feed
-from kvcli.engine.gate import Pruning
+from kvcli.engine.gate import Gate, Pruning
 from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
@@ -20,6 +22,7 @@ from kvcli.engine.session import Session, commit
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.slots import LayerShape, Store, spans
 from kvcli.prune import narrowing
 from kvcli.prune.chunked import Chunked
 from kvcli.prune.cut import Cut
@@ -45,35 +48,57 @@ def store(model: LM, n: int) -> Dense:
     return kv
 
 
+def by_layers(model: LM, rows: Rows, kv: Store, part: int, hear: Sequence[int] = ()) -> ByLayers:
+    """Rows read so to their end."""
+    prompt = ByLayers(model, kv, rows, part, hear)
+    while not prompt.is_over:
+        drive(prompt.go_on())
+    return prompt
+
+
 @pytest.mark.parametrize("past", [0, 20])
-@pytest.mark.parametrize("part", [1, 7, 44])
-@pytest.mark.parametrize("name", [n for n in families.FAMILIES if not any(s.shares is not None for s in lm(n).shapes)])
+@pytest.mark.parametrize("part", [1, 7, 44, 100])
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_layer_by_layer_is_chunk_by_chunk(name: str, part: int, past: int) -> None:
+    """To the bit, whatever kernels do with rows of a pass: the passes are the same."""
     model, ids = lm(name), families.prompt(N)
-    whole, parts = store(model, past), store(model, past)
-    rows = Rows.chain(ids, past)
-    (made,) = run([Feed(model, rows, whole, hear=[3, 40])])
-    commit(whole, rows, made, range(N))
-    (same,) = run([Feed(model, rows, parts, hear=[3, 40], is_prompt=True, part=part)])
-    assert not same.fresh, "all is stored"
+    chunks, layers = store(model, past), store(model, past)
+    rows, hear, heard = Rows.chain(ids, past), [3, 40], list[Sequence[torch.Tensor]]()
+    for a in range(0, N, part):
+        one = rows.only(range(a, min(a + part, N)))
+        (made,) = run([Feed(model, one, chunks, hear=[row - a for row in hear if a <= row < a + part], is_prompt=True)])
+        commit(chunks, one, made, range(one.n_rows))
+        heard += [made.queries] if made.queries else []
+    prompt = by_layers(model, rows, layers, part, hear)
+    assert prompt.done == 1
     for layer in range(model.n_layers):
-        a, b = whole.slots(layer), parts.slots(layer)
+        a, b = chunks.slots(layer), layers.slots(layer)
         assert torch.equal(a.pos, b.pos)
-        torch.testing.assert_close(a.k, b.k, rtol=0, atol=1e-12)
-        torch.testing.assert_close(a.v, b.v, rtol=0, atol=1e-12)
-        torch.testing.assert_close(made.queries[layer], same.queries[layer], rtol=0, atol=1e-12)
+        assert torch.equal(a.k, b.k)
+        assert torch.equal(a.v, b.v)
+        assert torch.equal(torch.cat([queries[layer] for queries in heard], 1), prompt.queries[layer])
 
 
-def test_the_same_to_the_bit_where_rows_are_independent() -> None:
-    model = LM.of(families.build("llama", torch.bfloat16))
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_a_way_straight_through_the_layers_goes_from_one_to_the_next(name: str) -> None:
+    model = LM.of(families.build(name, torch.bfloat16))
     model.lay_out()
     assert model.is_row_invariant
     whole, parts, rows = store(model, 0), store(model, 0), Rows.chain(families.prompt(N), 0)
     commit(whole, rows, *run([Feed(model, rows, whole)]), range(N))
-    run([Feed(model, rows, parts, is_prompt=True, part=16)])
+    by_layers(model, rows, parts, 16)
+    assert (model.straight is not None) == (name != "gemma3")  # which scales its embeddings
+    assert any(isinstance(part.forward, Gate) for part in model.model.modules()) == (model.straight is None)
     for layer in range(model.n_layers):
         assert torch.equal(whole.slots(layer).k, parts.slots(layer).k)
         assert torch.equal(whole.slots(layer).v, parts.slots(layer).v)
+
+
+def test_layers_that_share_slots_go_together() -> None:
+    one = LayerShape(2, 8, 8)
+    shared = [one, one, LayerShape(2, 8, 8, shares=1), one, LayerShape(2, 8, 8, shares=1), one]
+    assert spans([one] * 3) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert spans(shared) == [range(0, 1), range(1, 5), range(5, 6)]
 
 
 def session(model: LM, pruning: Pruning | None, chunk: int = 16, **more: object) -> Session:
@@ -85,10 +110,15 @@ def settings(**changes: object) -> Lazy:
     return Lazy(**{**usual, **changes})  # type: ignore[arg-type]
 
 
-def said(s: Session, ids: list[int], n: int = 20) -> list[int]:
+def read(s: Session, ids: list[int]) -> Session:
     s.begin(ids, Sampler())
     while drive(s.chunk(ids)):
         pass
+    return s
+
+
+def said(s: Session, ids: list[int], n: int = 20) -> list[int]:
+    read(s, ids)
     list(events(s.stream(n)))
     return s.ids[len(ids) :]
 
@@ -110,7 +140,7 @@ def test_those_that_the_end_looks_at_go_on(chunk: int) -> None:
     model, ids = lm("llama"), families.prompt(N + 1)
     lazy = settings(start_keep_ratio=0.6, end_keep_ratio=0.3)
     s = session(model, lazy, chunk)
-    assert drive(s.chunk(ids))
+    drive(s.read(ids))
     live = list(range(N))
     full = session(model, None, 100)
     drive(full.chunk(ids))
@@ -142,7 +172,7 @@ def test_a_bound_on_what_is_lost_keeps_more() -> None:
         session(lm("llama"), settings(end_keep_ratio=0.1, mass=0.95)),
     )
     for s in (few, many):
-        drive(s.chunk(ids))
+        drive(s.read(ids))
     last = lm("llama").n_layers - 1
     assert few.kv.n_slots(last) < many.kv.n_slots(last) <= N
 
@@ -210,7 +240,7 @@ def test_a_pass_that_breaks_leaves_the_past_as_it_was() -> None:
 
     s.kv.append = append  # type: ignore[method-assign, assignment]
     with pytest.raises(MemoryError):
-        drive(s.chunk(ids))
+        drive(s.read(ids))
     assert s.committed == 0
     assert not any(s.kv.n_slots(layer) for layer in range(model.n_layers))
     s.kv.append = whole  # type: ignore[method-assign]
@@ -225,16 +255,16 @@ def test_a_model_whose_layers_all_slide_is_refused() -> None:
 def test_a_pass_that_breaks_among_others_is_made_again_as_it_was() -> None:
     model, ids = lm("llama"), families.prompt(N)
     first, second = session(model, settings(), 7), session(model, settings(), 7)
-    whole, calls = second.kv.append, 0
+    whole, calls = second.kv.attend, 0
 
-    def append(*args: object) -> None:
+    def attend(*args: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 9:
             raise MemoryError
-        whole(*args)  # type: ignore[arg-type]
+        return whole(*args)  # type: ignore[arg-type]
 
-    second.kv.append = append  # type: ignore[method-assign, assignment]
+    second.kv.attend = attend  # type: ignore[method-assign, assignment]
     alone = said(session(model, settings(), 7), ids)
     together(*(answered(s, ids) for s in (first, second)))
     assert first.ids[N:] == second.ids[N:] == alone
@@ -286,7 +316,7 @@ def test_one_cut_lets_on_whom_the_window_looks_at(method: str) -> None:
     model, ids = lm("llama"), families.prompt(N + 1)
     cut = METHODS[method]
     s = session(model, cut, 100)
-    assert drive(s.chunk(ids))
+    read(s, ids)
     below = 1  # of three layers the second is the first that fewer reach
     rows = Rows.chain(ids[:N], 0)
     (made,) = run([Feed(model, rows, Dense(model.shapes, model.dtype), hear=range(N - 8, N))])
@@ -304,7 +334,7 @@ def test_one_cut_lets_on_whom_the_window_looks_at(method: str) -> None:
 def test_read_again_they_see_each_other_and_nobody_else() -> None:
     model, ids = lm("llama"), families.prompt(N + 1)
     s = session(model, METHODS["cut, again"], 7)
-    assert drive(s.chunk(ids))
+    read(s, ids)
     on = s.kv.slots(0).pos[0].tolist()
     (made,) = run([Feed(model, Rows.chain(ids[:N], 0).only(on), Dense(model.shapes, model.dtype))])
     for layer in range(model.n_layers):
@@ -316,8 +346,8 @@ def test_a_chunk_is_judged_by_its_own_end() -> None:
     ids = families.prompt(N)
     short, long = (session(lm("llama"), METHODS["chunked"], 16) for _ in range(2))
     for s, text in ((short, ids[:17]), (long, ids)):
-        s.begin(text, Sampler())
-        drive(s.chunk(text))
+        while s.committed < 16:
+            drive(s.chunk(text))
         assert s.committed == 16
     for layer in range(3):
         assert torch.equal(short.kv.slots(layer).pos, long.kv.slots(layer).pos)
@@ -328,7 +358,7 @@ def test_shares_of_those_on_their_way_compound() -> None:
     halves = {"start_keep_ratio": 0.5, "end_keep_ratio": 0.5, "recent": 1, "sinks": 0}
     for ratio_of, upper in (("prompt", 22), ("current", 11)):
         s = session(lm("llama"), settings(ratio_of=ratio_of, **halves))
-        drive(s.chunk(families.prompt(45)))
+        read(s, families.prompt(45))
         assert [s.kv.n_slots(layer) for layer in range(3)] == [44, 22, upper]
 
 
@@ -348,7 +378,7 @@ def test_no_more_attention_is_dropped_than_was_allowed(mass: float) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(narrowing, "highest", checked)
-        drive(session(lm("llama"), low).chunk(ids))
+        read(session(lm("llama"), low), ids)
     assert n_cuts == 2
 
 
@@ -389,15 +419,16 @@ def test_what_those_who_come_back_cannot_read_is_refused(other: str, changes: di
 def test_a_vector_dearer_than_what_it_spares_is_said() -> None:
     """One KV head of 16 in each of four layers takes 128 numbers, and a hidden vector 48 or 160."""
     back = settings(scope="prefill+decode")
-    cautions = []
+    told = []
     for hidden in (48, 160):
         model = LM.of(families.build("llama", num_hidden_layers=8, num_key_value_heads=1, hidden_size=hidden))
-        cautions.append(back.caution(model))
-        assert not settings().caution(model)
-    assert cautions[0] == ""
-    assert "kept as 160 numbers, and spares 128" in cautions[1]
+        told.append(back.about(model))
+        assert "spares" not in settings().about(model)
+    assert "spares" not in told[0]
+    assert "kept as 160 numbers, and spares 128" in told[1]
+    assert "nor one of the last 4" in told[0]
 
 
 def test_a_model_of_few_layers_has_none_from_which_they_come_back() -> None:
     with pytest.raises(BadModel, match="prune"):
-        settings(scope="prefill+decode").cuts(lm("llama"), 4)
+        settings(scope="prefill+decode").cuts(lm("llama"))

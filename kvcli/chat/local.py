@@ -158,8 +158,8 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        of_prune: str = self.profile.prune.caution(self.lm)
-        return [*filter(None, (self._unkept, of_prune)), *cautions(self.profile, self.lm.device.type)]
+        said = self._unkept, self.profile.prune.about(self.lm)
+        return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
 
     @property
     def promise(self) -> str:

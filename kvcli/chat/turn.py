@@ -72,7 +72,7 @@ class Answering:
         while (yield from self._steady.chunk(self._asked.ids)):
             stats.read = time.perf_counter() - began
             self._measure()
-            yield Read(self._text.session.committed, stats.prompt, stats.cached, stats.read)
+            yield Read(self._text.session.progress, stats.prompt, stats.cached, stats.read)
             if self._cancel():
                 return
         stats.read = time.perf_counter() - began

@@ -6,34 +6,32 @@ layers and in none above: its depth and one hidden vector, what the next layer w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvcli.engine.commit import commit
+from kvcli.engine.feed import Asks, Feed, Made
+from kvcli.engine.gate import Live
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
-from kvcli.kv.slots import Sight, Usage, alone
+from kvcli.kv.slots import Sight, Usage, alone, spans
 
 if TYPE_CHECKING:
-    from kvcli.engine.gate import Live, Pruner
+    from kvcli.engine.gate import Pruner
+    from kvcli.engine.lm import LM
     from kvcli.kernels.attend_rows import Own
     from kvcli.kernels.merge import Part
     from kvcli.kv.slots import Store
 
-AT_ONCE = 256  # rows that go on together: each has a mask over all that is stored
+AT_ONCE = 256  # tokens that go on together to the last layer: each has a mask over all that is stored
 
 Stopped = dict[int, tuple[list[int], Tensor]]  # by the layer that they did not go into: positions, vectors [n, E]
-
-
-@dataclass(slots=True)
-class Moves:
-    """What a pass changed: who went on from where they were, and who stopped, perhaps some of the same."""
-
-    came: set[int] = field(default_factory=set)
-    stopped: Stopped = field(default_factory=dict)
+# a layer, what the one below made of tokens at these positions -> those that go on, and those that come back
+Choose = Callable[[int, Live, Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 class Behind:
@@ -65,18 +63,23 @@ class Behind:
         place = {p: i for i, p in enumerate(held)}
         return vectors[[place[p] for p in pos]]
 
-    def follow(self, moves: Moves) -> None:
-        """A pass is over, and what it made is stored."""
-        for layer in list(self._at):
-            held = self._at[layer][0]
-            if len(stay := [p for p in held if p not in moves.came]) < len(held):
-                self._put(layer, stay, self.hidden(layer, stay))
-        for layer, (pos, vectors) in moves.stopped.items():
+    def onward(self, some: set[int], layer: int, live: Live, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Chooses all of these, and has nobody stop."""
+        return pos, [p for p in self.at(layer) if p in some]
+
+    def leave(self, came: set[int]) -> None:
+        """These went on."""
+        for layer, (pos, vectors) in list(self._at.items()):
+            stay = [i for i, p in enumerate(pos) if p not in came]
+            self._put(layer, [pos[i] for i in stay], vectors[stay])
+
+    def join(self, stopped: Stopped) -> None:
+        """These stopped."""
+        for layer, (pos, vectors) in stopped.items():
             both, joined = [*self.at(layer), *pos], vectors
             if layer in self._at:
                 joined = torch.cat((self._at[layer][1], vectors))
-            order = sorted(range(len(both)), key=both.__getitem__)
-            self._put(layer, [both[i] for i in order], joined[order])
+            self._put(layer, sorted(both), joined[sorted(range(len(both)), key=both.__getitem__)])
 
     def _put(self, layer: int, pos: list[int], vectors: Tensor) -> None:
         self._at[layer] = pos, vectors
@@ -93,46 +96,80 @@ class Noting:
 
     def __init__(self, pruner: Pruner, pos: Sequence[int]) -> None:
         self._pruner, self._pos = pruner, pos
-        self.moves = Moves()
+        self.stopped: Stopped = {}
 
     def before(self, layer: int, live: Live) -> Sequence[int] | None:
         """As it says."""
-        if layer == 0:  # a pass that broke is made again
-            self.moves = Moves()
         return self._pruner.before(layer, live)
 
     def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
         """Noted."""
-        self.moves.stopped[layer] = [self._pos[row] for row in rows], hidden
+        self.stopped[layer] = [self._pos[row] for row in rows], hidden
 
     def revive(self, layer: int) -> tuple[Sequence[int], Tensor] | None:
         """As it says."""
         return self._pruner.revive(layer)
 
 
-class Completing:
-    """The pruner of a pass of these tokens alone: each goes on from where it stopped, to the last layer."""
+class Trip:
+    """Tokens on their way through the layers, some of which come back on it or stop; what they made is stored after it.
 
-    def __init__(self, behind: Behind, pos: Sequence[int]) -> None:
-        self._behind, self._row = behind, {p: row for row, p in enumerate(pos)}
-        self.moves = Moves(came=set(pos))
+    A layer goes by in which nobody is.
+    """
 
-    def before(self, layer: int, live: Live) -> Sequence[int] | None:
-        """In the first layer they have all been."""
-        return [] if layer == 0 else None
+    def __init__(self, lm: LM, kv: Store, ids: Sequence[int], behind: Behind, pos: Sequence[int] = ()) -> None:
+        """`pos`: rising positions in the text `ids` of those that begin with the first layer."""
+        self._lm, self._kv, self._ids, self._behind = lm, kv, ids, behind
+        self._pos, self._hidden = list(pos), torch.empty(0)  # of those on their way
+        self._came, self._stopped = set[int](), Stopped()
+        self._made: list[tuple[Rows, Made]] = []
 
-    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
-        """What the first layer would be given is of no use."""
+    def go(self, choose: Choose, *, wants: bool = False) -> Asks[Made]:
+        """A pass a layer; the last. `wants`: the logits of the newest token are computed in it."""
+        for layers in spans(self._lm.shapes):
+            if layers.start:
+                self._enter(layers.start, choose)
+            if not (n := len(self._pos)):
+                continue
+            rows = replace(Rows.chain([self._ids[p] for p in self._pos], 0), pos=list(self._pos))
+            want = [n - 1] if wants and layers.stop == self._lm.n_layers else []
+            given = self._hidden if layers.start else None
+            past: Store = Older(self._kv)  # type: ignore[assignment]  # nothing is stored by this pass
+            made = yield Feed(self._lm, rows, past, want=want, hear=[n - 1], layers=layers, hidden=given)
+            self._made.append((rows, made))
+            if made.hidden is not None:
+                self._hidden = made.hidden
+        return made
 
-    def revive(self, layer: int) -> tuple[Sequence[int], Tensor] | None:
-        """Those that stopped here."""
-        if not (pos := [p for p in self._behind.at(layer) if p in self._row]):
-            return None
-        return [self._row[p] for p in pos], self._behind.hidden(layer, pos)
+    def _enter(self, layer: int, choose: Choose) -> None:
+        pos, hidden = self._pos, self._hidden
+        fresh, queries = None, None
+        if self._made and pos:
+            made = self._made[-1][1]
+            fresh, queries = made.fresh[layer - 1], made.queries[-1]
+        on, back = choose(layer, Live(range(len(pos)), fresh, queries), pos)
+        stay = set(on)
+        if out := [i for i, p in enumerate(pos) if p not in stay]:
+            self._stopped[layer] = [pos[i] for i in out], hidden[out]
+            at = [i for i, p in enumerate(pos) if p in stay]
+            pos, hidden = [pos[i] for i in at], hidden[at]
+        if back:
+            vectors, both = self._behind.hidden(layer, back), [*pos, *back]
+            order = sorted(range(len(both)), key=both.__getitem__)
+            pos, hidden = sorted(both), (torch.cat((hidden, vectors)) if self._pos else vectors)[order]
+            self._came |= set(back)
+        self._pos, self._hidden = pos, hidden
+
+    def store(self) -> None:
+        """It is over. What breaks here leaves the store torn: what came back lies among what was there."""
+        for rows, made in self._made:
+            commit(self._kv, rows, made, range(rows.n_rows))
+        self._behind.leave(self._came)
+        self._behind.join(self._stopped)
 
 
 class Older:
-    """A store as tokens of any age see it: each what is older than itself. For a pass with some that come back."""
+    """A store as tokens of any age see it: each what is older than itself."""
 
     def __init__(self, store: Store) -> None:
         self._store, self.dtype = store, store.dtype
@@ -150,8 +187,3 @@ class Older:
     def usage(self) -> list[Usage]:
         """It holds nothing."""
         return []
-
-
-def rows_of(ids: Sequence[int], pos: Sequence[int]) -> Rows:
-    """The tokens of a text at these rising positions: each sees those before it."""
-    return replace(Rows.chain([ids[p] for p in pos], 0), pos=list(pos))

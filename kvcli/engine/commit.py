@@ -42,9 +42,3 @@ def _runs(
             is_slice = at[b - 1] - at[a] == b - a - 1
             some = slice(at[a], at[b - 1] + 1) if is_slice else torch.tensor(at[a:b], device=device)
             yield None if is_slice and b - a == n else some, pos[there[a]]
-
-
-def store(kv: Store, layer: int, k: Tensor, v: Tensor, pos: Sequence[int]) -> None:
-    """Append k, v [K, n, D] of rows at these rising positions to one layer, by runs of positions."""
-    for taken, start in _runs(pos, None, range(len(pos)), k.device):
-        kv.append(layer, *((k, v) if taken is None else (k[:, taken], v[:, taken])), start)

@@ -21,51 +21,55 @@ if TYPE_CHECKING:
 def run(feeds: Sequence[Feed]) -> list[Made]:
     """One pass over each model, the rows of all its feeds side by side; in the order of the feeds.
 
-    A feed that goes through layers by parts goes alone.
+    Feeds that go through other layers of a model make another pass.
     """
     made: dict[int, Made] = {}
-    for lm in {id(feed.lm): feed.lm for feed in feeds}.values():
-        mine = [i for i, feed in enumerate(feeds) if feed.lm is lm]
-        beside = [i for i in mine if not feeds[i].part]
-        for some in filter(None, (beside, *([i] for i in mine if feeds[i].part))):
-            made |= zip(some, _run(lm, [feeds[i] for i in some]), strict=True)
+    alike: dict[tuple[int, range | None], list[int]] = {}
+    for i, feed in enumerate(feeds):
+        alike.setdefault((id(feed.lm), feed.layers), []).append(i)
+    for some in alike.values():
+        made |= zip(some, _run(feeds[some[0]].lm, [feeds[i] for i in some]), strict=True)
     return [made[i] for i in range(len(feeds))]
 
 
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
-    for feed in feeds:
-        if feed.part:  # a pass that broke is made again, and what it had stored until then is there
-            feed.past.crop(feed.rows.pos[0])
     passes = [Pass(feed) for feed in feeds]
-    if any(p.is_gated for p in passes):
-        lm.meet_pruner()
-    logits = _forward(lm, feeds, SideBySide(passes) if len(passes) > 1 else passes[0])
+    if any(feed.pruner is not None for feed in feeds) or (feeds[0].layers is not None and lm.straight is None):
+        lm.meet_gates()
+    logits, hidden = _forward(lm, feeds, SideBySide(passes) if len(passes) > 1 else passes[0])
     each = torch.split(logits, [len(feed.want) for feed in feeds]) if len(feeds) > 1 else [logits]
+    gave = [None] * len(feeds) if hidden is None else torch.split(hidden, [feed.rows.n_rows for feed in feeds])
     backs = [Readback(feed, rows) for feed, rows in zip(feeds, each, strict=True)]
     if lm.is_apart:
         fetch(backs)
-    for p, rows, back in zip(passes, each, backs, strict=True):
-        yield Made(rows, back.drawn, back.gleaned, p.fresh, p.queries)
+    for p, rows, back, left in zip(passes, each, backs, gave, strict=True):
+        yield Made(rows, back.drawn, back.gleaned, p.fresh, p.queries, left)
 
 
-def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> Tensor:
-    """Logits of all wanted rows. With none wanted, as in reading, the pass ends where the last layer has its keys and
-    values: the rest of that layer and the head would be thrown away.
+def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple[Tensor, Tensor | None]:
+    """Logits of all wanted rows, and the hidden states of all where their layers end below the last.
+
+    With none wanted, as in reading, a pass ends where the last layer has its keys and values: the rest of that layer
+    and the head would be thrown away.
     """
     starts = [0]
     for feed in feeds:
         starts.append(starts[-1] + feed.rows.n_rows)
     want: list[int] | None = [start + row for start, feed in zip(starts, feeds, strict=False) for row in feed.want]
-    attends.last = -1 if want else lm.n_layers - 1
+    is_below = attends.layers.stop < lm.n_layers
+    attends.last = -1 if want or is_below else lm.n_layers - 1
     if want == list(range(starts[-1])):
         want = None  # all: nothing to pick
     ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
+    nothing = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
+    is_narrowed = any(feed.pruner is not None for feed in feeds)  # by gates, which stand in the model's own loop
     try:
-        if lm.straight is not None and not attends.is_gated:  # gates stand in the model's own loop
-            return lm.straight(ids, pos, want, attends)
-        return call(lm.model, ids, pos, want, device=lm.device, kvcli_pass=attends)
+        if lm.straight is not None and not is_narrowed:
+            gave = lm.straight(ids, pos, want, attends, attends.layers, attends.hidden)
+            return (nothing, gave) if is_below else (gave, None)
+        return call(lm.model, ids, pos, want, device=lm.device, kvcli_pass=attends), None
     except Enough:
-        return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
+        return nothing, attends.hidden if is_below else None
 
 
 def call(

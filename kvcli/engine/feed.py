@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Rows of one text for one pass. What they read is in `past`; without `part` nothing of them is stored."""
+    """Rows of one text for one pass. What they read is in `past`; nothing of them is stored."""
 
     lm: LM
     rows: Rows
@@ -40,7 +40,8 @@ class Feed:
     hear: Sequence[int] = ()  # rows whose queries are handed back
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
     pruner: Pruner | None = None  # which rows go on from layer to layer; None = all
-    part: int = 0  # rows of a text being read that go through a layer at a time, and are stored at once; 0 = all
+    layers: range | None = None  # that it goes through; None = all
+    hidden: Tensor | None = None  # [N, E]: what goes into the first of these; None = the embeddings
 
 
 @dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
@@ -61,6 +62,7 @@ class Made:
     gleaned: Callable[[int], list[float]]  # index into want -> what was gleaned
     fresh: Mapping[int, Fresh]  # by layer; of a layer that shares the slots of another there is none
     queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
+    hidden: Tensor | None = None  # [N, E]: what its layers gave, where they end below the last
 
 
 Asks = Generator[Feed, Made, T]  # work that may need passes, and what comes of it

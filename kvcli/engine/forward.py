@@ -6,7 +6,7 @@ every decoder layer hands through to it. Layers, rotary embeddings, norms and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcli.engine.commit import store
 from kvcli.engine.feed import Fresh
 from kvcli.engine.gate import Enough, Live, narrowed
 from kvcli.engine.rows import Rows, places
@@ -40,7 +39,8 @@ class Pass:
         self._dtype = feed.past.dtype
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[int | None, Tensor | None] = {}  # by window, on the device
-        self._part: Sequence[int] | None = None  # the rows in the layer now; None = all on their way
+        self.layers = feed.layers or range(feed.lm.n_layers)
+        self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
     @property
     def n_rows(self) -> int:
@@ -50,27 +50,14 @@ class Pass:
     @property
     def is_gated(self) -> bool:
         """Does anything happen between its layers?"""
-        return self._feed.pruner is not None or 0 < self._feed.part < self.n_rows
-
-    def parts(self) -> Iterator[tuple[slice, Sequence[int] | None]]:
-        """Rows that go through a layer together: which of those on their way, and of the feed's; None = all."""
-        whole, live, most = self.rows, self.live, self._feed.part
-        if not 0 < most < whole.n_rows:
-            yield slice(0, whole.n_rows), live
-            return
-        for start in range(0, whole.n_rows, most):
-            part = slice(start, min(start + most, whole.n_rows))
-            self._part = (live or range(self.n_rows))[part]
-            self.rows, self._hear, self._seen = self._feed.rows.only(self._part), None, {}
-            yield part, self._part
-        self.rows, self._part, self._hear, self._seen = whole, None, None, {}
+        return self._feed.pruner is not None or self._feed.layers is not None
 
     def narrow(self, layer: int, hidden: Tensor) -> Tensor:
         """Before a layer: hidden states [n, E] of the rows on their way -> of those that go on."""
         feed = self._feed
         if feed.pruner is None:
             return hidden
-        before = range(self.n_rows) if self.live is None else self.live
+        before = self.live or range(self.n_rows)
         live = Live(before, self.fresh.get(layer - 1), self.queries[-1] if self.queries else None)
         rows, hidden = narrowed(feed.pruner, layer, live, hidden)
         if rows is not before:
@@ -92,16 +79,12 @@ class Pass:
         assert layer not in self.fresh, "a layer runs once"
         if (source := feed.lm.shapes[layer].shares) is not None:
             k, v = self._of(self.fresh[source])
-        elif self._part is None:
+        else:
             self.fresh[layer] = Fresh(k, v, self.live)
         if feed.hear:
             self._listen(q)
-        if self._part is not None:
-            return self._attend_in_part(layer, q, k, v, sight, sink)
         if layer == self.last:
             raise Enough
-        if not rows.ids:  # of this text nobody has come yet
-            return q.new_empty(q.shape[0], 0, v.shape[2])
         if feed.is_prompt:
             sight = replace(sight, is_prompt=True)
         line, sees = rows.sees, self._sees(sight.window, q)
@@ -115,29 +98,11 @@ class Pass:
         theirs = (feed.view or feed.past).attend(layer, q[:, tree:], sight, rows.pos[tree:], for_scouts)
         return torch.cat([merge(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
 
-    def _attend_in_part(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
-        """The same for rows that are stored at once: those behind them find them in the past."""
-        past, rows = self._feed.past, self.rows
-        if layer != self.last:
-            own = Own(k, v, rows.pos, rows.sees, self._sees(sight.window, q), sink)
-            out = merge(past.attend(layer, q, replace(sight, is_prompt=True), rows.pos, own))
-        with torch.inference_mode(False):  # the store grows, and will be written to between passes
-            store(past, layer, k, v, rows.pos)
-        if layer == self.last:
-            raise Enough
-        return out
-
     def _listen(self, q: Tensor) -> None:
-        """Keep the queries of the heard rows in a layer, part by part."""
-        on = self.live if self._part is None else self._part
+        """Keep the queries of the heard rows in a layer."""
         if self._hear is None:
-            heard = self._feed.hear if on is None else sorted({*self._feed.hear} & {*on})
-            self._hear = torch.tensor(places(heard, on), device=q.device, dtype=torch.int64)
-        heard_here = q[:, self._hear]  # a copy: a slice would keep all rows alive
-        if self._part is None or self._part[0] == (self.live or range(1))[0]:
-            self.queries.append(heard_here)
-        else:
-            self.queries[-1] = torch.cat((self.queries[-1], heard_here), 1)
+            self._hear = torch.tensor(places(self._feed.hear, self.live), device=q.device, dtype=torch.int64)
+        self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
 
     def _of(self, shared: Fresh) -> tuple[Tensor, Tensor]:
         """What another layer made of the rows on their way, all of which have been there."""
@@ -155,7 +120,8 @@ class Pass:
 
 
 class SideBySide:
-    """Passes of several texts in one trip: each row attends to its own text, and everything else is row by row."""
+    """Passes of several texts in one trip through the same layers: each row attends to its own text, and everything
+    else is row by row."""
 
     last = -1
 
@@ -163,6 +129,9 @@ class SideBySide:
         self._passes = passes
         self.is_gated = any(p.is_gated for p in passes)
         self.n_rows = sum(p.n_rows for p in passes)
+        self.layers = passes[0].layers
+        each = [p.hidden for p in passes if p.hidden is not None]
+        self.hidden = torch.cat(each) if each else None
 
     @property
     def live(self) -> Sequence[int] | None:
@@ -171,14 +140,9 @@ class SideBySide:
             return None
         found, start = list[int](), 0
         for p in self._passes:
-            found += (start + row for row in (range(p.n_rows) if p.live is None else p.live))
+            found += (start + row for row in p.live or range(p.n_rows))
             start += p.n_rows
         return found
-
-    def parts(self) -> Iterator[tuple[slice, Sequence[int] | None]]:
-        """All at once: a text that goes by parts goes alone."""
-        live = self.live
-        yield slice(0, self.n_rows if live is None else len(live)), live
 
     def narrow(self, layer: int, hidden: Tensor) -> Tensor:
         """As of one pass, each text by its own pruner."""

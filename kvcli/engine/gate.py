@@ -2,8 +2,7 @@
 
 They are put up for the first pass that needs them; others go straight through. Rows that stay behind are no longer
 computed, and rows further on do not see them: the same as a mask that hides them from there on (tests/test_gate.py).
-A long text may go through each layer in parts, one layer after the other: what a part makes is stored before the next
-part comes, so a pass of any length takes the room of a part, and the same bits come out.
+A pass over some of the layers is let in at the first of them, and ends behind the last.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from kvcli.engine.rows import places
 
 if TYPE_CHECKING:
-    from kvcli.engine.behind import Behind, Moves
+    from kvcli.engine.behind import Behind, Choose
     from kvcli.engine.feed import Asks, Fresh
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
@@ -30,7 +29,7 @@ _CARRY = {"position_embeddings": -2, "position_ids": -1}  # what a layer is told
 
 
 class Enough(Exception):
-    """Ends a pass early, or a part of it in its last layer: all that was wanted of it is there."""
+    """Ends a pass early: all that was wanted of it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Pruner(Protocol):
     """
 
     def before(self, layer: int, live: Live) -> Sequence[int] | None:
-        """Which live rows go on into this layer; None = all."""
+        """Which live rows go on into this layer, at least one; None = all."""
 
     def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
         """Rows that stay behind, and their hidden states [n, E]: what this layer would have been given."""
@@ -62,20 +61,15 @@ class Pruner(Protocol):
         """Rows that come back into this layer, none of them live, and their hidden states [n, E]."""
 
 
-class Returns(Pruner, Protocol):
-    """The pruner of a pass in which tokens come back that stayed behind."""
-
-    @property
-    def moves(self) -> Moves:
-        """Which did, and where they stopped again."""
-
-
 class Pruning(Protocol):
     """The `[prune]` table of a profile, shared by all texts."""
 
     @property
     def reads(self) -> str:
         """How much of a long prompt goes through all layers, in words; "" = all of it."""
+
+    def about(self, lm: LM) -> str:
+        """What it does to prompts of this model, in words; "" = nothing. Raises BadModel where it can judge none."""
 
     @property
     def hears(self) -> int:
@@ -97,12 +91,11 @@ class Pruning(Protocol):
     ) -> Asks[Pruner | None] | Pruner | None:
         """For reading these rows behind what is stored, perhaps after a look at them; None = all of them go on.
 
-        `must`: rows that go through every layer. `part`: rows of a feed that go through a layer at a time.
+        `must`: rows that go through every layer. `part`: rows of a pass at most.
         """
 
-    def back(self, lm: LM, past: Store, behind: Behind, pos: Sequence[int]) -> Returns:
-        """For a pass at these positions: of those behind, rising, then of the newest token. Asked where `every` is
-        set."""
+    def back(self, lm: LM, past: Store, behind: Behind) -> Choose:
+        """Who comes back on a trip of the newest token alone. Asked where `every` is set."""
 
 
 class Gate:
@@ -111,39 +104,41 @@ class Gate:
     def __init__(self, layer: int, forward: Callable[..., Any], *, is_last: bool) -> None:
         """`forward`: the layer's own, held weakly: a layer that held itself would outlive its model."""
         self._layer, self._is_last = layer, is_last
-        self._gives_tuple = False  # as some models do that were written for older releases
+        self._rest: tuple[Any, ...] | None = None  # what the layer gives beside the rows; None = rows alone
         # what accelerate puts in its place is no method, and holds the layer anyway
         self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
 
     def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
         """hidden_states [1, n, E] of the rows that were in the layer before -> of those that were in this one.
 
-        Behind the last layer each row is in its place again; those that did not get there are zero.
+        Behind the last layer each row is in its place again; those that did not get there are zero. A pass that begins
+        further on goes by.
         """
         its_pass: Any = told.get("kvcli_pass")
         forward: Any = self._forward()
         if not getattr(its_pass, "is_gated", False):
             return forward(hidden_states, *args, **told)
-        hidden = its_pass.narrow(self._layer, hidden_states[0])
-        if not len(hidden):  # nobody has come yet
-            return (hidden.unsqueeze(0),) if self._gives_tuple else hidden.unsqueeze(0)
-        out: Any = None
-        states = list[Tensor]()
-        for part, rows in its_pass.parts():
-            cut = told if rows is None else {**told, **_of(told, torch.tensor(rows, device=hidden.device))}
-            try:
-                out = forward(hidden[part].unsqueeze(0), *args, **cut)
-            except Enough:
-                if part.stop == len(hidden):
-                    raise
-                continue  # this part is done, the others are not
-            states.append((out[0] if isinstance(out, tuple) else out)[0])
-        whole = states[0] if len(states) == 1 else torch.cat(states)
-        if self._is_last and its_pass.live is not None:
-            at = torch.tensor(its_pass.live, device=whole.device)
+        if self._layer < its_pass.layers.start:
+            return self._given(hidden_states)
+        if self._layer == its_pass.layers.start and its_pass.hidden is not None:
+            hidden_states = its_pass.hidden.unsqueeze(0)
+        hidden, live = its_pass.narrow(self._layer, hidden_states[0]), its_pass.live
+        cut = told if live is None else {**told, **_of(told, torch.tensor(live, device=hidden.device))}
+        out = forward(hidden.unsqueeze(0), *args, **cut)
+        # tuples come from some models written for older releases
+        self._rest = out[1:] if isinstance(out, tuple) else None
+        whole = (out[0] if isinstance(out, tuple) else out)[0]
+        if self._is_last and live is not None:
+            at = torch.tensor(live, device=whole.device)
             whole = whole.new_zeros(its_pass.n_rows, whole.shape[1]).index_copy_(0, at, whole)
-        self._gives_tuple = isinstance(out, tuple)
-        return (whole.unsqueeze(0), *out[1:]) if self._gives_tuple else whole.unsqueeze(0)
+        if self._layer == its_pass.layers.stop - 1 and not self._is_last:
+            its_pass.hidden = whole
+            raise Enough
+        return self._given(whole.unsqueeze(0))
+
+    def _given(self, hidden_states: Tensor) -> Any:
+        """As the layer gives it, which the first pass through all of them has shown (seam.compare_narrowed)."""
+        return hidden_states if self._rest is None else (hidden_states, *self._rest)
 
 
 def install(layers: Iterable[Any]) -> None:
@@ -167,6 +162,7 @@ def narrowed(pruner: Pruner, layer: int, live: Live, hidden: Tensor) -> tuple[Se
         assert len(set(both)) == len(both), "a row that comes back was away"
         order = sorted(range(len(both)), key=both.__getitem__)
         rows, hidden = [both[i] for i in order], torch.cat((hidden, back[1].to(hidden)))[order]
+    assert rows, "at least one row goes on"
     return rows, hidden
 
 

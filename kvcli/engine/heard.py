@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvcli.engine.feed import Made
     from kvcli.engine.rows import Rows
 
 
@@ -49,8 +48,8 @@ class Heard:
         """Which rows of a tree to listen to: all, as any may be accepted."""
         return range(tree if self.recent else 0)
 
-    def take(self, rows: Rows, hear: Sequence[int], made: Made, path: Sequence[int]) -> None:
-        """Hold on to what was asked for, by `hear`, of the accepted rows."""
+    def take(self, rows: Rows, hear: Sequence[int], queries: Sequence[Tensor], path: Sequence[int]) -> None:
+        """Hold on to what was asked for, by `hear`, of the accepted rows; `queries`: per layer [H, len(hear), D]."""
         if not hear:
             return
         at = {row: i for i, row in enumerate(hear)}
@@ -58,7 +57,7 @@ class Heard:
         pos = self.pos + [rows.pos[row] for row in taken]
         late = len(pos) - self.recent
         stay = [i for i, at_pos in enumerate(pos) if i >= late or at_pos in self._probed]
-        fresh = [q[:, [at[row] for row in taken]] for q in made.queries]
+        fresh = [q[:, [at[row] for row in taken]] for q in queries]
         old = self._q or [q[:, :0] for q in fresh]
         self._q = [torch.cat((a, b), 1)[:, stay] for a, b in zip(old, fresh, strict=True)]
         self.pos = [pos[i] for i in stay]

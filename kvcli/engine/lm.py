@@ -62,7 +62,7 @@ class LM:
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
         self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
         self._layers = _decoder_layers(model, shape)
-        self._takes_pruners = False  # known to, and behind gates
+        self._has_gates = False  # and is known to take them
 
     @staticmethod
     def of(
@@ -153,15 +153,15 @@ class LM:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
         return self.dtype.itemsize < 4 and not self.is_row_invariant
 
-    def meet_pruner(self) -> None:
-        """Raises BadModel where rows cannot be narrowed between layers; asked when a feed first wants that.
+    def meet_gates(self) -> None:
+        """Raises BadModel where rows cannot be stopped between layers; asked when a feed first wants that.
 
         Gates come with it: a call more in each layer of each pass, which most models never need.
         """
-        if not self._takes_pruners:
+        if not self._has_gates:
             gate.install(self._layers or ())
             seam.compare_narrowed(self, self.info.id)
-            self._takes_pruners = True
+            self._has_gates = True
 
     def lay_out(self) -> None:
         """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served.

@@ -107,8 +107,8 @@ class Rows:
     def only(self, rows: Sequence[int]) -> Rows:
         """These rows alone, rising: each sees those of them that it saw. A tree with gaps has no parents to walk."""
         return Rows(
-            ids=[self.ids[row] for row in rows],
-            pos=[self.pos[row] for row in rows],
+            ids=_picked(self.ids, rows),
+            pos=_picked(self.pos, rows),
             sees=None if self.sees is None else self.sees[list(rows)][:, list(rows)],
             tree=sum(row < self.tree for row in rows),
             parent=(),
@@ -129,6 +129,11 @@ class Rows:
             found.append(row)
             row = self.parent[row]
         return found
+
+
+def _picked(of: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
+    """Of a run a run: that of a chain's positions stays a range."""
+    return of[rows.start : rows.stop] if isinstance(rows, range) else [of[row] for row in rows]
 
 
 def places(rows: Sequence[int], among: Sequence[int] | None) -> list[int]:

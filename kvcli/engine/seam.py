@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from kvcli.engine.engine import call, run
 from kvcli.engine.feed import Feed
 from kvcli.engine.forward import Pass, sight_of
-from kvcli.engine.gate import Live
+from kvcli.engine.gate import Enough, Live
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadModel
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import LayerShape, Sight
+from kvcli.kv.slots import LayerShape, Sight, spans
 from kvcli.models.foreign import blamed
 
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
@@ -173,24 +173,45 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
 
 
 def compare_narrowed(lm: Any, name: str) -> None:
-    """Rows that stay behind before the first layer, against a pass without them; raises BadModel where they differ.
+    """Rows that stay behind before the first layer, against a pass without them, and that one layer by layer; raises
+    BadModel where they differ.
 
-    Every layer is then given a part of the rows, so whatever carries rows past a gate shows.
+    Every layer is then given a part of the rows, or what another pass left, so whatever is carried past a gate shows.
     """
     n = min(17, lm.limit)
     on = [*range(0, n - 1, 3), n - 1]
     ids = torch.randint(0, lm.vocab, (n,), generator=torch.Generator().manual_seed(0)).tolist()
     whole, empty = Rows.chain(ids, 0), Dense(lm.shapes, lm.dtype, lm.device)
-    kind, said = f"{name} ({lm.info.family})", list[Tensor]()
-    for feed in (
-        Feed(lm, whole, empty, want=on, pruner=_Leaving(on)),
-        Feed(lm, whole.only(on), empty, want=range(len(on))),
+    kind = f"{name} ({lm.info.family})"
+    without = Feed(lm, whole.only(on), empty, want=range(len(on)))
+    with blamed(lambda why: _unstopped(kind, why)):
+        plain = _said(without)
+        narrowed = _said(Feed(lm, whole, empty, want=on, pruner=_Leaving(on)))
+        by_layers = _layer_by_layer(without)
+    for said, how in (
+        (narrowed, f"a pass with {len(on)} of {n} rows between its layers"),
+        (by_layers, f"{len(on)} rows that go through one layer after the other"),
     ):
-        with blamed(lambda why: _unpruned(kind, why)):
-            said.append(call(lm.model, feed.rows.ids, feed.rows.pos, feed.want, kvcli_pass=Pass(feed)).double().cpu())
-    off = _apart(said[0], said[1], len(on) // 2 if lm.dtype.itemsize < 4 else 0)
-    if off > _WITHIN.get(lm.dtype, 0.05):
-        raise _unpruned(kind, f"a pass with {len(on)} of {n} rows between its layers is off by {off:.2g}")
+        off = _apart(said, plain, len(on) // 2 if lm.dtype.itemsize < 4 else 0)
+        if off > _WITHIN.get(lm.dtype, 0.05):
+            raise _unstopped(kind, f"{how}: off by {off:.2g}")
+
+
+def _said(feed: Feed) -> Tensor:
+    """Logits of one pass through the model's own loop."""
+    return call(feed.lm.model, feed.rows.ids, feed.rows.pos, feed.want, kvcli_pass=Pass(feed)).double().cpu()
+
+
+def _layer_by_layer(feed: Feed) -> Tensor:
+    """The same, each pass going on with what the one before it left."""
+    hidden: Tensor | None = None
+    for layers in spans(feed.lm.shapes):
+        one = replace(feed, layers=layers, hidden=hidden)
+        its_pass = Pass(one)
+        with suppress(Enough):
+            return call(feed.lm.model, one.rows.ids, one.rows.pos, one.want, kvcli_pass=its_pass).double().cpu()
+        hidden = its_pass.hidden
+    raise AssertionError("the last layers give logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +228,12 @@ class _Leaving:
     def revive(self, layer: int) -> None: ...
 
 
-def _unpruned(kind: str, why: str) -> BadModel:
+def _unstopped(kind: str, why: str) -> BadModel:
     return BadModel(
-        f"rows of {kind} cannot be left out between its layers",
+        f"rows of {kind} cannot be stopped between its layers",
         code="no_pruning",
         lines=[why],
-        try_=["a profile without a pruner"],
+        try_=["--set prune.method=none --set prefill.order=chunks"],
     )
 
 

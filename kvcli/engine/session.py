@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvcli.engine.behind import AT_ONCE, Behind, Completing, Noting, Older, rows_of
+from kvcli.engine.behind import AT_ONCE, Behind, Noting, Trip
 from kvcli.engine.boundary import Boundary
+from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.commit import commit
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.feed import Asks, Feed, Made, Work, asked
-from kvcli.engine.gate import Pruner, Pruning, Returns
+from kvcli.engine.gate import Pruning
 from kvcli.engine.heard import Heard
 from kvcli.engine.kinds import Span, kinds_of
 from kvcli.engine.policy import Phase, Policy, Wants
@@ -52,11 +53,14 @@ class Session:
         every: int | None = None,
         kinds: Tensor | None = None,
         pruning: Pruning | None = None,
+        by_layers: bool = False,
     ) -> None:
         """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
 
         `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.kinds).
-        `pruning`: which rows of a prompt stay behind between layers.
+        `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
+        of `chunk` rows, as a prompt is read that is pruned; with a policy, it judges once all is read. Raises BadModel
+        for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
         self.view, self.policy, self.pruning = view, policy, pruning
@@ -76,6 +80,13 @@ class Session:
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
         self.behind = Behind()  # those of them that may go on later
+        self._noting: Noting | None = None  # who of the prompt under way will be
+        self._by_layers = by_layers
+        self._under_way: ByLayers | None = None  # a prompt that is being read so
+        if pruning is not None:
+            pruning.about(lm)
+        if (by_layers or pruning is not None) and lm.straight is None:
+            lm.meet_gates()
 
     def begin(
         self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[Span] = ()
@@ -115,7 +126,8 @@ class Session:
     def chunk(self, ids: Sequence[int]) -> Asks[bool]:
         """Take in the next chunk of `ids`, of which the text is the beginning; False once all of them are read.
 
-        The same pass with a causal chain, every row accepted.
+        The same pass with a causal chain, every row accepted. Layer by layer it is the next part of a layer, and the
+        prompt counts as read when all are through; whatever breaks, or rewinds, has the text end where it did before.
         """
         if new := ids[len(self.ids) :]:
             self.ids += new
@@ -127,9 +139,12 @@ class Session:
         if self.committed >= whole:
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
-        if self.behind and self.pruning is not None and self.pruning.completes:
-            yield from self.complete()
-        if self.pruning is not None and (yield from self._read_fewer(self.pruning, whole)):
+        if self._under_way is None:
+            if self.pruning is not None and self.pruning.completes:
+                yield from self.complete()
+            self._under_way = yield from self._layer_by_layer(whole)
+        if self._under_way is not None:
+            yield from self._read_on(self._under_way)
             return True
         end = min(self.committed + self.chunk_rows, whole)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
@@ -140,28 +155,38 @@ class Session:
         yield from self.settle("read" if end == whole else "reading")
         return True
 
-    def _read_fewer(self, pruning: Pruning, whole: int) -> Asks[bool]:
-        """As much of the prompt as is judged together, in one pass through the layers; False if all of it goes on."""
-        end = self.committed + pruning.takes(whole - self.committed, self.chunk_rows)
-        rows = Rows.chain(self.ids[self.committed : end], self.committed)
-        hear = self.heard.of_chunk(self.committed, rows.n_rows)
-        asks = sorted({*hear, *range(max(0, rows.n_rows - pruning.hears), rows.n_rows)})
-        part = 0 if any(shape.shares is not None for shape in self.lm.shapes) else self.chunk_rows
-        pruner: Pruner | None = yield from asked(pruning.over(self.lm, self.kv, rows, asks, part))
-        if pruner is None:
-            return False
-        noting = Noting(pruner, rows.pos)
+    def _layer_by_layer(self, whole: int) -> Asks[ByLayers | None]:
+        """What is left of the prompt, or of it what is judged together where some may stay behind; None = by chunks."""
+        start, pruning, pruner = self.committed, self.pruning, None
+        n = whole - start if pruning is None else pruning.takes(whole - start, self.chunk_rows)
+        rows = Rows.chain(self.ids[start : start + n], start)
+        hear = self.heard.of_chunk(start, n)
+        if pruning is not None:
+            asks = sorted({*hear, *range(max(0, n - pruning.hears), n)})
+            pruner = yield from asked(pruning.over(self.lm, self.kv, rows, asks, self.chunk_rows))
+            hear = hear if pruner is None else asks
+        if pruner is None and not self._by_layers:
+            return None
+        self._noting = None if pruner is None or pruning is None or pruning.every is None else Noting(pruner, rows.pos)
+        return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, self._noting or pruner)
+
+    def _read_on(self, prompt: ByLayers) -> Asks[None]:
         try:
-            made = yield Feed(self.lm, rows, self.kv, self.view, hear=asks, is_prompt=True, pruner=noting, part=part)
+            yield from prompt.go_on()
         except BaseException:
-            self.kv.crop(self.committed)  # parts are stored as they go
+            self.rewind(self.committed + 1)
             raise
-        self.boundary, self._is_whole, self._has_left = end, False, True
-        self._commit(rows, asks if hear else (), made, range(rows.n_rows))
-        if pruning.every is not None:
-            self.behind.follow(noting.moves)
-        yield from self.settle("read" if end == whole else "reading")
-        return True
+        if not prompt.is_over:
+            return
+        self._under_way, n = None, prompt.rows.n_rows
+        if self.heard.of_chunk(self.committed, n):
+            self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
+        if prompt.pruner is not None:
+            self._is_whole, self._has_left = False, True
+        if self._noting is not None:
+            self.behind.join(self._noting.stopped)
+        self.boundary = self.committed = self.committed + n
+        yield from self.settle("read" if self.committed == len(self.ids) - 1 else "reading")
 
     @property
     def _back_in(self) -> float:
@@ -171,43 +196,41 @@ class Session:
         return (self._n_prompt - self.committed - 1) % self.pruning.every
 
     def _with_some_back(self, how: Draw) -> Asks[tuple[Rows, Made, list[int], list[int]]]:
-        """A pass of the pending token alone, beside which tokens come back that it looks at; as `walk` ends."""
+        """A step of the pending token alone, beside which tokens come back that it looks at; ends as `walk` does."""
         assert self.pruning is not None, "somebody left them behind"
-        pos = [*self.behind.positions, self.committed]
-        pruner = self.pruning.back(self.lm, self.kv, self.behind, pos)
-        last, rows = [len(pos) - 1], Rows.chain(self.ids[-1:], self.committed)
-        made = yield from self._bring_back(pruner, pos, last)
-        drawn = Readback(Feed(self.lm, rows, self.kv, draw=how), made.logits).drawn
-        new = [drawn(0)]
-        self._store_back(pruner, pos, made)
+        trip = Trip(self.lm, self.kv, self.ids, self.behind, [self.committed])
+        made = yield from trip.go(self.pruning.back(self.lm, self.kv, self.behind), wants=True)
+        rows = Rows.chain(self.ids[-1:], self.committed)
+        new = [Readback(Feed(self.lm, rows, self.kv, draw=how), made.logits).drawn(0)]
+        self._store(trip)
         self.committed += 1
         return rows, made, [0], new
 
     def complete(self) -> Asks[None]:
         """All that was left behind goes on to the last layer, the oldest first."""
-        while self.behind:
-            pos = self.behind.positions[:AT_ONCE]
-            pruner = Completing(self.behind, pos)
-            made = yield from self._bring_back(pruner, pos)
-            self._store_back(pruner, pos, made)
+        while some := set(self.behind.positions[:AT_ONCE]):
+            trip = Trip(self.lm, self.kv, self.ids, self.behind)
+            yield from trip.go(partial(self.behind.onward, some))
+            self._store(trip)
 
-    def _bring_back(self, pruner: Returns, pos: Sequence[int], last: Sequence[int] = ()) -> Asks[Made]:
-        past: Store = Older(self.kv)  # type: ignore[assignment]  # nothing is stored by it
-        return (yield Feed(self.lm, rows_of(self.ids, pos), past, want=last, hear=last, pruner=pruner))
-
-    def _store_back(self, pruner: Returns, pos: Sequence[int], made: Made) -> None:
+    def _store(self, trip: Trip) -> None:
         try:
-            commit(self.kv, rows_of(self.ids, pos), made, range(len(pos)))
+            trip.store()
         except BaseException:
-            self.committed = 0  # what some layers have and others do not lies among the rest
+            self.committed = 0
             raise
-        self.behind.follow(pruner.moves)
+
+    @property
+    def progress(self) -> int:
+        """Tokens of the text that are read, or as many as the work done on a prompt amounts to."""
+        now = self._under_way
+        return self.committed + (int(now.done * now.rows.n_rows) if now is not None else 0)
 
     def read(self, ids: Sequence[int]) -> Work[int, None]:
-        """Take in `ids` behind the text; says after each chunk how many tokens are committed."""
+        """Take in `ids` behind the text; says after each pass how much of the text is read."""
         text = [*self.ids, *ids]
         while (yield from self.chunk(text)):
-            yield self.committed
+            yield self.progress
 
     def stream(
         self, new: int, stop: Collection[int] = (), cancel: Callable[[], bool] = lambda: False
@@ -238,11 +261,12 @@ class Session:
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
-        if keep < self.committed:
-            if self._forgot or self.heard or not self.kv.reaches(keep):  # what was evicted, or heard, stays so
-                keep = 0
-            elif not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
-                self.memory, self._n_prompt = self._wants.memory(), min(self._n_prompt, keep)
+        is_back, is_cut, self._under_way = keep < self.committed, self._under_way is not None, None
+        stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
+        if stays or ((is_back or is_cut) and not self.kv.reaches(keep)):
+            keep = 0
+        elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
+            self.memory, self._n_prompt = self._wants.memory(), min(self._n_prompt, keep)
         self.kv.crop(keep)
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
@@ -260,6 +284,7 @@ class Session:
 
         Each keeps its own way to view a past: that is the drafter's. The store was made for passes of `other`'s.
         """
+        other.rewind(len(other.ids))  # of a prompt that it is reading nothing counts
         self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
         mine, its = self.kv, other.kv
         self.put(its)
@@ -332,7 +357,7 @@ class Session:
         """Store the accepted rows' keys and values; the others vanish with the pass."""
         assert len(path) <= self.boundary - self.committed, "a draft crossed a boundary"
         commit(self.kv, rows, made, path)
-        self.heard.take(rows, hear, made, path)
+        self.heard.take(rows, hear, made.queries, path)
         self.committed += len(path)  # last: what fails before it has not happened
 
     def _next_boundary(self) -> float:

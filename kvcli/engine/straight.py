@@ -68,14 +68,27 @@ class Straight:
         self._weight = embedding.weight if type(embedding) is nn.Embedding else None
 
     def __call__(
-        self, ids: Sequence[int], pos: Sequence[int], want: Sequence[int] | None, its_pass: Pass | SideBySide | Listener
+        self,
+        ids: Sequence[int],
+        pos: Sequence[int],
+        want: Sequence[int] | None,
+        its_pass: Pass | SideBySide | Listener,
+        layers: range | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Logits [len(want), V] of these rows; None = of all."""
+        """Logits [len(want), V] of these rows; None = of all.
+
+        `layers`: through these alone, of which the first is given `hidden` [N, E], or the embeddings. What they give
+        [N, E] where they end below the last.
+        """
+        through = layers or range(len(self._layers))
         with torch.inference_mode():
-            x = self._embedded(ids)
+            x = self._embedded(ids) if hidden is None else hidden
             cos, sin = self._turns(pos) if self._turns is not None else (None, None)
-            for layer in self._layers:
-                x = layer.run(x, cos, sin, its_pass)
+            for i in through:
+                x = self._layers[i].run(x, cos, sin, its_pass)
+            if through.stop < len(self._layers):
+                return x
             logits: Tensor = self._head.forward(self._norm(x if want is None else x[want]))
         return logits
 

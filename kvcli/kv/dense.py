@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -212,17 +212,17 @@ class Dense:
                 before = held.slots()
                 self._forget(layer, before, before.pos < n)
 
-    def reserve(self, n: int) -> None:
-        """Room for n slots a head in all layers that keep so many, so that reading that many moves nothing there."""
-        for layer, held in self._slabs.items():
+    def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
+        """Room for n slots a head in those that keep so many, so that reading that many moves nothing there."""
+        for layer in self._owners(layers):
             if layer not in self.windows:
-                held.reserve(n)
+                self._slabs[layer].reserve(n)
 
     def reaches(self, n: int) -> bool:
         """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one."""
         return self.windows.reaches(n, lambda layer: [self.positions(layer)])
 
-    def settle(self, masks: Masks = (), end: int = 0) -> bool:
+    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """Evict, layer by layer, what the masks let go and what windows hide from rows at `end` and later.
 
         The device is asked once, for all layers.
@@ -235,7 +235,7 @@ class Dense:
                 slots = self._slabs[layer].slots()
                 self._hold(layer, compact(Slots(slots.k, slots.v, pos), pos >= 0))
                 has_lost = True
-        for layer in self._slabs:
+        for layer in self._owners(layers):
             self.give_back(layer, end)
         return has_lost
 
@@ -255,6 +255,10 @@ class Dense:
             Usage(layer, self._name, held.length, sum(t.untyped_storage().nbytes() for t in held.tensors))
             for layer, held in self._slabs.items()
         ]
+
+    def _owners(self, layers: Iterable[int] | None) -> Iterable[int]:
+        """Of these layers, those that store; None = of all."""
+        return self._slabs if layers is None else filter(self._slabs.__contains__, layers)
 
     def _read(self, layer: int) -> Held:
         return self._slabs[self._holder[layer]]

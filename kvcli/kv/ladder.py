@@ -12,7 +12,7 @@ of; what lies below is read in the way of its rung, and let go by nobody.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -44,8 +44,8 @@ class Top(Floor, Protocol):
     @property
     def windows(self) -> Windows: ...
 
-    def reserve(self, n: int) -> None:
-        """Room for n slots a head."""
+    def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
+        """Room for n slots a head in these layers, None = all."""
 
     def give_back(self, layer: int, end: int) -> int:
         """Forget positions that a window hides from rows at `end` and later: those below the answer; 0 = none."""
@@ -166,24 +166,24 @@ class Ladder:
         for rung in self._rungs:
             rung.tier.crop(n)
 
-    def reserve(self, n: int) -> None:
+    def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Room for n slots a head, as far as they stay in the top; raises Shortage where all rungs have too little."""
         if not self._drops and all(rung.holds is not None for rung in self._rungs):
             most = self._sinks + sum(rung.holds or 0 for rung in self._rungs)
             if n > most:
                 raise Shortage(f"{n:,} tokens do not fit in memory", lines=self._room(), most=most)
         holds = self._rungs[0].holds
-        self._top.reserve(n if holds is None else min(n, self._sinks + holds))
+        self._top.reserve(n if holds is None else min(n, self._sinks + holds), layers)
 
     def reaches(self, n: int) -> bool:
         """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one."""
         return self._top.windows.reaches(n, lambda layer: [rung.tier.slots(layer).pos for rung in self._rungs])
 
-    def settle(self, masks: Masks = (), end: int = 0) -> bool:
+    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """Layer by layer: evict what the masks let go, or have it go down, send down what is old, and give back what
         windows hide from rows at `end` and later."""
         lets_go = False
-        for layer in range(self.n_layers):
+        for layer in range(self.n_layers) if layers is None else layers:
             mask = masks[layer] if masks else None
             if mask is not None and not self._demotes:
                 lets_go |= self.keep(layer, mask).n_slots > 0

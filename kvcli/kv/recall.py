@@ -11,7 +11,7 @@ same store, whatever was guessed. For the same reason a certificate weighs what 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -152,7 +152,7 @@ class Recall:
         if self._near is not None:
             self._near.forget(layer)
 
-    def _learn(self, layers: Collection[int]) -> None:
+    def _learn(self, layers: Iterable[int]) -> None:
         """A boundary of these layers."""
         for layer in layers:
             if layer in self._pages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -36,19 +36,19 @@ class RecallStore(Recall):
         """The store's."""
         return self._store.forgets
 
-    def reserve(self, n: int) -> None:
+    def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Room for n slots a head."""
-        self._store.reserve(n)
+        self._store.reserve(n, layers)
 
     def reaches(self, n: int) -> bool:
         """As the store."""
         return self._store.reaches(n)
 
-    def settle(self, masks: Masks = (), end: int = 0) -> bool:
+    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """A boundary: what is stored now is what rows choose from."""
-        has_lost = self._store.settle(masks, end)
+        has_lost = self._store.settle(masks, end, layers)
         if has_lost:
             for pages in self._pages.values():
                 pages.clear()
-        self._learn(self._pages)
+        self._learn(self._pages if layers is None else layers)
         return has_lost

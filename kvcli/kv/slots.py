@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -26,6 +26,15 @@ class LayerShape:
 def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
     """Layers that all store the same."""
     return (LayerShape(n_kv_heads, head_dim, head_dim),) * n_layers
+
+
+def spans(shapes: Sequence[LayerShape]) -> list[range]:
+    """The layers of a model in runs that share no slots with others, each as short as that allows."""
+    ends = [0]
+    for layer in range(1, len(shapes)):
+        if all(shape.shares is None or shape.shares >= layer for shape in shapes[layer:]):
+            ends.append(layer)
+    return [range(a, b) for a, b in zip(ends, [*ends[1:], len(shapes)], strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +142,8 @@ class Store(Tier, Protocol):
     def forgets(self) -> bool:
         """Is what masks let go gone, or some of it? Else it only moves down, out of what `slots` shows."""
 
-    def reserve(self, n: int) -> None:
-        """Make room for n slots a head in every layer, so that growing moves nothing."""
+    def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
+        """Make room for n slots a head in these layers, None = all, so that growing moves nothing."""
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later: an undo, not an eviction."""
@@ -145,8 +154,9 @@ class Store(Tier, Protocol):
         Not where a layer gave back what its window hid from the rows behind n. Of what masks let go it knows nothing.
         """
 
-    def settle(self, masks: Masks = (), end: int = 0) -> bool:
-        """A boundary: of what `slots` shows, the masks let some go; () = nothing. True if they did.
+    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
+        """A boundary of these layers, None = all: of what `slots` shows, the masks let some go; () = nothing. True if
+        they did.
 
         What windows hide from every row at position `end` and later goes too, and is no loss.
         """

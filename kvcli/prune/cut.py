@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.engine.feed import Asks, Feed
 from kvcli.prune.narrowing import Narrowing, looked_at
-from kvcli.prune.spared import Spared, below_all
+from kvcli.prune.spared import Spared, below_all, nearest
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.feed import Asks
     from kvcli.engine.gate import Live, Pruner
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
@@ -51,12 +51,23 @@ class Cut(Spared):
         layers = "all" if self.again else "the upper"
         return f"{self.keep:.0%} of a prompt of {self.least:,} tokens or more in {layers} layers"
 
+    def about(self, lm: LM) -> str:
+        """Which layers fewer reach. Raises BadModel for a model that cannot be judged."""
+        cut = self.at(lm)
+        how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
+        always = f"the first {self.sinks} and the newest {self.recent} always do"
+        return f"of prompts of {self.least:,} tokens or more {self.keep:.0%} go on {how}; {always}"
+
+    def at(self, lm: LM) -> int:
+        """The first layer that fewer reach."""
+        return nearest(below_all(lm), self.layer * lm.n_layers)
+
     def over(self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int) -> Asks[Pruner | None]:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
         n = rows.n_rows
         if n < self.least:
             return None
-        cut = min(below_all(lm), key=lambda each: abs(each - self.layer * lm.n_layers))
+        cut = self.at(lm)
         always = self.always(rows, must)
 
         def judge(layer: int, live: Live) -> Tensor:
@@ -68,12 +79,16 @@ class Cut(Spared):
         once = Narrowing({cut: self.keep}, judge, always, n)
         if not self.again:
             return once
-        look = _Look(once, cut, must)
+        from kvcli.engine.by_layers import ByLayers
+
+        look = ByLayers(lm, past, rows, part, must)
         try:
-            yield Feed(lm, rows, past, hear=must, is_prompt=True, pruner=look, part=part)
+            while look.layer < cut:
+                yield from look.go_on()
+            chosen = once.before(cut, look.live)
         finally:
             past.crop(rows.pos[0])
-        return _Chosen(look.chosen)
+        return _Chosen(chosen or range(n))
 
 
 class _Chosen:
@@ -88,18 +103,3 @@ class _Chosen:
     def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None: ...
 
     def revive(self, layer: int) -> None: ...
-
-
-class _Look(_Chosen):
-    """Notes whom a pruner would let on into a layer, into which then only those go that must."""
-
-    def __init__(self, pruner: Narrowing, cut: int, must: Sequence[int]) -> None:
-        super().__init__(must)
-        self._pruner, self._cut = pruner, cut
-        self.chosen: Sequence[int] = ()
-
-    def before(self, layer: int, live: Live) -> Sequence[int] | None:
-        if layer != self._cut:
-            return None
-        self.chosen = self._pruner.before(layer, live) or live.rows
-        return self._rows

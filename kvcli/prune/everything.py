@@ -16,6 +16,6 @@ class Everything:
     reads = ""
     every = None
 
-    def caution(self, lm: LM) -> str:
-        """Nothing: nobody asks it for a pruner."""
+    def about(self, lm: LM) -> str:
+        """Nothing."""
         return ""

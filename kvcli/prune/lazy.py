@@ -18,8 +18,8 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.behind import Behind
-    from kvcli.engine.gate import Live, Returns
+    from kvcli.engine.behind import Behind, Choose
+    from kvcli.engine.gate import Live
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
@@ -59,15 +59,14 @@ class Lazy(Schedule):
         """Last layers that have no cut before them."""
         return SPARED if self.every is not None else 0
 
-    def caution(self, lm: LM) -> str:
-        """Where one that stays behind takes more than the keys and values that it is spared."""
-        if self.every is None:
-            return ""
-        layer, width = max(self.cuts(lm, SPARED)), lm.model.config.get_text_config().hidden_size
+    def about(self, lm: LM) -> str:
+        """The same, and where one that stays behind takes more than the keys and values that it is spared."""
+        said, layer = super().about(lm), max(self.cuts(lm))
+        width = lm.model.config.get_text_config().hidden_size
         spares = sum(s.n_kv_heads * (s.k_dim + s.v_dim) for s in lm.shapes[layer:] if s.shares is None)
-        if spares >= width:
-            return ""
-        return f"a token left behind before layer {layer} is kept as {width:,} numbers, and spares {spares:,}"
+        if self.every is None or spares >= width:
+            return said
+        return f"{said}; one left behind before layer {layer} is kept as {width:,} numbers, and spares {spares:,}"
 
     def over(self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int) -> Narrowing | None:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
@@ -78,10 +77,10 @@ class Lazy(Schedule):
             return looked_at(lm, past, layer, live, rows.pos)[[rows.pos[row] for row in live.rows]]
 
         n = rows.n_rows if self.ratio_of == "prompt" else 0
-        return Narrowing(self.cuts(lm, self.spared), judge, self.always(rows, must), n, mass=self.mass)
+        return Narrowing(self.cuts(lm), judge, self.always(rows, must), n, mass=self.mass)
 
-    def back(self, lm: LM, past: Store, behind: Behind, pos: Sequence[int]) -> Returns:
-        """For a pass of those behind and, last, the newest row, at these positions."""
+    def back(self, lm: LM, past: Store, behind: Behind) -> Choose:
+        """Whom the newest token looks at."""
         from kvcli.prune.returning import Returning
 
-        return Returning(self, lm, past, behind, pos)
+        return Returning(self, lm, past, behind)

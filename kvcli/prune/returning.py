@@ -12,12 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.engine.behind import Moves
 from kvcli.prune.narrowing import highest, looked_at
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvcli.engine.behind import Behind
     from kvcli.engine.gate import Live
     from kvcli.engine.lm import LM
@@ -26,43 +23,23 @@ if TYPE_CHECKING:
 
 
 class Returning:
-    """One pass of the newest row, its feed's last; in front of it are those behind, all of them dropped at once."""
+    """Chooses for one trip of the newest token."""
 
-    def __init__(self, lazy: Lazy, lm: LM, past: Store, behind: Behind, pos: Sequence[int]) -> None:
-        self._lazy, self._lm, self._past, self._behind, self._pos = lazy, lm, past, behind, pos
-        self._cuts = lazy.cuts(lm, lazy.spared)
-        self._row = {p: row for row, p in enumerate(pos)}
-        self._next: list[int] = []  # positions that come back into the layer to come
-        self.moves = Moves()
+    def __init__(self, lazy: Lazy, lm: LM, past: Store, behind: Behind) -> None:
+        self._lazy, self._lm, self._past, self._behind = lazy, lm, past, behind
+        self._cuts = lazy.cuts(lm)
 
-    def before(self, layer: int, live: Live) -> Sequence[int] | None:
-        """Those that came back and are still looked at, and the newest."""
-        self._next = []
-        if layer == 0:
-            self.moves = Moves()
-            return [len(self._pos) - 1]
-        waiting = self._behind.at(layer)
-        if layer not in self._cuts or not (waiting or len(live.rows) > 1):
-            return None
-        mass = looked_at(self._lm, self._past, layer - 1, live, self._pos)
-        of = len(mass) if self._lazy.ratio_of == "prompt" else int((mass > 0).sum())
-        order = highest(mass, math.ceil(self._cuts[layer] * of), self._lazy.mass)
-        chosen = set(order)
-        carried = [row for row in live.rows[:-1] if self._pos[row] in chosen]
-        if waiting and float(mass[waiting].sum()) >= self._lazy.revive_min_mass:
-            missing = set(waiting)
-            room = max(0, self._lazy.revive_max - len(carried))
-            self._next = [p for p in order if p in missing][:room]
-        return [*carried, live.rows[-1]]
-
-    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
-        """Those that stop here; before the first layer they have not come yet."""
-        if layer:
-            self.moves.stopped[layer] = [self._pos[row] for row in rows], hidden
-
-    def revive(self, layer: int) -> tuple[Sequence[int], Tensor] | None:
-        """Those chosen."""
-        if not self._next:
-            return None
-        self.moves.came |= set(self._next)
-        return [self._row[p] for p in self._next], self._behind.hidden(layer, self._next)
+    def __call__(self, layer: int, live: Live, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Of those on their way the ones still looked at, and the newest; and who comes back."""
+        waiting, lazy = self._behind.at(layer), self._lazy
+        if layer not in self._cuts or not (waiting or len(pos) > 1):
+            return pos, ()
+        mass = looked_at(self._lm, self._past, layer - 1, live, pos)
+        of = len(mass) if lazy.ratio_of == "prompt" else int((mass > 0).sum())
+        order = highest(mass, math.ceil(self._cuts[layer] * of), lazy.mass)
+        chosen, missing = set(order), set(waiting)
+        on = [p for p in pos if p in chosen or p == pos[-1]]
+        if not waiting or float(mass[waiting].sum()) < lazy.revive_min_mass:
+            return on, ()
+        room = max(0, lazy.revive_max + 1 - len(on))
+        return on, [p for p in order if p in missing][:room]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.prune.spared import Spared, below_all
+from kvcli.prune.spared import Spared, below_all, nearest
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -38,18 +38,41 @@ class Schedule(Spared):
         left = math.prod(shares) if self.ratio_of == "current" else self.end_keep_ratio
         return f"{left:.0%} of a prompt of {self.least:,} tokens or more in the upper layers"
 
-    def cuts(self, lm: LM, spared: int = 0) -> Mapping[int, float]:
+    @property
+    def spared(self) -> int:
+        """Last layers that have no cut before them."""
+        return 0
+
+    def about(self, lm: LM) -> str:
+        """Which layers fewer reach, and who always does. Raises BadModel for a model that cannot be judged."""
+        cuts = self.cuts(lm)
+        shares = ", ".join(f"{share:.0%} go on from layer {layer}" for layer, share in cuts.items())
+        wanted = {nearest(range(1, lm.n_layers), at) for at in self._wanted(lm.n_layers)}
+        last = f", nor one of the last {self.spared}" if self.spared else ""
+        why = f"as the layer below must see all of a text{last}"
+        moved = f" (not {', '.join(map(str, sorted(wanted)))}, {why})" if wanted != set(cuts) else ""
+        always = f"the first {self.sinks} and the newest {self.recent} always do"
+        return f"of prompts of {self.least:,} tokens or more {shares}{moved}; {always}"
+
+    def cuts(self, lm: LM) -> Mapping[int, float]:
         """By layer that fewer reach: which share does. A layer whose neighbour below does not see the whole text gives
-        way to the nearest that can judge, and so do the last `spared`."""
-        shown = below_all(lm, spared)
-        first, last = (share * lm.n_layers for share in (self.start_prune_layer, self.end_prune_layer))
+        way to the nearest that can judge, and so do the last that are spared."""
+        shown = below_all(lm, self.spared)
+        first, last = self._ends(lm.n_layers)
         found = {}
-        for i in range(self.num_prune):
-            wanted = first + (last - first) * i / max(1, self.num_prune - 1)
-            layer = min(shown, key=lambda each: (abs(each - wanted), each))
+        for at in self._wanted(lm.n_layers):
+            layer = nearest(shown, at)
             along = 0.0 if last == first else min(1.0, max(0.0, (layer - first) / (last - first)))
             found[layer] = self.start_keep_ratio + (self.end_keep_ratio - self.start_keep_ratio) * along
         return found
+
+    def _wanted(self, n_layers: int) -> list[float]:
+        """Where the layers of the schedule would be, if all could show the text."""
+        first, last = self._ends(n_layers)
+        return [first + (last - first) * i / max(1, self.num_prune - 1) for i in range(self.num_prune)]
+
+    def _ends(self, n_layers: int) -> tuple[float, float]:
+        return self.start_prune_layer * n_layers, self.end_prune_layer * n_layers
 
     @property
     def _step(self) -> float:

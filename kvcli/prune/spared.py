@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.errors import BadModel
+from kvcli.kv.slots import spans
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ class Spared:
         """How many of the n tokens that are left of a prompt are read and judged together."""
         return n
 
-    def caution(self, lm: LM) -> str:
-        """What should be known of it with this model; "" = nothing."""
-        return ""
-
     def always(self, rows: Rows, must: Sequence[int]) -> set[int]:
         """Rows of a prompt that go through every layer."""
         n = rows.n_rows
@@ -45,8 +42,8 @@ def below_all(lm: LM, spared: int = 0) -> list[int]:
 
     Raises BadModel where there is none.
     """
-    layers = range(1, lm.n_layers - max(0, spared - 1))
-    shown = [i for i in layers if lm.windows[i - 1] is None and lm.shapes[i - 1].shares is None]
+    starts = [span.start for span in spans(lm.shapes)[1:] if span.start <= lm.n_layers - spared]
+    shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shares is None]
     if not shown:
         raise BadModel(
             f"[prune] judges tokens in layers that see all of a text, and {lm.info.id} has none",
@@ -55,3 +52,8 @@ def below_all(lm: LM, spared: int = 0) -> list[int]:
             try_=["--set prune.method=none"],
         )
     return shown
+
+
+def nearest(layers: Sequence[int], at: float) -> int:
+    """The lower of two that are as near."""
+    return min(layers, key=lambda layer: (abs(layer - at), layer))

@@ -30,6 +30,7 @@ def clashes(profile: Profile) -> list[Clash]:
         because = "which leaves tokens of a prompt behind"
         found.append(Clash("exactness", "prune.method", f'"{profile.exactness}" cannot be kept', because))
     found += recall_clashes(profile)
+    found += order_clashes(profile)
     found += return_clashes(profile)
     return found
 
@@ -52,6 +53,16 @@ def return_clashes(profile: Profile) -> list[Clash]:
     if prune.every == 1 and profile.spec.method != "off":
         found.append(Clash("spec.method", "prune.revive_every", "no pass has room for a guess", "which is 1"))
     return found
+
+
+def order_clashes(profile: Profile) -> list[Clash]:
+    """Of `prefill.order`: who judges at the end of each chunk needs chunks, who judges between layers needs all."""
+    key, order, prunes = "prefill.order", profile.prefill.order, bool(profile.prune.reads)
+    if order == "chunks" and prunes:
+        return [Clash(key, "prune.method", '"chunks" cannot be kept', "which judges a whole prompt between layers")]
+    if order == "layers" and profile.policy.every is not None and not prunes:
+        return [Clash(key, "policy.name", '"layers" cannot be kept', "which judges at the end of each chunk")]
+    return []
 
 
 def recall_clashes(profile: Profile) -> list[Clash]:

@@ -86,6 +86,7 @@ class Prefill:
     """How the prompt is read."""
 
     chunk: Annotated[int, Range(1)] = 2048  # tokens read in one pass
+    order: Literal["auto", "chunks", "layers"] = "auto"  # what is finished first: a chunk, or a layer; auto = what fits
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""A prompt on its way through a model layer by layer: all of it goes through one, part by part, before the next.
+
+What a part makes in a layer is stored, and settled, before the next part comes. So the same rows meet the same past as
+in reading chunk by chunk, in another order, and make the same bits; what a pass holds on to is of a part and a layer,
+beside the hidden states of the whole prompt. A pruner is asked between layers, when all of the prompt is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.commit import commit
+from kvcli.engine.feed import Asks, Feed
+from kvcli.engine.gate import Live, Pruner, narrowed
+from kvcli.kv.slots import spans
+
+if TYPE_CHECKING:
+    from kvcli.engine.lm import LM
+    from kvcli.engine.rows import Rows
+    from kvcli.kv.slots import Store
+
+
+class ByLayers:
+    """One such prompt. Whoever gives it up undoes in the store what was not there before."""
+
+    def __init__(
+        self, lm: LM, kv: Store, rows: Rows, part: int, hear: Sequence[int] = (), pruner: Pruner | None = None
+    ) -> None:
+        """`part`: rows of a pass at most; `hear`: rows whose queries are kept. Layers that share slots go together."""
+        self.rows, self.hear, self.pruner = rows, hear, pruner
+        self.queries: list[Tensor] = []  # per layer that it is through [H, len(hear), D]
+        self._lm, self._kv, self._part = lm, kv, part
+        self._left = spans(lm.shapes)  # layers to come, those that it is in first
+        self._live: Sequence[int] = range(rows.n_rows)  # rows that go through these
+        self._at = 0  # of these, how many did
+        self._hidden: Tensor | None = None  # [len(live), E] what they are given, then what they gave
+        self._heard: list[Sequence[Tensor]] = []  # by part, of these layers
+
+    @property
+    def is_over(self) -> bool:
+        """Is it through all layers?"""
+        return not self._left
+
+    @property
+    def layer(self) -> int:
+        """That it is in."""
+        return self._left[0].start if self._left else self._lm.n_layers
+
+    @property
+    def live(self) -> Live:
+        """Its rows as they come to this layer."""
+        return Live(self._live, None, self.queries[-1] if self.queries else None)
+
+    @property
+    def done(self) -> float:
+        """The share of it that is behind, all layers taken for equally long."""
+        if not self._left:
+            return 1.0
+        now = self._left[0]
+        return (now.start + len(now) * self._at / len(self._live)) / self._lm.n_layers
+
+    def go_on(self) -> Asks[None]:
+        """One pass: the next part through its layers."""
+        layers = self._left[0]
+        if not self._at:
+            self._enter(layers)
+        mine = slice(self._at, min(self._at + self._part, len(self._live)))
+        live = self._live[mine]
+        rows, heard = self.rows.only(live), set(self.hear)
+        hear = [i for i, row in enumerate(live) if row in heard]
+        given = self._hidden[mine] if self._hidden is not None and layers.start else None
+        made = yield Feed(self._lm, rows, self._kv, hear=hear, is_prompt=True, layers=layers, hidden=given)
+        commit(self._kv, rows, made, range(rows.n_rows))
+        self._kv.settle((), rows.pos[-1] + 1, layers)
+        if hear:
+            self._heard.append(made.queries)
+        if made.hidden is not None:
+            if self._hidden is None:
+                self._hidden = made.hidden.new_empty(len(self._live), made.hidden.shape[1])
+            self._hidden[mine] = made.hidden
+        self._at = mine.stop
+        if self._at == len(self._live):
+            self.queries += [torch.cat(parts, 1) for parts in zip(*self._heard, strict=True)]
+            self._left, self._at, self._heard = self._left[1:], 0, []
+
+    def _enter(self, layers: range) -> None:
+        """Leave behind who does not go on, and make room for those who do: what grows by the part is copied often."""
+        if self.pruner is not None:
+            given = torch.empty(len(self._live), 0) if self._hidden is None else self._hidden
+            self._live, given = narrowed(self.pruner, layers.start, self.live, given)
+            self._hidden = None if self._hidden is None else given
+            assert set(self.hear) <= set(self._live), "rows that are heard go through every layer"
+        self._kv.reserve(max(map(self._kv.n_slots, layers)) + len(self._live), layers)
