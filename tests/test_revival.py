@@ -12,7 +12,6 @@ import torch
 
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
-from kvcli.engine.behind import Older
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events, run, together
 from kvcli.engine.feed import Feed
@@ -20,7 +19,9 @@ from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session, commit
+from kvcli.engine.trip import Older
 from kvcli.kv.dense import Dense
+from kvcli.kv.windows import Window
 from kvcli.prune.chunked import Chunked
 from kvcli.prune.lazy import Lazy
 from tests import families
@@ -53,7 +54,9 @@ class Once(Dense):
     """Counts who is stored where, and refuses what is there already."""
 
     def __init__(self, model: LM) -> None:
-        super().__init__(model.shapes, model.dtype)
+        """Windows give back what they hide, as soon as they can."""
+        sizes = {i: w for i, w in enumerate(model.windows) if w is not None}
+        super().__init__(model.shapes, model.dtype, step=1, windows={i: Window(w, back=1) for i, w in sizes.items()})
         self.stored = [Counter[int]() for _ in range(model.n_layers)]
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
@@ -114,7 +117,7 @@ def test_a_token_has_a_prefix_of_the_layers_and_each_once(seed: int) -> None:
             drive(s.step())
             agrees(s)
         ids = [*s.ids, *families.prompt(dice.randint(2, 20), seed=seed + 1000 * turn)]
-    drive(s.complete())
+    drive(s.behind.complete(s.kv, s.ids))
     agrees(s)
     assert not s.behind
 
@@ -123,10 +126,10 @@ def test_a_token_has_a_prefix_of_the_layers_and_each_once(seed: int) -> None:
 def test_together_or_one_by_one_they_become_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for at_once in (1, 5, 256):
-        monkeypatch.setattr("kvcli.engine.session.AT_ONCE", at_once)
+        monkeypatch.setattr("kvcli.engine.behind.AT_ONCE", at_once)
         s = read(session(lm(name), lazy()), families.prompt(N + 1))
         assert len(s.behind) > 5
-        drive(s.complete())
+        drive(s.behind.complete(s.kv, s.ids))
         found.append([sorted_by_position(s, layer) for layer in range(LAYERS)])
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
@@ -230,13 +233,13 @@ def test_a_text_takes_along_who_waits_behind() -> None:
 def test_beside_other_texts_they_come_back_as_alone() -> None:
     ids, alone = families.prompt(N), read(session(lm(), lazy()), families.prompt(N))
     list(events(alone.stream(20)))
-    drive(alone.complete())
+    drive(alone.behind.complete(alone.kv, alone.ids))
     many = [session(lm(), lazy()), session(lm(), None), session(lm(), lazy(revive_every=3))]
 
     def work(s: Session, ids: list[int]):  # type: ignore[no-untyped-def]
         yield from s.read(ids)
         yield from s.stream(20)
-        yield from s.complete()
+        yield from s.behind.complete(s.kv, s.ids)
 
     together(*(work(s, text) for s, text in zip(many, [ids, families.prompt(12, seed=5), ids], strict=True)))
     assert many[0].ids == alone.ids

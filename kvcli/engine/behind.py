@@ -6,39 +6,36 @@ layers and in none above: its depth and one hidden vector, what the next layer w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed, Made
-from kvcli.engine.gate import Live
+from kvcli.engine.readback import Readback
 from kvcli.engine.rows import Rows
-from kvcli.kernels.attend import attend
-from kvcli.kv.slots import Sight, Usage, alone, spans
+from kvcli.engine.trip import Stopped, Trip
+from kvcli.kv.slots import Store, Usage
 
 if TYPE_CHECKING:
-    from kvcli.engine.gate import Pruner
+    from kvcli.engine.gate import Live, Pruner, Pruning
     from kvcli.engine.lm import LM
-    from kvcli.kernels.attend_rows import Own
-    from kvcli.kernels.merge import Part
-    from kvcli.kv.slots import Store
+    from kvcli.engine.sample import Draw
 
 AT_ONCE = 256  # tokens that go on together to the last layer: each has a mask over all that is stored
 
-Stopped = dict[int, tuple[list[int], Tensor]]  # by the layer that they did not go into: positions, vectors [n, E]
-# a layer, what the one below made of tokens at these positions -> those that go on, and those that come back
-Choose = Callable[[int, Live, Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-
 
 class Behind:
-    """Of one text: who stopped where, and with which hidden vector."""
+    """Of one text: who stopped where, and with which hidden vector; and the ways on."""
 
-    def __init__(self) -> None:
+    def __init__(self, lm: LM, pruning: Pruning | None) -> None:
+        self._lm, self._pruning = lm, pruning
         self._at: Stopped = {}  # positions rise
+        self._noting: Noting | None = None  # of the prompt under way
+        self.is_torn = False  # some layers hold what came back, and others do not
 
     def __len__(self) -> int:
         return sum(len(pos) for pos, _ in self._at.values())
@@ -63,8 +60,60 @@ class Behind:
         place = {p: i for i, p in enumerate(held)}
         return vectors[[place[p] for p in pos]]
 
-    def onward(self, some: set[int], layer: int, live: Live, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Chooses all of these, and has nobody stop."""
+    def clear(self) -> None:
+        """A text begins anew."""
+        self._at, self._noting, self.is_torn = {}, None, False
+
+    # ---- a prompt ----
+
+    @property
+    def comes_back(self) -> bool:
+        """May what stops go on later?"""
+        return self._pruning is not None and self._pruning.every is not None
+
+    def before_prompt(self, kv: Store, ids: Sequence[int]) -> Asks[None]:
+        """Another prompt is to be read behind what is stored."""
+        if self._pruning is not None and self._pruning.completes:
+            yield from self.complete(kv, ids)
+
+    def noted(self, pruner: Pruner | None, pos: Sequence[int]) -> Pruner | None:
+        """The pruner of a prompt at these positions, whose leavings are noted if they may go on later."""
+        self._noting = Noting(pruner, pos) if pruner is not None and self.comes_back else None
+        return self._noting or pruner
+
+    def read(self) -> None:
+        """That prompt is stored."""
+        if self._noting is not None:
+            self.join(self._noting.stopped)
+        self._noting = None
+
+    # ---- the ways on ----
+
+    def due(self, n: int) -> float:
+        """Tokens until the pass in which some may come back, when an answer has n: with that pass the past changes."""
+        every = self._pruning.every if self._pruning is not None and self else None
+        return math.inf if every is None else (-n - 1) % every
+
+    def step(self, kv: Store, ids: Sequence[int], how: Draw) -> Asks[tuple[Rows, Made, list[int], list[int]]]:
+        """A pass of the pending token alone, beside which tokens come back that it looks at; ends as `walk` does."""
+        assert self._pruning is not None, "somebody left them behind"
+        last = len(ids) - 1
+        trip, rows = Trip(self._lm, kv, ids, self, [last]), Rows.chain(ids[last:], last)
+        made = yield from trip.go(self._pruning.back(self._lm, kv, self), wants=True)
+        drawn = Readback(Feed(self._lm, rows, kv, draw=how), made.logits).drawn(0)
+        trip.store()
+        return rows, made, [0], [drawn]
+
+    def complete(self, kv: Store, ids: Sequence[int]) -> Asks[None]:
+        """All go on to the last layer, the oldest first."""
+        while some := set(self.positions[:AT_ONCE]):
+            trip = Trip(self._lm, kv, ids, self)
+            yield from trip.go(partial(self._onward, some))
+            trip.store()
+
+    def _onward(
+        self, some: set[int], layer: int, live: Live, pos: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int]]:
         return pos, [p for p in self.at(layer) if p in some]
 
     def leave(self, came: set[int]) -> None:
@@ -109,81 +158,3 @@ class Noting:
     def revive(self, layer: int) -> tuple[Sequence[int], Tensor] | None:
         """As it says."""
         return self._pruner.revive(layer)
-
-
-class Trip:
-    """Tokens on their way through the layers, some of which come back on it or stop; what they made is stored after it.
-
-    A layer goes by in which nobody is.
-    """
-
-    def __init__(self, lm: LM, kv: Store, ids: Sequence[int], behind: Behind, pos: Sequence[int] = ()) -> None:
-        """`pos`: rising positions in the text `ids` of those that begin with the first layer."""
-        self._lm, self._kv, self._ids, self._behind = lm, kv, ids, behind
-        self._pos, self._hidden = list(pos), torch.empty(0)  # of those on their way
-        self._came, self._stopped = set[int](), Stopped()
-        self._made: list[tuple[Rows, Made]] = []
-
-    def go(self, choose: Choose, *, wants: bool = False) -> Asks[Made]:
-        """A pass a layer; the last. `wants`: the logits of the newest token are computed in it."""
-        for layers in spans(self._lm.shapes):
-            if layers.start:
-                self._enter(layers.start, choose)
-            if not (n := len(self._pos)):
-                continue
-            rows = replace(Rows.chain([self._ids[p] for p in self._pos], 0), pos=list(self._pos))
-            want = [n - 1] if wants and layers.stop == self._lm.n_layers else []
-            given = self._hidden if layers.start else None
-            past: Store = Older(self._kv)  # type: ignore[assignment]  # nothing is stored by this pass
-            made = yield Feed(self._lm, rows, past, want=want, hear=[n - 1], layers=layers, hidden=given)
-            self._made.append((rows, made))
-            if made.hidden is not None:
-                self._hidden = made.hidden
-        return made
-
-    def _enter(self, layer: int, choose: Choose) -> None:
-        pos, hidden = self._pos, self._hidden
-        fresh, queries = None, None
-        if self._made and pos:
-            made = self._made[-1][1]
-            fresh, queries = made.fresh[layer - 1], made.queries[-1]
-        on, back = choose(layer, Live(range(len(pos)), fresh, queries), pos)
-        stay = set(on)
-        if out := [i for i, p in enumerate(pos) if p not in stay]:
-            self._stopped[layer] = [pos[i] for i in out], hidden[out]
-            at = [i for i, p in enumerate(pos) if p in stay]
-            pos, hidden = [pos[i] for i in at], hidden[at]
-        if back:
-            vectors, both = self._behind.hidden(layer, back), [*pos, *back]
-            order = sorted(range(len(both)), key=both.__getitem__)
-            pos, hidden = sorted(both), (torch.cat((hidden, vectors)) if self._pos else vectors)[order]
-            self._came |= set(back)
-        self._pos, self._hidden = pos, hidden
-
-    def store(self) -> None:
-        """It is over. What breaks here leaves the store torn: what came back lies among what was there."""
-        for rows, made in self._made:
-            commit(self._kv, rows, made, range(rows.n_rows))
-        self._behind.leave(self._came)
-        self._behind.join(self._stopped)
-
-
-class Older:
-    """A store as tokens of any age see it: each what is older than itself."""
-
-    def __init__(self, store: Store) -> None:
-        self._store, self.dtype = store, store.dtype
-
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N] -> a part over what is stored, and those over their pass."""
-        s = self._store.slots(layer)
-        rows = torch.tensor(pos, dtype=s.pos.dtype, device=s.pos.device).view(1, -1, 1)
-        at = s.pos.unsqueeze(1)  # [K, 1, S]
-        shown = (at >= 0) & (at < rows)
-        if sight.window is not None:
-            shown &= at > rows - sight.window
-        return [attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=shown), *alone(q, sight, own)]
-
-    def usage(self) -> list[Usage]:
-        """It holds nothing."""
-        return []

@@ -28,12 +28,24 @@ class ByLayers:
     """One such prompt. Whoever gives it up undoes in the store what was not there before."""
 
     def __init__(
-        self, lm: LM, kv: Store, rows: Rows, part: int, hear: Sequence[int] = (), pruner: Pruner | None = None
+        self,
+        lm: LM,
+        kv: Store,
+        rows: Rows,
+        part: int,
+        hear: Sequence[int] = (),
+        pruner: Pruner | None = None,
+        *,
+        comes_back: bool = False,
     ) -> None:
-        """`part`: rows of a pass at most; `hear`: rows whose queries are kept. Layers that share slots go together."""
+        """`part`: rows of a pass at most; `hear`: rows whose queries are kept. Layers that share slots go together.
+
+        `comes_back`: some of it may go through layers later, so windows keep what these will see.
+        """
         self.rows, self.hear, self.pruner = rows, hear, pruner
         self.queries: list[Tensor] = []  # per layer that it is through [H, len(hear), D]
         self._lm, self._kv, self._part = lm, kv, part
+        self._comes_back = comes_back
         self._left = spans(lm.shapes)  # layers to come, those that it is in first
         self._live: Sequence[int] = range(rows.n_rows)  # rows that go through these
         self._at = 0  # of these, how many did
@@ -75,7 +87,7 @@ class ByLayers:
         given = self._hidden[mine] if self._hidden is not None and layers.start else None
         made = yield Feed(self._lm, rows, self._kv, hear=hear, is_prompt=True, layers=layers, hidden=given)
         commit(self._kv, rows, made, range(rows.n_rows))
-        self._kv.settle((), rows.pos[-1] + 1, layers)
+        self._kv.settle((), 0 if self._comes_back else rows.pos[-1] + 1, layers)
         if hear:
             self._heard.append(made.queries)
         if made.hidden is not None:

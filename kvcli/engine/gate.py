@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcli.engine.rows import places
 
 if TYPE_CHECKING:
-    from kvcli.engine.behind import Behind, Choose
+    from kvcli.engine.behind import Behind
     from kvcli.engine.feed import Asks, Fresh
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
@@ -39,6 +39,10 @@ class Live:
     rows: Sequence[int]  # of the feed, rising: those on their way
     fresh: Fresh | None  # what the layer before made; None before the first
     queries: Tensor | None  # [H, len(hear), D], of the heard rows there
+
+
+# a layer, and what the one below made of tokens at these positions -> those of them that go on, and who comes back
+Choose = Callable[[int, Live, Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 class Pruner(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvcli.engine.behind import AT_ONCE, Behind, Noting, Trip
+from kvcli.engine.behind import Behind
 from kvcli.engine.boundary import Boundary
 from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.commit import commit
@@ -21,7 +21,6 @@ from kvcli.engine.gate import Pruning
 from kvcli.engine.heard import Heard
 from kvcli.engine.kinds import Span, kinds_of
 from kvcli.engine.policy import Phase, Policy, Wants
-from kvcli.engine.readback import Readback
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Draw, Sampler, Seen
 from kvcli.engine.stats import Step
@@ -79,8 +78,7 @@ class Session:
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
-        self.behind = Behind()  # those of them that may go on later
-        self._noting: Noting | None = None  # who of the prompt under way will be
+        self.behind = Behind(lm, pruning)  # those of them that may go on later
         self._by_layers = by_layers
         self._under_way: ByLayers | None = None  # a prompt that is being read so
         if pruning is not None:
@@ -104,10 +102,12 @@ class Session:
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
         began = time.perf_counter()
         how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
-        if self._back_in == 0:
-            rows, made, path, new = yield from self._with_some_back(how)
+        due = self.behind.due(self.committed - self._n_prompt)
+        if due == 0:
+            rows, made, path, new = yield from self.behind.step(self.kv, self.ids, how)
+            self.committed += 1
         else:
-            room = int(min(self.boundary - self.committed, self._back_in, most, self.lm.limit - self.committed)) - 1
+            room = int(min(self.boundary - self.committed, due, most, self.lm.limit - self.committed)) - 1
             draft = yield from asked(self.drafter.propose(self.ids, room))
             rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
             assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
@@ -140,8 +140,7 @@ class Session:
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
         if self._under_way is None:
-            if self.pruning is not None and self.pruning.completes:
-                yield from self.complete()
+            yield from self.behind.before_prompt(self.kv, self.ids)
             self._under_way = yield from self._layer_by_layer(whole)
         if self._under_way is not None:
             yield from self._read_on(self._under_way)
@@ -167,8 +166,8 @@ class Session:
             hear = hear if pruner is None else asks
         if pruner is None and not self._by_layers:
             return None
-        self._noting = None if pruner is None or pruning is None or pruning.every is None else Noting(pruner, rows.pos)
-        return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, self._noting or pruner)
+        pruner, comes_back = self.behind.noted(pruner, rows.pos), self.behind.comes_back
+        return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)
 
     def _read_on(self, prompt: ByLayers) -> Asks[None]:
         try:
@@ -183,42 +182,9 @@ class Session:
             self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
         if prompt.pruner is not None:
             self._is_whole, self._has_left = False, True
-        if self._noting is not None:
-            self.behind.join(self._noting.stopped)
+        self.behind.read()
         self.boundary = self.committed = self.committed + n
         yield from self.settle("read" if self.committed == len(self.ids) - 1 else "reading")
-
-    @property
-    def _back_in(self) -> float:
-        """Tokens until the pass in which some may come back that were left behind: with it the past changes."""
-        if not self.behind or self.pruning is None or self.pruning.every is None:
-            return math.inf
-        return (self._n_prompt - self.committed - 1) % self.pruning.every
-
-    def _with_some_back(self, how: Draw) -> Asks[tuple[Rows, Made, list[int], list[int]]]:
-        """A step of the pending token alone, beside which tokens come back that it looks at; ends as `walk` does."""
-        assert self.pruning is not None, "somebody left them behind"
-        trip = Trip(self.lm, self.kv, self.ids, self.behind, [self.committed])
-        made = yield from trip.go(self.pruning.back(self.lm, self.kv, self.behind), wants=True)
-        rows = Rows.chain(self.ids[-1:], self.committed)
-        new = [Readback(Feed(self.lm, rows, self.kv, draw=how), made.logits).drawn(0)]
-        self._store(trip)
-        self.committed += 1
-        return rows, made, [0], new
-
-    def complete(self) -> Asks[None]:
-        """All that was left behind goes on to the last layer, the oldest first."""
-        while some := set(self.behind.positions[:AT_ONCE]):
-            trip = Trip(self.lm, self.kv, self.ids, self.behind)
-            yield from trip.go(partial(self.behind.onward, some))
-            self._store(trip)
-
-    def _store(self, trip: Trip) -> None:
-        try:
-            trip.store()
-        except BaseException:
-            self.committed = 0
-            raise
 
     @property
     def progress(self) -> int:
@@ -262,7 +228,9 @@ class Session:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
         is_back, is_cut, self._under_way = keep < self.committed, self._under_way is not None, None
-        stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
+        stays = (
+            is_back and (self._forgot or bool(self.heard))
+        ) or self.behind.is_torn  # what was evicted, or heard, does
         if stays or ((is_back or is_cut) and not self.kv.reaches(keep)):
             keep = 0
         elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
@@ -272,7 +240,7 @@ class Session:
         if not keep:
             self._is_whole, self._has_left, self._n_prompt = True, False, 0
             self.heard.clear()
-            self.behind = Behind()
+            self.behind.clear()
             self.memory = self._wants.memory()
         self.seen.clear()
         self.seen.add(self.ids)

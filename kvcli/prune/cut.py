@@ -81,7 +81,7 @@ class Cut(Spared):
             return once
         from kvcli.engine.by_layers import ByLayers
 
-        look = ByLayers(lm, past, rows, part, must)
+        look = ByLayers(lm, past, rows, part, must, comes_back=True)
         try:
             while look.layer < cut:
                 yield from look.go_on()

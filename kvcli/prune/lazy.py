@@ -18,8 +18,8 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.behind import Behind, Choose
-    from kvcli.engine.gate import Live
+    from kvcli.engine.behind import Behind
+    from kvcli.engine.gate import Choose, Live
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
