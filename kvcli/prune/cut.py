@@ -41,7 +41,7 @@ class Cut(Spared):
             raise ValueError(f"pool = {self.pool}: as many neighbours on either side make an odd number")
 
     @property
-    def hears(self) -> int:  # type: ignore[override]
+    def hears(self) -> int:
         """The window."""
         return self.window
 

@@ -45,12 +45,12 @@ class Lazy(Schedule):
                 raise ValueError(f'{of.name} changes nothing with scope = "prefill": nobody comes back')
 
     @property
-    def every(self) -> int | None:  # type: ignore[override]
+    def every(self) -> int | None:
         """Tokens of an answer between two passes in which some may come back."""
         return self.revive_every if self.scope == "prefill+decode" else None
 
     @property
-    def completes(self) -> bool:  # type: ignore[override]
+    def completes(self) -> bool:
         """Whether the next prompt finds all of them brought back."""
         return self.every is not None and self.idle_complete
 

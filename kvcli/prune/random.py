@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Random(Schedule):
     """Leave as many tokens behind as `lazy` does, by lot: a control."""
 
-    seed: Annotated[int, Range(0)] = 0  # of the lots
+    seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # of the lots
 
     def over(self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int) -> Narrowing | None:
         """None for a short prompt."""
@@ -32,7 +32,7 @@ class Random(Schedule):
         import torch
 
         def lots(layer: int, live: Live) -> Tensor:
-            dice = torch.Generator().manual_seed(hash((self.seed, rows.pos[0], layer)) % 2**63)
+            dice = torch.Generator().manual_seed(self.seed + 1_000_003 * rows.pos[0] + layer)
             return torch.rand(len(live.rows), generator=dice)
 
         n = rows.n_rows if self.ratio_of == "prompt" else 0

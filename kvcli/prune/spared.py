@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from kvcli.errors import BadModel
 from kvcli.kv.slots import spans
@@ -23,9 +23,20 @@ class Spared:
     sinks: Annotated[int, Range(0)] = 4  # first tokens that always go on
     least: Annotated[int, Range(1)] = 1024  # tokens of a prompt below which all go on
 
-    hears: ClassVar[int] = 1  # newest rows whose queries judge the others
-    every: ClassVar[int | None] = None  # tokens of an answer between two passes that bring some back; None = none does
-    completes: ClassVar[bool] = False  # does the next prompt find all of them brought back?
+    @property
+    def hears(self) -> int:
+        """The last row's queries judge the others."""
+        return 1
+
+    @property
+    def every(self) -> int | None:
+        """Nobody comes back."""
+        return None
+
+    @property
+    def completes(self) -> bool:
+        """Nor is anybody brought back."""
+        return False
 
     def takes(self, n: int, chunk: int) -> int:
         """How many of the n tokens that are left of a prompt are read and judged together."""
