@@ -14,7 +14,7 @@ from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events, run, together
-from kvcli.engine.feed import Feed
+from kvcli.engine.feed import Feed, until
 from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
@@ -196,6 +196,23 @@ def test_the_next_prompt_finds_all_of_them_or_those_that_came_back() -> None:
         read(s, [*s.ids, *families.prompt(9, seed=8)])
         assert bool(s.behind) is not completes
         agrees(s)
+
+
+def test_while_nobody_asks_they_go_on_until_somebody_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And end as if nobody had come between."""
+    monkeypatch.setattr("kvcli.engine.behind.AT_ONCE", 5)
+    left, found = [], []
+    for n_passes in (0, 20, 10_000):
+        s = read(session(lm(), lazy()), families.prompt(N))
+        told = iter(range(n_passes))
+        drive(until(s.behind.before_prompt(s.kv, s.ids), lambda told=told: next(told, None) is None))  # type: ignore[misc]
+        agrees(s)
+        left.append(len(s.behind))
+        drive(s.behind.before_prompt(s.kv, s.ids))
+        found.append(torch.stack([sorted_by_position(s, layer) for layer in range(LAYERS)]))
+    assert left[0] > left[1] > left[2] == 0
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_a_pass_that_breaks_ends_in_a_text_that_is_read_anew() -> None:

@@ -13,8 +13,8 @@ from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
 from kvcli.chat.token_kinds import chat_spans
 from kvcli.chat.turn import Answering, Asked
 from kvcli.chat.window import Window
-from kvcli.engine.engine import events
-from kvcli.engine.feed import Work
+from kvcli.engine.engine import drive, events
+from kvcli.engine.feed import Work, until
 from kvcli.errors import BadInput, BadModel
 from kvcli.kept.shelf import Kept, Shelf
 from kvcli.kv.shortage import lacking
@@ -66,6 +66,12 @@ class OpenText:
     def keep(self, cancel: Cancel = lambda: False) -> Kept:
         """Put what was read on the shelf, if there is one, for later runs; between answers."""
         return Kept() if self._shelf is None else self._shelf.keep(self.session, cancel)
+
+    def idle(self, cancel: Cancel) -> None:
+        """Between answers: what prompts left behind goes on, if the profile wants that, until `cancel()` says so."""
+        session = self.session
+        with lacking():  # then the next prompt finds less of it
+            drive(until(session.behind.before_prompt(session.kv, session.ids), cancel))
 
     def why_again(self) -> list[str]:
         """Why what this model read before is of no use to this text, if it was loaded another way then."""
