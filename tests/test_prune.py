@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -225,25 +226,36 @@ def test_beside_other_texts_it_reads_as_alone() -> None:
         assert s.ids[len(text) :] == said(session(model, None), text)
 
 
+@contextmanager
+def breaking(kv: Store, nth: int) -> Iterator[None]:
+    """Storing runs out of memory, that time."""
+    calls = count(1)
+    whole = {name: getattr(kv, name) for name in ("append", "take")}
+
+    def broken(name: str) -> Callable[..., None]:
+        def store(*args: object) -> None:
+            if next(calls) == nth:
+                raise MemoryError
+            whole[name](*args)
+
+        return store
+
+    for name in whole:
+        setattr(kv, name, broken(name))
+    try:
+        yield
+    finally:
+        for name in whole:
+            delattr(kv, name)
+
+
 def test_a_pass_that_breaks_leaves_the_past_as_it_was() -> None:
     model, ids = lm("llama"), families.prompt(N)
     s = session(model, settings(), 7)
-    calls = 0
-    whole = s.kv.append
-
-    def append(*args: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 9:
-            raise MemoryError
-        whole(*args)  # type: ignore[arg-type]
-
-    s.kv.append = append  # type: ignore[method-assign, assignment]
-    with pytest.raises(MemoryError):
+    with breaking(s.kv, 9), pytest.raises(MemoryError):
         drive(s.read(ids))
     assert s.committed == 0
     assert not any(s.kv.n_slots(layer) for layer in range(model.n_layers))
-    s.kv.append = whole  # type: ignore[method-assign]
     assert said(s, ids) == said(session(model, settings(), 7), ids)
 
 

@@ -31,6 +31,7 @@ SPARED = 4  # layers: what a token left behind misses there takes less memory th
 class Lazy(Schedule):
     """Leave tokens of a prompt behind, layer by layer, by what its end looks at (LazyLLM, arXiv 2407.14057)."""
 
+    score_queries: Annotated[int, Range(1)] = 1  # newest rows that judge
     mass: Annotated[float, Range(0, below=1)] = 0.0  # attention that those which go on have at least; 0 = any
     scope: Literal["prefill", "prefill+decode"] = "prefill"  # left behind for good, or until an answer looks at it
     revive_max: Annotated[int, Range(0)] = 32  # tokens that come back in one pass at most
@@ -43,6 +44,11 @@ class Lazy(Schedule):
         for of in fields(self) if self.scope == "prefill" else ():
             if of.name.startswith(("revive", "idle")) and getattr(self, of.name) != of.default:
                 raise ValueError(f'{of.name} changes nothing with scope = "prefill": nobody comes back')
+
+    @property
+    def hears(self) -> int:
+        """Those that judge."""
+        return self.score_queries
 
     @property
     def every(self) -> int | None:
@@ -74,7 +80,8 @@ class Lazy(Schedule):
             return None
 
         def judge(layer: int, live: Live) -> Tensor:
-            return looked_at(lm, past, layer, live, rows.pos)[[rows.pos[row] for row in live.rows]]
+            scores = looked_at(lm, past, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
+            return scores[[rows.pos[row] for row in live.rows]]
 
         n = rows.n_rows if self.ratio_of == "prompt" else 0
         return Narrowing(self.cuts(lm), judge, self.always(rows, must), n, mass=self.mass)

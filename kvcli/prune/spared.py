@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from kvcli.errors import BadModel
-from kvcli.kv.slots import spans
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -53,6 +52,8 @@ def below_all(lm: LM, spared: int = 0) -> list[int]:
 
     Raises BadModel where there is none.
     """
+    from kvcli.kv.slots import spans  # late: reading a profile must not import torch
+
     starts = [span.start for span in spans(lm.shapes)[1:] if span.start <= lm.n_layers - spared]
     shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shares is None]
     if not shown:

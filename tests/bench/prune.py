@@ -112,14 +112,19 @@ def answered(model: Any, asked: Asked) -> dict[str, float]:
     """Seconds to the end of reading and to the first token, rows that layers were given, and the score."""
     session = model.new_session()
     session.begin(asked.ids, Sampler())
-    given, append = 0, session.kv.append
+    given, append, take = 0, session.kv.append, session.kv.take
 
-    def count(layer: int, k: Any, v: Any, start: int) -> None:
+    def appended(layer: int, k: Any, *rest: Any) -> None:
         nonlocal given
         given += k.shape[1]
-        append(layer, k, v, start)
+        append(layer, k, *rest)
 
-    session.kv.append = count
+    def taken(layer: int, slots: Any) -> None:
+        nonlocal given
+        given += slots.n_slots
+        take(layer, slots)
+
+    session.kv.append, session.kv.take = appended, taken
     began = time.perf_counter()
     while drive(session.chunk(asked.ids)):
         pass
