@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from kvcli.drafts.off import Off
 from kvcli.engine import gate
 from kvcli.engine.boundary import Boundary
+from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.engine import Engine, call, drive, run
 from kvcli.engine.feed import Asks, Feed, Made
 from kvcli.engine.forward import Pass
@@ -23,13 +27,15 @@ from kvcli.engine.kinds import kinds_of
 from kvcli.engine.lm import LM
 from kvcli.engine.policy import Policy
 from kvcli.engine.rows import Draft, Rows, Scouts
-from kvcli.engine.session import commit
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session, commit
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import LayerShape, Sight
 from kvcli.policies.knorm import KNorm
 from kvcli.policies.window import Window
+from kvcli.prune.lazy import Lazy
 from tests import families
 from tests.test_ladder import LADDERS, PACKED
 
@@ -228,6 +234,87 @@ def test_each_layer_stores_the_rows_that_reached_it(store: str) -> None:
     after = Rows.chain(families.prompt(5, seed=4), 30)
     (found,), (expected,) = (run([Feed(model, after, past, want=range(5))]) for past in (kv, whole))
     torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-12)
+
+
+# ---- the law ----
+
+
+def conversation(model: LM, pruning: Lazy | None) -> tuple[list[int], Tensor]:
+    """Two turns of 20 tokens: the text, and the logits behind each token that was written."""
+    kv = Dense(model.shapes, model.dtype)
+    session, logits = Session(model, kv, Off(), Sampler(), chunk=10, pruning=pruning), list[Tensor]()
+    for seed in (1, 2):
+        text = [*session.ids, *families.prompt(N, seed=seed)]
+        while drive(session.chunk(text)):
+            pass
+        logits += [drive(session.step()).logits[0] for _ in range(20)]
+    assert (session.lost == {"forgotten"}) == (pruning is not None), "a pruner was there"
+    return session.ids, torch.stack(logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt_oss", "qwen3_moe"])
+def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str) -> None:
+    """In float32: over a prompt, 20 tokens behind it and a second turn. Weights as they are initialized, which spread
+    a rounding less than those of the other tests."""
+    stock, mine = (  # each by a config of its own, which says how it attends
+        AutoModelForCausalLM.from_config(families.config_of(name), attn_implementation="eager").eval() for _ in range(2)
+    )
+    mine.load_state_dict(stock.state_dict())
+    model, schedule = LM.of(mine), {"start_prune_layer": 0.4, "end_prune_layer": 0.7, "num_prune": 2}
+    every = {"recent": 1, "sinks": 0, "least": 1}
+    idle, half = (
+        Lazy(**schedule, start_keep_ratio=ratio, end_keep_ratio=ratio, **every)  # type: ignore[arg-type]
+        for ratio in (1.0, 0.5)
+    )
+    ids, logits = conversation(model, idle)
+    theirs = call(stock, ids[:-1])[[*range(N - 1, N + 19), *range(2 * N + 19, 2 * N + 39)]]
+    assert (logits - theirs).abs().max() <= 3e-7
+    assert (conversation(model, half)[1] - theirs).abs().max() > 1e-5, "a token left behind shows"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt_oss", "qwen3_moe"])
+def test_with_every_ratio_one_logits_are_those_of_no_pruner_to_the_bit(name: str) -> None:
+    idle = Lazy(start_prune_layer=0.4, end_prune_layer=0.7, start_keep_ratio=1.0, end_keep_ratio=1.0, least=1)
+    model = LM.of(families.build(name, torch.float32))
+    (ids, logits), (plain, expected) = conversation(model, idle), conversation(model, None)
+    assert ids == plain
+    assert torch.equal(logits, expected)
+
+
+def test_whatever_the_schedule_each_token_goes_through_each_layer_once_at_most() -> None:
+    """200 random ones, with tokens that come back: what is stored, and what is computed, is what the plan says."""
+    model = LM.of(families.build("llama", torch.float64, num_hidden_layers=5))
+    lots = random.Random(0)
+    for _ in range(200):
+        n, part, past = lots.randint(2, 24), lots.randint(1, 25), lots.choice([0, 9])
+        plan, behind = Plan({}), set[int]()
+        for layer in range(1, 5):
+            live = [row for row in range(n - 1) if row not in behind]
+            plan.drops[layer] = {row for row in live if lots.random() < 0.4}
+            plan.returns[layer] = {row for row in behind if lots.random() < 0.3}
+            behind = behind - plan.returns[layer] | plan.drops[layer]
+        plan = Plan({at: rows for at, rows in plan.drops.items() if rows}, plan.returns)
+        kv, rows, computed = read(model, past), Rows.chain(families.prompt(n), past), set[tuple[int, int]]()
+        prompt = ByLayers(model, kv, rows, part, [n - 1], Fixed(plan))
+        while not prompt.is_over:
+            asks = prompt.go_on()
+            feed = next(asks)
+            assert feed.layers is not None
+            mine = {(layer, pos) for layer in feed.layers for pos in feed.rows.pos}
+            assert not mine & computed
+            computed |= mine
+            with pytest.raises(StopIteration):
+                asks.send(run([feed])[0])
+        for layer in range(5):
+            live = [past + row for row in plan.live(n, layer)]
+            assert kv.slots(layer).pos.sort().values.unique(dim=0).tolist() == [[*range(past), *live]]
+            assert {pos for at, pos in computed if at == layer} == set(live)
+        masked = hidden(Feed(model, rows, read(model, past), want=[n - 1]), plan)[1]
+        for layer in range(5):
+            held = kv.slots(layer)
+            for pos in (held.pos[0] >= past).nonzero()[:, 0].tolist():
+                row = int(held.pos[0, pos]) - past
+                torch.testing.assert_close(held.k[:, pos], masked.fresh[layer].k[:, row], rtol=0, atol=1e-5)
 
 
 # ---- where it does not hold ----

@@ -1,9 +1,9 @@
-"""Prompts read layer by layer, in parts or all at once, and tokens that stay behind on the way (LazyLLM)."""
+"""Tokens of a prompt that stay behind on their way through the layers (LazyLLM)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import count, pairwise
@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from kvcli.drafts.off import Off
-from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.engine import Engine, drive, events, run, together
 from kvcli.engine.feed import Feed
-from kvcli.engine.gate import Gate, Pruning
+from kvcli.engine.gate import Pruning
 from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
@@ -23,7 +22,7 @@ from kvcli.engine.session import Session, commit
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
-from kvcli.kv.slots import LayerShape, Store, spans
+from kvcli.kv.slots import Store
 from kvcli.prune import narrowing
 from kvcli.prune.chunked import Chunked
 from kvcli.prune.cut import Cut
@@ -47,59 +46,6 @@ def store(model: LM, n: int) -> Dense:
     if n:
         commit(kv, rows, *run([Feed(model, rows, kv)]), range(n))
     return kv
-
-
-def by_layers(model: LM, rows: Rows, kv: Store, part: int, hear: Sequence[int] = ()) -> ByLayers:
-    """Rows read so to their end."""
-    prompt = ByLayers(model, kv, rows, part, hear)
-    while not prompt.is_over:
-        drive(prompt.go_on())
-    return prompt
-
-
-@pytest.mark.parametrize("past", [0, 20])
-@pytest.mark.parametrize("part", [1, 7, 44, 100])
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_layer_by_layer_is_chunk_by_chunk(name: str, part: int, past: int) -> None:
-    """To the bit, whatever kernels do with rows of a pass: the passes are the same."""
-    model, ids = lm(name), families.prompt(N)
-    chunks, layers = store(model, past), store(model, past)
-    rows, hear, heard = Rows.chain(ids, past), [3, 40], list[Sequence[torch.Tensor]]()
-    for a in range(0, N, part):
-        one = rows.only(range(a, min(a + part, N)))
-        (made,) = run([Feed(model, one, chunks, hear=[row - a for row in hear if a <= row < a + part], is_prompt=True)])
-        commit(chunks, one, made, range(one.n_rows))
-        heard += [made.queries] if made.queries else []
-    prompt = by_layers(model, rows, layers, part, hear)
-    assert prompt.done == 1
-    for layer in range(model.n_layers):
-        a, b = chunks.slots(layer), layers.slots(layer)
-        assert torch.equal(a.pos, b.pos)
-        assert torch.equal(a.k, b.k)
-        assert torch.equal(a.v, b.v)
-        assert torch.equal(torch.cat([queries[layer] for queries in heard], 1), prompt.queries[layer])
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_a_way_straight_through_the_layers_goes_from_one_to_the_next(name: str) -> None:
-    model = LM.of(families.build(name, torch.bfloat16))
-    model.lay_out()
-    assert model.is_row_invariant
-    whole, parts, rows = store(model, 0), store(model, 0), Rows.chain(families.prompt(N), 0)
-    commit(whole, rows, *run([Feed(model, rows, whole)]), range(N))
-    by_layers(model, rows, parts, 16)
-    assert (model.straight is not None) == (name != "gemma3")  # which scales its embeddings
-    assert any(isinstance(part.forward, Gate) for part in model.model.modules()) == (model.straight is None)
-    for layer in range(model.n_layers):
-        assert torch.equal(whole.slots(layer).k, parts.slots(layer).k)
-        assert torch.equal(whole.slots(layer).v, parts.slots(layer).v)
-
-
-def test_layers_that_share_slots_go_together() -> None:
-    one = LayerShape(2, 8, 8)
-    shared = [one, one, LayerShape(2, 8, 8, shares=1), one, LayerShape(2, 8, 8, shares=1), one]
-    assert spans([one] * 3) == [range(0, 1), range(1, 2), range(2, 3)]
-    assert spans(shared) == [range(0, 1), range(1, 5), range(5, 6)]
 
 
 def session(model: LM, pruning: Pruning | None, chunk: int = 16, **more: object) -> Session:
@@ -259,9 +205,19 @@ def test_a_pass_that_breaks_leaves_the_past_as_it_was() -> None:
     assert said(s, ids) == said(session(model, settings(), 7), ids)
 
 
-def test_a_model_whose_layers_all_slide_is_refused() -> None:
-    with pytest.raises(BadModel, match="prune"):
-        settings().over(lm("mistral"), store(lm("mistral"), 0), Rows.chain([0] * 99, 0), (), 0)
+def test_a_model_whose_layers_all_slide_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(BadModel, match="prune") as caught:
+        session(lm("mistral"), settings())
+    assert caught.value.code == "no_pruning"
+
+
+def test_where_tokens_go_on_is_said_with_layers_that_were_moved_and_who_always_does() -> None:
+    assert settings().about(lm("llama")) == (
+        "of prompts of 8 tokens or more 70% go on from layer 1, 34% go on from layer 2; "
+        "the first 1 and the newest 3 always do"
+    )
+    moved = settings().about(lm("gemma3"))  # which sees all of a text in its layer 1 alone
+    assert "34% go on from layer 2 (not 1, 2, as the layer below must see all of a text)" in moved
 
 
 def test_a_pass_that_breaks_among_others_is_made_again_as_it_was() -> None:

@@ -49,6 +49,7 @@ RESULTS = {
     "fafo": "python tests/bench/fafo.py --reps 4",
     "scouts": "python tests/bench/scouts.py",
     "growth": "python tests/bench/growth.py",
+    "reading-order": "python tests/bench/reading_order.py --tokens 32768 --chunks 2048 --only memory",
     "row-cost": "python tests/bench/row_cost.py",
     "kv-memory": "python tests/bench/kv_memory.py",
     "kv-speed": "python tests/bench/kv_speed.py",

@@ -58,6 +58,7 @@ class Answering:
         try:
             session.begin(asked.ids, asked.sampler, asked.constraint, asked.spans)
             self._stats.cached = self._text.fetch(asked.ids)
+            self._stats.order = session.order
             yield Live(self._stats)
             yield from self._read()
             return (yield from self._write())

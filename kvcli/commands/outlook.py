@@ -85,5 +85,8 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
         return Prepared(profile, notes=(f"memory was not estimated: {error.message}",))
     if note:
         setup.fitted = plan.need.context
-    notes = (*outlook.notes, *([note] if note else []))
+    setup.order = plan.run.order
+    chosen = plan.run.order == "layers" and profile.prefill.order == "auto" and not profile.prune.reads
+    by_layers = "prompts are read layer by layer: by chunks, less of them fits" if chosen else ""
+    notes = (*outlook.notes, *filter(None, (note, by_layers)))
     return Prepared(setup.narrowed(profile), plan.total, notes, outlook)

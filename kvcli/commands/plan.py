@@ -11,7 +11,7 @@ from kvcli.commands.outlook import outlook_of
 from kvcli.commands.setup import refuse_beyond
 from kvcli.commands.show import print_json, print_table
 from kvcli.errors import ExitStatus, KvcliError
-from kvcli.render.figures import count, long_size
+from kvcli.render.figures import ORDERS, count, long_size
 from kvcli.schemas.listings import PlanDocument
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
         room = f"{long_size(document.available_bytes)} available"
         fits = "" if document.fits else f": does not fit, see kvcli fit {model.name}"
         out.write(f"memory   {long_size(document.estimate_bytes)} at most, {room}{fits}\n")
+    if document.order is not None:
+        out.write(f"reading  {ORDERS[document.order]}\n")
     for file in document.documents:
         out.write(f"file     {file['name']}, {count(file['lines'])} lines, {count(file['characters'])} characters\n")
     out.write(f"profile  {document.profile}, {document.exactness}, hash {document.profile_hash}\n\n")
@@ -64,6 +66,7 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
         estimate_bytes=needs.total if needs else None,
         available_bytes=needs.room.available if needs else None,
         fits=needs.fits if needs else None,
+        order=needs.run.order if needs else None,
         documents=[
             {"name": d.name, "sha256": d.sha256, "lines": d.lines, "characters": len(d.text)} for d in documents
         ],

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvcli.engine.drafter import Costs
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.schema import Model as Entry
+    from kvcli.settings.schema import Order
     from kvcli.world import World
 
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and the flag that says so
@@ -114,6 +115,7 @@ class Setup:
     found: source.Source | None = None  # its files, once they were looked for
     reuses: bool = False  # whether texts look for what was read before; a measurement reads
     fitted: int = 0  # the window that `context.limit = "auto"` stands for where memory allows less; 0 = the model's
+    order: Order = "chunks"  # what `prefill.order = "auto"` stands for
     _config: Config | None = None
 
     @property
@@ -182,10 +184,14 @@ class Setup:
         return self.narrowed(profile)
 
     def narrowed(self, profile: Profile) -> Profile:
-        """The profile with the window that fits, where it leaves the choice."""
-        if not self.fitted or profile.context.limit != "auto":
-            return profile
-        return profile.replace(context={"limit": self.fitted})
+        """The profile with the window, and the order of reading, that fit, where it leaves the choice."""
+        changes: dict[str, object] = {}
+        if self.fitted and profile.context.limit == "auto":
+            changes["context"] = {"limit": self.fitted}
+        judges = profile.policy.every is not None or profile.prune.reads
+        if self.order == "layers" and profile.prefill.order == "auto" and not judges:
+            changes["prefill"] = {"order": self.order}
+        return profile.replace(**changes) if changes else profile
 
     def look(self, profile: Profile) -> None:
         """Find the model, or know that it may be downloaded: before documents are read and anything is imported."""

@@ -57,6 +57,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         exactness=run.exactness,
         text=turn.text,
         finish=turn.finish,
+        order=stats.order,
         approx=bool(stats.approx),
         tokens=Tokens(
             prompt=stats.prompt, cached=stats.cached, new=stats.new, context=stats.context, limit=stats.limit

@@ -47,6 +47,7 @@ class ByLayers:
         self._lm, self._kv, self._part = lm, kv, part
         self._comes_back = comes_back
         self._left = spans(lm.shapes)  # layers to come, those that it is in first
+        self._hear = frozenset(hear)
         self._live: Sequence[int] = range(rows.n_rows)  # rows that go through these
         self._at = 0  # of these, how many did
         self._hidden: Tensor | None = None  # [len(live), E] what they are given, then what they gave
@@ -82,8 +83,8 @@ class ByLayers:
             self._enter(layers)
         mine = slice(self._at, min(self._at + self._part, len(self._live)))
         live = self._live[mine]
-        rows, heard = self.rows.only(live), set(self.hear)
-        hear = [i for i, row in enumerate(live) if row in heard]
+        rows = self.rows.only(live)
+        hear = [i for i, row in enumerate(live) if row in self._hear] if self._hear else []
         given = self._hidden[mine] if self._hidden is not None and layers.start else None
         made = yield Feed(self._lm, rows, self._kv, hear=hear, is_prompt=True, layers=layers, hidden=given)
         commit(self._kv, rows, made, range(rows.n_rows))

@@ -36,6 +36,8 @@ def _taken(
     pos: Sequence[int], reached: Sequence[int] | None, path: Sequence[int], device: torch.device
 ) -> tuple[Tensor | slice | None, Sequence[int]]:
     """Where rows of a path lie among those that reached a layer (None = they are all who did), and their positions."""
+    if reached is None and path == range(len(pos)) and isinstance(pos, range):  # a prompt's, as long as they come
+        return None, pos
     there = path if reached is None else sorted(set(path).intersection(reached))
     at, of = places(there, reached), [pos[row] for row in there]
     if not at or at[-1] - at[0] != len(at) - 1:

@@ -60,7 +60,9 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
     attends.last = -1 if want or is_below else lm.n_layers - 1
     if want == list(range(starts[-1])):
         want = None  # all: nothing to pick
-    ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
+    ids, pos = feeds[0].rows.ids, feeds[0].rows.pos
+    if len(feeds) > 1:
+        ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
     nothing = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
     is_narrowed = any(feed.pruner is not None for feed in feeds)  # by gates, which stand in the model's own loop
     try:

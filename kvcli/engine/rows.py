@@ -110,7 +110,7 @@ class Rows:
             ids=_picked(self.ids, rows),
             pos=_picked(self.pos, rows),
             sees=None if self.sees is None else self.sees[list(rows)][:, list(rows)],
-            tree=sum(row < self.tree for row in rows),
+            tree=len(rows) if self.tree == self.n_rows else sum(row < self.tree for row in rows),
             parent=(),
         )
 

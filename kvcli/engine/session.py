@@ -30,6 +30,7 @@ from kvcli.kv.slots import Lens, Loss, Masks, Store
 if TYPE_CHECKING:
     from kvcli.engine.constraint import Constraint
     from kvcli.engine.lm import LM
+    from kvcli.settings.schema import Order
 
 
 class Session:
@@ -58,7 +59,7 @@ class Session:
 
         `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.kinds).
         `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
-        of `chunk` rows, as a prompt is read that is pruned; with a policy, it judges once all is read. Raises BadModel
+        of `chunk` rows, as is done with `pruning` in any case; a policy then judges once all is read. Raises BadModel
         for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
@@ -79,11 +80,11 @@ class Session:
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
         self.behind = Behind(lm, pruning)  # those of them that may go on later
-        self._by_layers = by_layers
+        self._by_layers = by_layers or pruning is not None
         self._under_way: ByLayers | None = None  # a prompt that is being read so
         if pruning is not None:
             pruning.about(lm)
-        if (by_layers or pruning is not None) and lm.straight is None:
+        if self._by_layers and lm.straight is None:
             lm.meet_gates()
 
     def begin(
@@ -139,11 +140,8 @@ class Session:
         if self.committed >= whole:
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
-        if self._under_way is None:
-            yield from self.behind.before_prompt(self.kv, self.ids)
-            self._under_way = yield from self._layer_by_layer(whole)
-        if self._under_way is not None:
-            yield from self._read_on(self._under_way)
+        if self._by_layers:
+            yield from self._read_on(self._under_way or (yield from self._layer_by_layer(whole)))
             return True
         end = min(self.committed + self.chunk_rows, whole)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
@@ -154,8 +152,9 @@ class Session:
         yield from self.settle("read" if end == whole else "reading")
         return True
 
-    def _layer_by_layer(self, whole: int) -> Asks[ByLayers | None]:
-        """What is left of the prompt, or of it what is judged together where some may stay behind; None = by chunks."""
+    def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
+        """What is left of the prompt, or of it what is judged together where some may stay behind."""
+        yield from self.behind.before_prompt(self.kv, self.ids)
         start, pruning, pruner = self.committed, self.pruning, None
         n = whole - start if pruning is None else pruning.takes(whole - start, self.chunk_rows)
         rows = Rows.chain(self.ids[start : start + n], start)
@@ -164,12 +163,11 @@ class Session:
             asks = sorted({*hear, *range(max(0, n - pruning.hears), n)})
             pruner = yield from asked(pruning.over(self.lm, self.kv, rows, asks, self.chunk_rows))
             hear = hear if pruner is None else asks
-        if pruner is None and not self._by_layers:
-            return None
         pruner, comes_back = self.behind.noted(pruner, rows.pos), self.behind.comes_back
         return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)
 
     def _read_on(self, prompt: ByLayers) -> Asks[None]:
+        self._under_way = prompt
         try:
             yield from prompt.go_on()
         except BaseException:
@@ -185,6 +183,11 @@ class Session:
         self.behind.read()
         self.boundary = self.committed = self.committed + n
         yield from self.settle("read" if self.committed == len(self.ids) - 1 else "reading")
+
+    @property
+    def order(self) -> Order:
+        """What of a prompt is finished first."""
+        return "layers" if self._by_layers else "chunks"
 
     @property
     def progress(self) -> int:

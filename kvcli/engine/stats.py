@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from kvcli.engine.report import Report
     from kvcli.engine.rows import Rows
+    from kvcli.settings.schema import Order
 
 
 FEW = 32  # tokens; a rate over fewer says more about the moment than about the machine
@@ -52,6 +53,7 @@ class Stats:
     new: int = 0
     load: float = 0.0
     read: float = 0.0
+    order: Order = "chunks"  # what of the prompt was finished first
     first_token: float = 0.0
     decode: float = 0.0
     passes: int = 0

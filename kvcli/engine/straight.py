@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
 
 BLOCK = 256  # positions turned at once
+KEPT = 64  # of these: layer by layer a prompt comes by as often as there are layers
 
 
 class Turns:
@@ -34,16 +35,19 @@ class Turns:
     def __init__(self, module: nn.Module, like: Tensor) -> None:
         """`like`: of the model's type and device."""
         self._module, self._like = module, like
-        self._block = lru_cache(8)(lambda i: self._asked(range(i * BLOCK, (i + 1) * BLOCK)))
+        self._block = lru_cache(KEPT)(lambda i: self._asked(range(i * BLOCK, (i + 1) * BLOCK)))
 
     def __call__(self, pos: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos, sin [N, R]."""
         first, last = min(pos), max(pos)
-        if first // BLOCK != last // BLOCK:
+        is_run = isinstance(pos, range) or all(b == a + 1 for a, b in pairwise(pos))
+        blocks = range(first // BLOCK, last // BLOCK + 1)
+        if len(blocks) > (KEPT if is_run else 1):
             return self._asked(pos)
-        cos, sin = self._block(first // BLOCK)
+        each = [self._block(i) for i in blocks]
+        cos, sin = (torch.cat(of) if len(of) > 1 else of[0] for of in zip(*each, strict=True))
         at = first % BLOCK
-        if all(b == a + 1 for a, b in pairwise(pos)):
+        if is_run:
             return cos[at : at + len(pos)], sin[at : at + len(pos)]
         rows = torch.tensor([p % BLOCK for p in pos])
         return cos[rows], sin[rows]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcli.fit.places import Caps
     from kvcli.fit.weights import Weights
     from kvcli.models.shape import Shape
+    from kvcli.settings.schema import Order
 
 GIB = 1 << 30
 POSITION = 4  # bytes of a slot's position
@@ -47,6 +48,8 @@ class Run:
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
     is_packed: bool = False  # linear layers run on packed weights
     check: bool = True  # compare with the stock model after loading
+    order: Order = "chunks"  # what of a prompt is finished first
+    prunes: bool = False  # some of its tokens go no further
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         number=run.number,
         kv_number=run.kv_number,
         device=run.device,
+        waiting=(context if run.order == "layers" else 0) * (1 + run.prunes),  # who goes on is copied
     )
     if run.device == "cpu" and run.number == 2:
         uneven = shape.layers * shape.kv_heads if run.is_uneven else 0

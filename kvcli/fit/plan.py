@@ -149,11 +149,12 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         is_uneven=profile.policy.is_uneven and not packs_by_age(profile.kv, profile.memory),
         is_packed=load.quant != "none",
         check=load.verify,
+        prunes=bool(profile.prune.reads),
     )
-    most = memory.largest(shape, heavy, run, usable, shape.limit)
+    limit = profile.context.limit
+    run, most = _ordered(profile, shape, heavy, run, usable, context or (shape.limit if limit == "auto" else limit))
     if context is None:
-        asked = profile.context.limit
-        context = (most or shape.limit) if asked == "auto" else int(asked)
+        context = (most or shape.limit) if limit == "auto" else limit
     if context < 1:
         raise BadInput("a context has at least one token", code="bad_length")
     return Plan(
@@ -167,6 +168,24 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         weights=heavy,
         run=run,
     )
+
+
+def _ordered(
+    profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.Run, usable: int, asked: int
+) -> tuple[memory.Run, int]:
+    """The run with its order of reading, and the longest context that fits so.
+
+    Neither order is faster (tests/bench/reading_order.py), and chunks can be gone on from when reading is interrupted:
+    so layers come first where something judges between them, and where only so `asked` tokens fit, or more of them.
+    """
+    by_layers, order = replace(run, order="layers"), profile.prefill.order
+    if run.prunes or order == "layers":
+        return by_layers, memory.largest(shape, heavy, by_layers, usable, shape.limit)
+    most = memory.largest(shape, heavy, run, usable, shape.limit)
+    if order == "chunks" or profile.policy.every is not None or most >= min(asked, shape.limit):
+        return run, most
+    more = memory.largest(shape, heavy, by_layers, usable, shape.limit)
+    return (by_layers, more) if more > most else (run, most)
 
 
 def _caps(profile: Profile, shape: Shape, room: Room, of_layer: LayerShape, number: int, free: int) -> Caps:

@@ -75,6 +75,7 @@ def _entry(
         correction=past.middle,
         runs=FitRuns(runs=past.runs, low=past.low, high=past.high) if past.runs else None,
         binding=None if plan.fits else binding(plan),
+        order=plan.run.order,
         changes=[FitChange(type=c.type, total=c.total, ctx=c.context) for c in tried],
         speed=speed(plan, outlook.subject.shape, calibration),
     )

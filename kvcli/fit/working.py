@@ -27,11 +27,18 @@ CHECK = 16  # rows that are compared with the stock model after loading
 ALLOCATOR = {"cpu": 1.6}
 
 
-def working_bytes(shape: Shape, *, chunk: int, rows: int, slots: int, number: int, kv_number: int, device: str) -> int:
-    """The larger of reading a chunk and of decoding `rows` rows, over `slots` stored ones."""
+def working_bytes(
+    shape: Shape, *, chunk: int, rows: int, slots: int, number: int, kv_number: int, device: str, waiting: int = 0
+) -> int:
+    """The larger of reading a chunk and of decoding `rows` rows, over `slots` stored ones.
+
+    `waiting`: rows of a prompt that is read layer by layer, between two of them, of which a chunk is in one; 0 = it is
+    read chunk by chunk.
+    """
     kept = ALLOCATOR.get(device, 1.0)
     layer = max(_inner(shape, chunk, number), _attention(shape, chunk, slots, number, device))
-    reading = _fresh(shape, chunk, kv_number) + layer
+    fresh = _fresh(shape, chunk, kv_number)
+    reading = layer + (fresh // shape.layers + waiting * shape.hidden * number if waiting else fresh)
     writing = _fresh(shape, rows, kv_number) + _attention(shape, rows, slots, number, device)
     writing += logits_bytes(shape, rows)
     return int(kept * max(reading, writing))
@@ -60,7 +67,7 @@ def check_bytes(shape: Shape, number: int) -> int:
 
 
 def _fresh(shape: Shape, rows: int, number: int) -> int:
-    """Keys and values of the pass itself, all layers, until its rows are accepted."""
+    """Keys and values of the pass itself, in all its layers, until its rows are accepted."""
     return shape.kv_per_token * rows * number
 
 

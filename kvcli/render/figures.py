@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 KIB, UNITS = 1024, "KMGTP"
 BARS = "▁▂▃▄▅▆▇█"
 FEW = 6  # passes in the sparkline
+ORDERS = {"chunks": "chunk by chunk", "layers": "layer by layer"}
 
 
 def count(n: int) -> str:

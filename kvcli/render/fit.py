@@ -152,6 +152,8 @@ def _foot(document: FitDocument) -> Iterator[str]:
         away = [f"{f.long_size(n)} {_AWAY[where]}" for where, n in plan.kv_tiers.items() if where in _AWAY]
         if away:
             yield f"{plan.profile} at {f.count(plan.ctx)}: of keys and values, {' and '.join(away)} are not in kv"
+        if plan.order == "layers":
+            yield f"{plan.profile} at {f.count(plan.ctx)}: prompts are read {f.ORDERS[plan.order]}"
     if document.plans[0].runs:
         yield _past(document.plans[0])
     yield from (f"note: {note}" for note in document.notes)

@@ -90,9 +90,10 @@ def _speed(stats: Stats, over: str = " vs plain") -> list[str]:
 
 def _work(stats: Stats) -> list[str]:
     cached = f" ({f.count(stats.cached)} cached)" if stats.cached else ""
+    how = f" {f.ORDERS[stats.order]}" if stats.order == "layers" else ""
     share = f"{f.percent(stats.drafted_share)} of {f.count(stats.passes)} passes"
     return [
-        f"read {f.count(stats.prompt)} tokens{cached} in {f.seconds(stats.read)}" if stats.prompt else "",
+        f"read {f.count(stats.prompt)} tokens{cached}{how} in {f.seconds(stats.read)}" if stats.prompt else "",
         f"accept {stats.mean_acceptance_length:.2f} in {share}" if stats.drafted_passes else "",
         f"drafting paused in {f.count(stats.paused_passes)}" if stats.paused_passes else "",
     ]

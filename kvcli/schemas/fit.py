@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvcli.schemas.base import Bytes, Count, Json, Seconds
+from kvcli.settings.schema import Order
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # seconds, of something that takes some
@@ -65,6 +66,7 @@ class FitPlan(Json):
     )
     runs: FitRuns | None
     binding: str | None = Field(description="what it fails on; null where it fits")
+    order: Order = Field(description="what of a prompt is finished first while it is read: a chunk of it, or a layer")
     changes: list[FitChange]
     speed: FitSpeed | None
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kvcli.schemas.base import Bytes, Count, Json
+from kvcli.settings.schema import Order
 
 
 class ModelEntry(Json):
@@ -114,6 +115,7 @@ class PlanDocument(Json):
     estimate_bytes: Bytes | None = Field(description="peak memory with a full window")
     available_bytes: Bytes | None = Field(description="memory of the device")
     fits: bool | None
+    order: Order | None = Field(description="what of a prompt is finished first while it is read: a chunk, or a layer")
     documents: list[dict[str, Any]]
     settings: dict[str, Any]
     origins: dict[str, str]

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from kvcli.api import Finish
 from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
+from kvcli.settings.schema import Order
 
 if TYPE_CHECKING:
     from kvcli.errors import KvcliError
@@ -80,6 +81,7 @@ class TurnDocument(Json):
     exactness: str | None
     text: str
     finish: Finish
+    order: Order = Field(description="what of the prompt was finished first while it was read: a chunk, or a layer")
     approx: bool = Field(description="the answer stands on less than the text: facts may be lost")
     tokens: Tokens
     time: Times

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 Exactness = Literal["exact", "certified", "approx"]
+Order = Literal["chunks", "layers"]
 Purpose = Literal["your own", "same text", "less memory", "long texts", "comparison"]  # in the order of lists
 
 
@@ -86,7 +87,7 @@ class Prefill:
     """How the prompt is read."""
 
     chunk: Annotated[int, Range(1)] = 2048  # tokens read in one pass
-    order: Literal["auto", "chunks", "layers"] = "auto"  # what is finished first: a chunk, or a layer; auto = what fits
+    order: Literal["auto"] | Order = "auto"  # what is finished first: a chunk, or a layer; auto = what fits
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from kvcli.api import Turn
 from kvcli.engine.stats import Stats
 from kvcli.files import private_folder, write_private
+from kvcli.settings.schema import Order
 
 if TYPE_CHECKING:
     from kvcli.engine.info import ModelInfo
@@ -96,7 +97,7 @@ def _is_whole(stats: Stats) -> bool:
             is_good = type(value) is type(wanted) or (wanted is None and type(value) is int)
         if not is_good:
             return False
-    return True
+    return stats.order in get_args(Order)
 
 
 def fingerprint(info: ModelInfo) -> str:

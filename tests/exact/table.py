@@ -1,17 +1,22 @@
 """The table of exactness: storages, policies, drafters and samplers, and the text that each of them writes.
 
-Rows are storage x policy x drafter x sampler x precision, on any device. `test_table.py` holds them on a CPU,
-`tests/gpu` on a GPU.
+Rows are storage x policy x drafter x sampler x precision, on any device; how a prompt gets there is a storage, too.
+`test_table.py` holds them on a CPU, `tests/gpu` on a GPU.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from kvcli.build import view
 from kvcli.drafts.lookahead import Lookahead
@@ -19,12 +24,13 @@ from kvcli.drafts.mix import Mix
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
 from kvcli.engine.drafter import Drafter
-from kvcli.engine.engine import Engine, Ticket, events
+from kvcli.engine.engine import Engine, Ticket, drive, events
 from kvcli.engine.feed import Feed, Work
 from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
+from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
@@ -41,6 +47,7 @@ from kvcli.kv.slots import Store
 from kvcli.kv.windows import Window, windows_of
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window as Stream
+from kvcli.prune.lazy import Lazy
 from tests import drafters, families
 from tests.exact.half import Half
 from tests.policies import KeepAll, Ragged
@@ -63,9 +70,15 @@ PARTS = (*INDEXES, "turned", "disk")
 NATIVE = ("dense", "sliding", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama")
+# how a prompt gets into the store: from what another process kept, some of it left behind on the way, or by layers
+READ = ("kept", "lazy", "layers")
+MODELS |= dict.fromkeys(READ, "llama")
+TWINS = {"kept": "dense", "layers": "dense"}  # whose text it is
+STORAGES += [(name, dtype) for name in READ for dtype in (("fp32", "bf16") if native() is not None else ("fp32",))]
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
+LAZY = Lazy(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8)  # two of three layers
 SAMPLERS = {
     "greedy": Sampler(),
     "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
@@ -95,6 +108,8 @@ DRAFTERS: dict[str, Make] = {
 
 @cache
 def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
+    if storage == "kept":
+        return of_files(kept_in(dtype, device), dtype, device)
     blocks: dict[str, Any] = {"quant": "int4", "device": torch.device(device)} if storage == "blocks" else {}
     model = families.build(MODELS[storage], NUMBERS[dtype], **(BLOCKS if blocks else {})).to(device)
     found = LM.of(model, **blocks)
@@ -102,6 +117,47 @@ def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
         found.lay_out()
         assert found.is_row_invariant or dtype != "bf16"
     return found
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()  # until this process ends
+
+
+@cache
+def kept_in(dtype: str, device: str) -> Path:
+    """Weights, and beside them what a process of its own has read with them: the prompt."""
+    place = Path(_folder().name, f"{dtype}-{device.replace(':', '-')}")
+    place.mkdir()
+    parameters = families.build(MODELS["kept"], NUMBERS[dtype]).named_parameters()
+    save_file({name: p.detach().clone() for name, p in parameters}, place / "model.safetensors")
+    asked = f"from tests.exact.table import put_by; put_by({str(place)!r}, {dtype!r}, {device!r})"
+    subprocess.run([sys.executable, "-c", asked], cwd=Path(__file__).parents[2], check=True)
+    return place
+
+
+def of_files(place: Path, dtype: str, device: str) -> LM:
+    found = LM.of(families.build(MODELS["kept"], NUMBERS[dtype]).to(device), path=str(place))
+    found.lay_out()
+    return found
+
+
+def put_by(place: str, dtype: str, device: str) -> None:
+    """Read the prompt with these weights, and keep it."""
+    model = of_files(Path(place), dtype, device)
+    session = Session(model, past("kept", model), Off(), SAMPLERS["greedy"], chunk=13)
+    drive(session.read(prompt()))
+    kept = shelf(Path(place), model).keep(session)
+    assert kept.nbytes, kept
+
+
+def shelf(place: Path, model: LM) -> Shelf:
+    return Shelf(place / "kv", 1 << 30, model, worth=0)
+
+
+def serves(storage: str, policy: str) -> bool:
+    """Without a policy nothing goes to a lower tier, and with one nothing is kept for others, or read by layers."""
+    return policy == "all" if storage in TWINS else policy != "all" or storage not in LOWER
 
 
 def prompt(storage: str = "") -> list[int]:
@@ -138,21 +194,42 @@ def past(storage: str, model: LM) -> Store:
 
 
 def opened(
-    storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu", seed: int = 0
+    storage: str,
+    policy: str,
+    sampler: str,
+    dtype: str,
+    drafter: Drafter,
+    device: str = "cpu",
+    seed: int = 0,
+    chunk: int = 13,
 ) -> Session:
     """`seed`: of the constraint, where the sampler is held to one."""
     model = lm(storage, dtype, device)
     keep, every = POLICIES[policy]
     kv, every = past(storage, model), every or (16 if storage in PARTS else None)
     reads = view(model, kv, drafter)
-    session = Session(model, kv, drafter, SAMPLERS[sampler], view=reads, policy=keep, every=every, chunk=13)
+    session = Session(
+        model,
+        kv,
+        drafter,
+        SAMPLERS[sampler],
+        view=reads,
+        policy=keep,
+        every=every,
+        chunk=chunk,
+        pruning=LAZY if storage == "lazy" else None,
+        by_layers=storage == "layers",
+    )
     if sampler == "held":
         session.begin(prompt(storage), SAMPLERS[sampler], Half(97, seed))
+    if storage == "kept":
+        read = shelf(kept_in(dtype, device), model).fetch(session, prompt())
+        assert read == len(prompt()) - 1, "all but the pending token"
     return session
 
 
 def written(session: Session, storage: str = "") -> Work[object, list[int]]:
-    yield from session.read(prompt(storage))
+    yield from session.read(prompt(storage)[len(session.ids) :])
     yield from session.stream(NEW, stop={STOP})
     return session.ids
 
@@ -168,7 +245,7 @@ def decode(
 
 @cache
 def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu", seed: int = 0) -> list[int]:
-    return decode(storage, policy, sampler, dtype, Off(), device, seed)
+    return decode(TWINS.get(storage, storage), policy, sampler, dtype, Off(), device, seed)
 
 
 CANCELLED, BROKEN = 5, 3  # which of the texts side by side

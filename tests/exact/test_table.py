@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import product
 
 import pytest
+import torch
+from torch import Tensor
 
 from kvcli.drafts.off import Off
 from kvcli.engine.drafter import Drafter
@@ -17,6 +19,7 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Store
 from tests import drafters, families
 from tests.exact.half import Half
 from tests.exact.table import (
@@ -27,15 +30,19 @@ from tests.exact.table import (
     NEW,
     PARTS,
     POLICIES,
+    READ,
     SAMPLERS,
     STOP,
     STORAGES,
+    TWINS,
     Make,
     decode,
     lm,
     opened,
+    past,
     plain,
     prompt,
+    serves,
     side_by_side,
     written,
 )
@@ -43,7 +50,7 @@ from tests.exact.table import (
 
 def is_slow(storage: str, policy: str, sampler: str) -> bool:
     """What an answer is held to has nothing to do with what is kept, nor most policies with where the rest goes."""
-    if storage in PARTS:
+    if storage in (*PARTS, *READ):
         return not {policy, sampler} <= {"all", "ragged", "greedy", "sampled"}
     if storage in LOWER:
         return not {policy, sampler} <= {"ragged", "window", "greedy", "sampled"}
@@ -57,7 +64,7 @@ TABLE = [
         marks=[pytest.mark.slow] if is_slow(row[0][0], row[1], row[3]) else [],
     )
     for row in product(STORAGES, POLICIES, DRAFTERS, SAMPLERS)
-    if row[0][0] not in LOWER or row[1] != "all"  # without a policy nothing goes there
+    if serves(row[0][0], row[1])
 ]
 
 
@@ -70,8 +77,10 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
     assert decode(storage, policy, sampler, dtype, DRAFTERS[drafter](want)) == want
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("storage", "dtype"), STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "dtype", "policy"),
+    [(*stored, policy) for stored in STORAGES for policy in POLICIES if stored[0] not in TWINS or policy == "all"],
+)
 def test_texts_side_by_side_are_those_of_plain_decoding_alone(
     storage: str, policy: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,17 +143,41 @@ def test_some_rows_of_the_table_do_end_at_a_stop_token() -> None:
     assert ended, "choose a STOP that the samplers draw, or the table does not cover it"
 
 
+@pytest.mark.parametrize("storage", ["sliding", "lazy", "layers"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_reading_in_other_chunks_gives_the_same_text(sampler: str) -> None:
-    texts = []
-    for chunk in (1, 7, 13, 512):
-        model = lm("sliding", "fp64")
-        kv = Dense(model.shapes, model.dtype)
-        session = Session(model, kv, Off(), SAMPLERS[sampler], chunk=chunk)
-        drive(session.read(prompt()))
-        list(events(session.stream(20)))
-        texts.append(session.ids)
+def test_reading_in_other_chunks_gives_the_same_text(sampler: str, storage: str) -> None:
+    def text(chunk: int) -> list[int]:
+        return drive(written(opened(storage, "all", sampler, "fp64", Off(), chunk=chunk), storage))
+
+    texts = [text(chunk) for chunk in (1, 7, 13, 512)]
     assert texts[1:] == texts[:-1]
+
+
+@pytest.mark.parametrize(("storage", "dtype"), [row for row in STORAGES if row[0] not in READ])
+def test_layer_by_layer_stores_what_chunk_by_chunk_does(storage: str, dtype: str) -> None:
+    """To the bit, in every tier, and after another turn; the model's kernels may do with rows what they like."""
+    model, turns = lm(storage, dtype), [prompt(storage), families.prompt(41, seed=6)]
+    every = 16 if storage in PARTS else None
+    of = [
+        Session(model, past(storage, model), Off(), SAMPLERS["greedy"], chunk=13, every=every, by_layers=by_layers)
+        for by_layers in (False, True)
+    ]
+    for turn in turns:
+        for session in of:
+            drive(session.read(turn))
+            list(events(session.stream(7)))
+        chunks, layers = of
+        assert chunks.ids == layers.ids
+        assert chunks.kv.usage() == layers.kv.usage()
+        for layer in range(model.n_layers):
+            for a, b in zip(stored_in(chunks.kv, layer), stored_in(layers.kv, layer), strict=True):
+                assert torch.equal(a, b)
+
+
+def stored_in(kv: Store, layer: int) -> list[Tensor]:
+    """Keys, values and positions of a layer."""
+    found = kv.slots(layer)
+    return [found.k, found.v, found.pos]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -336,6 +336,21 @@ def test_a_smaller_window_is_said_and_one_that_was_asked_for_is_refused(machine,
         assert machine("chat", "-p", "hi", "-P", "exact", "--ctx", asked).exit == 5
 
 
+def test_where_only_layers_fit_prompts_are_read_so_and_that_is_said(machine, monkeypatch):
+    small(monkeypatch, 560)
+    done = machine("chat", "-p", "hi", "-P", "exact", "--ctx", "2048")
+    assert "prompts are read layer by layer" in done.err
+    assert machine.model.profile.prefill.order == "layers"
+    small(monkeypatch, 600)
+    done = machine("chat", "-p", "hi", "-P", "exact", "--ctx", "2048")
+    assert "layer by layer" not in done.err
+    assert machine.model.profile.prefill.order == "auto"
+    (plan,) = document(machine("fit", "demo", "-P", "exact", "--ctx", "2048", "--ram", "560MiB", "--json"))["plans"]
+    assert (plan["order"], plan["fits"]) == ("layers", True)
+    told = machine("fit", "demo", "-P", "exact", "--ctx", "2048", "--ram", "560MiB").out
+    assert "exact at 2,048: prompts are read layer by layer" in told
+
+
 def test_a_turn_that_was_broken_off_does_not_note_the_one_before_again(tmp_path):
     talk, noted = Talk(tmp_path), []
     talk.repl.after_turn = noted.append
@@ -354,4 +369,6 @@ def test_a_dry_run_says_what_it_would_take(machine):
     found = json.loads(machine("chat", "--dry-run", "--json").out)
     assert found["estimate_bytes"] > 400 << 20
     assert found["fits"] is True
+    assert found["order"] == "chunks"
     assert "MiB at most" in machine("chat", "--dry-run").out
+    assert "reading  layer by layer" in machine("-P", "lazy", "chat", "--dry-run").out

@@ -133,6 +133,32 @@ def test_heads_of_unequal_length_and_drafts_bring_products_of_their_own(demo):
     assert planned(demo, wide).need.working == planned(demo, wide.replace(spec={"method": "off"})).need.working
 
 
+def ordered(subject, order, context, available=64 * GIB):
+    return planned(subject, PROFILES["exact"].replace(prefill={"order": order}), context, available)
+
+
+def test_reading_by_layers_holds_one_layer_of_a_chunk_and_the_hidden_states_of_all(demo):
+    shape, n, number = demo.shape, 4096, 2
+    fresh, hidden = shape.kv_per_token * 2048 * number, n * shape.hidden * number
+    chunks, layers = (ordered(demo, order, n).need.working for order in ("chunks", "layers"))
+    assert layers - chunks == pytest.approx(1.6 * (hidden - fresh + fresh / shape.layers), abs=2)
+    pruned = Profile.load("lazy").replace(spec={"method": "off"})
+    assert planned(demo, pruned, n).run.order == "layers"
+    assert planned(demo, pruned, n).need.working - layers == pytest.approx(1.6 * hidden, abs=2)  # who goes on is copied
+
+
+def test_chunks_come_first_and_layers_where_only_so_it_fits(demo):
+    found = set()
+    for mib in range(520, 600, 4):
+        auto, chunks, layers = (ordered(demo, order, 2048, mib * MIB) for order in ("auto", "chunks", "layers"))
+        by_chunks = chunks.fits or chunks.most >= layers.most
+        assert auto.run.order == ("chunks" if by_chunks else "layers")
+        assert auto.fits == (chunks.fits or layers.fits)
+        found.add((auto.run.order, auto.fits))
+        assert planned(demo, "streaming", 2048, mib * MIB).run.order == "chunks", "whose policy judges chunks"
+    assert {("chunks", True), ("layers", True)} <= found
+
+
 def test_the_index_of_recall_is_in_memory_too(demo):
     plain = PROFILES["exact"].replace(exactness="approx")
     reads = plain.replace(recall={"method": "sketch"})
