@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import drive, events, run, together
@@ -25,7 +24,7 @@ from kvcli.kv.slots import Slots
 from kvcli.kv.windows import Window
 from kvcli.prune.chunked import Chunked
 from kvcli.prune.lazy import Lazy
-from tests import families
+from tests import drafters, families
 from tests.test_prune import breaking
 
 torch.set_num_threads(1)
@@ -78,8 +77,8 @@ def session(model: LM, pruning: Lazy | None, drafter: Drafter | None = None, chu
     return Session(model, Once(model), drafter or Off(), Sampler(), chunk=chunk, pruning=pruning)
 
 
-def read(s: Session, ids: list[int]) -> Session:
-    s.begin(ids, Sampler())
+def read(s: Session, ids: list[int], sampler: Sampler | None = None) -> Session:
+    s.begin(ids, sampler or Sampler())
     while drive(s.chunk(ids)):
         pass
     return s
@@ -275,26 +274,41 @@ def test_a_row_of_any_age_sees_what_is_older(name: str) -> None:
         torch.testing.assert_close(again.fresh[layer].v, whole.slots(layer).v[:, 10:20], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+SAMPLERS = {
+    "greedy": Sampler(),
+    "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, seed=3),
+    "penalty": Sampler(temperature=0.7, repetition_penalty=1.3, seed=11),
+}
+
+
+@cache
+def plain(dtype: torch.dtype, every: int, sampler: str) -> Session:
+    s = read(session(lm(dtype=dtype), lazy(revive_every=every)), families.prompt(N), SAMPLERS[sampler])
+    begun = len(s.behind)
+    list(events(s.stream(40)))
+    assert len(s.behind) < begun, "somebody came back"
+    return s
+
+
+@pytest.mark.parametrize("drafter", drafters.ADVERSARIES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("every", [2, 4, 16])
-def test_drafts_change_nothing(dtype: torch.dtype, every: int) -> None:
-    """Of the text, nor a bit of what is stored or waits behind."""
-    ids = (families.prompt(9, seed=3) * 6)[:N]  # which guesses can be copied from
-    sides = []
-    for drafter in (Off(), Ngram(max=6, adaptive=False).drafter()):
-        s = read(session(lm(dtype=dtype), lazy(revive_every=every), drafter), ids)
-        begun = len(s.behind)
-        list(events(s.stream(40)))
-        assert begun - len(s.behind) > 0, "somebody came back"
-        sides.append(s)
-    plain, drafted = sides
-    assert drafted.ids == plain.ids
-    assert drafted.behind.depth == plain.behind.depth
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_drafts_change_nothing(dtype: torch.dtype, every: int, sampler: str, drafter: type) -> None:
+    """Of the text, of who waits behind, or a bit of what is stored."""
+    alone = plain(dtype, every, sampler)
+    guesses = drafter(alone.ids, 97, 96)
+    s = read(session(lm(dtype=dtype), lazy(revive_every=every), guesses), families.prompt(N), SAMPLERS[sampler])
+    list(events(s.stream(40)))
+    assert s.ids == alone.ids
+    assert s.behind.depth == alone.behind.depth
+    if drafter is drafters.Right:
+        assert sum(step.n_accepted for step in guesses.steps) > 10
     for layer in range(LAYERS):
-        a, b = plain.kv.slots(layer), drafted.kv.slots(layer)
+        a, b = alone.kv.slots(layer), s.kv.slots(layer)
         assert torch.equal(a.pos, b.pos)
         if dtype == torch.bfloat16:
             assert torch.equal(a.k, b.k)
             assert torch.equal(a.v, b.v)
-        else:
+        else:  # whose kernels know how many rows a pass has
             torch.testing.assert_close(a.k, b.k, rtol=0, atol=1e-3 if dtype == torch.float32 else 1e-10)
