@@ -30,6 +30,9 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "prune": {
         "none": "kvcli.prune.everything:Everything",
         "lazy": "kvcli.prune.lazy:Lazy",
+        "cut": "kvcli.prune.cut:Cut",
+        "chunked": "kvcli.prune.chunked:Chunked",
+        "random": "kvcli.prune.random:Random",
     },
     "reuse": {
         "none": "kvcli.reuse.nothing:Nothing",

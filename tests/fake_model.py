@@ -77,6 +77,7 @@ class FakeModel:
     held: list[object] = field(default_factory=list)  # and held to what
     loop: Loop | None = None  # in which the answer ends
     approx: str = ""  # what it may miss of the text
+    idled: int = 0  # how often it could do what it had left
 
     def stream(
         self,
@@ -145,6 +146,9 @@ class FakeModel:
 
     def keep(self, cancel: Cancel) -> Kept:
         return Kept()
+
+    def idle(self, cancel: Cancel) -> None:
+        self.idled += 1
 
     def why_again(self) -> list[str]:
         return []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -11,14 +14,21 @@ import torch
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import Engine, drive, events, run, together
 from kvcli.engine.feed import Feed
+from kvcli.engine.gate import Pruning
 from kvcli.engine.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session, commit
-from kvcli.errors import BadModel
+from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.slots import Store
+from kvcli.prune import narrowing
+from kvcli.prune.chunked import Chunked
+from kvcli.prune.cut import Cut
 from kvcli.prune.lazy import Lazy
+from kvcli.prune.random import Random
+from kvcli.settings.profile import Profile
 from tests import families
 from tests.policies import Recent
 
@@ -38,7 +48,7 @@ def store(model: LM, n: int) -> Dense:
     return kv
 
 
-def session(model: LM, pruning: Lazy | None, chunk: int = 16, **more: object) -> Session:
+def session(model: LM, pruning: Pruning | None, chunk: int = 16, **more: object) -> Session:
     return Session(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=chunk, pruning=pruning, **more)  # type: ignore[arg-type]
 
 
@@ -47,10 +57,15 @@ def settings(**changes: object) -> Lazy:
     return Lazy(**{**usual, **changes})  # type: ignore[arg-type]
 
 
-def said(s: Session, ids: list[int], n: int = 20) -> list[int]:
+def read(s: Session, ids: list[int]) -> Session:
     s.begin(ids, Sampler())
     while drive(s.chunk(ids)):
         pass
+    return s
+
+
+def said(s: Session, ids: list[int], n: int = 20) -> list[int]:
+    read(s, ids)
     list(events(s.stream(n)))
     return s.ids[len(ids) :]
 
@@ -157,25 +172,36 @@ def test_beside_other_texts_it_reads_as_alone() -> None:
         assert s.ids[len(text) :] == said(session(model, None), text)
 
 
+@contextmanager
+def breaking(kv: Store, nth: int) -> Iterator[None]:
+    """Storing runs out of memory, that time."""
+    calls = count(1)
+    whole = {name: getattr(kv, name) for name in ("append", "take")}
+
+    def broken(name: str) -> Callable[..., None]:
+        def store(*args: object) -> None:
+            if next(calls) == nth:
+                raise MemoryError
+            whole[name](*args)
+
+        return store
+
+    for name in whole:
+        setattr(kv, name, broken(name))
+    try:
+        yield
+    finally:
+        for name in whole:
+            delattr(kv, name)
+
+
 def test_a_pass_that_breaks_leaves_the_past_as_it_was() -> None:
     model, ids = lm("llama"), families.prompt(N)
     s = session(model, settings(), 7)
-    calls = 0
-    whole = s.kv.append
-
-    def append(*args: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 9:
-            raise MemoryError
-        whole(*args)  # type: ignore[arg-type]
-
-    s.kv.append = append  # type: ignore[method-assign, assignment]
-    with pytest.raises(MemoryError):
+    with breaking(s.kv, 9), pytest.raises(MemoryError):
         drive(s.read(ids))
     assert s.committed == 0
     assert not any(s.kv.n_slots(layer) for layer in range(model.n_layers))
-    s.kv.append = whole  # type: ignore[method-assign]
     assert said(s, ids) == said(session(model, settings(), 7), ids)
 
 
@@ -227,3 +253,153 @@ def test_what_stayed_behind_is_missing_where_a_policy_moves_things_down() -> Non
     assert not kv.forgets
     assert s.lost == {"forgotten"}
     assert s.begin(ids[: N - 5], Sampler()) == 0
+
+
+METHODS = {  # of which as many go on as they say, whatever they judge by
+    "lazy": settings(),
+    "random": Random(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8),
+    "cut": Cut(layer=0.5, keep=0.4, recent=3, sinks=1, least=8),
+    "cut, again": Cut(layer=0.5, keep=0.4, recent=3, sinks=1, least=8, again=True),
+    "chunked": Chunked(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8),
+}
+
+
+@pytest.mark.parametrize("chunk", [16, 100])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_hold_ever_fewer_and_answers_go_on(method: str, name: str, chunk: int) -> None:
+    s = session(lm(name), METHODS[method], chunk)
+    assert len(said(s, families.prompt(N), 5)) == 5
+    held = [set(s.kv.slots(layer).pos[0].tolist()) & set(range(N - 1)) for layer in range(s.lm.n_layers)]
+    assert all(upper <= lower for lower, upper in pairwise(held))
+    assert (len(held[0]) == N - 1) == (method != "cut, again")
+    assert {0, N - 4, N - 3, N - 2} <= held[-1]
+    assert len(held[-1]) < 0.8 * N
+    assert s.lost == {"forgotten"}
+
+
+@pytest.mark.parametrize("method", ["cut", "cut, again"])
+def test_one_cut_lets_on_whom_the_window_looks_at(method: str) -> None:
+    """By hand: the newest rows' mean attention in the layer below, the highest of each one's neighbours."""
+    model, ids = lm("llama"), families.prompt(N + 1)
+    cut = METHODS[method]
+    s = session(model, cut, 100)
+    read(s, ids)
+    below = 1  # of three layers the second is the first that fewer reach
+    rows = Rows.chain(ids[:N], 0)
+    (made,) = run([Feed(model, rows, Dense(model.shapes, model.dtype), hear=range(N - 8, N))])
+    q, k = made.queries[below - 1], made.fresh[below - 1].k.repeat_interleave(2, 0)
+    scores = (q @ k.transpose(1, 2)) * model.sights[below - 1].scale
+    scores = scores.masked_fill(torch.arange(N) > torch.arange(N - 8, N).view(-1, 1), -torch.inf)
+    mass = scores.softmax(-1).mean((0, 1))
+    pooled = torch.stack([mass[max(0, i - 3) : i + 4].max() for i in range(N)])
+    best = pooled.argsort(descending=True, stable=True)[: math.ceil(0.4 * N)].tolist()
+    live = sorted({*best, 0, *range(N - 8, N)})
+    assert s.kv.slots(below).pos[0].tolist() == live
+    assert s.kv.slots(0).pos[0].tolist() == (live if method == "cut, again" else list(range(N)))
+
+
+def test_read_again_they_see_each_other_and_nobody_else() -> None:
+    model, ids = lm("llama"), families.prompt(N + 1)
+    s = session(model, METHODS["cut, again"], 7)
+    read(s, ids)
+    on = s.kv.slots(0).pos[0].tolist()
+    (made,) = run([Feed(model, Rows.chain(ids[:N], 0).only(on), Dense(model.shapes, model.dtype))])
+    for layer in range(model.n_layers):
+        torch.testing.assert_close(s.kv.slots(layer).v, made.fresh[layer].v, rtol=0, atol=1e-12)
+
+
+def test_a_chunk_is_judged_by_its_own_end() -> None:
+    """So what comes later changes nothing of it."""
+    ids = families.prompt(N)
+    short, long = (session(lm("llama"), METHODS["chunked"], 16) for _ in range(2))
+    for s, text in ((short, ids[:17]), (long, ids)):
+        while s.committed < 16:
+            drive(s.chunk(text))
+        assert s.committed == 16
+    for layer in range(3):
+        assert torch.equal(short.kv.slots(layer).pos, long.kv.slots(layer).pos)
+        torch.testing.assert_close(short.kv.slots(layer).k, long.kv.slots(layer).k, rtol=0, atol=1e-12)
+
+
+def test_shares_of_those_on_their_way_compound() -> None:
+    halves = {"start_keep_ratio": 0.5, "end_keep_ratio": 0.5, "recent": 1, "sinks": 0}
+    for ratio_of, upper in (("prompt", 22), ("current", 12)):
+        s = session(lm("llama"), settings(ratio_of=ratio_of, **halves))
+        read(s, families.prompt(45))
+        n = [s.kv.n_slots(layer) for layer in range(3)]
+        assert n[0] == 44
+        assert n[1] - 22 in (0, 1), "the newest goes on in any case"
+        assert n[2] - upper in (-1, 0, 1)
+
+
+@pytest.mark.parametrize("mass", [0.5, 0.9, 0.99])
+def test_no_more_attention_is_dropped_than_was_allowed(mass: float) -> None:
+    ids, n_cuts = families.prompt(N + 1), 0
+    low = settings(start_keep_ratio=0.05, end_keep_ratio=0.05, mass=mass, recent=1, sinks=0)
+    highest = narrowing.highest
+
+    def checked(scores: torch.Tensor, n: int, share: float) -> list[int]:
+        nonlocal n_cuts
+        n_cuts += 1
+        found = highest(scores, n, share)
+        assert scores[found].sum() >= mass * scores.sum()
+        assert len(found) == n or scores[found[:-1]].sum() < mass * scores.sum()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(narrowing, "highest", checked)
+        read(session(lm("llama"), low), ids)
+    assert n_cuts == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"end_prune_layer": 0.2}, "end_prune_layer = 0.2 is below start_prune_layer"),
+        ({"end_keep_ratio": 0.8}, "end_keep_ratio = 0.8 is above start_keep_ratio"),
+        ({"revive_max": 3}, 'prune.revive_max: revive_max changes nothing with scope = "prefill"'),
+        ({"method": "cut", "pool": 4}, "pool = 4"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(BadConfig) as refused:
+        Profile.load("lazy").replace(prune={"method": "lazy", **settings})
+    assert said in " ".join(refused.value.lines)
+
+
+@pytest.mark.parametrize(
+    ("other", "changes"),
+    [
+        ("policy.name", {"policy": {"name": "window"}}),
+        ("recall.method", {"recall": {"method": "sketch"}}),
+        ("kv.v_bits", {"kv": {"v_bits": 8}}),
+        ("memory.disk", {"memory": {"disk": "1GiB"}}),
+        ("memory.ladder", {"memory": {"ladder": ["kv.v_bits=4"]}}),
+        ("prune.revive_every", {"prune": {"revive_every": 1}}),
+    ],
+)
+def test_what_those_who_come_back_cannot_read_is_refused(other: str, changes: dict[str, dict[str, object]]) -> None:
+    prune = {"method": "lazy", "scope": "prefill+decode", **changes.get("prune", {})}
+    assert Profile.load("lazy").replace(prune=prune | {"revive_every": 2}).prune.every == 2
+    with pytest.raises(BadConfig) as refused:
+        Profile.load("lazy").replace(**{**changes, "prune": prune})
+    assert other in " ".join(refused.value.lines)
+
+
+def test_a_vector_dearer_than_what_it_spares_is_said() -> None:
+    """One KV head of 16 in each of four layers takes 128 numbers, and a hidden vector 48 or 160."""
+    back = settings(scope="prefill+decode")
+    told = []
+    for hidden in (48, 160):
+        model = LM.of(families.build("llama", num_hidden_layers=8, num_key_value_heads=1, hidden_size=hidden))
+        told.append(back.about(model))
+        assert "spares" not in settings().about(model)
+    assert "spares" not in told[0]
+    assert "kept as 160 numbers, and spares 128" in told[1]
+    assert "nor one of the last 4" in told[0]
+
+
+def test_a_model_of_few_layers_has_none_from_which_they_come_back() -> None:
+    with pytest.raises(BadModel, match="prune"):
+        settings(scope="prefill+decode").cuts(lm("llama"))

@@ -6,6 +6,7 @@ import io
 import json
 import signal
 from pathlib import Path
+from threading import Event
 
 import pytest
 from prompt_toolkit.completion import CompleteEvent
@@ -16,6 +17,7 @@ from kvcli.chat.conversation import Chat
 from kvcli.chat.sessions import Sessions
 from kvcli.commands import prompt, slash
 from kvcli.commands.interrupt import IMPATIENT, Interrupt
+from kvcli.commands.meanwhile import meanwhile
 from kvcli.commands.repl import HINT, Repl
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, ExitStatus
@@ -87,6 +89,30 @@ class Talk:
 
 
 # --- asking and leaving
+
+
+def test_what_was_left_is_done_while_somebody_types_until_the_line_is_there():
+    began, over = Event(), []
+
+    def work(cancel):
+        began.set()
+        while not cancel():
+            pass
+        over.append(True)
+
+    with meanwhile(work, over.append):
+        assert began.wait(60)
+        assert not over
+    assert over == [True]
+
+
+def test_what_breaks_it_costs_no_line(talk):
+    def idle(cancel):
+        raise RuntimeError("a bug")
+
+    talk.model.idle = idle
+    assert "RuntimeError: a bug" in talk.type("one")
+    assert talk.asked == ["one"]
 
 
 def test_answers_go_to_stdout_and_the_rest_to_stderr(talk):

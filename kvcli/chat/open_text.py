@@ -13,8 +13,8 @@ from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
 from kvcli.chat.token_kinds import chat_spans
 from kvcli.chat.turn import Answering, Asked
 from kvcli.chat.window import Window
-from kvcli.engine.engine import events
-from kvcli.engine.feed import Work
+from kvcli.engine.engine import drive, events
+from kvcli.engine.feed import Work, until
 from kvcli.errors import BadInput, BadModel
 from kvcli.kept.shelf import Kept
 from kvcli.kv.shortage import lacking
@@ -79,6 +79,12 @@ class OpenText:
         kept = self.model.shelf.keep(self.session, cancel, build.shaping(self.profile))
         was, self._is_unkept = self._is_unkept, bool(kept.why_not)
         return replace(kept, why_not="") if was else kept
+
+    def idle(self, cancel: Cancel) -> None:
+        """Between answers: what prompts left behind goes on, if the profile wants that, until `cancel()` says so."""
+        session = self.session
+        with lacking():  # then the next prompt finds less of it
+            drive(until(session.behind.before_prompt(session.kv, session.ids), cancel))
 
     def why_again(self) -> list[str]:
         """Why what this model read before is of no use to this text, if it was loaded another way then."""

@@ -17,6 +17,7 @@ from kvcli.commands.ask import well_formed
 from kvcli.commands.ends import machine_gave_out
 from kvcli.commands.interrupt import Interrupt
 from kvcli.commands.keep import keep, keep_read
+from kvcli.commands.meanwhile import meanwhile
 from kvcli.documents.decode import decode
 from kvcli.errors import BadInput, ExitStatus, KvcliError
 from kvcli.render.errors import print_error, print_warning
@@ -101,7 +102,8 @@ class Repl:
     def _read(self) -> str:
         default, self.draft = self.draft, ""
         try:
-            line = self.reader.read(default)
+            with meanwhile(self.chat.model.idle, self._report):
+                line = self.reader.read(default)
         except EOFError:
             self.is_over = True
             return ""

@@ -28,12 +28,24 @@ class ByLayers:
     """One such prompt. Whoever gives it up undoes in the store what was not there before."""
 
     def __init__(
-        self, lm: LM, kv: Store, rows: Rows, part: int, hear: Sequence[int] = (), pruner: Pruner | None = None
+        self,
+        lm: LM,
+        kv: Store,
+        rows: Rows,
+        part: int,
+        hear: Sequence[int] = (),
+        pruner: Pruner | None = None,
+        *,
+        comes_back: bool = False,
     ) -> None:
-        """`part`: rows of a pass at most; `hear`: rows whose queries are kept. Layers that share slots go together."""
+        """`part`: rows of a pass at most; `hear`: rows whose queries are kept. Layers that share slots go together.
+
+        `comes_back`: some of it may go through layers later, so windows keep what these will see.
+        """
         self.rows, self.hear, self.pruner = rows, hear, pruner
         self.queries: list[Tensor] = []  # per layer that it is through [H, len(hear), D]
         self._lm, self._kv, self._part = lm, kv, part
+        self._comes_back = comes_back
         self._left = spans(lm.shapes)  # layers to come, those that it is in first
         self._hear = frozenset(hear)
         self._live: Sequence[int] = range(rows.n_rows)  # rows that go through these
@@ -45,6 +57,16 @@ class ByLayers:
     def is_over(self) -> bool:
         """Is it through all layers?"""
         return not self._left
+
+    @property
+    def layer(self) -> int:
+        """That it is in."""
+        return self._left[0].start if self._left else self._lm.n_layers
+
+    @property
+    def live(self) -> Live:
+        """Its rows as they come to this layer."""
+        return Live(self._live, None, self.queries[-1] if self.queries else None)
 
     @property
     def done(self) -> float:
@@ -66,7 +88,7 @@ class ByLayers:
         given = self._hidden[mine] if self._hidden is not None and layers.start else None
         made = yield Feed(self._lm, rows, self._kv, hear=hear, is_prompt=True, layers=layers, hidden=given)
         commit(self._kv, rows, made, range(rows.n_rows))
-        self._kv.settle((), rows.pos[-1] + 1, layers)
+        self._kv.settle((), 0 if self._comes_back else rows.pos[-1] + 1, layers)
         if hear:
             self._heard.append(made.queries)
         if made.hidden is not None:
@@ -80,8 +102,9 @@ class ByLayers:
 
     def _enter(self, layers: range) -> None:
         """Leave behind who does not go on, and make room for those who do: what grows by the part is copied often."""
-        if self.pruner is not None and self._hidden is not None:
-            live = Live(self._live, None, self.queries[-1] if self.queries else None)
-            self._live, self._hidden = narrowed(self.pruner, layers.start, live, self._hidden)
+        if self.pruner is not None:
+            given = torch.empty(len(self._live), 0) if self._hidden is None else self._hidden
+            self._live, given = narrowed(self.pruner, layers.start, self.live, given)
+            self._hidden = None if self._hidden is None else given
             assert set(self.hear) <= set(self._live), "rows that are heard go through every layer"
         self._kv.reserve(max(map(self._kv.n_slots, layers)) + len(self._live), layers)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.rows import places
+from kvcli.kv.slots import Slots
 
 if TYPE_CHECKING:
     from kvcli.engine.feed import Made
@@ -19,29 +19,27 @@ if TYPE_CHECKING:
 
 def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
     """Store keys and values of these rows, in each layer of those that reached it."""
-    found: dict[int, list[tuple[Tensor | slice | None, int]]] = {}  # layers reached by the same rows share one list
+    found: dict[int, tuple[Tensor | slice | None, Sequence[int]]] = {}  # layers reached by the same rows share one
     for layer, fresh in made.fresh.items():
         if id(fresh.rows) not in found:
-            found[id(fresh.rows)] = list(_runs(rows.pos, fresh.rows, path, fresh.k.device))
-        for taken, start in found[id(fresh.rows)]:
-            k, v = (fresh.k, fresh.v) if taken is None else (fresh.k[:, taken], fresh.v[:, taken])
-            kv.append(layer, k, v, start)
+            found[id(fresh.rows)] = _taken(rows.pos, fresh.rows, path, fresh.k.device)
+        taken, pos = found[id(fresh.rows)]
+        k, v = (fresh.k, fresh.v) if taken is None else (fresh.k[:, taken], fresh.v[:, taken])
+        if pos and pos[-1] - pos[0] == len(pos) - 1:
+            kv.append(layer, k, v, pos[0])
+        elif pos:  # with gaps, of which a prompt that is pruned has hundreds
+            at = torch.tensor(pos, dtype=torch.int32, device=k.device)
+            kv.take(layer, Slots(k, v, at.expand(k.shape[0], -1)))
 
 
-def _runs(
+def _taken(
     pos: Sequence[int], reached: Sequence[int] | None, path: Sequence[int], device: torch.device
-) -> Iterator[tuple[Tensor | slice | None, int]]:
-    """Rows of a path by runs of positions: where they lie among those that reached a layer (None = all of them), and
-    where each run begins. A run of all who did is None."""
+) -> tuple[Tensor | slice | None, Sequence[int]]:
+    """Where rows of a path lie among those that reached a layer (None = they are all who did), and their positions."""
     if reached is None and path == range(len(pos)) and isinstance(pos, range):  # a prompt's, as long as they come
-        yield None, pos.start
-        return
-    n = len(pos if reached is None else reached)
+        return None, pos
     there = path if reached is None else sorted(set(path).intersection(reached))
-    at = places(there, reached)
-    ends = [i for i in range(1, len(there)) if pos[there[i]] != pos[there[i - 1]] + 1]
-    for a, b in pairwise([0, *ends, len(there)]):
-        if a < b:
-            is_slice = at[b - 1] - at[a] == b - a - 1
-            some = slice(at[a], at[b - 1] + 1) if is_slice else torch.tensor(at[a:b], device=device)
-            yield None if is_slice and b - a == n else some, pos[there[a]]
+    at, of = places(there, reached), [pos[row] for row in there]
+    if not at or at[-1] - at[0] != len(at) - 1:
+        return torch.tensor(at, device=device, dtype=torch.int64), of
+    return (None if len(at) == len(pos if reached is None else reached) else slice(at[0], at[-1] + 1)), of

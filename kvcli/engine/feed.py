@@ -69,6 +69,18 @@ Asks = Generator[Feed, Made, T]  # work that may need passes, and what comes of 
 Work = Generator[Feed | E, Made, T]  # work that has something to say on the way, too
 
 
+def until(work: Asks[None], cancel: Callable[[], bool]) -> Asks[None]:
+    """Its passes, as long as `cancel()` does not say otherwise between two."""
+    try:
+        feed = next(work)
+        while not cancel():
+            feed = work.send((yield feed))
+    except StopIteration:
+        return
+    finally:
+        work.close()
+
+
 def asked(found: Asks[T] | T) -> Asks[T]:
     """What came of something that may need passes, or was there at once."""
     if isgenerator(found):

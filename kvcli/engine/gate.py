@@ -19,8 +19,10 @@ from torch import Tensor
 from kvcli.engine.rows import places
 
 if TYPE_CHECKING:
-    from kvcli.engine.feed import Fresh
+    from kvcli.engine.behind import Behind
+    from kvcli.engine.feed import Asks, Fresh
     from kvcli.engine.lm import LM
+    from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
 
 _CARRY = {"position_embeddings": -2, "position_ids": -1}  # what a layer is told of each row, and in which dimension
@@ -37,6 +39,10 @@ class Live:
     rows: Sequence[int]  # of the feed, rising: those on their way
     fresh: Fresh | None  # what the layer before made; None before the first
     queries: Tensor | None  # [H, len(hear), D], of the heard rows there
+
+
+# a layer, and what the one below made of tokens at these positions -> those of them that go on, and who comes back
+Choose = Callable[[int, Live, Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 class Pruner(Protocol):
@@ -69,11 +75,31 @@ class Pruning(Protocol):
     def about(self, lm: LM) -> str:
         """What it does to prompts of this model, in words; "" = nothing. Raises BadModel where it can judge none."""
 
-    def over(self, lm: LM, past: Store, start: int, n: int, must: Sequence[int]) -> Pruner | None:
-        """For reading n tokens from position `start` on, behind what is stored; None = all rows go on.
+    @property
+    def hears(self) -> int:
+        """Newest rows of what is read whose queries it judges by."""
 
-        `must`: rows that go through every layer.
+    @property
+    def every(self) -> int | None:
+        """Tokens of an answer between two passes in which some may come back; None = what stays behind is gone."""
+
+    @property
+    def completes(self) -> bool:
+        """Whether those that are still behind come back before the next prompt is read."""
+
+    def takes(self, n: int, chunk: int) -> int:
+        """How many of the n tokens that are left of a prompt it judges together."""
+
+    def over(
+        self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int
+    ) -> Asks[Pruner | None] | Pruner | None:
+        """For reading these rows behind what is stored, perhaps after a look at them; None = all of them go on.
+
+        `must`: rows that go through every layer. `part`: rows of a pass at most.
         """
+
+    def back(self, lm: LM, past: Store, behind: Behind) -> Choose:
+        """Who comes back on a trip of the newest token alone. Asked where `every` is set."""
 
 
 class Gate:

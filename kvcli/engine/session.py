@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.engine.behind import Behind
 from kvcli.engine.boundary import Boundary
 from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.commit import commit
@@ -71,6 +72,8 @@ class Session:
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
+        self._n_prompt = 0  # tokens stored once the last prompt was read
+        self.behind = Behind(lm, pruning)  # tokens of prompts that may go on later
         self.boundary = self._next_boundary()
         self.seen = Seen(lm.vocab, lm.device)
         self.constraint: Constraint | None = None  # of the answer, which begins at `answer_at`
@@ -80,7 +83,6 @@ class Session:
         self._wants = policy.wants(lm) if policy is not None else Wants()
         self.heard = Heard(self._wants.recent, self._wants.probes)
         self.memory: Stateful | None = self._wants.memory()  # the policy's, of this text
-        self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
         self._by_layers = by_layers or pruning is not None
@@ -152,7 +154,7 @@ class Session:
             yield from self._take_over(self.spare, whole)
             return True
         if self._by_layers and ahead is None:
-            yield from self._read_on(self._under_way or self._layer_by_layer(whole))
+            yield from self._read_on(self._under_way or (yield from self._layer_by_layer(whole)))
             return True
         end = min(self.committed + self.chunk_rows, whole if ahead is None else ahead)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
@@ -171,13 +173,19 @@ class Session:
         self.boundary = end
         yield from self.settle("read" if end == whole else "reading")
 
-    def _layer_by_layer(self, whole: int) -> ByLayers:
-        """All that is left of the prompt, as what stays behind is chosen by the whole of it."""
-        start, n = self.committed, whole - self.committed
+    def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
+        """What is left of the prompt, or of it what is judged together where some may stay behind."""
+        yield from self.behind.before_prompt(self.kv, self.ids)
+        start, pruning, pruner = self.committed, self.pruning, None
+        n = whole - start if pruning is None else pruning.takes(whole - start, self.chunk_rows)
+        rows = Rows.chain(self.ids[start : start + n], start)
         hear = self.heard.of_chunk(start, n)
-        pruner = None if self.pruning is None else self.pruning.over(self.lm, self.kv, start, n, hear)
-        asks = hear if pruner is None else sorted({*hear, n - 1})  # it judges by the last row
-        return ByLayers(self.lm, self.kv, Rows.chain(self.ids[start:whole], start), self.chunk_rows, asks, pruner)
+        if pruning is not None:
+            asks = sorted({*hear, *range(max(0, n - pruning.hears), n)})
+            pruner = yield from asked(pruning.over(self.lm, self.kv, rows, asks, self.chunk_rows))
+            hear = hear if pruner is None else asks
+        pruner, comes_back = self.behind.noted(pruner, rows.pos), self.behind.comes_back
+        return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)
 
     def _read_on(self, prompt: ByLayers) -> Asks[None]:
         self._under_way = prompt
@@ -193,8 +201,9 @@ class Session:
             self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
         if prompt.pruner is not None:
             self._is_whole, self._has_left = False, True
+        self.behind.read()
         self.boundary = self.committed = self.committed + n
-        yield from self.settle("read")
+        yield from self.settle("read" if self.committed == len(self.ids) - 1 else "reading")
 
     @property
     def order(self) -> Order:
@@ -232,8 +241,10 @@ class Session:
         masks: Masks = ()
         if self.policy is not None:
             masks = yield from self._at(phase).ask(self.policy)
+        if phase == "answering" and self.committed == self._back_at(self.committed - 1):
+            yield from self.behind.come_back(self.kv, self.ids)
         was_whole, self._is_whole = self._is_whole, False  # should it fail half way
-        end = min(self._n_prompt, self.committed)  # an answer can be taken back to where it began
+        end = min(self._n_prompt, self.committed, *self.behind.positions[:1])  # where a row may still stand
         self._is_whole = not self.kv.settle(masks, end) and was_whole
         self.boundary = self._next_boundary()
         if phase == "read" and not self._wants.lasting:
@@ -244,6 +255,7 @@ class Session:
         keep = max(0, min(self.committed, n - 1))
         is_back, is_cut, self._under_way = keep < self.committed, self._under_way is not None, None
         stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
+        stays |= self.behind.is_torn
         if stays or ((is_back or is_cut) and not self.kv.reaches(keep)):
             keep = 0
         elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
@@ -254,6 +266,7 @@ class Session:
         if not keep:
             self._is_whole, self._has_left, self._n_prompt = True, False, 0
             self.heard.clear()
+            self.behind.clear()
             self.memory = self._wants.memory()
         self.seen.clear()
         self.seen.add(self.ids)
@@ -273,6 +286,7 @@ class Session:
         self.heard, other.heard = other.heard, self.heard
         self.memory, other.memory = other.memory, self.memory
         self._is_whole, self._has_left, self._own = other._is_whole, other._has_left, other._own
+        self.behind, other.behind = other.behind, self.behind
         self._n_prompt = other._n_prompt
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
@@ -304,9 +318,10 @@ class Session:
         """All that what comes behind the stored tokens depends on, settings and sampling aside; between passes."""
         told = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
         told |= {"own": int(min(self._own, self.committed))}
+        parts = {"heard": self.heard.state(), "behind": self.behind.state(), "kv": self.kv.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
         memory: State = self.memory.state() if self.memory is not None else {}
-        return {**told, "ids": ids, "heard": self.heard.state(), "memory": memory, "kv": self.kv.state()}
+        return {**told, **parts, "ids": ids, "memory": memory}
 
     def restore(self, state: State, pending: int) -> None:
         """Become the session that gave this, with another token pending; how it samples is as it was here.
@@ -329,6 +344,7 @@ class Session:
         self.kv.restore(given.part("kv"))
         like = torch.empty(0, dtype=self.kv.dtype, device=self.lm.device)
         self.heard.restore(given.part("heard"), self.lm.shapes, like)
+        self.behind.restore(given.part("behind"))
         if self.memory is not None:
             self.memory.restore(given.part("memory"))
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
@@ -395,4 +411,10 @@ class Session:
         self.committed += len(path)  # last: what fails before it has not happened
 
     def _next_boundary(self) -> float:
-        return math.inf if self.every is None else (self.committed // self.every + 1) * self.every
+        every = math.inf if self.every is None else (self.committed // self.every + 1) * self.every
+        return min(every, self._back_at(self.committed))
+
+    def _back_at(self, n: int) -> float:
+        """At how many committed tokens, more than n, tokens may come back that were left behind."""
+        every = self.behind.every
+        return math.inf if every is None else n + every - (n - self._n_prompt) % every

@@ -80,7 +80,14 @@ class Usage:
 Masks = Sequence[Tensor | None]  # by layer: which of its slots stay, bool [K, S]; None = all of them
 
 
-class Readable(Protocol):
+class Holder(Protocol):
+    """Something that takes memory."""
+
+    def usage(self) -> list[Usage]:
+        """What is allocated, by layer; nothing where it only reads what another one holds."""
+
+
+class Readable(Holder, Protocol):
     """Something rows can attend to: a tier, a ladder, a view."""
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
@@ -89,9 +96,6 @@ class Readable(Protocol):
         With `own`, over what their pass made of them too: in one part with the newest slots where these can be read so.
         Positions of rows are the host's: no pass waits for the device to say where it is.
         """
-
-    def usage(self) -> list[Usage]:
-        """What is allocated, by layer; nothing where it only reads what another one holds."""
 
 
 class Tier(Readable, Stateful, Protocol):
@@ -171,11 +175,11 @@ def alone(q: Tensor, sight: Sight, own: Own | None) -> list[Part]:
     return [] if own is None else own.parts(q, sight.scale, sight.softcap)
 
 
-def nbytes(*held: Readable | None) -> dict[str, int]:
+def nbytes(*held: Holder | None) -> dict[str, int]:
     """Bytes allocated, by kind of tier."""
     total: dict[str, int] = {}
-    for readable in held:
-        for use in readable.usage() if readable is not None else ():
+    for holder in held:
+        for use in holder.usage() if holder is not None else ():
             total[use.tier] = total.get(use.tier, 0) + use.nbytes
     return total
 

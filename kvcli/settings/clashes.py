@@ -31,7 +31,28 @@ def clashes(profile: Profile) -> list[Clash]:
         found.append(Clash("exactness", "prune.method", f'"{profile.exactness}" cannot be kept', because))
     found += recall_clashes(profile)
     found += order_clashes(profile)
+    found += return_clashes(profile)
     found += reuse_clashes(profile)
+    return found
+
+
+def return_clashes(profile: Profile) -> list[Clash]:
+    """Of tokens that may come back: each must see what is older than itself, and drafts must leave them a pass."""
+    prune, kv, memory, found = profile.prune, profile.kv, profile.memory, list[Clash]()
+    if prune.every is None:
+        return []
+    cannot, because = '"prefill+decode" cannot be kept', "and who comes back reads all that is older, as it was stored"
+    others = {
+        "policy.name": profile.policy.every is not None,
+        "recall.method": bool(profile.recall.reads),
+        **{f"kv.{key}": getattr(kv, key) < 16 for key in ("k_bits", "v_bits")},
+        "memory.device": memory.device != "auto",
+        **{f"memory.{key}": _is_there(getattr(memory, key)) for key in ("host", "disk")},
+        "memory.ladder": any(not step.startswith(("prefill", "context")) for step in memory.ladder),
+    }
+    found += [Clash("prune.scope", other, cannot, because) for other, is_set in others.items() if is_set]
+    if prune.every == 1 and profile.spec.method != "off":
+        found.append(Clash("spec.method", "prune.revive_every", "no pass has room for a guess", "which is 1"))
     return found
 
 

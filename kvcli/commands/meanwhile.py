@@ -1,0 +1,24 @@
+"""Work that is done while somebody types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
+
+from kvcli.api import Cancel
+
+
+@contextmanager
+def meanwhile(work: Callable[[Cancel], object], tell: Callable[[Exception], object]) -> Iterator[None]:
+    """In a thread, until the block ends: then its `cancel()` says so. What breaks it is told behind the block."""
+    is_over = Event()
+    with ThreadPoolExecutor(1, "kvcli-idle") as pool:
+        done = pool.submit(work, is_over.is_set)
+        try:
+            yield
+        finally:
+            is_over.set()
+    if isinstance(error := done.exception(), Exception):
+        tell(error)

@@ -1,0 +1,105 @@
+"""One cut: all tokens go through the lower layers, and those that the end of the prompt looks at through the upper.
+
+FastKV (Jo et al., arXiv 2502.01068): judged by the newest rows before one layer, pooled so that neighbours stay
+together; the tokens chosen go on. GemFilter (Shi et al., arXiv 2409.17422), `again`: the lower layers are a look alone,
+and the tokens chosen are read again through all layers, seeing each other and nobody else. They keep their positions
+here, where the paper numbers them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from kvcli.prune.narrowing import Narrowing, looked_at
+from kvcli.prune.spared import Spared, below_all, nearest
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.feed import Asks
+    from kvcli.engine.gate import Live, Pruner
+    from kvcli.engine.lm import LM
+    from kvcli.engine.rows import Rows
+    from kvcli.kv.slots import Store
+
+
+@dataclass(frozen=True)
+class Cut(Spared):
+    """Let on once what the end of a prompt looks at (FastKV, arXiv 2502.01068; GemFilter, arXiv 2409.17422)."""
+
+    layer: Annotated[float, Range(above=0, below=1)] = 0.5  # first layer that fewer reach, share of depth
+    keep: Annotated[float, Range(above=0, most=1)] = 0.2  # of the prompt, that reaches it
+    window: Annotated[int, Range(1)] = 8  # newest rows that judge
+    pool: Annotated[int, Range(1)] = 7  # neighbours whose highest score a token shares
+    again: bool = False  # read those chosen through all layers instead, and nothing of the others (GemFilter)
+
+    def __post_init__(self) -> None:
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool = {self.pool}: as many neighbours on either side make an odd number")
+
+    @property
+    def hears(self) -> int:
+        """The window."""
+        return self.window
+
+    @property
+    def reads(self) -> str:
+        """How much of a long prompt goes through all layers, in words."""
+        layers = "all" if self.again else "the upper"
+        return f"{self.keep:.0%} of a prompt of {self.least:,} tokens or more in {layers} layers"
+
+    def about(self, lm: LM) -> str:
+        """Which layers fewer reach. Raises BadModel for a model that cannot be judged."""
+        cut = self.at(lm)
+        how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
+        always = f"the first {self.sinks} and the newest {self.recent} always do"
+        return f"of prompts of {self.least:,} tokens or more {self.keep:.0%} go on {how}; {always}"
+
+    def at(self, lm: LM) -> int:
+        """The first layer that fewer reach."""
+        return nearest(below_all(lm), self.layer * lm.n_layers)
+
+    def over(self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int) -> Asks[Pruner | None]:
+        """None for a short prompt. Raises BadModel for a model that cannot be judged."""
+        n = rows.n_rows
+        if n < self.least:
+            return None
+        cut = self.at(lm)
+        always = self.always(rows, must)
+
+        def judge(layer: int, live: Live) -> Tensor:
+            from torch.nn.functional import max_pool1d
+
+            scores = looked_at(lm, past, layer, live, rows.pos, min(self.window, n))[rows.pos[0] :]
+            return max_pool1d(scores[None], self.pool, 1, self.pool // 2)[0]
+
+        once = Narrowing({cut: self.keep}, judge, always, n)
+        if not self.again:
+            return once
+        from kvcli.engine.by_layers import ByLayers
+
+        look = ByLayers(lm, past, rows, part, must, comes_back=True)
+        try:
+            while look.layer < cut:
+                yield from look.go_on()
+            chosen = once.before(cut, look.live)
+        finally:
+            past.crop(rows.pos[0])
+        return _Chosen(chosen or range(n))
+
+
+class _Chosen:
+    """Lets these rows on into the first layer."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._rows = rows
+
+    def before(self, layer: int, live: Live) -> Sequence[int] | None:
+        return self._rows if layer == 0 else None
+
+    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None: ...
+
+    def revive(self, layer: int) -> None: ...

@@ -1,0 +1,73 @@
+"""Before some layers, the rows of a prompt that are judged highest go on, and those that always do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.gate import Live
+    from kvcli.engine.lm import LM
+    from kvcli.kv.slots import Store
+
+Judge = Callable[[int, "Live"], "Tensor"]  # layer below a cut, what it made -> a score of each live row
+
+
+class Narrowing:
+    """One prompt being read."""
+
+    def __init__(self, cuts: Mapping[int, float], judge: Judge, always: set[int], n: int, *, mass: float = 0.0) -> None:
+        """`cuts`: by layer, which share goes on, of n rows (0 = of those on their way); `mass`: of all scores, that
+        those which go on have at least."""
+        self._cuts, self._judge, self._always, self._n, self._mass = cuts, judge, always, n, mass
+
+    def before(self, layer: int, live: Live) -> Sequence[int] | None:
+        """Those judged highest by the layer below."""
+        if layer not in self._cuts:
+            return None
+        scores = self._judge(layer - 1, live)
+        n = math.ceil(self._cuts[layer] * (self._n or len(live.rows)))
+        return sorted(self._always | {live.rows[i] for i in highest(scores, n, self._mass)})
+
+    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
+        """They stay behind for good."""
+
+    def revive(self, layer: int) -> None:
+        """Nobody comes back."""
+
+
+def highest(scores: Tensor, n: int, mass: float = 0.0) -> list[int]:
+    """The n highest of scores [N], or as many more as have this share of their sum; the highest first."""
+    order = scores.argsort(descending=True, stable=True)
+    if mass:
+        n = max(n, 1 + int((scores[order].cumsum(0) < mass * scores.sum()).sum()))
+    found: list[int] = order[:n].tolist()
+    return found
+
+
+def looked_at(lm: LM, past: Store, layer: int, live: Live, pos: Sequence[int], hears: int = 1) -> Tensor:
+    """[P + 1]: attention in this layer to each position up to the last row's, P; of rows at positions `pos`.
+
+    The mean over query heads, and over the newest `hears` rows. Positions of which the layer has no key get none.
+    """
+    import torch
+
+    from kvcli.kernels.column_mass import column_mass
+
+    assert live.queries is not None, "the newest rows are heard"
+    s = past.slots(layer)
+    k, at = s.k, s.pos
+    if live.fresh is not None:
+        rows = live.rows if live.fresh.rows is None else live.fresh.rows
+        fresh_at = torch.tensor([pos[row] for row in rows], dtype=at.dtype, device=at.device)
+        k, at = torch.cat((k, live.fresh.k), 1), torch.cat((at, fresh_at.expand(at.shape[0], -1)), 1)
+    sight = lm.sights[layer]
+    newest = torch.tensor(pos[len(pos) - hears :], device=k.device)
+    mass = column_mass(live.queries[:, -hears:], newest, k, at, sight.scale, softcap=sight.softcap)  # [K, S]
+    found = mass.new_zeros(pos[-1] + 1)
+    for heads, places in zip(mass, at, strict=True):
+        found.index_add_(0, places.long().clamp_min(0), heads)  # empty slots have no mass
+    return found / mass.shape[0]

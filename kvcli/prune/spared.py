@@ -1,0 +1,71 @@
+"""Tokens of a prompt that no method leaves behind, and where methods can look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from kvcli.errors import BadModel
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.engine.lm import LM
+    from kvcli.engine.rows import Rows
+
+
+@dataclass(frozen=True)
+class Spared:
+    """What all methods that leave tokens behind have in common."""
+
+    recent: Annotated[int, Range(1)] = 64  # newest tokens that always go on
+    sinks: Annotated[int, Range(0)] = 4  # first tokens that always go on
+    least: Annotated[int, Range(1)] = 1024  # tokens of a prompt below which all go on
+
+    @property
+    def hears(self) -> int:
+        """The last row's queries judge the others."""
+        return 1
+
+    @property
+    def every(self) -> int | None:
+        """Nobody comes back."""
+        return None
+
+    @property
+    def completes(self) -> bool:
+        """Nor is anybody brought back."""
+        return False
+
+    def takes(self, n: int, chunk: int) -> int:
+        """How many of the n tokens that are left of a prompt are read and judged together."""
+        return n
+
+    def always(self, rows: Rows, must: Sequence[int]) -> set[int]:
+        """Rows of a prompt that go through every layer."""
+        n = rows.n_rows
+        return {*must, *range(min(n, max(0, self.sinks - rows.pos[0]))), *range(max(0, n - self.recent), n)}
+
+
+def below_all(lm: LM, spared: int = 0) -> list[int]:
+    """Layers before which tokens can be judged: the one below shows all of a text, and `spared` lie above.
+
+    Raises BadModel where there is none.
+    """
+    from kvcli.kv.slots import spans  # late: reading a profile must not import torch
+
+    starts = [span.start for span in spans(lm.shapes)[1:] if span.start <= lm.n_layers - spared]
+    shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shares is None]
+    if not shown:
+        raise BadModel(
+            f"[prune] judges tokens in layers that see all of a text, and {lm.info.id} has none",
+            code="no_pruning",
+            lines=[f"below its last {spared}, where tokens that may come back stay"] if spared else [],
+            try_=["--set prune.method=none"],
+        )
+    return shown
+
+
+def nearest(layers: Sequence[int], at: float) -> int:
+    """The lower of two that are as near."""
+    return min(layers, key=lambda layer: (abs(layer - at), layer))
