@@ -15,13 +15,21 @@ from torch import Tensor
 
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.gate import Live, Pruner, narrowed
+from kvcli.engine.gate import Live, Pruner, Pruning, narrowed
 from kvcli.kv.slots import spans
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
+
+
+def meet(lm: LM, pruning: Pruning | None) -> None:
+    """Raises BadModel where rows cannot be stopped between layers, or be judged there."""
+    if pruning is not None:
+        pruning.about(lm)
+    if lm.straight is None:
+        lm.meet_gates()
 
 
 class ByLayers:
@@ -32,10 +40,10 @@ class ByLayers:
     ) -> None:
         """`part`: rows of a pass at most; `hear`: rows whose queries are kept. Layers that share slots go together."""
         self.rows, self.hear, self.pruner = rows, hear, pruner
-        self.queries: list[Tensor] = []  # per layer that it is through [H, len(hear), D]
         self._lm, self._kv, self._part = lm, kv, part
+        self._asks = frozenset(hear if pruner is None else (*hear, rows.n_rows - 1))  # who judges does by the last row
+        self._queries: list[Tensor] = []  # per layer that it is through [H, len(asks), D]
         self._left = spans(lm.shapes)  # layers to come, those that it is in first
-        self._hear = frozenset(hear)
         self._live: Sequence[int] = range(rows.n_rows)  # rows that go through these
         self._at = 0  # of these, how many did
         self._hidden: Tensor | None = None  # [len(live), E] what they are given, then what they gave
@@ -47,12 +55,18 @@ class ByLayers:
         return not self._left
 
     @property
-    def done(self) -> float:
-        """The share of it that is behind, all layers taken for equally long."""
+    def queries(self) -> list[Tensor]:
+        """Per layer that it is through [H, len(hear), D]."""
+        return [q[:, : len(self.hear)] for q in self._queries]
+
+    @property
+    def n_done(self) -> int:
+        """Rows whose way through all layers would have taken as much, all layers taken for equally long."""
         if not self._left:
-            return 1.0
+            return self.rows.n_rows
         now = self._left[0]
-        return (now.start + len(now) * self._at / len(self._live)) / self._lm.n_layers
+        share = (now.start + len(now) * self._at / len(self._live)) / self._lm.n_layers
+        return int(share * self.rows.n_rows)
 
     def go_on(self) -> Asks[None]:
         """One pass: the next part through its layers."""
@@ -62,7 +76,7 @@ class ByLayers:
         mine = slice(self._at, min(self._at + self._part, len(self._live)))
         live = self._live[mine]
         rows = self.rows.only(live)
-        hear = [i for i, row in enumerate(live) if row in self._hear] if self._hear else []
+        hear = [i for i, row in enumerate(live) if row in self._asks] if self._asks else []
         given = self._hidden[mine] if self._hidden is not None and layers.start else None
         made = yield Feed(self._lm, rows, self._kv, hear=hear, is_prompt=True, layers=layers, hidden=given)
         commit(self._kv, rows, made, range(rows.n_rows))
@@ -75,13 +89,13 @@ class ByLayers:
             self._hidden[mine] = made.hidden
         self._at = mine.stop
         if self._at == len(self._live):
-            self.queries += [torch.cat(parts, 1) for parts in zip(*self._heard, strict=True)]
+            self._queries += [torch.cat(parts, 1) for parts in zip(*self._heard, strict=True)]
             self._left, self._at, self._heard = self._left[1:], 0, []
 
     def _enter(self, layers: range) -> None:
         """Leave behind who does not go on, and make room for those who do: what grows by the part is copied often."""
         if self.pruner is not None and self._hidden is not None:
-            live = Live(self._live, None, self.queries[-1] if self.queries else None)
+            live = Live(self._live, None, self._queries[-1])
             self._live, self._hidden = narrowed(self.pruner, layers.start, live, self._hidden)
-            assert set(self.hear) <= set(self._live), "rows that are heard go through every layer"
+            assert self._asks <= set(self._live), "rows that are heard go through every layer"
         self._kv.reserve(max(map(self._kv.n_slots, layers)) + len(self._live), layers)

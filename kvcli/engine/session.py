@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcli.engine.boundary import Boundary
-from kvcli.engine.by_layers import ByLayers
+from kvcli.engine.by_layers import ByLayers, meet
 from kvcli.engine.commit import commit
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.feed import Asks, Feed, Made, Work, asked
@@ -57,9 +57,8 @@ class Session:
         """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
 
         `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.kinds).
-        `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
-        of `chunk` rows, as is done with `pruning` in any case; a policy then judges once all is read. Raises BadModel
-        for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge.
+        `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read layer by layer, in parts of
+        `chunk` rows, as with `pruning` in any case. Raises BadModel where rows cannot be stopped there, or judged.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
         self.view, self.policy, self.pruning = view, policy, pruning
@@ -78,12 +77,10 @@ class Session:
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
-        self._by_layers = by_layers or pruning is not None
+        self.order: Order = "layers" if by_layers or pruning is not None else "chunks"  # what of a prompt comes first
         self._under_way: ByLayers | None = None  # a prompt that is being read so
-        if pruning is not None:
-            pruning.about(lm)
-        if self._by_layers and lm.straight is None:
-            lm.meet_gates()
+        if self.order == "layers":
+            meet(lm, pruning)
 
     def begin(
         self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[Span] = ()
@@ -133,8 +130,8 @@ class Session:
         if self.committed >= whole:
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
-        if self._by_layers:
-            yield from self._read_on(self._under_way or self._layer_by_layer(whole))
+        if self.order == "layers":
+            yield from self._read_on(whole)
             return True
         end = min(self.committed + self.chunk_rows, whole)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
@@ -145,41 +142,29 @@ class Session:
         yield from self.settle("read" if end == whole else "reading")
         return True
 
-    def _layer_by_layer(self, whole: int) -> ByLayers:
+    def _read_on(self, whole: int) -> Asks[None]:
         """All that is left of the prompt, as what stays behind is chosen by the whole of it."""
         start, n = self.committed, whole - self.committed
-        hear = self.heard.of_chunk(start, n)
-        pruner = None if self.pruning is None else self.pruning.over(self.lm, self.kv, start, n, hear)
-        asks = hear if pruner is None else sorted({*hear, n - 1})  # it judges by the last row
-        return ByLayers(self.lm, self.kv, Rows.chain(self.ids[start:whole], start), self.chunk_rows, asks, pruner)
-
-    def _read_on(self, prompt: ByLayers) -> Asks[None]:
-        self._under_way = prompt
+        if (prompt := self._under_way) is None:
+            rows, hear = Rows.chain(self.ids[start:whole], start), self.heard.of_chunk(start, n)
+            pruner = None if self.pruning is None else self.pruning.over(self.lm, self.kv, start, n, hear)
+            self._under_way = prompt = ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, pruner)
         try:
             yield from prompt.go_on()
         except BaseException:
-            self.rewind(self.committed + 1)
+            self.rewind(start + 1)
             raise
-        if not prompt.is_over:
-            return
-        self._under_way, n = None, prompt.rows.n_rows
-        if self.heard.of_chunk(self.committed, n):
+        if prompt.is_over:
             self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
-        if prompt.pruner is not None:
-            self._is_whole, self._has_left = False, True
-        self.boundary = self.committed = self.committed + n
-        yield from self.settle("read")
-
-    @property
-    def order(self) -> Order:
-        """What of a prompt is finished first."""
-        return "layers" if self._by_layers else "chunks"
+            if prompt.pruner is not None:
+                self._is_whole, self._has_left = False, True
+            self.boundary, self.committed, self._under_way = whole, whole, None
+            yield from self.settle("read")
 
     @property
     def progress(self) -> int:
         """Tokens of the text that are read, or as many as the work done on a prompt amounts to."""
-        now = self._under_way
-        return self.committed + (int(now.done * now.rows.n_rows) if now is not None else 0)
+        return self.committed + (self._under_way.n_done if self._under_way is not None else 0)
 
     def read(self, ids: Sequence[int]) -> Work[int, None]:
         """Take in `ids` behind the text; says after each pass how much of the text is read."""
@@ -217,9 +202,8 @@ class Session:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
         is_back, is_cut, self._under_way = keep < self.committed, self._under_way is not None, None
-        stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
-        if stays or ((is_back or is_cut) and not self.kv.reaches(keep)):
-            keep = 0
+        if (is_back and (self._forgot or self.heard)) or ((is_back or is_cut) and not self.kv.reaches(keep)):
+            keep = 0  # what was evicted, or heard, stays so
         elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
             self.memory, self._n_prompt = self._wants.memory(), min(self._n_prompt, keep)
         self.kv.crop(keep)
@@ -243,10 +227,8 @@ class Session:
         mine, its = self.kv, other.kv
         self.put(its)
         other.put(mine)
-        self.heard, other.heard = other.heard, self.heard
-        self.memory, other.memory = other.memory, self.memory
-        self._is_whole, self._has_left = other._is_whole, other._has_left
-        self._n_prompt = other._n_prompt
+        self.heard, other.heard, self.memory, other.memory = other.heard, self.heard, other.memory, self.memory
+        self._is_whole, self._has_left, self._n_prompt = other._is_whole, other._has_left, other._n_prompt
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
         other.rewind(0)
