@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from kvcli.errors import BadModel
-from kvcli.kv.slots import spans
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -69,6 +68,8 @@ class Lazy:
 
     def cuts(self, lm: LM) -> Mapping[int, float]:
         """By layer that fewer reach: which share of the prompt does. The layer below shows the whole text."""
+        from kvcli.kv.slots import spans
+
         starts = [span.start for span in spans(lm.shapes)[1:]]
         shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shares is None]
         if not shown:
