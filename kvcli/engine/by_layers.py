@@ -15,13 +15,21 @@ from torch import Tensor
 
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.gate import Live, Pruner, narrowed
+from kvcli.engine.gate import Live, Pruner, Pruning, narrowed
 from kvcli.kv.slots import spans
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
+
+
+def meet(lm: LM, pruning: Pruning | None) -> None:
+    """Raises BadModel where rows cannot be stopped between layers, or be judged there."""
+    if pruning is not None:
+        pruning.about(lm)
+    if lm.straight is None:
+        lm.meet_gates()
 
 
 class ByLayers:
@@ -69,12 +77,13 @@ class ByLayers:
         return Live(self._live, None, self.queries[-1] if self.queries else None)
 
     @property
-    def done(self) -> float:
-        """The share of it that is behind, all layers taken for equally long."""
+    def n_done(self) -> int:
+        """Rows whose way through all layers would have taken as much, all layers taken for equally long."""
         if not self._left:
-            return 1.0
+            return self.rows.n_rows
         now = self._left[0]
-        return (now.start + len(now) * self._at / len(self._live)) / self._lm.n_layers
+        share = (now.start + len(now) * self._at / len(self._live)) / self._lm.n_layers
+        return int(share * self.rows.n_rows)
 
     def go_on(self) -> Asks[None]:
         """One pass: the next part through its layers."""

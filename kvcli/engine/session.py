@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcli.engine.behind import Behind
 from kvcli.engine.boundary import Boundary
-from kvcli.engine.by_layers import ByLayers
+from kvcli.engine.by_layers import ByLayers, meet
 from kvcli.engine.commit import commit
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.feed import Asks, Feed, Made, Work, asked
@@ -85,12 +85,10 @@ class Session:
         self.memory: Stateful | None = self._wants.memory()  # the policy's, of this text
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
-        self._by_layers = by_layers or pruning is not None
+        self.order: Order = "layers" if by_layers or pruning is not None else "chunks"  # what of a prompt comes first
         self._under_way: ByLayers | None = None  # a prompt that is being read so
-        if pruning is not None:
-            pruning.about(lm)
-        if self._by_layers and lm.straight is None:
-            lm.meet_gates()
+        if self.order == "layers":
+            meet(lm, pruning)
         self.spare: Spare | None = None  # of the text before, for the prompt that is read
         self._own = math.inf  # so many tokens were read behind what stands before them now
 
@@ -153,7 +151,7 @@ class Session:
         if self.spare is not None and ahead == self.committed:
             yield from self._take_over(self.spare, whole)
             return True
-        if self._by_layers and ahead is None:
+        if self.order == "layers" and ahead is None:
             yield from self._read_on(self._under_way or (yield from self._layer_by_layer(whole)))
             return True
         end = min(self.committed + self.chunk_rows, whole if ahead is None else ahead)
@@ -206,15 +204,9 @@ class Session:
         yield from self.settle("read" if self.committed == len(self.ids) - 1 else "reading")
 
     @property
-    def order(self) -> Order:
-        """What of a prompt is finished first."""
-        return "layers" if self._by_layers else "chunks"
-
-    @property
     def progress(self) -> int:
         """Tokens of the text that are read, or as many as the work done on a prompt amounts to."""
-        now = self._under_way
-        return self.committed + (int(now.done * now.rows.n_rows) if now is not None else 0)
+        return self.committed + (self._under_way.n_done if self._under_way is not None else 0)
 
     def read(self, ids: Sequence[int]) -> Work[int, None]:
         """Take in `ids` behind the text; says after each pass how much of the text is read."""
