@@ -376,12 +376,12 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], sai
         ("kv.v_bits", {"kv": {"v_bits": 8}}),
         ("memory.disk", {"memory": {"disk": "1GiB"}}),
         ("memory.ladder", {"memory": {"ladder": ["kv.v_bits=4"]}}),
-        ("prune.revive_every", {"prune": {"revive_every": 1}}),
+        ("prune.revive_every", {"prune": {"revive_every": 2}}),
     ],
 )
 def test_what_those_who_come_back_cannot_read_is_refused(other: str, changes: dict[str, dict[str, object]]) -> None:
     prune = {"method": "lazy", "scope": "prefill+decode", **changes.get("prune", {})}
-    assert Profile.load("lazy").replace(prune=prune | {"revive_every": 2}).prune.every == 2
+    assert Profile.load("lazy").replace(prune=prune | {"revive_every": 3}).prune.every == 3
     with pytest.raises(BadConfig) as refused:
         Profile.load("lazy").replace(**{**changes, "prune": prune})
     assert other in " ".join(refused.value.lines)

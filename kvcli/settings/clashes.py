@@ -50,8 +50,8 @@ def return_clashes(profile: Profile) -> list[Clash]:
         "memory.ladder": any(not step.startswith(("prefill", "context")) for step in memory.ladder),
     }
     found += [Clash("prune.scope", other, cannot, because) for other, is_set in others.items() if is_set]
-    if prune.every == 1 and profile.spec.method != "off":
-        found.append(Clash("spec.method", "prune.revive_every", "no pass has room for a guess", "which is 1"))
+    if prune.every < 3 and profile.spec.method != "off":
+        found.append(Clash("spec.method", "prune.revive_every", "no pass has room for a guess", "which is below 3"))
     return found
 
 
