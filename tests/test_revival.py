@@ -302,7 +302,7 @@ def test_drafts_change_nothing(dtype: torch.dtype, every: int, sampler: str, dra
     list(events(s.stream(40)))
     assert s.ids == alone.ids
     assert s.behind.depth == alone.behind.depth
-    if drafter is drafters.Right:
+    if drafter is drafters.Right and every > 2:
         assert sum(step.n_accepted for step in guesses.steps) > 10
     for layer in range(LAYERS):
         a, b = alone.kv.slots(layer), s.kv.slots(layer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from kvcli.prune.narrowing import Narrowing, looked_at
@@ -69,14 +70,7 @@ class Cut(Spared):
             return None
         cut = self.at(lm)
         always = self.always(rows, must)
-
-        def judge(layer: int, live: Live) -> Tensor:
-            from torch.nn.functional import max_pool1d
-
-            scores = looked_at(lm, past, layer, live, rows.pos, min(self.window, n))[rows.pos[0] :]
-            return max_pool1d(scores[None], self.pool, 1, self.pool // 2)[0]
-
-        once = Narrowing({cut: self.keep}, judge, always, n)
+        once = Narrowing({cut: self.keep}, partial(self._judge, lm, past, rows), always, n)
         if not self.again:
             return once
         from kvcli.engine.by_layers import ByLayers
@@ -89,6 +83,12 @@ class Cut(Spared):
         finally:
             past.crop(rows.pos[0])
         return _Chosen(chosen or range(n))
+
+    def _judge(self, lm: LM, past: Store, rows: Rows, layer: int, live: Live) -> Tensor:
+        from torch.nn.functional import max_pool1d
+
+        scores = looked_at(lm, past, layer, live, rows.pos, min(self.window, rows.n_rows))[rows.pos[0] :]
+        return max_pool1d(scores[None], self.pool, 1, self.pool // 2)[0]
 
 
 class _Chosen:

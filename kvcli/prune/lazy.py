@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.prune.narrowing import Narrowing, looked_at
@@ -78,13 +79,13 @@ class Lazy(Schedule):
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
         if rows.n_rows < self.least:
             return None
-
-        def judge(layer: int, live: Live) -> Tensor:
-            scores = looked_at(lm, past, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
-            return scores[[rows.pos[row] for row in live.rows]]
-
         n = rows.n_rows if self.ratio_of == "prompt" else 0
+        judge = partial(self._judge, lm, past, rows)
         return Narrowing(self.cuts(lm), judge, self.always(rows, must), n, mass=self.mass)
+
+    def _judge(self, lm: LM, past: Store, rows: Rows, layer: int, live: Live) -> Tensor:
+        scores = looked_at(lm, past, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
+        return scores[[rows.pos[row] for row in live.rows]]
 
     def back(self, lm: LM, past: Store, behind: Behind) -> Choose:
         """Whom the newest token looks at."""

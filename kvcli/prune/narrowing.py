@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.kv.slots import Store
 
-Judge = Callable[[int, "Live"], "Tensor"]  # layer below a cut, what it made -> a score of each live row
+# layer below a cut, what it made -> a score of each live row. No closure: a text that is copied has a store of its own
+Judge = Callable[[int, "Live"], "Tensor"]
 
 
 class Narrowing:
