@@ -268,8 +268,7 @@ class Session:
             raise Misfit("its text has another length than there is room for")
         given = Given(state, len(ids))
         self.kv.restore(given.part("kv"))
-        like = torch.empty(0, dtype=self.kv.dtype, device=self.lm.device)
-        self.heard.restore(given.part("heard"), self.lm.shapes, like)
+        self.heard.restore(given.part("heard"), self.lm, self.kv.dtype)
         if self.memory is not None:
             self.memory.restore(given.part("memory"))
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
