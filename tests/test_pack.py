@@ -27,7 +27,7 @@ from kvcli.kept.shelf import Shelf
 
 ROOT = Path(__file__).parents[1]
 QUESTION = SAMPLES[0].question
-OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24}
 SETS: dict[str, dict[str, Any]] = {
     "exact": {},
     "lean": {},
