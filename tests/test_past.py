@@ -82,6 +82,7 @@ POLICIES: Mapping[str, tuple[Policy | None, int | None]] = {
     "snap": (Snap(keep=0.4, sinks=2, guard=8, every=16), 16),
     "snap, by chunk": (Snap(keep=0.5, sinks=2, guard=8, every=16, per_chunk=True, keep_new=12), 16),
     "h2o": (H2O(keep=0.4, sinks=2, guard=8, every=16, keep_new=12, queries=16), 16),
+    "h2o, on": (H2O(keep=0.4, sinks=2, guard=8, every=16, keep_new=12, queries=16), 16),
     "expected": (Expected(keep=0.4, sinks=2, guard=8, every=16, keep_new=12), 16),
     "kvzip": (KVzip(keep=0.4, sinks=2, guard=8, every=16), 16),
     "fastgen": (FastGen(recovery=0.8, sinks=2, guard=8, every=16), 16),
@@ -93,7 +94,12 @@ POLICIES: Mapping[str, tuple[Policy | None, int | None]] = {
 ROWS = [("llama", store, "none") for store in STORES]
 ROWS += [("llama", "dense", policy) for policy in POLICIES if policy != "none"]
 ROWS += [("gemma3", "dense", policy) for policy in ("none", "snap", "fastgen")]
-ROWS += [("llama", "packed 8 4", "snap"), ("llama", "sketch", "h2o"), ("llama", "lowered", "snap")]
+ROWS += [
+    ("llama", "packed 8 4", "snap"),
+    ("llama", "packed 4 2", "snap"),
+    ("llama", "sketch", "h2o"),
+    ("llama", "lowered", "snap"),
+]
 ROWS += [("llama", "recalled", "snap"), ("llama", "demoted", "fastgen"), ("llama", "dense", "lazy")]
 
 
@@ -146,7 +152,7 @@ def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
     again.restore(past.read(tmp_path / "one"), s.ids[-1])
     assert (again.ids, again.committed, again.lost) == (s.ids, s.committed, s.lost)
     past.write(tmp_path / "two", again.state())
-    more = MORE[:6] if policy.endswith("short") else MORE
+    more = {"short": MORE[:6], "on": []}.get(policy.split(", ")[-1], MORE)  # on: the answer is written on
     logits, said = goes_on(s, more)
     same, heard = goes_on(again, more)
     assert torch.equal(logits, same)
