@@ -126,12 +126,14 @@ def main() -> None:
     for row in rows:
         share = f"cached {row['cached']:>6,} of {row['prompt']:>6,}"
         print(f"{row['side']:<22} {share}  first token {row['first_token']:.2f} s  command {row['wall_s']:.2f} s")
-    taken = [resumed(args.tokens, max(1, args.reps // 2), name) for name in args.profiles.split(",")]
-    for one in taken:
+    taken = []
+    for name in args.profiles.split(","):
+        taken.append(one := resumed(args.tokens, max(1, args.reps // 2), name))
         print(
-            f"{one['tokens']:,} tokens of random-152M, {one['profile']}: read {one['read_s']:.2f} s, "
+            f"{one['tokens']:,} tokens of random-152M, {name}: read {one['read_s']:.2f} s, "
             f"kept in {one['keeping_s']:.2f} s as {one['bytes'] >> 20:,} MiB, "
-            f"taken from disk {one['kept_s']:.3f} s, {one['gain']:.0f}x sooner"
+            f"taken from disk {one['kept_s']:.3f} s, {one['gain']:.0f}x sooner",
+            flush=True,
         )
     about = machine()
     result = {
