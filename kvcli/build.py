@@ -6,7 +6,10 @@ Imports torch only when something is built, so that a profile can be read and re
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
+from os.path import expanduser
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.settings.schema import METHODS, NUMBERS
@@ -122,11 +125,16 @@ def keeps_all(profile: Profile) -> bool:
 
 def shaping(profile: Profile) -> Shaping:
     """What makes the past of a text under it, for those who would go on from one."""
+    from kvcli.kept.identity import look
     from kvcli.kept.shelf import Shaping
+    from kvcli.settings.small_file import Unfit
 
     is_whole = keeps_all(profile)
     say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS)}
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
+    if name := found.get("policy.headmap"):  # what its file says counts, not what it is called
+        with suppress(Unfit):
+            found["policy.headmap"] += f" {look(Path(expanduser(name)))}"
     return Shaping(is_whole, {key: value for key, value in found.items() if not is_whole or key in say_so})
 
 

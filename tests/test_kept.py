@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from kvcli.build import shaping
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.feed import Feed
@@ -34,6 +35,7 @@ from kvcli.kept.shelf import WHOLE, Kept, Shaping, Shelf
 from kvcli.kept.tree import Tree
 from kvcli.kv.dense import Dense
 from kvcli.kv.windows import windows_of
+from kvcli.settings.profile import Profile
 from tests import families, kept_storm
 
 torch.set_num_threads(1)
@@ -453,3 +455,13 @@ def test_a_longer_shaped_past_takes_the_place_of_its_beginning(llama: LM, tmp_pa
         shelf.keep(kept_storm.read(llama, SNAP, n), shaping=SNAP)
     (path,) = (tmp_path / "kv").glob("*/*.kv")
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_head_map_says_is_part_of_what_shaped_a_past(tmp_path: Path) -> None:
+    (tmp_path / "map").write_text("1 2\n")
+    changes = {"alloc": "headmap", "headmap": str(tmp_path / "map")}
+    profile = Profile.load("snap").replace(policy=changes)
+    before = shaping(profile)
+    assert before == shaping(profile)
+    (tmp_path / "map").write_text("2 1\n")
+    assert {k for k, v in shaping(profile).settings.items() if before.settings[k] != v} == {"policy.headmap"}

@@ -27,7 +27,7 @@ from kvcli.kept.shelf import Shelf
 
 ROOT = Path(__file__).parents[1]
 QUESTION = SAMPLES[0].question
-OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24}
 SETS: dict[str, dict[str, Any]] = {
     "exact": {},
     "lean": {},
@@ -288,6 +288,8 @@ def test_two_commands_read_a_document_once(tmp_path: Path) -> None:
     assert "policy.name was snap, is none" in other.stderr
     again = typed("pack", "demo:report", "-o", "one.kvs")
     assert (again.returncode, "file_exists" in again.stderr) == (3, True)
+    nowhere = typed("pack", "demo:report", "-o", "none/one.kvs")
+    assert (nowhere.returncode, "its folder does not exist" in nowhere.stderr) == (3, True)
     both = typed("chat", "--pack", "one.kvs", "-f", "demo:report", "-p", QUESTION)
     assert (both.returncode, "--pack goes without" in both.stderr) == (2, True)
 

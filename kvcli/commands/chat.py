@@ -80,7 +80,8 @@ def chat(
     world: World = context.obj
     if stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
-    packed = pack_of(world, pack, [file, system, system_file, continue_, resume]) if pack is not None else None
+    others = [file, system, system_file, continue_, resume, dry_run]
+    packed = pack_of(world, pack, others) if pack is not None else None
     with kept(world, continue_, resume, no_save) as opened:
         named = model
         if named is None and packed is not None:
@@ -118,7 +119,7 @@ def pack_of(world: World, typed: str, others: Sequence[object]) -> Pack:
 
     if any(others):
         raise UsageError(
-            "--pack goes without --file, --system, --continue and --resume: what was read is in the pack",
+            "--pack goes without --file, --system, --continue, --resume and --dry-run: what was read is in the pack",
             try_=["--pack NAME.kvs -p QUESTION", "kvcli pack FILE... -o NAME.kvs, with all files and the system text"],
         )
     return open_pack(world.cwd / expanduser(typed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import closing
 from os.path import expanduser
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from kvcli.commands import flags as o
 from kvcli.commands.outlook import Wanted
 from kvcli.errors import BadInput, ExitStatus, writing
-from kvcli.files import try_folder
+from kvcli.files import try_output
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
@@ -85,7 +86,9 @@ def output_folder(world: World, typed: str) -> Path:
     if folder.exists() or folder.is_symlink():
         raise BadInput(f"{typed} exists already", code="file_exists", try_=["another name, or remove it first"])
     with writing(typed, try_=["-o NAME.kvs elsewhere"]):
-        try_folder(folder.parent)
+        if not folder.parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "its folder does not exist")
+        try_output(folder)
     return folder
 
 

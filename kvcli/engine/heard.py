@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kv.slots import LayerShape
-from kvcli.kv.state import Given, Misfit, State
+from kvcli.kv.state import Given, State
 
 if TYPE_CHECKING:
+    from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
 
 
@@ -71,15 +71,13 @@ class Heard:
         of_layers: State = {str(layer): q for layer, q in enumerate(self._q)}
         return {"any": self._any, "pos": torch.tensor(self.pos, dtype=torch.int32), "q": of_layers}
 
-    def restore(self, given: Given, shapes: Sequence[LayerShape], like: Tensor) -> None:
-        """Of layers of these shapes; `like`: numbers of the type and on the device. Raises Misfit."""
+    def restore(self, given: Given, lm: LM, dtype: torch.dtype) -> None:
+        """Of a text over this model, in the numbers of its store. Raises Misfit."""
         self.clear()
         pos = given.positions("pos", None)
-        for layer, shape in enumerate(shapes if len(pos) else ()):
-            q = given.part("q").tensor(str(layer), like.dtype, None, len(pos), shape.k_dim)
-            if not len(q) or len(q) % shape.n_kv_heads:
-                raise Misfit("its queries are of other heads")
-            self._q.append(q.to(like.device))
+        for layer, shape in enumerate(lm.shapes if len(pos) else ()):
+            q = given.part("q").tensor(str(layer), dtype, lm.n_heads, len(pos), shape.k_dim)
+            self._q.append(q.to(lm.device))
         self.pos, self._any = pos.tolist(), bool(given.number("any", 1))
 
     def of(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -334,8 +334,7 @@ class Session:
             raise Misfit("its text has another length than there is room for")
         given = Given(state, len(ids))
         self.kv.restore(given.part("kv"))
-        like = torch.empty(0, dtype=self.kv.dtype, device=self.lm.device)
-        self.heard.restore(given.part("heard"), self.lm.shapes, like)
+        self.heard.restore(given.part("heard"), self.lm, self.kv.dtype)
         self.behind.restore(given.part("behind"))
         if self.memory is not None:
             self.memory.restore(given.part("memory"))

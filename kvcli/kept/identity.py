@@ -38,7 +38,7 @@ def identity(lm: LM) -> dict[str, str]:
         "format": FORMAT,
         "kvcli": __version__,
         "torch": torch.__version__,
-        "weights": " ".join(f"{file.name} {_look(file)}" for file in (*files, *code)),
+        "weights": " ".join(f"{file.name} {look(file)}" for file in (*files, *code)),
         "config": _short(json.dumps({k: v for k, v in text.items() if k not in NAMES}, sort_keys=True, default=str)),
         "load.quant": lm.info.quant,
         "load.dtype": lm.info.dtype,
@@ -54,7 +54,7 @@ def _device(device: torch.device) -> str:
     return f"{device.type} {served.level}" if served is not None else device.type
 
 
-def _look(file: Path) -> str:
+def look(file: Path) -> str:
     """Of its size, when it was written, its beginning, and places all over it: reading gigabytes would take longer
     than it saves, and a model of which a few layers were trained further may differ between those places.
     """

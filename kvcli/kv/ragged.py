@@ -68,7 +68,8 @@ class Ragged:
     @staticmethod
     def made(given: Given, shape: LayerShape, like: Tensor, step: int) -> Ragged:
         """From what `state` gave; `like`: numbers of the type and on the device."""
-        n_kv, found = shape.n_kv_heads, given.parts(shape.n_kv_heads)
+        n_kv = shape.n_kv_heads
+        found = [given.part(str(head)) for head in range(n_kv)]
         k, v = (like.new_empty(n_kv, 0, dim) for dim in (shape.k_dim, shape.v_dim))
         new = Ragged(Slots(k, v, torch.empty(n_kv, 0, dtype=torch.int32, device=like.device)), step)
         new._make_room([len(one.positions("pos", None)) for one in found])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcli.engine.policy import Moment
 from kvcli.kv.slots import Slots
-from kvcli.kv.state import Given, Misfit, State
+from kvcli.kv.state import Given, State
 from kvcli.policies.fastgen_layer import Layer
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.knapsack import solve
@@ -56,15 +56,12 @@ class Heads:
         return masks
 
     def state(self) -> State:
-        """What each head chose and is judged by, and under which head map."""
+        """What each head chose and is judged by."""
         layers: State = {str(i): layer.state() for i, layer in self._layers.items()}
-        return {"recovery": self.recovery, "full": torch.tensor(self._full), "layers": layers}
+        return {"recovery": self.recovery, "layers": layers}
 
     def restore(self, given: Given) -> None:
-        """Under the same head map: its file may be another one by now."""
-        full = torch.tensor(self._full)
-        if not full.equal(given.like("full", full)):
-            raise Misfit("its heads were told apart by another head map")
+        """Become what gave this."""
         self.recovery = given.share("recovery")
         for i, shape in enumerate(self._lm.shapes):
             if str(i) in given.part("layers"):

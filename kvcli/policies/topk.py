@@ -54,25 +54,14 @@ class Memory:
     known: Any = None  # what it knows of the model
 
     def state(self) -> State:
-        """What was compressed, by which head map, and what the score remembers."""
-        own = self.own.state() if self.own is not None else {}
-        return {"heads": self._map, "done": self.done, "asked": self.asked, "own": own}
+        """What was compressed, and what the score remembers."""
+        return {"done": self.done, "asked": self.asked, "own": self.own.state() if self.own is not None else {}}
 
     def restore(self, given: Given) -> None:
-        """Under the same head map: its file may be another one by now."""
-        from kvcli.kv.state import Misfit
-
-        if not self._map.equal(given.like("heads", self._map)):
-            raise Misfit("its heads were shared out by another head map")
+        """Become what gave this."""
         self.done, self.asked = given.number("done", given.n), given.number("asked", given.n)
         if self.own is not None:
             self.own.restore(given.part("own"))
-
-    @property
-    def _map(self) -> Tensor:
-        import torch
-
-        return torch.tensor(self.heads, dtype=torch.float64)  # [L, K], [0] where there is none
 
     def compressed(self, at: Boundary) -> int:
         """Tokens that compete no more; to be asked at each boundary, and again where that one failed.

@@ -1,0 +1,94 @@
+"""A second question to a text that was kept, under profiles that shape its past: how much sooner its first token comes.
+
+    python tests/bench/resume.py [--tokens 8000] [--reps 2] [--profiles exact,lean,snap,fastgen] [--out FILE]
+
+In one process and with a random model of 152M parameters: a question behind so many tokens and an answer, all of it
+read against gone on from disk, first token to first token; under an exact profile the tokens must be the same. Prints
+a line for each profile, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+
+def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
+    """A second question behind n tokens: all of it read, and gone on from what was kept."""
+    import torch
+
+    from kvcli.chat.local import load
+    from kvcli.kept.shelf import Shelf
+    from tests.bench.random_model import write
+
+    times: dict[str, list[float]] = {"read": [], "kept": [], "keeping": []}
+    noise = torch.Generator().manual_seed(1)
+    ids, more = (torch.randint(10, 16_000, (size,), generator=noise).tolist() for size in (n, 32))
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder, "random-152M"))
+        model = load(str(Path(folder, "random-152M")), profile)
+        for i in range(reps + 1):
+            shelf, said = Shelf(Path(folder, f"kv{i}"), 1 << 34, model.lm), {}
+            with model.open() as text:
+                second = [*ids, *text.generate(ids, max_new_tokens=8, ignore_eos=True).ids, *more]
+                model.shelf, began = shelf, time.perf_counter()
+                assert not text.keep().why_not
+                times["keeping"].append(time.perf_counter() - began)
+            for side in ("read", "kept"):
+                model.shelf = shelf if side == "kept" else None
+                with model.open() as text:
+                    turn = text.generate(second, max_new_tokens=8, ignore_eos=True)
+                assert turn.stats.cached >= n * (side == "kept"), turn.stats.cached
+                said[side] = turn.ids
+                times[side].append(turn.stats.first_token)
+            # what a policy keeps of a text depends on where its questions end
+            assert model.profile.exactness != "exact" or said["read"] == said["kept"]
+            model.shelf = None
+            nbytes = sum(path.stat().st_size for path in Path(folder, f"kv{i}").rglob("*.kv"))
+    median = {side: statistics.median(found[1:]) for side, found in times.items()}
+    named = {f"{side}_s": value for side, value in median.items()}
+    return {"profile": profile, "tokens": n, "bytes": nbytes, **named, "gain": median["read"] / median["kept"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--reps", type=int, default=2)
+    parser.add_argument("--profiles", default="exact,lean,snap,fastgen")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    from tests.bench.decode import machine
+
+    rows = []
+    for name in args.profiles.split(","):
+        rows.append(one := resumed(args.tokens, args.reps, name))
+        print(
+            f"{one['tokens']:,} tokens of random-152M, {name}: read {one['read_s']:.2f} s, "
+            f"kept in {one['keeping_s']:.2f} s as {one['bytes'] >> 20:,} MiB, "
+            f"taken from disk {one['kept_s']:.3f} s, {one['gain']:.0f} times sooner",
+            flush=True,
+        )
+    about = machine()
+    result = {
+        "title": "Gone on with",
+        "command": f"python tests/bench/resume.py --tokens {args.tokens} --reps {args.reps} --profiles {args.profiles}",
+        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
+        "rows": rows,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
