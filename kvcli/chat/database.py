@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,7 +138,7 @@ class Database:
                 _copy(Path(f"{self.path}{side}"), Path(f"{old}{side}"), b"" if side else _first_page(new))
             n = _salvage(old, new) if there else 0
             # by its content: on a disk that is full in the middle of this, each try leaves the same file
-            aside = f"{self.path}.damaged-{sha256(self.path.read_bytes()).hexdigest()[:12]}" if there else ""
+            aside = f"{self.path}.damaged-{_digest(self.path)[:12]}" if there else ""
             for side in there:
                 _copy(Path(f"{self.path}{side}"), Path(f"{aside}{side}"))
             for side in ("-wal", "-shm"):
@@ -154,6 +154,11 @@ def _copy(source: Path, target: Path, head: bytes = b"") -> None:
         stream.write(head)
         data.seek(len(head))
         shutil.copyfileobj(data, stream)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return file_digest(stream, "sha256").hexdigest()
 
 
 def _first_page(new: Path) -> bytes:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -75,8 +76,12 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
     )
     new, old = _turns(made), _turns(had)
     same = next((n for n, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), min(len(new), len(old)))
-    _forget(db, name, same)
-    for n, (question, answer) in enumerate(new[same:], same):
+    numbers = [n for (n,) in db.execute(f"SELECT n FROM turns WHERE session = {ID} ORDER BY n", [name])]
+    first = (
+        numbers[same] if same < len(numbers) else max(numbers, default=-1) + 1
+    )  # where turns were lost there are gaps
+    _forget(db, name, first)
+    for n, (question, answer) in enumerate(new[same:], first):
         took = answer["figures"] or {}
         db.execute(
             f"INSERT INTO turns (session, n, question, answer, finish, {', '.join(FIGURES)})"
@@ -85,7 +90,7 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
         )
         _attach(db, name, n, question["documents"])
     _attach(db, name, PENDING, made["pending"])
-    db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} FROM turns {FROM}", [name, same])
+    db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} FROM turns {FROM}", [name, first])
     _drop_texts(db)
     latest = version(db, name)
     assert latest is not None, "it was just written"
@@ -97,7 +102,7 @@ def remove(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
     files = []
     for name in names:
         stamps = db.execute(f"SELECT stamp FROM files WHERE stamp <> '' AND session = {ID}", [name])
-        files += [str(stamp).rsplit(" ", 3)[0] for (stamp,) in stamps]
+        files += [Path(str(stamp).rsplit(" ", 3)[0]).name for (stamp,) in stamps]
         db.execute(f"UPDATE files SET session = NULL WHERE session = {ID}", [name])
         _forget(db, name, 0)
         db.execute("DELETE FROM sessions WHERE name = ?", [name])
