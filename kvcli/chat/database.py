@@ -7,6 +7,7 @@ What is damaged is left as it is beside the new one, which has all of it that ca
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ LENGTH, FREE = slice(28, 32), slice(32, 40)  # how many pages there are, and whi
 FAR = 100_000  # ids behind one that can be read, among which others are looked for one by one
 CORRUPT, NO_DATABASE, ERROR, CONSTRAINT = 11, 26, 1, 19  # of SQLite
 DAMAGE = (CORRUPT, NO_DATABASE, ERROR, CONSTRAINT)  # no whole file of the form says so to statements of ours
+SOUND = re.compile(r"[\w-]{1,64}", re.ASCII)  # names of conversations
 TABLES = ("sessions", "turns", "texts", "documents", "files")
 FORM = """
 CREATE TABLE sessions (
@@ -194,6 +196,9 @@ def _salvage(old: Path, new: Path) -> int:
             "INSERT OR IGNORE INTO sessions SELECT DISTINCT session, 'found-' || session, NULL, '', NULL, '', 0"
             " FROM turns WHERE session NOT IN (SELECT id FROM sessions)"
         )
+        for session, name in db.execute("SELECT id, name FROM sessions").fetchall():
+            if not SOUND.fullmatch(str(name)):
+                db.execute("UPDATE sessions SET name = 'found-' || id WHERE id = ?", [session])
         db.execute("INSERT INTO words (words) VALUES ('rebuild')")
         db.execute("DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts)")
         db.execute("DELETE FROM files WHERE session NOT IN (SELECT id FROM sessions)")  # to be taken in again

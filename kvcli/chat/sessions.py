@@ -237,7 +237,7 @@ def users_sessions() -> Sessions:
 
 def _entry(row: tuple[Any, ...]) -> SessionEntry:
     name, title, model, saved, questions, documents = row
-    about = {"id": str(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
+    about = {"id": tables.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
     return SessionEntry(**about, questions=questions, documents=documents)
 
 
