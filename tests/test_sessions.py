@@ -402,28 +402,25 @@ def fuzz(library: Path, folder: Path, seeds: range, flips: int) -> tuple[int, in
         if before[60:64] == VERSION.to_bytes(4):  # else it says that it is of a newer kvcli
             kept = {entry.id: asked(sessions, entry.id) for entry in sessions.entries()}
             n_found = sum(map(len, kept.values()))
-            for name in list(kept)[:3]:  # what goes on with one that has gaps takes none of its turns away
+            asides = [path.read_bytes() for path in sessions.folder.glob(f"{NAME}.damaged-*")]
+            assert (before in asides) == bool(told), seed
+            for name in kept:  # what goes on with one that has gaps takes none of its turns away
                 chat = Chat(model(), sessions=sessions).load(name)
                 chat.send("more")
                 chat.save()
-                assert sorted(asked(sessions, name)) == sorted([*kept[name], "more"]), seed
+                assert {t for t in kept[name] if t.startswith("question")} | {"more"} <= {*asked(sessions, name)}, seed
             sessions.search("question")
             hold_talk(sessions, "one more")
             assert sessions.search("one more"), seed
             assert told or n_found == 60, seed
-            asides = sorted(sessions.folder.glob(f"{NAME}.damaged-*"))
-            assert bool(asides) == bool(told)
-            assert [path.read_bytes() for path in asides[:1]] in ([], [before]), seed
             n_turns, lost = n_turns + 60, lost + 60 - n_found
         shutil.rmtree(sessions.folder)
     return n_turns, lost
 
 
 def test_of_a_damaged_database_what_can_be_read_is_there(library: Path, tmp_path: Path):
-    for n_turns, lost in (
-        fuzz(library, tmp_path / "one", range(30), 1),
-        fuzz(library, tmp_path / "ten", range(30), 10),
-    ):
+    for flips, seeds in ((1, 10), (20, 20)):
+        n_turns, lost = fuzz(library, tmp_path / str(flips), range(seeds), flips)
         assert lost < 0.15 * n_turns, (lost, n_turns)
 
 
@@ -437,7 +434,7 @@ def test_of_a_damaged_database_what_can_be_read_is_there_a_thousand_times(librar
 
 @pytest.mark.parametrize("page", range(1, 4))
 def test_a_page_of_zeros_costs_what_stood_there(library: Path, tmp_path: Path, page: int):
-    """The first is that of the form, which is known."""
+    """The first is that of the form, which is known; the second has titles, the third their index."""
     data = bytearray(library.read_bytes())
     data[(page - 1) * 4096 : page * 4096] = bytes(4096)
     (tmp_path / NAME).write_bytes(data)
@@ -445,7 +442,7 @@ def test_a_page_of_zeros_costs_what_stood_there(library: Path, tmp_path: Path, p
     sessions = Sessions(tmp_path, told.append)
     assert len(sessions.entries()) == 12
     assert sum(len(asked(sessions, entry.id)) for entry in sessions.entries()) == 60
-    assert len(told) == (page != 3), "the third is an index, which nothing was asked of"
+    assert len(told) == 1
 
 
 def test_a_short_storm_of_kills_loses_nothing_that_was_said_to_be_kept():

@@ -157,6 +157,7 @@ class Sessions:
             found = entries[int(wanted) - 1 : int(wanted)] if int(wanted) else []
         else:
             found = [entry for entry in entries if entry.id.startswith(wanted)] or _titled(entries, wanted)
+            found = [entry for entry in found if entry.id == wanted] or found
         if len(found) == 1:
             return found[0].id
         if not entries:
