@@ -79,8 +79,9 @@ class Database:
         raise AssertionError("the last time it raises or returns")
 
     def _frozen(self) -> sqlite3.Connection:
-        if Path(f"{self.path}-wal").exists():
-            raise sqlite3.OperationalError("what is written last stands beside it")
+        with suppress(FileNotFoundError):
+            if Path(f"{self.path}-wal").stat().st_size:
+                raise sqlite3.OperationalError("what was written last stands beside it")
         db = sqlite3.connect(f"{self.path.as_uri()}?immutable=1", uri=True)
         db.text_factory = _text
         return db
