@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcli.chat import database, tables
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME, VERSION
 from kvcli.chat.sessions import Sessions
@@ -363,6 +364,56 @@ def test_what_is_no_database_is_set_aside(machine: Machine, sessions: Sessions, 
     (aside,) = sessions.folder.glob(f"{NAME}.damaged-*")
     assert (aside.read_bytes(), aside.stat().st_mode & 0o777) == (data, 0o600)
     assert len(sessions.entries()) == 1
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "", "x" * 99, "caf\u00e9", "\x1b[31m"])
+def test_names_that_are_none_of_ours_become_no_files(sessions: Sessions, told: list[str], name: str):
+    hold_talk(sessions, "one")
+    sessions._db.run(lambda db: db.execute("UPDATE sessions SET name = ?", [name]))
+    opened = sessions.open("1", holds=True)
+    assert (opened.kept.name, len(told)) == ("found-1", 1)
+    opened.kept.close()
+    sessions.remove(["found-1"])
+    assert sessions.entries() == []
+
+
+def test_a_file_of_no_name_of_ours_is_not_removed(sessions: Sessions, tmp_path: Path):
+    """Whoever writes into the database of somebody else shall not choose files."""
+    name = hold_talk(sessions, "one")
+    (tmp_path / "mine.json").write_text("mine")
+    stamp = "../../../mine.json 1 2 3"
+    sessions._db.run(lambda db: tables.note_file(db, stamp, "00", name))
+    sessions.remove([name])
+    assert (tmp_path / "mine.json").exists()
+
+
+def test_what_is_kept_can_be_read_where_nothing_can_be_written(machine: Machine, sessions: Sessions, monkeypatch):
+    machine("chat", "-p", "How deep?")
+
+    def fails(_: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(database, "_prepare", fails)
+    done = machine("chat", "-c", "-p", "And now?")
+    assert (done.exit, done.out) == (0, f"{ANSWER}\n")
+    assert "disk I/O error" in " ".join(done.err.split())
+    assert "How deep?" in "".join(map(chr, machine.model.prompts[-1]))
+    assert machine("sessions", "rm", "1", "-y").exit == 3
+    monkeypatch.undo()
+    assert asked(sessions, sessions.find(None)) == ["How deep?"]
+
+
+def test_a_database_that_is_a_link_is_one_where_it_leads(sessions: Sessions, tmp_path: Path, told: list[str]):
+    sessions.folder.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (sessions.folder / NAME).symlink_to(tmp_path / "elsewhere" / "chats.db")
+    linked = Sessions(sessions.folder, told.append)
+    hold_talk(linked, "one")
+    (tmp_path / "elsewhere" / "chats.db").write_bytes(b"damaged" * 999)
+    hold_talk(linked, "two")
+    assert (sessions.folder / NAME).is_symlink()
+    assert len(told) == 1
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 2
 
 
 @pytest.fixture(scope="module")
