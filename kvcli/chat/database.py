@@ -25,6 +25,7 @@ PAGE = 4096  # bytes; the first page is the same in all files of the form, but f
 LENGTH, FREE = slice(28, 32), slice(32, 40)  # how many pages there are, and which are free; 0 = to be found out
 FAR = 100_000  # ids behind one that can be read, among which others are looked for one by one
 CORRUPT, NO_DATABASE, ERROR, CONSTRAINT = 11, 26, 1, 19  # of SQLite
+TROUBLE = (sqlite3.Error, UnicodeDecodeError)  # the latter where it names what is damaged
 DAMAGE = (CORRUPT, NO_DATABASE, ERROR, CONSTRAINT)  # no whole file of the form says so to statements of ours
 SOUND = re.compile(r"[\w-]{1,64}", re.ASCII)  # names of conversations
 TABLES = ("sessions", "turns", "texts", "documents", "files")
@@ -69,11 +70,11 @@ class Database:
                 with closing(self._opened()) as db, db:
                     db.execute("BEGIN IMMEDIATE")
                     return work(db)
-            except sqlite3.Error as error:
-                if not is_last and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE:
+            except TROUBLE as error:
+                if not is_last and _is_damage(error):
                     self._renew(seen)
                     continue
-                with suppress(sqlite3.Error), closing(self._frozen()) as db:
+                with suppress(*TROUBLE), closing(self._frozen()) as db:
                     return work(db)
                 raise self._refused(error) from None
         raise AssertionError("the last time it raises or returns")
@@ -123,7 +124,7 @@ class Database:
                         self._replace()
                 finally:
                     guard.unlink(missing_ok=True)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *TROUBLE) as error:
             raise self._refused(error) from None
 
     def _refused(self, error: Exception) -> BadInput:
@@ -149,6 +150,10 @@ class Database:
             _copy(new, self.path)
         if there:
             self._tell(f"{self.path} is damaged: it is kept as {aside}, and {n:,} conversations in it can be read")
+
+
+def _is_damage(error: Exception) -> bool:
+    return isinstance(error, UnicodeDecodeError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE
 
 
 def _copy(source: Path, target: Path, head: bytes = b"") -> None:
@@ -215,12 +220,12 @@ def _rows(source: sqlite3.Connection, select: str) -> Iterator[tuple[Any, ...]]:
             first = row[0]
             yield row
         return
-    except sqlite3.Error:
+    except TROUBLE:
         pass
-    with suppress(sqlite3.Error):
+    with suppress(*TROUBLE):
         for row in source.execute(f"{select} WHERE id > ? ORDER BY id DESC", [first]):
             last = row[0]
             yield row
     for i in range(first + 1, min(last, first + FAR)):
-        with suppress(sqlite3.Error):
+        with suppress(*TROUBLE):
             yield from source.execute(f"{select} WHERE id = ?", [i])
