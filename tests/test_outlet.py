@@ -286,6 +286,16 @@ COMMANDS = {
     "model shown": ["models", "show", KIND],
     "model shown json": ["models", "show", KIND, "--json"],
     "model path": ["models", "path", "./template"],
+    "sessions": ["sessions", "list"],
+    "sessions json": ["sessions", "list", "--json"],
+    "sessions plain": ["sessions", "list", "--plain"],
+    "sessions searched": ["sessions", "search", "evil"],
+    "session": ["sessions", "show"],
+    "session json": ["sessions", "show", "--json"],
+    "session missing": ["sessions", "show", EVIL],
+    "session kept": ["sessions", "rm", "1"],
+    "session forgotten": ["sessions", "rm", "1", "--yes"],
+    "session exported": ["sessions", "export", "-o", f"out{EVIL}.md"],
     "places": ["config", "path"],
     "schema": ["config", "schema", EVIL],
     "doctor": ["doctor"],
@@ -305,6 +315,14 @@ def test_no_command_lets_others_steer_the_terminal(what: str, live: str, reposit
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "100",
     }
+    kept = tmp_path / "data" / "chats"
+    kept.mkdir(parents=True)
+    asked = {"role": "user", "text": f"evil {EVIL}", "documents": [{"name": EVIL, "sha256": EVIL, "text": EVIL}]}
+    said = {"role": "assistant", "text": EVIL, "documents": []}
+    chat = {"schema": "kvcli.chat/1", "title": EVIL, "model": EVIL, "saved": EVIL, "system": EVIL, "pending": []}
+    chat["messages"] = [{**message, "finish": None} for message in (asked, said)]
+    (kept / "chat.json").write_text(json.dumps(chat))
+    (kept / f"{EVIL}.json").write_text(EVIL)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(repository)
         run([*COMMANDS[what], "--offline"], World(*terminal.streams, environ, repository, Paths.of(environ)))

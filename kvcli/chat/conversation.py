@@ -215,6 +215,11 @@ class Chat:
 
     # --- keeping
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether something of it is: a file that was opened is not until it is saved."""
+        return self.kept is not None and self.kept.version > 0
+
     def save(self, title: str | None = None) -> str:
         """Keep the conversation, the first time as a new session, and return the session's name."""
         return save_chat(self, title)

@@ -7,11 +7,12 @@ What is damaged is left as it is beside the new one, which has all of it that ca
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,9 @@ PAGE = 4096  # bytes; the first page is the same in all files of the form, but f
 LENGTH, FREE = slice(28, 32), slice(32, 40)  # how many pages there are, and which are free; 0 = to be found out
 FAR = 100_000  # ids behind one that can be read, among which others are looked for one by one
 CORRUPT, NO_DATABASE, ERROR, CONSTRAINT = 11, 26, 1, 19  # of SQLite
+TROUBLE = (sqlite3.Error, UnicodeDecodeError)  # the latter where it names what is damaged
 DAMAGE = (CORRUPT, NO_DATABASE, ERROR, CONSTRAINT)  # no whole file of the form says so to statements of ours
+SOUND = re.compile(r"[\w-]{1,64}", re.ASCII)  # names of conversations
 TABLES = ("sessions", "turns", "texts", "documents", "files")
 FORM = """
 CREATE TABLE sessions (
@@ -67,18 +70,19 @@ class Database:
                 with closing(self._opened()) as db, db:
                     db.execute("BEGIN IMMEDIATE")
                     return work(db)
-            except sqlite3.Error as error:
-                if not is_last and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE:
+            except TROUBLE as error:
+                if not is_last and _is_damage(error):
                     self._renew(seen)
                     continue
-                with suppress(sqlite3.Error), closing(self._frozen()) as db:
+                with suppress(*TROUBLE), closing(self._frozen()) as db:
                     return work(db)
                 raise self._refused(error) from None
         raise AssertionError("the last time it raises or returns")
 
     def _frozen(self) -> sqlite3.Connection:
-        if Path(f"{self.path}-wal").exists():
-            raise sqlite3.OperationalError("what is written last stands beside it")
+        with suppress(FileNotFoundError):
+            if Path(f"{self.path}-wal").stat().st_size:
+                raise sqlite3.OperationalError("what was written last stands beside it")
         db = sqlite3.connect(f"{self.path.as_uri()}?immutable=1", uri=True)
         db.text_factory = _text
         return db
@@ -120,7 +124,7 @@ class Database:
                         self._replace()
                 finally:
                     guard.unlink(missing_ok=True)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *TROUBLE) as error:
             raise self._refused(error) from None
 
     def _refused(self, error: Exception) -> BadInput:
@@ -138,7 +142,7 @@ class Database:
                 _copy(Path(f"{self.path}{side}"), Path(f"{old}{side}"), b"" if side else _first_page(new))
             n = _salvage(old, new) if there else 0
             # by its content: on a disk that is full in the middle of this, each try leaves the same file
-            aside = f"{self.path}.damaged-{sha256(self.path.read_bytes()).hexdigest()[:12]}" if there else ""
+            aside = f"{self.path}.damaged-{_digest(self.path)[:12]}" if there else ""
             for side in there:
                 _copy(Path(f"{self.path}{side}"), Path(f"{aside}{side}"))
             for side in ("-wal", "-shm"):
@@ -148,12 +152,21 @@ class Database:
             self._tell(f"{self.path} is damaged: it is kept as {aside}, and {n:,} conversations in it can be read")
 
 
+def _is_damage(error: Exception) -> bool:
+    return isinstance(error, UnicodeDecodeError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE
+
+
 def _copy(source: Path, target: Path, head: bytes = b"") -> None:
     """Whole or not at all, with `head` in place of as many bytes."""
     with source.open("rb") as data, replacing(target) as stream:
         stream.write(head)
         data.seek(len(head))
         shutil.copyfileobj(data, stream)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return file_digest(stream, "sha256").hexdigest()
 
 
 def _first_page(new: Path) -> bytes:
@@ -189,6 +202,9 @@ def _salvage(old: Path, new: Path) -> int:
             "INSERT OR IGNORE INTO sessions SELECT DISTINCT session, 'found-' || session, NULL, '', NULL, '', 0"
             " FROM turns WHERE session NOT IN (SELECT id FROM sessions)"
         )
+        for session, name in db.execute("SELECT id, name FROM sessions").fetchall():
+            if not SOUND.fullmatch(str(name)):
+                db.execute("UPDATE sessions SET name = 'found-' || id WHERE id = ?", [session])
         db.execute("INSERT INTO words (words) VALUES ('rebuild')")
         db.execute("DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts)")
         db.execute("DELETE FROM files WHERE session NOT IN (SELECT id FROM sessions)")  # to be taken in again
@@ -204,12 +220,12 @@ def _rows(source: sqlite3.Connection, select: str) -> Iterator[tuple[Any, ...]]:
             first = row[0]
             yield row
         return
-    except sqlite3.Error:
+    except TROUBLE:
         pass
-    with suppress(sqlite3.Error):
+    with suppress(*TROUBLE):
         for row in source.execute(f"{select} WHERE id > ? ORDER BY id DESC", [first]):
             last = row[0]
             yield row
     for i in range(first + 1, min(last, first + FAR)):
-        with suppress(sqlite3.Error):
+        with suppress(*TROUBLE):
             yield from source.execute(f"{select} WHERE id = ?", [i])

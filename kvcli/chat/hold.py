@@ -24,13 +24,17 @@ class Hold:
         with writing(self._path):
             private_folder(folder)
             handle = self._stack.enter_context(opened(self._path, os.O_RDWR | os.O_CREAT, self._take))
-        self._stack.callback(self._path.unlink, missing_ok=True)
+        self._stack.callback(self._leave)
         with suppress(OSError):  # a full disk; who is told then is told less
             os.pwrite(handle, f"process {os.getpid()}, since {datetime.now():%H:%M}".ljust(ABOUT).encode(), 0)
 
     def close(self) -> None:
         """Let others have it."""
         self._stack.close()
+
+    def _leave(self) -> None:
+        with suppress(OSError):  # else the next start sweeps it
+            self._path.unlink()
 
     def _take(self, handle: int) -> None:
         for is_last in (False, True):

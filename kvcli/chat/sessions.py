@@ -157,6 +157,7 @@ class Sessions:
             found = entries[int(wanted) - 1 : int(wanted)] if int(wanted) else []
         else:
             found = [entry for entry in entries if entry.id.startswith(wanted)] or _titled(entries, wanted)
+            found = [entry for entry in found if entry.id == wanted] or found
         if len(found) == 1:
             return found[0].id
         if not entries:
@@ -237,7 +238,7 @@ def users_sessions() -> Sessions:
 
 def _entry(row: tuple[Any, ...]) -> SessionEntry:
     name, title, model, saved, questions, documents = row
-    about = {"id": str(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
+    about = {"id": tables.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
     return SessionEntry(**about, questions=questions, documents=documents)
 
 

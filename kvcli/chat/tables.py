@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from kvcli.api import Finish
-from kvcli.chat.database import Damaged
+from kvcli.chat.database import SOUND, Damaged
 from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures
 
 PENDING = -1  # instead of a turn's number: of documents that nothing was asked about yet
@@ -21,7 +22,14 @@ FIGURES = tuple(Figures.model_fields)
 ID = "(SELECT id FROM sessions WHERE name = ?)"
 SAID = "question, answer"  # what is searched
 FROM = f"WHERE session = {ID} AND n >= ?"
-LATEST = "ifnull(CAST(latest AS INTEGER), 0)"  # a number in a damaged file too
+LATEST, NUMBER = (f"ifnull(CAST({key} AS INTEGER), 0)" for key in ("latest", "n"))  # numbers in a damaged file too
+
+
+def sound(name: object) -> str:
+    """A name that was read. It becomes one of files, so that none but ours will do."""
+    if not isinstance(name, str) or not SOUND.fullmatch(name):
+        raise Damaged("a name")
+    return name
 
 
 def version(db: sqlite3.Connection, name: str) -> int | None:
@@ -58,7 +66,8 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
         messages.append(
             {"role": "assistant", "text": str(answer), "documents": [], "finish": ended, "figures": figures}
         )
-    if db.execute("SELECT count(*) FROM turns WHERE session = ?", about[:1]).fetchone() != (len(messages) // 2,):
+    by_index = db.execute("SELECT n FROM turns WHERE session = ? ORDER BY n", about[:1]).fetchall()
+    if by_index != db.execute("SELECT n FROM turns NOT INDEXED WHERE session = ? ORDER BY n", about[:1]).fetchall():
         raise Damaged("the index of turns")
     made = {key: None if value is None else str(value) for key, value in zip(ABOUT, about[1:], strict=True)}
     whole = {"schema": SCHEMA, **made, "messages": messages, "pending": documents[PENDING]}
@@ -75,8 +84,12 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
     )
     new, old = _turns(made), _turns(had)
     same = next((n for n, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), min(len(new), len(old)))
-    _forget(db, name, same)
-    for n, (question, answer) in enumerate(new[same:], same):
+    numbers = [n for (n,) in db.execute(f"SELECT {NUMBER} FROM turns WHERE session = {ID} ORDER BY n", [name])]
+    first = (
+        numbers[same] if same < len(numbers) else max(numbers, default=-1) + 1
+    )  # where turns were lost there are gaps
+    _forget(db, name, first)
+    for n, (question, answer) in enumerate(new[same:], first):
         took = answer["figures"] or {}
         db.execute(
             f"INSERT INTO turns (session, n, question, answer, finish, {', '.join(FIGURES)})"
@@ -85,7 +98,7 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
         )
         _attach(db, name, n, question["documents"])
     _attach(db, name, PENDING, made["pending"])
-    db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} FROM turns {FROM}", [name, same])
+    db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} FROM turns {FROM}", [name, first])
     _drop_texts(db)
     latest = version(db, name)
     assert latest is not None, "it was just written"
@@ -97,7 +110,7 @@ def remove(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
     files = []
     for name in names:
         stamps = db.execute(f"SELECT stamp FROM files WHERE stamp <> '' AND session = {ID}", [name])
-        files += [str(stamp).rsplit(" ", 3)[0] for (stamp,) in stamps]
+        files += [Path(str(stamp).rsplit(" ", 3)[0]).name for (stamp,) in stamps]
         db.execute(f"UPDATE files SET session = NULL WHERE session = {ID}", [name])
         _forget(db, name, 0)
         db.execute("DELETE FROM sessions WHERE name = ?", [name])
@@ -111,7 +124,7 @@ def of_file(db: sqlite3.Connection, digest: str) -> str | None:
     row = db.execute(
         "SELECT name FROM files JOIN sessions ON sessions.id = session WHERE sha256 = ?", [digest]
     ).fetchone()
-    return row and str(row[0])
+    return row and sound(row[0])
 
 
 def note_file(db: sqlite3.Connection, stamp: str, digest: str, name: str | None) -> None:

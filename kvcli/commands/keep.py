@@ -76,7 +76,7 @@ def keep(chat: Chat) -> str:
 
     Nor does Ctrl-C: the first is not heard, and one a second later, on a disk that hangs, gives up.
     """
-    if not chat.messages and chat.kept is None:
+    if not chat.messages and not chat.is_kept:
         return ""
     try:
         with Interrupt():

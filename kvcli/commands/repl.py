@@ -95,7 +95,7 @@ class Repl:
                 with echo(self.screen.stdin, on=False):
                     self.handle(line)
                     self.keep()
-        if self.keeps and self.chat.kept is not None and not self.screen.quiet:
+        if self.keeps and self.chat.is_kept and not self.screen.quiet:
             self.screen.err.line(("kept: kvcli chat -c goes on with it", "dim"))
         return ExitStatus.OK
 

@@ -109,7 +109,7 @@ def _exit(repl: Repl, _: str) -> None:
 @slash("clear", "", "begin anew; the system text stays")
 def _clear(repl: Repl, _: str) -> None:
     n = len(repl.chat.messages) // 2
-    again = "; it is kept, and /resume opens it again" if repl.chat.kept is not None else ""
+    again = "; it is kept, and /resume opens it again" if repl.chat.is_kept else ""
     repl.chat.clear()
     repl.last = None
     repl.say(f"forgot {f.plural(n, 'question')}{again}")

@@ -175,6 +175,7 @@ def _go_on(home: Path, name: str, turns: int, holds: bool, say: Say) -> None:
         keep(chat)
     if holds:  # until the other has tried
         time.sleep(0.3)
+    chat.close()
     say("done")
 
 

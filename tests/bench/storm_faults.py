@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,7 @@ OLD = """{"schema": "kvcli.chat/1", "title": "Older", "model": "demo", "system":
  {"role": "user", "text": "one", "documents": [], "finish": null},
  {"role": "assistant", "text": "two", "documents": [], "finish": "stop"}]}
 """
+OF_SQLITE = ("-wal", "-shm")
 CASES = {
     "chat -p": Case(_chat, (3,)),
     "chat": Case(_talk),
@@ -258,24 +259,24 @@ def wrong(case: Case, before: dict[str, bytes], usual: Ended, got: Ended, *, is_
         yield f"another answer: {got.out[-200:]!r}"
     for name, data in before.items():
         now = got.files.get(name)
-        if now is None:
+        if now is None and not name.endswith(OF_SQLITE):
             yield f"{name} is gone"
-        elif not (now == data or now.startswith(data) or whole(name, now, usual)):
+        elif now is not None and not (now == data or now.startswith(data) or whole(name, now, usual, got.files)):
             yield f"{name} is damaged: {now[:80]!r}"
     for name, data in got.files.items():
-        if name not in before and not whole(name, data, usual) and not name.endswith(".part"):
+        if name not in before and ".part" not in name and not whole(name, data, usual, got.files):
             yield f"{name} is not whole: {data[:80]!r}"
-        if name.endswith(".part") and is_rerun:
+        if ".part" in name and is_rerun:
             yield f"{name} is left over"
     for name in case.same if got.code == usual.code else ():
         if got.files.get(name) != usual.files[name]:
             yield f"{name} is not what it should be: {(got.files.get(name) or b'')[:80]!r}"
 
 
-def whole(name: str, data: bytes, usual: Ended) -> bool:
+def whole(name: str, data: bytes, usual: Ended, files: dict[str, bytes]) -> bool:
     """Whether a file has all of its content: as in the undisturbed run, or, where times stand in it, its last line."""
     if name.startswith("home/data/kvcli.db"):
-        return name.endswith(("-wal", "-shm")) or _is_sound(data)
+        return name.endswith(OF_SQLITE) or _is_sound(data, files.get(f"{name}-wal", b""))
     if name.endswith(".json"):
         try:
             json.loads(data)
@@ -287,12 +288,14 @@ def whole(name: str, data: bytes, usual: Ended) -> bool:
     return data == usual.files.get(name) or (name.endswith(".md") and data.endswith(b"\n"))
 
 
-def _is_sound(data: bytes) -> bool:
-    """Whether a database is whole by SQLite's own check."""
-    with tempfile.TemporaryDirectory() as folder:
+def _is_sound(data: bytes, wal: bytes) -> bool:
+    """Whether a database is whole by SQLite's own check, with what was written to it last."""
+    with tempfile.TemporaryDirectory() as folder, suppress(sqlite3.DatabaseError):
         (Path(folder) / "a.db").write_bytes(data)
+        (Path(folder) / "a.db-wal").write_bytes(wal)
         with closing(sqlite3.connect(Path(folder) / "a.db")) as db:
             return list(db.execute("PRAGMA integrity_check")) == [("ok",)]
+    return False
 
 
 def storm(names: list[str], step: int) -> Tally:
@@ -312,7 +315,7 @@ def storm(names: list[str], step: int) -> Tally:
                 tally.tried += 1
                 found = [*wrong(case, before, usual, got, is_rerun=False)]
                 expected = again if got.code == usual.code else usual
-                kept = {name: data for name, data in got.files.items() if not name.endswith(".part")}
+                kept = {name: data for name, data in got.files.items() if ".part" not in name}
                 found += [f"rerun: {text}" for text in wrong(case, kept, expected, rerun, is_rerun=True)]
                 tally.bad += [f"{name}, {what}, call {k}: {text}" for text in found]
         print(f"{name}: {tally.tried:,} tried, {len(tally.bad)} bad", file=sys.stderr, flush=True)
