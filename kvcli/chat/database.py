@@ -23,7 +23,7 @@ NAME, VERSION = "kvcli.db", 1
 PATIENCE = 5.0  # seconds that another process may be writing
 PAGE = 4096  # bytes; the first page is the same in all files of the form, but for what SQLite can do without:
 LENGTH, FREE = slice(28, 32), slice(32, 40)  # how many pages there are, and which are free; 0 = to be found out
-FAR = 100_000  # ids behind one that can be read, among which others are looked for one by one
+FAR = 10_000  # ids behind one that can be read, among which others are looked for one by one
 CORRUPT, NO_DATABASE, ERROR, CONSTRAINT = 11, 26, 1, 19  # of SQLite
 TROUBLE = (sqlite3.Error, UnicodeDecodeError)  # the latter where it names what is damaged
 DAMAGE = (CORRUPT, NO_DATABASE, ERROR, CONSTRAINT)  # no whole file of the form says so to statements of ours

@@ -34,11 +34,11 @@ def sound(name: object) -> str:
 
 def version(db: sqlite3.Connection, name: str) -> int | None:
     """Another one after each writing, and the greater the later; None for what is not there."""
-    asked = f"SELECT {LATEST} FROM sessions WHERE"
-    row = db.execute(f"{asked} name = ?", [name]).fetchone()
-    if row is None and db.execute(f"{asked} +name = ?", [name]).fetchone():  # the table has it, and its index has not
+    asked = f"SELECT {LATEST}, id FROM sessions WHERE"
+    found = db.execute(f"{asked} name = ?", [name]).fetchall()
+    if found != db.execute(f"{asked} +name = ?", [name]).fetchall():  # by the table, without its index
         raise Damaged("the index of names")
-    return row and int(row[0])
+    return int(found[0][0]) if found else None
 
 
 def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
