@@ -99,7 +99,7 @@ def test_layer_by_layer_is_chunk_by_chunk(name: str, part: int, past: int) -> No
         commit(chunks, one, made, range(one.n_rows))
         heard += [made.queries] if made.queries else []
     prompt = by_layers(model, rows, layers, part, hear)
-    assert prompt.done == 1
+    assert prompt.n_done == N
     for layer in range(model.n_layers):
         a, b = chunks.slots(layer), layers.slots(layer)
         assert torch.equal(a.pos, b.pos)
@@ -186,7 +186,7 @@ def test_what_is_interrupted_did_not_happen(name: str, pruning: Lazy | None, aft
     one, other = session(model, 7), session(model, 7)
     for s in (one, other):
         said(s, first, 5)
-        s.pruning = pruning  # of what comes now
+        s.behind.pruning = pruning  # of what comes now
     before, committed, text = held(one.kv, model.n_layers), one.committed, list(one.ids)
     turn = [*text, *families.prompt(N, seed=5)]
     one.begin(turn, Sampler())

@@ -252,10 +252,14 @@ def conversation(model: LM, pruning: Lazy | None) -> tuple[list[int], Tensor]:
     return session.ids, torch.stack(logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt_oss", "qwen3_moe"])
-def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "within"),
+    [*((name, 3e-7) for name in ("llama", "qwen2", "qwen3", "gpt_oss", "qwen3_moe")), ("gemma3", 1e-6)],
+)
+def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str, within: float) -> None:
     """In float32: over a prompt, 20 tokens behind it and a second turn. Weights as they are initialized, which spread
-    a rounding less than those of the other tests."""
+    a rounding less than those of the other tests; Gemma's embeddings are scaled up by 7."""
+    torch.manual_seed(0)
     stock, mine = (  # each by a config of its own, which says how it attends
         AutoModelForCausalLM.from_config(families.config_of(name), attn_implementation="eager").eval() for _ in range(2)
     )
@@ -268,7 +272,7 @@ def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str) -> 
     )
     ids, logits = conversation(model, idle)
     theirs = call(stock, ids[:-1])[[*range(N - 1, N + 19), *range(2 * N + 19, 2 * N + 39)]]
-    assert (logits - theirs).abs().max() <= 3e-7
+    assert (logits - theirs).abs().max() <= within
     assert (conversation(model, half)[1] - theirs).abs().max() > 1e-5, "a token left behind shows"
 
 

@@ -179,12 +179,42 @@ def test_tokens_that_the_model_does_not_have_are_refused(token: int) -> None:
         model().generate([5, token])
 
 
-def test_what_was_cancelled_once_stays_cancelled() -> None:
+@pytest.mark.parametrize("order", ["chunks", "layers"])
+def test_what_was_cancelled_once_stays_cancelled(order: str) -> None:
     """A text that was half read must not be continued, though the second answer to `cancel` is no."""
     asked = iter([True])
-    events = list(model(prefill={"chunk": 16}).stream(prompt(), max_new_tokens=8, cancel=lambda: next(asked, False)))
+    text = model(prefill={"chunk": 16, "order": order})
+    events = list(text.stream(prompt(), max_new_tokens=8, cancel=lambda: next(asked, False)))
     assert events[-1].turn.finish == "interrupted"
     assert events[-1].turn.ids == ()
+    assert [event.done for event in events if isinstance(event, Read)] == [16 if order == "chunks" else 5]
+    assert text.generate(prompt(), max_new_tokens=8).ids == model().generate(prompt(), max_new_tokens=8).ids
+
+
+def test_reading_layer_by_layer_says_how_far_it_is_and_is_in_the_figures() -> None:
+    text = model(prefill={"chunk": 16, "order": "layers"})
+    events = list(text.stream(prompt(), max_new_tokens=8))
+    done = [event.done for event in events if isinstance(event, Read)]
+    assert len(done) == 3 * lm().n_layers + 1
+    assert done == sorted(done)
+    assert done[-2:] == [39, 40]
+    assert events[-1].turn.stats.order == "layers"
+    plain = model(prefill={"chunk": 16}).generate(prompt(), max_new_tokens=8)
+    assert (events[-1].turn.ids, plain.stats.order) == (plain.ids, "chunks")
+
+
+def test_a_model_that_a_pruner_cannot_judge_is_refused_when_it_is_opened() -> None:
+    sliding = Model(LM.of(families.build("mistral", vocab_size=2048)), small_tokenizers.demo(), Profile.load("lazy"))
+    with pytest.raises(BadModel, match="has none") as caught:
+        sliding.open()
+    assert caught.value.code == "no_pruning"
+
+
+def test_what_a_pruner_does_is_a_caution_once() -> None:
+    made = Model(long_lm(), small_tokenizers.demo(), Profile.load("lazy"))
+    (said,) = made.open().cautions
+    assert said.startswith("of prompts of 1,024 tokens or more")
+    assert "the newest 64 always do" in said
 
 
 def test_stop_tokens_end_a_turn_unless_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

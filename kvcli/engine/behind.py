@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.feed import Asks, Feed, Made
+from kvcli.engine.by_layers import ByLayers
+from kvcli.engine.feed import Asks, Feed, Made, asked
 from kvcli.engine.readback import Readback
 from kvcli.engine.rows import Rows
 from kvcli.engine.trip import Stopped, Trip
@@ -22,6 +23,7 @@ from kvcli.kv.slots import Store, Usage
 
 if TYPE_CHECKING:
     from kvcli.engine.gate import Live, Pruner, Pruning
+    from kvcli.engine.heard import Heard
     from kvcli.engine.lm import LM
     from kvcli.engine.sample import Draw
 
@@ -32,7 +34,7 @@ class Behind:
     """Of one text: who stopped where, and with which hidden vector; and the ways on."""
 
     def __init__(self, lm: LM, pruning: Pruning | None) -> None:
-        self._lm, self._pruning = lm, pruning
+        self._lm, self.pruning = lm, pruning
         self._at: Stopped = {}  # positions rise
         self._noting: Noting | None = None  # of the prompt under way
         self.is_torn = False  # some layers hold what came back, and others do not
@@ -69,17 +71,26 @@ class Behind:
     @property
     def comes_back(self) -> bool:
         """May what stops go on later?"""
-        return self._pruning is not None and self._pruning.every is not None
+        return self.pruning is not None and self.pruning.every is not None
 
     def before_prompt(self, kv: Store, ids: Sequence[int]) -> Asks[None]:
         """Another prompt is to be read behind what is stored."""
-        if self._pruning is not None and self._pruning.completes:
+        if self.pruning is not None and self.pruning.completes:
             yield from self.complete(kv, ids)
 
-    def noted(self, pruner: Pruner | None, pos: Sequence[int]) -> Pruner | None:
-        """The pruner of a prompt at these positions, whose leavings are noted if they may go on later."""
-        self._noting = Noting(pruner, pos) if pruner is not None and self.comes_back else None
-        return self._noting or pruner
+    def prompt(self, kv: Store, ids: Sequence[int], start: int, part: int, heard: Heard) -> Asks[ByLayers]:
+        """Of a text the tokens from `start` on, all but the last, or as many of them as are judged together."""
+        yield from self.before_prompt(kv, ids)
+        n, pruner, judge = len(ids) - 1 - start, None, range(0)
+        if (pruning := self.pruning) is not None:
+            n = pruning.takes(n, part)
+            judge = range(max(0, n - pruning.hears), n)
+        rows, hear = Rows.chain(ids[start : start + n], start), heard.of_chunk(start, n)
+        if pruning is not None:
+            pruner = yield from asked(pruning.over(self._lm, kv, rows, [*hear, *judge], part))
+        self._noting = Noting(pruner, rows.pos) if pruner is not None and self.comes_back else None
+        judge, pruner = judge if pruner is not None else range(0), self._noting or pruner
+        return ByLayers(self._lm, kv, rows, part, hear, pruner, judge=judge, comes_back=self.comes_back)
 
     def read(self) -> None:
         """That prompt is stored."""
@@ -91,15 +102,15 @@ class Behind:
 
     def due(self, n: int) -> float:
         """Tokens until the pass in which some may come back, when an answer has n: with that pass the past changes."""
-        every = self._pruning.every if self._pruning is not None and self else None
+        every = self.pruning.every if self.pruning is not None and self else None
         return math.inf if every is None else (-n - 1) % every
 
     def step(self, kv: Store, ids: Sequence[int], how: Draw) -> Asks[tuple[Rows, Made, list[int], list[int]]]:
         """A pass of the pending token alone, beside which tokens come back that it looks at; ends as `walk` does."""
-        assert self._pruning is not None, "somebody left them behind"
+        assert self.pruning is not None, "somebody left them behind"
         last = len(ids) - 1
         trip, rows = Trip(self._lm, kv, ids, self, [last]), Rows.chain(ids[last:], last)
-        made = yield from trip.go(self._pruning.back(self._lm, kv, self), wants=True)
+        made = yield from trip.go(self.pruning.back(self._lm, kv, self), wants=True)
         drawn = Readback(Feed(self._lm, rows, kv, draw=how), made.logits).drawn(0)
         trip.store()
         return rows, made, [0], [drawn]

@@ -15,13 +15,22 @@ from torch import Tensor
 
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.gate import Live, Pruner, narrowed
+from kvcli.engine.gate import Live, Pruner, Pruning, narrowed
+from kvcli.engine.rows import places
 from kvcli.kv.slots import spans
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
+
+
+def meet(lm: LM, pruning: Pruning | None) -> None:
+    """Raises BadModel where rows cannot be stopped between layers, or be judged there."""
+    if pruning is not None:
+        pruning.about(lm)
+    if lm.straight is None:
+        lm.meet_gates()
 
 
 class ByLayers:
@@ -36,18 +45,20 @@ class ByLayers:
         hear: Sequence[int] = (),
         pruner: Pruner | None = None,
         *,
+        judge: Sequence[int] = (),
         comes_back: bool = False,
     ) -> None:
         """`part`: rows of a pass at most; `hear`: rows whose queries are kept. Layers that share slots go together.
 
-        `comes_back`: some of it may go through layers later, so windows keep what these will see.
+        `judge`: rows by whose queries the pruner judges. `comes_back`: some of it may go through layers later, so
+        windows keep what these will see.
         """
         self.rows, self.hear, self.pruner = rows, hear, pruner
-        self.queries: list[Tensor] = []  # per layer that it is through [H, len(hear), D]
         self._lm, self._kv, self._part = lm, kv, part
         self._comes_back = comes_back
+        self._asks = sorted({*hear, *judge})
+        self._queries: list[Tensor] = []  # per layer that it is through [H, len(asks), D]
         self._left = spans(lm.shapes)  # layers to come, those that it is in first
-        self._hear = frozenset(hear)
         self._live: Sequence[int] = range(rows.n_rows)  # rows that go through these
         self._at = 0  # of these, how many did
         self._hidden: Tensor | None = None  # [len(live), E] what they are given, then what they gave
@@ -66,15 +77,21 @@ class ByLayers:
     @property
     def live(self) -> Live:
         """Its rows as they come to this layer."""
-        return Live(self._live, None, self.queries[-1] if self.queries else None)
+        return Live(self._live, None, self._queries[-1] if self._queries else None)
 
     @property
-    def done(self) -> float:
-        """The share of it that is behind, all layers taken for equally long."""
+    def queries(self) -> list[Tensor]:
+        """Per layer that it is through [H, len(hear), D]."""
+        return [q[:, places(self.hear, self._asks)] for q in self._queries]
+
+    @property
+    def n_done(self) -> int:
+        """Rows whose way through all layers would have taken as much, all layers taken for equally long."""
         if not self._left:
-            return 1.0
+            return self.rows.n_rows
         now = self._left[0]
-        return (now.start + len(now) * self._at / len(self._live)) / self._lm.n_layers
+        share = (now.start + len(now) * self._at / len(self._live)) / self._lm.n_layers
+        return int(share * self.rows.n_rows)
 
     def go_on(self) -> Asks[None]:
         """One pass: the next part through its layers."""
@@ -84,7 +101,8 @@ class ByLayers:
         mine = slice(self._at, min(self._at + self._part, len(self._live)))
         live = self._live[mine]
         rows = self.rows.only(live)
-        hear = [i for i, row in enumerate(live) if row in self._hear] if self._hear else []
+        asks = set(self._asks)
+        hear = [i for i, row in enumerate(live) if row in asks] if asks else []
         given = self._hidden[mine] if self._hidden is not None and layers.start else None
         made = yield Feed(self._lm, rows, self._kv, hear=hear, is_prompt=True, layers=layers, hidden=given)
         commit(self._kv, rows, made, range(rows.n_rows))
@@ -97,7 +115,7 @@ class ByLayers:
             self._hidden[mine] = made.hidden
         self._at = mine.stop
         if self._at == len(self._live):
-            self.queries += [torch.cat(parts, 1) for parts in zip(*self._heard, strict=True)]
+            self._queries += [torch.cat(parts, 1) for parts in zip(*self._heard, strict=True)]
             self._left, self._at, self._heard = self._left[1:], 0, []
 
     def _enter(self, layers: range) -> None:
@@ -106,5 +124,5 @@ class ByLayers:
             given = torch.empty(len(self._live), 0) if self._hidden is None else self._hidden
             self._live, given = narrowed(self.pruner, layers.start, self.live, given)
             self._hidden = None if self._hidden is None else given
-            assert set(self.hear) <= set(self._live), "rows that are heard go through every layer"
+            assert set(self._asks) <= set(self._live), "rows that are heard go through every layer"
         self._kv.reserve(max(map(self._kv.n_slots, layers)) + len(self._live), layers)

@@ -37,7 +37,7 @@ class Live:
     """What a pruner is shown before a layer."""
 
     rows: Sequence[int]  # of the feed, rising: those on their way
-    fresh: Fresh | None  # what the layer before made; None before the first
+    fresh: Fresh | None  # what the layer before made; None before the first, and where that is stored already
     queries: Tensor | None  # [H, len(hear), D], of the heard rows there
 
 
@@ -52,7 +52,8 @@ class Pruner(Protocol):
     through every layer, and a row may come back as soon as the first layer has been: so what was left behind by an
     earlier pass comes back as a row of this feed that is dropped at once, and revived where its hidden state belongs.
     A row older than what is stored takes a `past` that hides from it what is newer: stores show a row all they hold.
-    A pass that broke among those of other texts is made again: with the first layer all begins anew.
+    A pass that broke among those of other texts is made again: with the first layer all begins anew. Of a prompt read
+    layer by layer it is asked once all of it is through the layer before; before the first there are no hidden states.
     """
 
     def before(self, layer: int, live: Live) -> Sequence[int] | None:

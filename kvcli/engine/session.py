@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcli.engine.behind import Behind
 from kvcli.engine.boundary import Boundary
-from kvcli.engine.by_layers import ByLayers
+from kvcli.engine.by_layers import ByLayers, meet
 from kvcli.engine.commit import commit
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.feed import Asks, Feed, Made, Work, asked
@@ -58,12 +58,11 @@ class Session:
         """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
 
         `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.kinds).
-        `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
-        of `chunk` rows, as is done with `pruning` in any case; a policy then judges once all is read. Raises BadModel
-        for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge.
+        `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read layer by layer, in parts of
+        `chunk` rows, as with `pruning` in any case. Raises BadModel where rows cannot be stopped there, or judged.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
-        self.view, self.policy, self.pruning = view, policy, pruning
+        self.view, self.policy = view, policy
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
@@ -80,12 +79,10 @@ class Session:
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
         self.behind = Behind(lm, pruning)  # those of them that may go on later
-        self._by_layers = by_layers or pruning is not None
+        self.order: Order = "layers" if by_layers or pruning is not None else "chunks"  # what of a prompt comes first
         self._under_way: ByLayers | None = None  # a prompt that is being read so
-        if pruning is not None:
-            pruning.about(lm)
-        if self._by_layers and lm.straight is None:
-            lm.meet_gates()
+        if self.order == "layers":
+            meet(lm, pruning)
 
     def begin(
         self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[Span] = ()
@@ -133,15 +130,17 @@ class Session:
         if new := ids[len(self.ids) :]:
             self.ids += new
             self.seen.add(new)
-            if self.policy is None and self.pruning is None:  # with one, memory is what it leaves, not what is read
+            if (
+                self.policy is None and self.behind.pruning is None
+            ):  # with one, memory is what it leaves, not what is read
                 self.kv.reserve(len(self.ids))
             self.heard.begin(len(self.ids) - 1)
         whole = len(self.ids) - 1
         if self.committed >= whole:
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
-        if self._by_layers:
-            yield from self._read_on(self._under_way or (yield from self._layer_by_layer(whole)))
+        if self.order == "layers":
+            yield from self._read_on(whole)
             return True
         end = min(self.committed + self.chunk_rows, whole)
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
@@ -152,48 +151,30 @@ class Session:
         yield from self.settle("read" if end == whole else "reading")
         return True
 
-    def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
+    def _read_on(self, whole: int) -> Asks[None]:
         """What is left of the prompt, or of it what is judged together where some may stay behind."""
-        yield from self.behind.before_prompt(self.kv, self.ids)
-        start, pruning, pruner = self.committed, self.pruning, None
-        n = whole - start if pruning is None else pruning.takes(whole - start, self.chunk_rows)
-        rows = Rows.chain(self.ids[start : start + n], start)
-        hear = self.heard.of_chunk(start, n)
-        if pruning is not None:
-            asks = sorted({*hear, *range(max(0, n - pruning.hears), n)})
-            pruner = yield from asked(pruning.over(self.lm, self.kv, rows, asks, self.chunk_rows))
-            hear = hear if pruner is None else asks
-        pruner, comes_back = self.behind.noted(pruner, rows.pos), self.behind.comes_back
-        return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)
-
-    def _read_on(self, prompt: ByLayers) -> Asks[None]:
-        self._under_way = prompt
+        start = self.committed
         try:
+            if (prompt := self._under_way) is None:
+                prompt = yield from self.behind.prompt(self.kv, self.ids, start, self.chunk_rows, self.heard)
+                self._under_way = prompt
             yield from prompt.go_on()
         except BaseException:
-            self.rewind(self.committed + 1)
+            self.rewind(start + 1)
             raise
-        if not prompt.is_over:
-            return
-        self._under_way, n = None, prompt.rows.n_rows
-        if self.heard.of_chunk(self.committed, n):
+        if prompt.is_over:
+            n = prompt.rows.n_rows
             self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
-        if prompt.pruner is not None:
-            self._is_whole, self._has_left = False, True
-        self.behind.read()
-        self.boundary = self.committed = self.committed + n
-        yield from self.settle("read" if self.committed == len(self.ids) - 1 else "reading")
-
-    @property
-    def order(self) -> Order:
-        """What of a prompt is finished first."""
-        return "layers" if self._by_layers else "chunks"
+            if prompt.pruner is not None:
+                self._is_whole, self._has_left = False, True
+            self.behind.read()
+            self.boundary, self.committed, self._under_way = start + n, start + n, None
+            yield from self.settle("read" if self.committed == whole else "reading")
 
     @property
     def progress(self) -> int:
         """Tokens of the text that are read, or as many as the work done on a prompt amounts to."""
-        now = self._under_way
-        return self.committed + (int(now.done * now.rows.n_rows) if now is not None else 0)
+        return self.committed + (self._under_way.n_done if self._under_way is not None else 0)
 
     def read(self, ids: Sequence[int]) -> Work[int, None]:
         """Take in `ids` behind the text; says after each pass how much of the text is read."""
@@ -231,11 +212,9 @@ class Session:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
         is_back, is_cut, self._under_way = keep < self.committed, self._under_way is not None, None
-        stays = (
-            is_back and (self._forgot or bool(self.heard))
-        ) or self.behind.is_torn  # what was evicted, or heard, does
+        stays = (is_back and (self._forgot or bool(self.heard))) or self.behind.is_torn
         if stays or ((is_back or is_cut) and not self.kv.reaches(keep)):
-            keep = 0
+            keep = 0  # what was evicted, or heard, stays so
         elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
             self.memory, self._n_prompt = self._wants.memory(), min(self._n_prompt, keep)
         self.kv.crop(keep)
@@ -260,11 +239,9 @@ class Session:
         mine, its = self.kv, other.kv
         self.put(its)
         other.put(mine)
-        self.heard, other.heard = other.heard, self.heard
-        self.memory, other.memory = other.memory, self.memory
+        self.heard, other.heard, self.memory, other.memory = other.heard, self.heard, other.memory, self.memory
+        self._is_whole, self._has_left, self._n_prompt = other._is_whole, other._has_left, other._n_prompt
         self.behind, other.behind = other.behind, self.behind
-        self._is_whole, self._has_left = other._is_whole, other._has_left
-        self._n_prompt = other._n_prompt
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
         other.rewind(0)
