@@ -53,7 +53,7 @@ class Pruner(Protocol):
     earlier pass comes back as a row of this feed that is dropped at once, and revived where its hidden state belongs.
     A row older than what is stored takes a `past` that hides from it what is newer: stores show a row all they hold.
     A pass that broke among those of other texts is made again: with the first layer all begins anew. Of a prompt read
-    layer by layer it is asked once all of it is through the layer before, so from the second layer on.
+    layer by layer it is asked once all of it is through the layer before; before the first there are no hidden states.
     """
 
     def before(self, layer: int, live: Live) -> Sequence[int] | None:
