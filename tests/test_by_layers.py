@@ -186,7 +186,7 @@ def test_what_is_interrupted_did_not_happen(name: str, pruning: Lazy | None, aft
     one, other = session(model, 7), session(model, 7)
     for s in (one, other):
         said(s, first, 5)
-        s.behind.pruning = pruning  # of what comes now
+        s.pruning = pruning  # of what comes now
     before, committed, text = held(one.kv, model.n_layers), one.committed, list(one.ids)
     turn = [*text, *families.prompt(N, seed=5)]
     one.begin(turn, Sampler())
