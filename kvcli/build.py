@@ -74,7 +74,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
 VIEWS = {"stream": "kvcli.policies.window:Window", "quest": "kvcli.policies.quest:Quest"}  # what scouts read
 
 
-SHAPE = ("prefill", "prune", "kv", "memory", "policy", "recall")  # tables that a past depends on
+SHAPE = ("prefill", "prune", "reuse", "kv", "memory", "policy", "recall")  # tables that a past depends on
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> Store:

@@ -298,3 +298,12 @@ def test_a_file_says_nothing_that_is_run(tmp_path: Path) -> None:
     with pytest.raises(Damaged):
         past.read(tmp_path / "past")
     assert not ran.exists()
+
+
+def test_a_text_that_was_taken_back_goes_on_too() -> None:
+    model = LM.of(families.build("llama", torch.float32))
+    s, again = (Session(model, Dense(model.shapes, model.dtype), Off(), Sampler()) for _ in range(2))
+    drive(s.read(families.prompt(100)))
+    s.rewind(50)
+    again.restore(s.state(), s.ids[-1])
+    assert drive(again.step()).new == drive(s.step()).new

@@ -9,10 +9,18 @@ import pytest
 import torch
 
 import kvcli
+from kvcli.drafts.off import Off
+from kvcli.engine.engine import drive
+from kvcli.engine.lm import LM
 from kvcli.engine.rope import rotaries
 from kvcli.engine.rows import Rows
-from kvcli.reuse.pie import Run, runs
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.kv.dense import Dense
+from kvcli.kv.windows import Window
+from kvcli.reuse.pie import Pie, Run, runs
 from kvcli.settings.profile import Profile
+from tests import families
 
 LEAST = 16
 
@@ -151,5 +159,48 @@ def test_at_memory_that_has_no_room_it_is_read(model, monkeypatch):
     a = ids_of(model, 1, 300)
     with model.open() as text:
         text.generate([*a, 11])
-        monkeypatch.setattr("kvcli.reuse.pie._copied", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        monkeypatch.setattr("kvcli.reuse.pie._at", lambda *_: (_ for _ in ()).throw(MemoryError()))
         assert not text.generate([*a[:90], 5, *a[100:], 12]).stats.approx
+
+
+@pytest.mark.parametrize("kv", [{"k_bits": 8, "v_bits": 8}, {"k_bits": 8, "v_bits": 4, "sinks": 4}])
+def test_tiers_that_lie_in_another_order_give_the_tokens_that_were_meant(model, kv):
+    a, new = ids_of(model, 1, 1500), ids_of(model, 3, 17)
+    profile = pie(kv=kv, load={"dtype": "fp32"})
+    with model.open(profile) as text, model.open(profile.replace(reuse={"method": "none"})) as plain:
+        text.generate([*a, 11], max_new_tokens=1)
+        edited = [*a[:90], *new, *a[100:], 12]
+        assert text.generate(edited, max_new_tokens=1).stats.approx
+        plain.generate(edited, max_new_tokens=1)
+        mine, read = text.session.kv.slots(0), plain.session.kv.slots(0)  # the first layer knows of no other token
+        for s, other in ((mine, read), (read, mine)):
+            assert sorted(s.pos[0].tolist()) == sorted(other.pos[0].tolist()) == list(range(len(edited)))
+        a_v, b_v = (s.v[:, s.pos[0].argsort()] for s in (mine, read))
+        assert (a_v - b_v).abs().max() < (0.2 if kv["v_bits"] == 8 else 2.0) < b_v.abs().max()
+
+
+def test_what_a_window_no_longer_holds_is_read():
+    lm = LM.of(families.build("gemma3", torch.float32, max_position_embeddings=4096))
+    ids = families.prompt(1400)
+    more = [*ids, 3, *ids[100:400], 5]
+    windows = {i: Window(w) for i, w in enumerate(lm.windows) if w}
+    assert windows
+    one, plain = (
+        Session(lm, Dense(lm.shapes, lm.dtype, windows=windows), Off(), Sampler(), chunk=128, reusing=how)
+        for how in (Pie(LEAST), None)
+    )
+    for session in (one, plain):
+        drive(session.read(ids))
+        session.save(more)
+        drive(session.read(more[len(ids) :]))
+    for layer in range(lm.n_layers):
+        assert torch.equal(one.kv.slots(layer).pos, plain.kv.slots(layer).pos)
+
+
+def test_what_was_saved_for_a_prompt_that_was_given_up_serves_no_other(model, monkeypatch):
+    a, b, c = ids_of(model, 1, 300), ids_of(model, 2, 20), ids_of(model, 4, 300)
+    with model.open() as text:
+        text.generate([*a, 11], max_new_tokens=1)
+        text.generate([*b, *a, 12], max_new_tokens=1, cancel=lambda: True)
+        monkeypatch.setattr("kvcli.reuse.pie.runs", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        assert not text.generate([*c, 13], max_new_tokens=1).stats.approx

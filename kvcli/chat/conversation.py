@@ -107,9 +107,14 @@ class Chat:
                     self._heard = heard(self.model.tokenizer, asked.text, asked.ids, event.turn)
                 yield event
         except ContextOverflow as error:
+            shown, n = self.shown, len(self.messages)
             if has_begun or not (yield from leave_out(self, question, error.detail, options)):
                 raise
-            yield from self.stream(text, **options)
+            try:
+                yield from self.stream(text, **options)
+            finally:
+                if len(self.messages) == n:  # nothing was answered
+                    self.shown = shown
         except (KeyboardInterrupt, GeneratorExit, DoesNotFit):
             if not ended:
                 self._keep(question, "".join(said), "interrupted")
@@ -219,6 +224,12 @@ class Chat:
     def is_kept(self) -> bool:
         """Whether something of it is: a file that was opened is not until it is saved."""
         return self.kept is not None and self.kept.version > 0
+
+    @property
+    def goes_on(self) -> str:
+        """What `kvcli chat` takes to go on with it, once it is kept."""
+        name = self.kept.name if self.kept is not None else ""
+        return "-c" if self.sessions.find(None) == name else f"-r {name}"
 
     def save(self, title: str | None = None) -> str:
         """Keep the conversation, the first time as a new session, and return the session's name."""

@@ -88,7 +88,7 @@ def _notes(chat: Chat, left: int, n: int, options: dict[str, Any]) -> Generator[
     with suppress(ContextOverflow):  # what goes fills the window itself
         for event in chat.model.stream(asked.ids, messages=asked.contents, **own):
             if isinstance(event, End):
-                return event.turn.text.strip()
+                return "" if event.turn.finish == "interrupted" else event.turn.text.strip()
             if not isinstance(event, Text):
                 yield event
     return ""

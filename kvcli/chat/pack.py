@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -73,22 +74,28 @@ class Pack:
             raise _bad(self.folder, f"{PAST} is of another text")
         session.resume(ids)  # as every question begins
 
+    def differs(self, text: OpenText) -> list[str]:
+        """In what the model, or what shapes a past, is not what it was read by."""
+        mine, its = fingerprint(text, identity(text.model.lm)), self.about.fingerprint
+        return list(dict.fromkeys(key for key in (*mine, *its) if mine.get(key) != its.get(key)))
+
     def refuse_other(self, text: OpenText) -> None:
-        """Raises BadInput where the model, or what shapes a past, is not what it was read by."""
-        mine = fingerprint(text, identity(text.model.lm))
-        other = [key for key in (*mine, *self.about.fingerprint) if mine.get(key) != self.about.fingerprint.get(key)]
-        if not (fields := list(dict.fromkeys(other))):
+        """Raises BadInput for a text under which it is of no use."""
+        if not (fields := self.differs(text)):
             return
-        was = self.about.fingerprint
-        again = f"kvcli pack FILE -o {self.folder.name}, to read the documents again"
-        sets = [f"--set {key}={was[key]}" for key in fields if key in self.about.settings and key in was]
+        mine, was = fingerprint(text, identity(text.model.lm)), self.about.fingerprint
+        again = f"kvcli pack FILE -o {shlex.quote(self.folder.name)}, to read the documents again"
+        named = {key: was[key] for key in fields if key in self.about.settings and key in was and was[key] != "()"}
+        if named and text.profile.exactness == "exact":
+            named = {"exactness": "approx", **named}
+        sets = [f"--set {shlex.quote(f'{key}={value}')}" for key, value in named.items()]
         is_settings = all(key in self.about.settings or key not in was for key in fields)
         raise BadInput(
             f"{self.folder.name} was read by another model, or under other settings: {fields[0]}",
             code="other_pack",
             lines=[f"{key} was {was.get(key, 'not set')}, is {mine.get(key, 'not set')}" for key in fields],
             detail={"fields": fields},
-            try_=[f"-P {self.about.profile}", " ".join(sets), again] if sets and is_settings else [again],
+            try_=[f"-P {shlex.quote(self.about.profile)}", " ".join(sets), again] if sets and is_settings else [again],
         )
 
     def _check(self, name: str) -> None:
@@ -110,6 +117,8 @@ def open_pack(folder: Path) -> Pack:
         if set(about.files) != {CHAT, PAST}:
             raise Unfit(f"it names other files than {CHAT} and {PAST}")
         pack = Pack(folder, about, ChatDocument.model_construct())
+        if about.files[CHAT].bytes > LARGE:
+            raise Unfit("it is too large")
         pack._check(CHAT)
         chat = ChatDocument.model_validate_json(read_small(folder / CHAT, min(LARGE, about.files[CHAT].bytes)))
     except (Unfit, ValidationError, RecursionError) as error:

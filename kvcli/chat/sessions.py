@@ -153,8 +153,10 @@ class Sessions:
         entries = self.entries()
         if wanted is None:
             found = entries[:1]
-        elif wanted.isdecimal() and len(wanted) < 3:
-            found = entries[int(wanted) - 1 : int(wanted)] if int(wanted) else []
+        elif not wanted.strip():
+            found = []
+        elif wanted.isdecimal() and len(wanted) < 7 and 0 < int(wanted) <= len(entries):
+            found = [entries[int(wanted) - 1]]
         else:
             found = [entry for entry in entries if entry.id.startswith(wanted)] or _titled(entries, wanted)
             found = [entry for entry in found if entry.id == wanted] or found
@@ -263,7 +265,7 @@ def _by_age(folder: Path) -> list[tuple[str, Path]]:
 def _stamp(path: Path) -> str:
     """The file's name, and how it looks from outside."""
     about = path.stat()
-    return f"{path.name} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
+    return f"{SURROGATE.sub(chr(0xFFFD), path.name)} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
 
 def _new_name() -> str:

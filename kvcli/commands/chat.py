@@ -247,10 +247,12 @@ def ask_once(
 
 
 def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[Event]:
-    """The same events; what had to be done to the prompt is said before the first."""
-    for i, event in enumerate(events):
-        for note in () if i else talk.notes:
+    """The same events; what had to be done to the prompt is said before the next."""
+    said = 0
+    for event in events:
+        for note in talk.notes[said:]:
             screen.note(note)
+        said = len(talk.notes)
         yield event
 
 

@@ -96,7 +96,7 @@ class Repl:
                     self.handle(line)
                     self.keep()
         if self.keeps and self.chat.is_kept and not self.screen.quiet:
-            self.screen.err.line(("kept: kvcli chat -c goes on with it", "dim"))
+            self.screen.err.line((f"kept: kvcli chat {self.chat.goes_on} goes on with it", "dim"))
         return ExitStatus.OK
 
     def _read(self) -> str:
@@ -201,6 +201,8 @@ class Repl:
         before = self.chat.model
         changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
         is_kept = changed.take_past(before)
+        if before.pack is not None and not before.pack.differs(changed):
+            changed.pack = before.pack
         self.chat.model = changed
         before.close()  # what keys and values it still has are of no use to the other profile
         self.profile_name, self.said = name, list(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +33,7 @@ Chats = Annotated[list[str], typer.Argument(metavar="CHAT", help="As show takes 
 Words = Annotated[list[str], typer.Argument(metavar="WORD", help="Beginnings of words, all in one turn or title.")]
 Most = Annotated[int, option("--number", "-n", metavar="N", help="How many are shown; default 20.")]
 Out = Annotated[str, option("--output", "-o", metavar="FILE", help="The file: .md, .json or .jsonl.")]
+LONGEST = 100_000  # days
 Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was kept so long ago; default 30.")]
 Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.")]
 Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
@@ -90,13 +92,17 @@ def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> int:
     world: World = context.obj
     kept = sessions_of(world)
     names = dict.fromkeys(kept.find(chat) for chat in chats)
-    return _remove(world, kept, [entry for entry in kept.entries() if entry.id in names], yes, "rm " + " ".join(chats))
+    return _remove(
+        world, kept, [entry for entry in kept.entries() if entry.id in names], yes, shlex.join(["rm", *chats])
+    )
 
 
 @app.command()
 def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> int:
     """Forget all that nothing was added to for 30 days."""
     world: World = context.obj
+    if not 0 <= older_than <= LONGEST:
+        raise UsageError(f"--older-than {older_than}: days, from 0 to {LONGEST:,}")
     kept, before = sessions_of(world), datetime.now(UTC) - timedelta(days=older_than)
     old = [entry for entry in kept.entries() if _is_before(entry, before)]
     if dry_run:
@@ -108,7 +114,7 @@ def _is_before(entry: SessionEntry, when: datetime) -> bool:
     """What has no date, as in a file that was mended, is not old."""
     try:
         return datetime.fromisoformat(entry.saved).astimezone(UTC) <= when
-    except ValueError:
+    except (ValueError, OverflowError):
         return False
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvcli.engine.feed import Asks
 from kvcli.engine.trip import Stopped, Trip
-from kvcli.kv.slots import Store, Usage
-from kvcli.kv.state import Given, State
+from kvcli.kv.slots import Store, Usage, spans
+from kvcli.kv.state import Given, Misfit, State
 
 if TYPE_CHECKING:
     from kvcli.engine.gate import Live, Pruner, Pruning
@@ -77,6 +77,10 @@ class Behind:
         """The pruner of a prompt at these positions, whose leavings are noted if they may go on later."""
         self._noting = Noting(pruner, pos) if pruner is not None and self.comes_back else None
         return self._noting or pruner
+
+    def give_up(self) -> None:
+        """Of that prompt nothing counts."""
+        self._noting = None
 
     def read(self) -> None:
         """That prompt is stored."""
@@ -140,10 +144,14 @@ class Behind:
         """Become what gave this. Raises Misfit."""
         self.clear()
         width = self._lm.model.config.get_text_config().hidden_size
+        starts = {span.start for span in spans(self._lm.shapes)[1:]}
         for one in given.parts(self._lm.n_layers):
             pos = one.positions("pos", None).tolist()
+            layer = one.number("layer", self._lm.n_layers - 1)
+            if layer not in starts or pos != sorted(set(pos)) or not self.depth.keys().isdisjoint(pos):
+                raise Misfit("nobody stops there")
             vectors = one.tensor("x", self._lm.dtype, len(pos), width)
-            self._put(one.number("layer", self._lm.n_layers - 1), pos, vectors.to(self._lm.device, copy=True))
+            self._put(layer, pos, vectors.to(self._lm.device, copy=True))
 
     def usage(self) -> list[Usage]:
         """Bytes, by the layer before which they stopped."""

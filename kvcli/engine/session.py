@@ -47,6 +47,7 @@ class Session(Text):
     def save(self, ids: Sequence[int]) -> None:
         """Put aside what of the text serves `ids`, which are to be read next, before `begin` rewinds."""
         had = self.ids[: self.committed]
+        self.spare = None  # of what was given up
         if self.reusing is not None:
             self.spare = self.reusing.over(self.lm, self.kv, had, ids, self._shared(ids))
 
@@ -83,6 +84,7 @@ class Session(Text):
             if self.policy is None and self.pruning is None:  # with one, memory is what it leaves, not what is read
                 self.kv.reserve(len(self.ids))
             self.heard.begin(len(self.ids) - 1)
+            yield from self.behind.before_prompt(self.kv, self.ids)
         whole = len(self.ids) - 1
         if self.committed >= whole:
             self.spare = None
@@ -114,7 +116,6 @@ class Session(Text):
 
     def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
         """What is left of the prompt, or of it what is judged together where some may stay behind."""
-        yield from self.behind.before_prompt(self.kv, self.ids)
         start, pruning, pruner = self.committed, self.pruning, None
         n = whole - start if pruning is None else pruning.takes(whole - start, self.chunk_rows)
         rows = Rows.chain(self.ids[start : start + n], start)
@@ -135,13 +136,14 @@ class Session(Text):
             raise
         if not prompt.is_over:
             return
-        self._under_way, n = None, prompt.rows.n_rows
+        n = prompt.rows.n_rows
         if self.heard.of_chunk(self.committed, n):
             self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
         if prompt.pruner is not None:
             self._is_whole, self._has_left = False, True
         self.behind.read()
         self.boundary = self.committed = self.committed + n
+        self._under_way = None  # last: what fails before it is given up
         yield from self.settle("read" if self.committed == len(self.ids) - 1 else "reading")
 
     @property

@@ -83,14 +83,16 @@ class Text:
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
-        is_back, is_cut, self._under_way = keep < self.committed, self._under_way is not None, None
+        is_back, is_cut = keep < self.committed, self._under_way is not None
         stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
         stays |= self.behind.is_torn
         if stays or ((is_back or is_cut) and not self.kv.reaches(keep)):
             keep = 0
         elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
-            self.memory, self._n_prompt = self._wants.memory(), min(self._n_prompt, keep)
+            self.memory = self._wants.memory()
         self.kv.crop(keep)
+        self._under_way, self._n_prompt = None, min(self._n_prompt, keep)
+        self.behind.give_up()
         self._own = self._own if keep > self._own else math.inf
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:

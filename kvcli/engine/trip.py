@@ -80,9 +80,9 @@ class Trip:
         self._behind.is_torn = True
         for rows, made in self._made:
             commit(self._kv, rows, made, range(rows.n_rows - self._guests))
-        self._behind.is_torn = False
         self._behind.leave(self._came)
         self._behind.join(self._stopped)
+        self._behind.is_torn = False
 
 
 class Older:

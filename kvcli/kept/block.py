@@ -27,7 +27,7 @@ LENGTH = 256  # tokens of a whole one
 SUM = "crc32"
 HEADER = 1 << 20  # bytes, at most
 # what comes of headers that say what no header does
-UNREADABLE = (Unfit, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+UNREADABLE = (Unfit, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
 class Damaged(Exception):

@@ -106,6 +106,7 @@ class Shelf:
 
     def keep(self, session: Session, cancel: Callable[[], bool] = lambda: False, shaping: Shaping = WHOLE) -> Kept:
         """Write what a session has stored and is not here yet, until `cancel()` says so between files."""
+        session.rewind(session.committed + 1)  # of a prompt that it is reading nothing counts
         n = session.committed
         if not self._fields or n < FEW or n * self._lm.info.parameters < self._worth:
             return Kept()

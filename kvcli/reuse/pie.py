@@ -44,14 +44,21 @@ class Pie:
         """
         from kvcli.engine.rope import rotaries
 
-        layers = [layer for layer, shape in enumerate(lm.shapes) if shape.shares is None]
-        first = max((int(past.slots(layer).pos[0, 0]) for layer in layers), default=0) if shared < len(had) else 0
-        found = [run for run in runs(had, ids[:-1], shared, self.least) if run.old >= first]
-        if not found:
+        wanted = list(runs(had, ids[:-1], shared, self.least))
+        if not wanted:
             return None
         turns = rotaries(lm)
-        kept = {run: {layer: _copied(past, layer, run) for layer in layers} for run in found}
-        return _Turned({run.new: (run, kept[run]) for run in found}, turns)
+        kept: dict[Run, dict[int, tuple[Tensor, Tensor]]] = {run: {} for run in wanted}
+        for layer, shape in enumerate(lm.shapes):
+            if shape.shares is None:
+                s = past.slots(layer)  # once, as what is packed is unpacked for it
+                order = s.pos[0].argsort()
+                for run in list(kept):
+                    if (at := _at(s.pos[0], order, run)) is None:
+                        del kept[run]
+                    else:
+                        kept[run][layer] = s.k[:, at], s.v[:, at]  # copies: what lies there is overwritten
+        return _Turned({run.new: (run, held) for run, held in kept.items()}, turns) if kept else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +106,13 @@ def _keys(ids: np.ndarray, n: int) -> np.ndarray:
     return found
 
 
-def _copied(past: Store, layer: int, run: Run) -> tuple[Tensor, Tensor]:
-    """Keys and values of a run, [K, n, D] and [K, n, E], out of the way of what overwrites them."""
-    s = past.slots(layer)
-    first = run.old - int(s.pos[0, 0])
-    return s.k[:, first : first + run.n].clone(), s.v[:, first : first + run.n].clone()
+def _at(pos: Tensor, order: Tensor, run: Run) -> Tensor | None:
+    """Which slots at positions pos [S], rising in `order`, hold a run; None where some of it is gone."""
+    import torch
+
+    first = int(torch.searchsorted(pos[order], run.old))
+    at = order[first : first + run.n]
+    return at if len(at) == run.n and int(pos[at[0]]) == run.old and int(pos[at[-1]]) == run.old + run.n - 1 else None
 
 
 class _Turned:

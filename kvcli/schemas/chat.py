@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -11,6 +11,9 @@ from kvcli.schemas.base import Json
 
 SCHEMA: Final = "kvcli.chat/1"
 KEPT = ConfigDict(extra="ignore", strict=True)  # extra: a later version may know more
+
+
+Whole = Annotated[int, Field(ge=0, lt=1 << 63)]  # as a database holds it
 
 
 class SavedDocument(Json):
@@ -24,9 +27,9 @@ class Figures(Json):
     """What an answer took; null is what was not measured."""
 
     model_config = KEPT
-    prompt: int | None = Field(default=None, description="tokens of the prompt")
-    cached: int | None = Field(default=None, description="of these, read before")
-    new: int | None = Field(default=None, description="tokens of the answer")
+    prompt: Whole | None = Field(default=None, description="tokens of the prompt")
+    cached: Whole | None = Field(default=None, description="of these, read before")
+    new: Whole | None = Field(default=None, description="tokens of the answer")
     first_token: float | None = Field(default=None, description="seconds until it began")
     read_tok_s: float | None = Field(default=None, description="tokens of the prompt a second, cached ones left out")
     decode_tok_s: float | None = Field(default=None, description="tokens of the answer a second")
