@@ -72,6 +72,7 @@ class FakeModel:
     cautions: Sequence[str] = ()
     promise: str = "exact"
     on_overflow: str = "error"
+    pack: None = None
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked
     seeds: list[int | None] = field(default_factory=list)  # and with which seed
     held: list[object] = field(default_factory=list)  # and held to what
