@@ -178,7 +178,7 @@ def test_nothing_is_left_over_for_the_end_of_the_program(tmp_path: Path, args: l
 
 
 class Pty:
-    """A terminal that keeps all bytes it gets. Commands run in this process, on its other end."""
+    """A terminal that keeps all bytes, and says no to who asks. Commands run in this process, on its other end."""
 
     def __init__(self) -> None:
         self.master, slave = pty.openpty()
@@ -192,6 +192,8 @@ class Pty:
         try:
             while data := os.read(self.master, 1 << 16):
                 self.bytes += data
+                if data.endswith(b"[y/N] "):
+                    os.write(self.master, b"n\n")
         except OSError:  # the other end is closed
             pass
 
