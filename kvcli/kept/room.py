@@ -30,7 +30,7 @@ def make_room(folder: Path, most: int, fresh: int = 0) -> None:
         total -= stat.st_size
 
 
-def touch(paths: Sequence[Path]) -> None:
+def mark_used(paths: Sequence[Path]) -> None:
     """As used now, those further on a little earlier: without what comes before it, a block serves nobody."""
     now = time.time()
     for i, path in enumerate(paths):

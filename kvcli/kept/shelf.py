@@ -23,7 +23,7 @@ from kvcli.files import SPARE, private_folder, write_private
 from kvcli.kept import past
 from kvcli.kept.block import Block, Damaged, read
 from kvcli.kept.identity import identity
-from kvcli.kept.room import make_room, touch
+from kvcli.kept.room import make_room, mark_used
 from kvcli.kept.tree import Found, Tree
 from kvcli.kv.shortage import lacking
 from kvcli.kv.state import Misfit
@@ -100,7 +100,7 @@ class Shelf:
                 continue  # its file is gone: to what comes before it
             except OSError:  # it stays, and would be found again
                 break
-            touch([one.path for one in found])
+            mark_used([one.path for one in found])
             break
         return session.committed
 
@@ -137,7 +137,7 @@ class Shelf:
             fresh = sum(one.nbytes for one in new)
             if size > self.most or fresh > shutil.disk_usage(folder).free - SPARE:
                 return Kept(0, f"{size >> 20:,} MiB of keys and values have no room in {self.folder}")
-            touch(here)
+            mark_used(here)
             make_room(self.folder, self.most, fresh)
             if not (folder / FIELDS).exists():
                 about = {MODEL: self._lm.info.id, **self._of(session, shaping)}
@@ -147,7 +147,7 @@ class Shelf:
                     return Kept(written, STOPPED)
                 written += one.write()
                 one.drop()
-            touch(here)
+            mark_used(here)
             make_room(self.folder, self.most)
         except OSError as error:
             return Kept(written, f"{UNKEPT}: {error.strerror or error}")
@@ -197,7 +197,7 @@ class Shelf:
                     session.rewind(0)
                     raise Misfit("it is of another text")
                 session.resume(ids)  # as every question begins
-                return touch([path])
+                return mark_used([path])
             except (Damaged, Misfit):
                 path.unlink(missing_ok=True)
             except OSError:  # it stays
