@@ -33,6 +33,7 @@ class Copy:
 SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
     "prune": {"none": "kvcli.prune.everything:Everything"},
+    "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
@@ -51,7 +52,7 @@ def failing(folder: Path, config: str | bytes = b"", **given: Any) -> BadConfig:
 
 
 KV_KEYS = "keys of kv: dtype, k_bits, v_bits, group, residual, sinks, rotate"
-NAMES = "tables: load, prefill, prune, kv, memory, policy, recall, spec, sample, context"
+NAMES = "tables: load, prefill, prune, reuse, kv, memory, policy, recall, spec, sample, context"
 
 # Each: what stands in config.toml, and the three lines expected for it.
 IN_FILE = {

@@ -44,6 +44,7 @@ class Guess:
 
 REGISTRIES = {
     "prune": {"none": "kvcli.prune.everything:Everything"},
+    "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {
