@@ -293,7 +293,9 @@ def plain(dtype: torch.dtype, every: int, sampler: str) -> Session:
 @pytest.mark.parametrize("drafter", drafters.ADVERSARIES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("every", [2, 4, 16])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32, torch.bfloat16], ids=str
+)
 def test_drafts_change_nothing(dtype: torch.dtype, every: int, sampler: str, drafter: type) -> None:
     """Of the text, of who waits behind, or a bit of what is stored."""
     alone = plain(dtype, every, sampler)
