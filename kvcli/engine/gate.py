@@ -82,7 +82,7 @@ class Pruning(Protocol):
 
     @property
     def every(self) -> int | None:
-        """Tokens of an answer between two passes in which some may come back; None = what stays behind is gone."""
+        """Tokens of an answer between two boundaries at which some may come back; None = what stays behind is gone."""
 
     @property
     def completes(self) -> bool:
@@ -100,7 +100,7 @@ class Pruning(Protocol):
         """
 
     def back(self, lm: LM, past: Store, behind: Behind) -> Choose:
-        """Who comes back on a trip of the newest token alone. Asked where `every` is set."""
+        """Who comes back on a trip that the newest token makes for that alone (trip.py). Asked where `every` is set."""
 
 
 class Gate:
