@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from kvcli.kv.packed import Packed
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
 from tests import families
+from tests.covering import covering
 from tests.exact.table import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
 from tests.fake_device import Rounding
 from tests.policies import KeepAll, Ragged, masks
@@ -76,6 +78,9 @@ def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, t
 
 PACKED = {"packed_8": packed(8, 8), "packed_4_2": packed(4, 2, "hadamard"), "packed_16_4": packed(16, 4)}
 POLICIES = {"all": None, "keepall": KeepAll(), "ragged": Ragged()}
+ROWS = list(product(LADDERS | PACKED, POLICIES, DRAFTERS, SAMPLERS, DTYPES))
+SHORT = covering(ROWS)
+TABLE = [pytest.param(*row, marks=[] if row in SHORT else [pytest.mark.slow]) for row in ROWS]
 
 
 def fill(kv: Store, n: int, settle_at: int = 10) -> None:
@@ -391,11 +396,7 @@ def plain(name: str, model: str, policy: str, sampler: str, dtype: str) -> list[
     return decode(name, model, policy, sampler, dtype, Off())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", LADDERS | PACKED)
+@pytest.mark.parametrize(("name", "policy", "drafter", "sampler", "dtype"), TABLE)
 def test_any_drafter_gives_the_text_of_plain_decoding(
     name: str, policy: str, drafter: str, sampler: str, dtype: str
 ) -> None:
