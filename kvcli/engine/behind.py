@@ -19,8 +19,8 @@ from kvcli.kv.slots import Store, Usage, spans
 from kvcli.kv.state import Given, Misfit, State
 
 if TYPE_CHECKING:
-    from kvcli.engine.gate import Live, Pruner, Pruning
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Live, Pruning
 
 AT_ONCE = 256  # tokens that go on together to the last layer: each has a mask over all that is stored
 
@@ -31,7 +31,6 @@ class Behind:
     def __init__(self, lm: LM, pruning: Pruning | None) -> None:
         self._lm, self._pruning = lm, pruning
         self._at: Stopped = {}  # positions rise
-        self._noting: Noting | None = None  # of the prompt under way
         self.is_torn = False  # some layers hold what came back, and others do not
 
     def __len__(self) -> int:
@@ -59,7 +58,7 @@ class Behind:
 
     def clear(self) -> None:
         """A text begins anew."""
-        self._at, self._noting, self.is_torn = {}, None, False
+        self._at, self.is_torn = {}, False
 
     # ---- a prompt ----
 
@@ -72,21 +71,6 @@ class Behind:
         """Another prompt is to be read behind what is stored."""
         if self._pruning is not None and self._pruning.completes:
             yield from self.complete(kv, ids)
-
-    def noted(self, pruner: Pruner | None, pos: Sequence[int]) -> Pruner | None:
-        """The pruner of a prompt at these positions, whose leavings are noted if they may go on later."""
-        self._noting = Noting(pruner, pos) if pruner is not None and self.comes_back else None
-        return self._noting or pruner
-
-    def give_up(self) -> None:
-        """Of that prompt nothing counts."""
-        self._noting = None
-
-    def read(self) -> None:
-        """That prompt is stored."""
-        if self._noting is not None:
-            self.join(self._noting.stopped)
-        self._noting = None
 
     # ---- the ways on ----
 
@@ -156,23 +140,3 @@ class Behind:
     def usage(self) -> list[Usage]:
         """Bytes, by the layer before which they stopped."""
         return [Usage(layer, "behind", len(pos), x.nbytes) for layer, (pos, x) in self._at.items()]
-
-
-class Noting:
-    """A pruner of rows at these positions, and a note of whom it leaves behind."""
-
-    def __init__(self, pruner: Pruner, pos: Sequence[int]) -> None:
-        self._pruner, self._pos = pruner, pos
-        self.stopped: Stopped = {}
-
-    def before(self, layer: int, live: Live) -> Sequence[int] | None:
-        """As it says."""
-        return self._pruner.before(layer, live)
-
-    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
-        """Noted."""
-        self.stopped[layer] = [self._pos[row] for row in rows], hidden
-
-    def revive(self, layer: int) -> tuple[Sequence[int], Tensor] | None:
-        """As it says."""
-        return self._pruner.revive(layer)

@@ -124,7 +124,7 @@ class Session(Text):
             asks = sorted({*hear, *range(max(0, n - pruning.hears), n)})
             pruner = yield from asked(pruning.over(self.lm, self.kv, rows, asks, self.chunk_rows))
             hear = hear if pruner is None else asks
-        pruner, comes_back = self.behind.noted(pruner, rows.pos), self.behind.comes_back
+        comes_back = self.behind.comes_back
         return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)
 
     def _read_on(self, prompt: ByLayers) -> Asks[None]:
@@ -141,7 +141,7 @@ class Session(Text):
             self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
         if prompt.pruner is not None:
             self._is_whole, self._has_left = False, True
-        self.behind.read()
+        self.behind.join(prompt.stopped)
         self.boundary = self.committed = self.committed + n
         self._under_way = None  # last: what fails before it is given up
         yield from self.settle("read" if self.committed == len(self.ids) - 1 else "reading")

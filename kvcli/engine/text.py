@@ -21,9 +21,9 @@ from kvcli.kv.state import Given, Misfit, State, Stateful
 if TYPE_CHECKING:
     from kvcli.engine.constraint import Constraint
     from kvcli.engine.drafter import Drafter
-    from kvcli.engine.gate import Pruning
     from kvcli.engine.kinds import Span
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Pruning
     from kvcli.engine.spare import Reusing, Spare
     from kvcli.settings.schema import Order
 
@@ -92,7 +92,6 @@ class Text:
             self.memory = self._wants.memory()
         self.kv.crop(keep)
         self._under_way, self._n_prompt = None, min(self._n_prompt, keep)
-        self.behind.give_up()
         self._own = self._own if keep > self._own else math.inf
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
