@@ -79,9 +79,10 @@ class Behind:
         """Tokens of an answer between two boundaries at which some may come back; None = nobody does."""
         return self._pruning.every if self._pruning is not None and self else None
 
-    def come_back(self, kv: Store, ids: Sequence[int]) -> Asks[None]:
-        """At a boundary: those go on that the pending token looks at. It goes along, and nothing of it is stored."""
-        assert self._pruning is not None, "somebody left them behind"
+    def come_back(self, kv: Store, ids: Sequence[int], written: int) -> Asks[None]:
+        """So far into an answer those go on that its pending token looks at. It goes along; nothing of it is stored."""
+        if self._pruning is None or self.every is None or written % self.every:
+            return
         trip = Trip(self._lm, kv, ids, self, [len(ids) - 1])
         yield from trip.go(self._pruning.back(self._lm, kv, self))
         trip.store()
