@@ -15,9 +15,9 @@ from torch import Tensor
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.feed import Feed
-from kvcli.engine.gate import Pruning
 from kvcli.engine.lm import LM
 from kvcli.engine.policy import Policy
+from kvcli.engine.pruner import Pruning
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session

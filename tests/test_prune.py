@@ -14,8 +14,8 @@ import torch
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import Engine, drive, events, run, together
 from kvcli.engine.feed import Feed
-from kvcli.engine.gate import Pruning
 from kvcli.engine.lm import LM
+from kvcli.engine.pruner import Pruning
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session, commit
