@@ -20,7 +20,7 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
 from kvcli.kernels.merge import merge
-from kvcli.kv import disk, folder
+from kvcli.kv import extents, folder
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host, Staging
@@ -268,7 +268,7 @@ def some(n: int, at: int = 0) -> Slots:
 def test_the_file_is_private_and_has_no_name() -> None:
     kv = a_disk()
     kv.take(0, some(300))
-    facts = os.fstat(kv._file.fileno())
+    facts = os.fstat(kv._file._file.fileno())
     assert facts.st_mode & 0o777 == 0o600
     assert facts.st_nlink == 0
     assert facts.st_size == sum(u.nbytes for u in kv.usage() if u.tier == "disk")
@@ -296,7 +296,7 @@ def test_room_on_the_disk_is_used_again() -> None:
         assert kv.n_slots(0) == 0
     once = a_disk()
     once.take(0, some(700))
-    assert os.fstat(kv._file.fileno()).st_size == os.fstat(once._file.fileno()).st_size
+    assert os.fstat(kv._file._file.fileno()).st_size == os.fstat(once._file._file.fileno()).st_size
 
 
 def test_a_copy_of_a_store_has_a_file_of_its_own() -> None:
@@ -344,7 +344,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args)
 
-    monkeypatch.setattr(disk.os, call, full)
+    monkeypatch.setattr(extents.os, call, full)
 
     def use() -> None:
         for i in range(4):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvcli.kv.disk import part_of
+from kvcli.kv.extents import part_of
 from kvcli.kv.footprint import STEP, narrow, packs_by_age, wide
 from kvcli.kv.ladder import SLACK
 from kvcli.kv.shortage import Shortage
