@@ -24,8 +24,9 @@ from kvcli.kv import extents, folder
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host, Staging
-from kvcli.kv.ladder import Ladder, Rung, oldest
+from kvcli.kv.ladder import Ladder, oldest
 from kvcli.kv.packed import Packed
+from kvcli.kv.rung import Rung
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
 from tests import families

@@ -27,8 +27,9 @@ from kvcli.kept.block import Damaged
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Store
 from kvcli.kv.state import Misfit, State, leaves, tree_of
 from kvcli.kv.windows import Window, windows_of

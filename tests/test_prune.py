@@ -21,7 +21,8 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session, commit
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Store
 from kvcli.prune import narrowing
 from kvcli.prune.chunked import Chunked

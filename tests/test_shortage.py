@@ -25,9 +25,10 @@ from kvcli.engine.session import Session
 from kvcli.errors import BadConfig, DoesNotFit, ExitStatus
 from kvcli.kv.dense import Dense
 from kvcli.kv.index_minmax import MinMax
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
+from kvcli.kv.rung import Rung
 from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.kv.slots import Store, alike, nbytes
 from kvcli.settings.profile import Profile

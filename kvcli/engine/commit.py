@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
-    """Store keys and values of these rows, rising, in each layer that they went through."""
+    """Store keys and values of these rows in each layer that they went through."""
     if not path:
         return
     device = next(iter(made.fresh.values())).k.device
-    is_all, is_run = len(path) == rows.n_rows, path[-1] - path[0] == len(path) - 1
+    is_run = path[-1] - path[0] == len(path) - 1
+    is_all = is_run and len(path) == rows.n_rows
     taken = slice(path[0], path[-1] + 1) if is_run else torch.tensor(path, device=device)
     pos = rows.pos if is_all else [rows.pos[row] for row in path]
     # with gaps, of which a prompt that is pruned has hundreds
-    at = torch.tensor(pos, dtype=torch.int32, device=device) if pos[-1] - pos[0] >= len(pos) else None
+    at = torch.tensor(pos, dtype=torch.int32, device=device) if pos[-1] - pos[0] != len(pos) - 1 else None
     for layer, fresh in made.fresh.items():
         k, v = (fresh.k, fresh.v) if is_all else (fresh.k[:, taken], fresh.v[:, taken])
         if at is None:

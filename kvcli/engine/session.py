@@ -63,7 +63,6 @@ class Session(Text):
         hear = self.heard.of_tree(rows.tree)
         made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
         path, new = walk(rows, made.drawn, stop)
-        assert self.committed + len(path) <= self.boundary, "a draft crossed a boundary"
         self._commit(rows, hear, made, path)
         self.ids += new
         self.seen.add(new)
@@ -113,6 +112,7 @@ class Session(Text):
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
         made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True)
+        self.boundary = end  # a chunk's end is a boundary
         self._commit(rows, hear, made, range(rows.n_rows))
 
     def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
@@ -195,6 +195,7 @@ class Session(Text):
 
     def _commit(self, rows: Rows, hear: Sequence[int], made: Made, path: Sequence[int]) -> None:
         """Store the accepted rows' keys and values; the others vanish with the pass."""
+        assert len(path) <= self.boundary - self.committed, "a draft crossed a boundary"
         commit(self.kv, rows, made, path)
         self.heard.take(rows, hear, made.queries, path)
         self.committed += len(path)  # last: what fails before it has not happened

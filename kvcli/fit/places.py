@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.kv.footprint import STEP
-from kvcli.kv.ladder import SLACK
+from kvcli.kv.rung import SLACK
 from kvcli.kv.shortage import Shortage
 from kvcli.settings.schema import size_of
 

@@ -82,12 +82,11 @@ class Disk:
         """As they are."""
         n, held = s.n_slots, self._layers[layer]
         self._file.may_write(n)
-        fresh: list[Extent] = []
+        room, fresh = min(n, held[-1].room) if held else 0, list[Extent]()  # slots
         try:
-            rest = n - (held[-1].room if held else 0)  # slots
-            if rest > 0:
-                fresh.append(self._file.claim(rest, held))
-            places = _places([*held[-1:], *fresh], n)
+            if room < n:
+                fresh.append(self._file.claim(n - room, held))
+            places = [(extent, 0, room) for extent in held[-1:] if room] + [(extent, room, n) for extent in fresh]
             for extent, a, b in places:
                 self._file.write(extent, s.k[:, a:b], s.v[:, a:b])
         except BaseException as error:
@@ -196,14 +195,3 @@ class Disk:
         empty = [e for e in self._layers[layer] if not bool((e.pos >= 0).any())]
         self._layers[layer] = [e for e in self._layers[layer] if not any(e is gone for gone in empty)]
         self._file.give_back(empty)
-
-
-def _places(extents: list[Extent], n: int) -> list[tuple[Extent, int, int]]:
-    """Which of n slots go to which extent: those from a to b - 1, in order, as far as there is room."""
-    found, a = [], 0
-    for extent in extents:
-        b = a + min(extent.room, n - a)
-        if b > a:
-            found.append((extent, a, b))
-        a = b
-    return found

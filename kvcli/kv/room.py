@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.kv.extents import part_of
 from kvcli.kv.footprint import STEP, narrow, packs_by_age, wide
-from kvcli.kv.ladder import SLACK
+from kvcli.kv.rung import SLACK
 from kvcli.kv.shortage import Shortage
 from kvcli.settings.schema import size_of
 

@@ -16,8 +16,9 @@ import torch
 from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import STEP, is_ladder, is_packed, packs_by_age
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.room import Room, room
+from kvcli.kv.rung import Rung
 from kvcli.kv.windows import windows_of
 from kvcli.models.machine import kept_free
 from kvcli.settings.schema import size_of
