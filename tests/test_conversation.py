@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from kvcli.api import End, Read, Text, Turn
-from kvcli.chat.conversation import Chat
+from kvcli.chat.conversation import Chat, heard
 from kvcli.chat.sessions import Sessions
 from kvcli.documents import Document, document_of
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadInput, ContextOverflow, UsageError
-from kvcli.models.text import decode, encode, heard, render_text
+from kvcli.models.text import decode, encode, render_text
 from tests.fake_model import FakeModel, fake_info
 from tests.small_tokenizers import demo
 

@@ -13,8 +13,6 @@ from kvcli.outlet import BROKEN
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.api import Turn
-
 Messages = Sequence[Mapping[str, str]]
 Note = Callable[[str], None]
 
@@ -211,16 +209,6 @@ def resume_ids(
     if cut and spans[cut - 1][1] > len(known):
         return fresh  # a token spans the seam
     return [*ids, *fresh[cut:]]
-
-
-def heard(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], turn: Turn) -> tuple[str, list[int]]:
-    """Prompt and answer as text and as the ids the model saw, without the stop token, which the template rewrites."""
-    answer = list(turn.ids)
-    if turn.finish == "stop" and answer and answer[-1] in special_ids(tokenizer):
-        answer.pop()
-    if decode(tokenizer, answer) != turn.text:  # a stop string cut the text shorter than the ids
-        return "", []
-    return prompt + turn.text, [*ids, *answer]
 
 
 def fold_system(messages: Messages) -> list[Mapping[str, str]]:
