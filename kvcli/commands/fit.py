@@ -91,6 +91,7 @@ def _plans(
 def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Outlook:
     """The model's sizes and the machine's, or of the machine that was described."""
     subject = _subject(setup, profile, notes)  # before anything large is imported: a typing error is quick
+    from kvcli.commands.outlook import drafts
     from kvcli.fit import program
     from kvcli.fit.before import Outlook
     from kvcli.fit.room import CONTEXT, rooms, size
@@ -99,7 +100,7 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
     if vram:
         notes.append(f"of a card, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is on the host")
     paths = setup.world.paths
-    return Outlook(subject, setup.name, paths.data, found, program.elsewhere(paths.cache))
+    return Outlook(subject, setup.name, paths.data, found, program.elsewhere(paths.cache), find=drafts(setup))
 
 
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:

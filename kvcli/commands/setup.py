@@ -209,6 +209,10 @@ class Setup:
         self.found = self.found or find(self.world, self.model, profile.load.allow_pickle, tell)
         return self.found
 
+    def draft(self, name: str, tell: Callable[[str], None] | None = None) -> source.Source:
+        """The checked files of a model that drafts; its pickle files are not trusted."""
+        return find(self.world, name, allow_pickle=False, tell=tell)
+
     def load(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Model:
         """Load the model; `tell` hears of a download."""
         found = self.fetch(profile, tell)
@@ -217,7 +221,7 @@ class Setup:
         with insisting():
             from kvcli.chat.local import load
 
-            model = load(found, profile, tell=tell, cache=self.world.paths.cache)
+            model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
         info = model.info = replace(model.info, id=self.name)
         model.time_passes = partial(self.costs, tell=tell or log.info)
         model.prepare()

@@ -21,7 +21,8 @@ from tests.fit.test_runs import entry
 from tests.test_calibrate import made
 from tests.test_repl import Talk
 
-SHIPPED = load_config(Sources()).names()  # by what they are for
+# by what they are for; that of a model which drafts names none, and cannot be planned for
+SHIPPED = [name for name in load_config(Sources()).names() if name != "draft"]
 
 
 @pytest.fixture
