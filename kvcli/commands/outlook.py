@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadConfig, BadModel, DoesNotFit, KvcliError
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.commands.setup import Setup
     from kvcli.fit.before import Outlook
-    from kvcli.fit.plan import Subject
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
@@ -61,14 +59,7 @@ def outlook_of(setup: Setup, found: Source) -> Outlook:
 
     paths = setup.world.paths
     base = program.elsewhere(paths.cache)
-    return Outlook(subject_of(found), setup.name, paths.data, base=base, find=drafts(setup))
-
-
-def drafts(setup: Setup, tell: Callable[[str], None] | None = None) -> Callable[[str], Subject]:
-    """A model that drafts, by name; `tell` hears of a download."""
-    from kvcli.fit.plan import subject_of
-
-    return cache(lambda name: subject_of(setup.draft(name, tell)))
+    return Outlook(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes())
 
 
 def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str], None]) -> Prepared:
@@ -84,7 +75,7 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
     from kvcli.fit.plan import subject_of
 
     try:
-        its = drafts(setup, tell)
+        its = setup.sizes(tell)
         outlook = Outlook(subject_of(found), setup.name, setup.world.paths.data, base=program.here(), find=its)
         refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
         plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)

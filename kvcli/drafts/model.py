@@ -53,8 +53,11 @@ class Model(Ngram):
         from kvcli.errors import BadConfig
 
         if not self.model:
-            said = 'spec.method = "model" needs a model that drafts'
-            raise BadConfig(said, code="no_draft_model", try_=["--draft MODEL", "--set spec.model=MODEL"])
+            raise BadConfig(
+                'spec.method = "model" needs a model that drafts',
+                code="no_draft_model",
+                try_=["--draft MODEL", "--set spec.model=MODEL"],
+            )
         return Second(self.model, self.quant)
 
     def kept(self, n: int) -> int:

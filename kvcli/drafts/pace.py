@@ -141,7 +141,10 @@ class Pace:
         `mean`: how often further ones come true, as far as is known before they are made; `each`: plain passes of one.
         """
         n, chance, gain = len(chances), chances[-1] if chances else 1.0, 0.0
-        costs, rate = self._clock.costs(most + 2), max(self._window.rate, 1.0)
+        rate = max(self._window.rate, 1.0)
+        if chance * mean <= rate * each:  # further ones come true no more often
+            return False
+        costs = self._clock.costs(most + 2)
         for further in range(1, min(most, max(_SAFE, self._clock.reach - 1)) - n + 1):
             chance *= mean
             gain += chance

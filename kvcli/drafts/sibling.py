@@ -121,9 +121,9 @@ class Sibling:
         self._cut(len(self._text) - 1)  # it may be asked again, where the pass that was to check its guesses broke
         yield from self._pass_over(min(most, self._newest))
         while self.missing > max(CHUNK, want):
+            self._make_room(CHUNK)
             yield from self._feed(self._text[self._n : self._n + CHUNK])
-        if self._kv.n_slots(self._layers[0]) + self.missing > self._sinks + self._newest:
-            self._settle(max(0, self._newest - max(self.missing, self._newest // SPARE)))
+        self._make_room(self.missing)
         return (yield from self._feed(self._text[self._n :], want))
 
     def go_on(self, guess: int) -> Asks[list[float]]:
@@ -160,6 +160,11 @@ class Sibling:
         self._n += hole
         self._solid = self._n
         self._gap += hole if self._turns is not None else 0
+
+    def _make_room(self, n: int) -> None:
+        """Of the newest tokens only so many stay that n more may be stored."""
+        if self._kv.n_slots(self._layers[0]) + n > self._sinks + self._newest:
+            self._settle(max(0, self._newest - max(n, self._newest // SPARE)))
 
     def _settle(self, newest: float) -> None:
         """Of what is stored the first tokens stay and so many of the newest."""

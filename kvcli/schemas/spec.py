@@ -58,9 +58,7 @@ class SpecDocument(Json):
     plain_tok_s: Range
     tok_s: Range
     ratio: Range = Field(description="of drafting over plain decoding, repetition by repetition")
-    predicted: float | None = Field(
-        description="tokens a pass over what its rows should cost; null with a second model"
-    )
+    predicted: float | None = Field(description="tokens a pass over what rows should cost; null: a second model drafts")
     tokens_per_pass: float
     mean_acceptance_length: float
     drafted_share: Share

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcli.drafts import sibling
 from kvcli.drafts.model import Model
 from kvcli.drafts.off import Off
 from kvcli.drafts.sibling import Sibling
@@ -130,7 +131,7 @@ def test_of_a_text_the_first_tokens_and_the_newest_stay(sees: int | None) -> Non
 
 
 @pytest.mark.parametrize("sees", [None, 0, 31])
-def test_closed_up_it_is_the_text_without_what_went(sees: int | None) -> None:
+def test_closed_up_it_is_the_text_without_what_went(sees: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that were turned are those of a text in which the tokens between never stood; values know no positions."""
     at = Reader(23, 3, closes=True)
     drive(at.it.study(sees))
@@ -143,11 +144,13 @@ def test_closed_up_it_is_the_text_without_what_went(sees: int | None) -> None:
     assert torch.equal(s.pos, want.pos)
     assert torch.allclose(s.k, want.k, atol=1e-6)  # angles are taken in float32
     assert torch.allclose(s.v, want.v, atol=1e-12)
+    monkeypatch.setattr(sibling, "CHUNK", 5)
     for n in range(300):  # five times as long as the model was made for, were positions those of the text
         drive(at.it.read())
         assert int(at.slots().pos.max()) < 23
-        at.ids += [n % 97] * 7
-        at.it.extend([n % 97] * 7)
+        new = [n % 97] * (19 if n % 3 else 2)
+        at.ids += new
+        at.it.extend(new)
     assert at.it.room > 400
 
 
@@ -229,9 +232,9 @@ def test_a_copy_of_a_text_shares_the_weights_and_not_what_was_read() -> None:
     drive(session.read(families.prompt(60)))
     list(events(session.stream(9)))
     other = session.fork()
-    sibling, copied = (s.drafter._chain.sibling for s in (session, other))  # type: ignore[attr-defined]
-    assert copied.lm is sibling.lm
-    assert copied._kv is not sibling._kv
+    mine, its = (s.drafter._chain.sibling for s in (session, other))  # type: ignore[attr-defined]
+    assert its.lm is mine.lm
+    assert its._kv is not mine._kv
     for of in (session, other):
         list(events(of.stream(9)))
     assert session.ids == other.ids
