@@ -206,6 +206,14 @@ def test_what_loading_would_refuse_is_not_planned(machine):
     assert machine("fit", "demo", "--quant", "nf4", "--vram", "12GiB").exit == 0
 
 
+def test_a_profile_that_names_no_model_to_draft_is_left_out_of_all(machine):
+    found = document(machine("fit", "demo", "--all", "--json"))
+    assert any(note.startswith("draft is left out: spec.method") for note in found["notes"])
+    assert machine("fit", "demo", "--profiles", "draft").exit == 9
+    drafted = document(machine("fit", "demo", "--profiles", "draft", "--set", "spec.model=demo", "--json"))
+    assert drafted["plans"][0]["draft"] > drafted["plans"][0]["weights"]
+
+
 def test_a_profile_that_the_device_refuses_is_left_out_of_all(machine):
     config = machine.folder / "more.toml"
     config.write_text('[profiles.card]\nextends = "exact"\nexactness = "approx"\n[profiles.card.load]\nquant = "nf4"\n')
