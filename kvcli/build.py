@@ -67,6 +67,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "ngram": "kvcli.drafts.ngram:Ngram",
         "lookahead": "kvcli.drafts.lookahead:Lookahead",
         "mix": "kvcli.drafts.mix:Mix",
+        "model": "kvcli.drafts.model:Model",
     },
 }
 
@@ -172,18 +173,21 @@ def every(profile: Profile) -> int | None:
     return EVERY if wanted is None and is_ladder(profile.kv, profile.memory) else wanted
 
 
-def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None) -> Session:
+def session(
+    lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None, draft: LM | None = None
+) -> Session:
     """An empty session of `lm` as the profile wants it.
 
     `costs`: what passes take on this machine, for the drafter to start from; never changes the text. `kinds`: the kind
-    of each id (kvcli.chat.token_kinds), for policies; None = all are text.
+    of each id (kvcli.chat.token_kinds), for policies; None = all are text. `draft`: the model that `[spec]` names.
     """
     import torch
 
+    from kvcli.engine.drafter import Pair
     from kvcli.engine.session import Session
 
     kv = store(lm, profile)
-    drafter: Drafter = profile.spec.drafter(lm.stop_ids)
+    drafter: Drafter = profile.spec.drafter(lm.stop_ids, Pair(lm, draft) if draft is not None else None)
     if costs:
         drafter.expect(costs)
     return Session(

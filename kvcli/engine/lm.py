@@ -148,6 +148,10 @@ class LM:
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
 
+    def __deepcopy__(self, memo: object) -> LM:
+        """Itself: texts that are copied share it."""
+        return self
+
     @property
     def rounds_by_rows(self) -> bool:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""

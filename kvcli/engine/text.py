@@ -193,7 +193,7 @@ class Text:
 
     def fork(self) -> Self:
         """A second session with the same text and a past of its own; the weights are shared."""
-        return copy.deepcopy(self, {id(shared): shared for shared in (self.lm, self.constraint)})
+        return copy.deepcopy(self, {id(self.constraint): self.constraint})
 
     def resume(self, ids: Sequence[int]) -> int:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""

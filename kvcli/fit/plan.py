@@ -47,10 +47,11 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was measured before and goes into every estimate."""
+    """What was measured before, or lies elsewhere, and goes into every estimate."""
 
     base: int = BASE  # bytes of the program, in host memory
     beyond: Beyond = NOTHING  # what earlier runs on this kind of device took more
+    find: Callable[[str], Subject] | None = None  # a model that drafts, by name; None = nobody can tell its sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         answer=profile.sample.max_new_tokens,
         tables=profile.spec.tables,
         copied=profile.spec.copied,
+        second=_second(profile, room, facts),
         base=max(0, (facts.base if room.kind == "cpu" else 0) + facts.beyond.middle),
         is_uneven=profile.policy.is_uneven and not packs_by_age(profile.kv, profile.memory),
         is_packed=load.quant != "none",
@@ -187,6 +189,18 @@ def _ordered(
         return run, most
     more = memory.largest(shape, heavy, by_layers, usable, shape.limit)
     return (by_layers, more) if more > most else (run, most)
+
+
+def _second(profile: Profile, room: Room, facts: Facts) -> Callable[[int], int] | None:
+    """Tokens of a text -> bytes that a model which drafts takes; None = there is none."""
+    if (wanted := profile.spec.second) is None or facts.find is None:
+        return None
+    subject = facts.find(wanted.model)
+    number = subject.number if profile.load.dtype == "auto" else weights.BYTES[profile.load.dtype]
+    given = subject.is_quantized
+    refuse_quant(subject.name, wanted.quant, room.kind, is_quantized=given)
+    heavy = weights.weigh(subject.held, subject.shape, number=number, quant=wanted.quant, device=room.kind, given=given)
+    return lambda n: heavy.memory + memory.kv_bytes(subject.shape, profile.spec.kept(n), number)
 
 
 def _caps(profile: Profile, shape: Shape, room: Room, of_layer: LayerShape, number: int, free: int) -> Caps:
