@@ -31,6 +31,7 @@ from kvcli.errors import BadInput, writing
 from kvcli.files import replacing_folder, write_private
 from kvcli.kept import past
 from kvcli.kept.block import Damaged
+from kvcli.kept.codec import coded_state, decoded_state
 from kvcli.kept.identity import identity
 from kvcli.kept.shelf import FEW, fields_of
 from kvcli.kv.state import Misfit
@@ -64,7 +65,7 @@ class Pack:
             return
         try:
             self._check(PAST)
-            session.restore(past.read(self.folder / PAST), ids[n])
+            session.restore(decoded_state(past.read(self.folder / PAST)), ids[n])
         except (Damaged, Misfit, Unfit) as error:
             raise _bad(self.folder, f"{PAST}: {error}") from None
         except OSError as error:
@@ -157,7 +158,7 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
     assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
     shaping = build.shaping(text.profile)
     with replacing_folder(folder) as made:
-        past.write(made / PAST, text.session.state())
+        past.write(made / PAST, coded_state(text.session.state(), shaping.codec))
         write_private(made / CHAT, json.dumps(as_document(talk).document(), ensure_ascii=False))
         about = PackDocument(
             schema="kvcli.pack/1",

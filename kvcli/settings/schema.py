@@ -192,6 +192,7 @@ TABLES: Mapping[str, type] = {
 METHODS: Mapping[str, tuple[str, str]] = {
     "prune": ("method", "none"),
     "reuse": ("method", "none"),
+    "keep": ("codec", "none"),
     "policy": ("name", "none"),
     "recall": ("method", "none"),
     "spec": ("method", "off"),
@@ -204,6 +205,7 @@ ORDER = (
     "reuse",
     "kv",
     "memory",
+    "keep",
     "policy",
     "recall",
     "spec",
