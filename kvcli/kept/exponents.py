@@ -30,8 +30,8 @@ class Exponents:
             return None
         numbers = t.view(-1).view(torch.uint8).numpy().view(UNSIGNED[t.dtype])
         size = t.element_size()
-        turned = ((numbers << 1) | (numbers >> (8 * size - 1))).view(np.uint8).reshape(-1, size)  # the sign goes last
-        top = np.ascontiguousarray(turned[:, -1])
+        turned = (numbers << 1) | (numbers >> (8 * size - 1))  # the sign goes last
+        *rest, top = ((turned >> (8 * i)).astype(np.uint8) for i in range(size))
         below = top.max() - top
         far = np.flatnonzero(below >= MOST).astype("<u4")
         below[far] = MOST
@@ -39,7 +39,9 @@ class Exponents:
         pairs = below[:half].copy()
         pairs[: len(top) - half] |= below[half:] << 4
         head = bytes([top.max()]) + len(far).to_bytes(4, "little")
-        made = b"".join((head, pairs.tobytes(), turned[:, :-1].tobytes(), far.tobytes(), top[far].tobytes()))
+        made = b"".join(
+            (head, pairs.tobytes(), *(plane.tobytes() for plane in rest), far.tobytes(), top[far].tobytes())
+        )
         return made if len(made) < t.nbytes else None
 
 
@@ -54,11 +56,13 @@ def decode(data: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     far, its = np.frombuffer(data, "<u4", n_far, rest), np.frombuffer(data, np.uint8, n_far, rest + 4 * n_far)
     if n_far and int(far.max()) >= n:
         raise ValueError("it has numbers behind its last")
-    below = np.concatenate((pairs & MOST, pairs[: n - half] >> 4))
-    turned = np.empty((n, size), np.uint8)
-    turned[:, -1] = most - below
-    turned[far, -1] = its
-    turned[:, :-1] = np.frombuffer(data, np.uint8, n * (size - 1), HEAD + half).reshape(n, size - 1)
-    numbers = turned.view(UNSIGNED[dtype])
-    numbers = (numbers >> 1) | (numbers << (8 * size - 1))
-    return torch.from_numpy(numbers.view(np.uint8).reshape(-1)).view(dtype).view(*shape)
+    top = np.empty(n, np.uint8)
+    np.bitwise_and(pairs, MOST, out=top[:half])
+    np.right_shift(pairs[: n - half], 4, out=top[half:])
+    np.subtract(most, top, out=top)
+    top[far] = its
+    turned = top.astype(UNSIGNED[dtype]) << (8 * (size - 1))
+    for i in range(size - 1):
+        turned |= np.frombuffer(data, np.uint8, n, HEAD + half + i * n).astype(UNSIGNED[dtype]) << (8 * i)
+    numbers = (turned >> 1) | (turned << (8 * size - 1))
+    return torch.from_numpy(numbers.view(np.uint8)).view(dtype).view(*shape)

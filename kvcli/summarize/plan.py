@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvcli.errors import BadInput, ContextOverflow, KvcliError, UsageError
+from kvcli.errors import BadInput, ContextOverflow, UsageError
 from kvcli.fit.speed import at, by_rows
 from kvcli.models.text import encode, render_prompt
 from kvcli.summarize.parts import AsRead, Part, Piece, cut, pieces_of
@@ -91,9 +91,15 @@ def make_plan(
 ) -> Plan:
     """Whole where it fits, else parts; whole where it was `read` so.
 
-    Raises ContextOverflow where neither fits, and BadInput without any text.
+    Raises ContextOverflow where neither fits, BadInput without any text, and UsageError for what cannot be asked so.
     """
     wording = wording or Wording()
+    if read is not None and (wording.system is not None or wording.part is not None):
+        raise UsageError(
+            "this model has words of its own before short passages: what was read without them is of no use to it",
+            code="not_followed",
+            try_=["kvcli summarize FILE", "kvcli chat --pack NAME.kvs"],
+        )
     pieces = pieces_of(documents)
     if not pieces:
         raise BadInput("there is no text to summarise", code="no_text", try_=["another file"])
@@ -109,7 +115,9 @@ def make_plan(
     ):
         return desk.plan("whole", "all of it fits the window", [whole], text)
     if read is not None:
-        raise _other_than_read(size, answer, window, most)
+        error = _too_long(size, answer, window)
+        error.try_ = ("--length short", *_wider(size + answer, window), "kvcli summarize FILE, which reads it in parts")
+        raise error
     if request.mode == "whole":
         raise _too_long(size, answer, window)
     return desk.plan("map", _why(request, is_longer=size + answer > window.limit), desk.cut(most), text)
@@ -231,20 +239,6 @@ def _too_long(size: int, answer: int, window: Window) -> ContextOverflow:
         detail={"prompt": size, "reserve": answer, "limit": limit},
         try_=["--mode map", *_wider(size + answer, window), "--pages for some of it"],
     )
-
-
-def _other_than_read(size: int, answer: int, window: Window, most: int | None) -> KvcliError:
-    """Why documents that were read whole cannot be summarised so."""
-    again = "kvcli summarize FILE, which reads it in parts"
-    if most is not None:
-        return UsageError(
-            "this model summarises short passages one by one: what was read of a whole document is of no use to it",
-            code="not_followed",
-            try_=[again, "kvcli chat --pack NAME.kvs"],
-        )
-    error = _too_long(size, answer, window)
-    error.try_ = ("--length short", *_wider(size + answer, window), again)
-    return error
 
 
 def _no_room(around: int, answer: int, window: Window) -> ContextOverflow:
