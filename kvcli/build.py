@@ -41,6 +41,10 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "none": "kvcli.reuse.nothing:Nothing",
         "pie": "kvcli.reuse.pie:Pie",
     },
+    "keep": {
+        "none": "kvcli.kept.codec:AsIs",
+        "lossless": "kvcli.kept.exponents:Exponents",
+    },
     "policy": {
         "none": "kvcli.policies.everything:Everything",
         "window": "kvcli.policies.window:Window",
@@ -136,7 +140,8 @@ def shaping(profile: Profile) -> Shaping:
     if name := found.get("policy.headmap"):  # what its file says counts, not what it is called
         with suppress(Unfit):
             found["policy.headmap"] += f" {look(Path(expanduser(name)))}"
-    return Shaping(is_whole, {key: value for key, value in found.items() if not is_whole or key in say_so})
+    settings = {key: value for key, value in found.items() if not is_whole or key in say_so}
+    return Shaping(is_whole, settings, profile.keep.settings)
 
 
 def chunk(lm: LM, profile: Profile) -> int:

@@ -8,6 +8,7 @@ import kvcli
 from kvcli.chat.conversation import Chat
 from kvcli.chat.overflow import ASKED, HEAD, KEPT
 from kvcli.chat.sessions import Sessions
+from kvcli.chat.tables import LEFT_OUT
 from kvcli.documents import document_of
 from kvcli.errors import ContextOverflow
 from tests.fake_model import FakeModel, fake_info
@@ -152,3 +153,56 @@ def test_a_model_goes_on_beyond_its_window(how):
             assert turn.stats.prompt <= 240
         assert chat.shown.left
         assert len(chat.messages) == 24
+
+
+def again(chat, folder, limit=LIMIT):
+    """The chat as another run opens it, under the default settings."""
+    other = Chat(FakeModel(answer=ANSWER, info=fake_info(limit=limit)), sessions=Sessions(folder))
+    return other.load(chat.save())
+
+
+def overflown(how, folder):
+    """A chat that was shown less of for its last question."""
+    chat = chat_of(how, folder)
+    while not chat.shown.left:
+        ask(chat, 1, len(chat.messages) // 2)
+    return chat
+
+
+@pytest.mark.parametrize("how", ["drop", "summarize"])
+def test_a_chat_that_is_opened_again_knows_what_was_left_out_and_says_so(how, tmp_path):
+    chat = overflown(how, tmp_path)
+    chat.attach(document_of(b"The report.", "r.md"))
+    other = again(chat, tmp_path)
+    assert other.shown == chat.shown
+    assert bool(other.shown.notes) == (how == "summarize")
+    assert f"questions 1 to {chat.shown.left // 2}; it " in other.notes[0]
+    assert (other.messages, [d.name for d in other.pending]) == (chat.messages, ["r.md"])
+    for each in (chat, other):
+        each.send("And?")
+    assert shown(other) == shown(chat)
+    (entry,) = other.sessions.entries()
+    assert entry.documents == 1
+
+
+def test_what_brings_back_the_beginning_does_so_in_what_is_kept(tmp_path):
+    chat = overflown("summarize", tmp_path)
+    again(chat, tmp_path)
+    chat.undo()
+    assert not again(chat, tmp_path).shown.left
+
+
+def test_under_a_wider_window_all_is_shown_again(tmp_path):
+    chat = overflown("drop", tmp_path)
+    other = again(chat, tmp_path, limit=10 * LIMIT)
+    assert (other.shown.left, other.notes) == (0, [])
+
+
+@pytest.mark.parametrize("left", ["3", "0", "-2", "400", "1e3", "two"])
+def test_what_a_damaged_database_says_was_left_out_is_not_believed(left, tmp_path):
+    chat = overflown("summarize", tmp_path)
+    name = chat.save()
+    chat.sessions._run(lambda db: db.execute("UPDATE documents SET name = ? WHERE n = ?", [left, LEFT_OUT]), None)
+    saved, _ = chat.sessions.read(name)
+    assert saved.left_out is None
+    assert len(saved.messages) == len(chat.messages)

@@ -24,6 +24,8 @@ from kvcli.documents import read_document
 from kvcli.errors import BadInput
 from kvcli.kept import past
 from kvcli.kept.shelf import Shelf
+from kvcli.settings.profile import Profile
+from tests.fakes import Machine
 
 ROOT = Path(__file__).parents[1]
 QUESTION = SAMPLES[0].question
@@ -36,6 +38,7 @@ SETS: dict[str, dict[str, Any]] = {
     "fastgen": {},
     "h2o": {"exactness": "approx", "policy.name": "h2o"},
     "recall": {"exactness": "approx", "recall.method": "sketch", "recall.floor": 64},
+    "lossless": {"keep.codec": "lossless"},
     "disk": {"memory.device": "4MiB", "memory.disk": "64MiB", "prefill.chunk": 128},
 }
 
@@ -92,6 +95,13 @@ def test_a_compressed_pack_goes_on_as_the_text_that_made_it(model: Model, tmp_pa
         assert turn.ids == want.ids
         assert turn.stats.cached == want.stats.cached >= about.tokens
     assert about.settings
+
+
+def test_a_pack_in_fewer_bytes_serves_where_the_other_does(model: Model, packs: Callable[[str], Path]) -> None:
+    sizes = {name: (packs(name) / PAST).stat().st_size for name in ("exact", "lossless")}
+    assert sizes["lossless"] < 0.77 * sizes["exact"]
+    turn = asking(model, "exact", packs("lossless")).send(QUESTION)
+    assert (turn.text, turn.stats.cached) == (SAMPLES[0].answer, open_pack(packs("exact")).about.tokens)
 
 
 def test_a_question_that_begins_oddly_is_answered_too(model: Model, packs: Callable[[str], Path]) -> None:
@@ -153,8 +163,18 @@ def test_each_field_in_which_it_differs_is_named_with_what_to_type(model: Model,
     with pytest.raises(BadInput) as caught:
         pack.refuse_other(talk(model, "kvzip").model)
     assert "policy.name was snap, is kvzip" in caught.value.lines
-    assert caught.value.try_[0] == "-P snap"
-    assert "--set policy.name=snap" in caught.value.try_[1]
+    assert caught.value.try_[0].startswith("leave out -P and --set")
+
+
+def test_it_says_under_which_settings_its_past_was_made(packs: Callable[[str], Path]) -> None:
+    pack = open_pack(packs("recall"))
+    assert pack.about.settings["recall.floor"] == "64"
+    assert "sample.seed" not in pack.about.settings
+    changes = {"exactness": "approx", "recall": {"method": "sketch", "floor": 64}}
+    pack.refuse_under(Profile.load("exact").replace(**changes))
+    with pytest.raises(BadInput) as caught:
+        pack.refuse_under(Profile.load("exact").replace(**changes | {"recall": {"method": "sketch", "floor": 65}}))
+    assert caught.value.lines == ("recall.floor was 64, is 65",)
 
 
 # --- hostile
@@ -214,6 +234,9 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "no digest": files(chat={"bytes": 1, "sha256": "x"}),
     "other text": lambda path: (path / CHAT).write_text((path / CHAT).read_text().replace("well", "wall")),
     "no chat": other_chat("{}"),
+    "settings of another table": changed(settings={"sample.seed": "1"}),
+    "trust": changed(settings={"load.trust_remote_code": "true"}),
+    "two settings in one": changed(settings={"kv.k_bits=8 load.allow_pickle": "true"}),
     "a chat that was held": other_chat(
         '{"schema": "kvcli.chat/1", "title": null, "model": "demo", "system": null, "messages": [], "pending": []}'
     ),
@@ -292,6 +315,21 @@ def test_two_commands_read_a_document_once(tmp_path: Path) -> None:
     assert (nowhere.returncode, "its folder does not exist" in nowhere.stderr) == (3, True)
     both = typed("chat", "--pack", "one.kvs", "-f", "demo:report", "-p", QUESTION)
     assert (both.returncode, "--pack goes without" in both.stderr) == (2, True)
+
+
+def test_a_pack_brings_the_settings_that_it_was_read_under(tmp_path: Path, packs: Callable[[str], Path]) -> None:
+    shutil.copytree(packs("h2o"), tmp_path / "one.kvs")
+    machine, ask = Machine(tmp_path), ("chat", "--pack", "one.kvs", "-p", QUESTION, "--no-save")
+    done = machine(*ask)
+    assert done.exit == 0, done.err
+    assert "settings of one.kvs: exactness=approx, policy.name=h2o" in done.err
+    for typed, said in {
+        "policy.queries=128": "queries was 64, is 128",
+        "kv.k_bits=8": "kv.k_bits was 16, is 8",
+    }.items():
+        refused = machine(*ask, "--set", typed)
+        assert (refused.exit, said in refused.err) == (3, True), refused.err
+        assert "leave out -P and --set of these" in refused.err
 
 
 def test_why_nothing_is_kept_is_said_once_until_it_can_be(model: Model, tmp_path: Path) -> None:

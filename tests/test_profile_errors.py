@@ -34,6 +34,7 @@ SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
     "prune": {"none": "kvcli.prune.everything:Everything"},
     "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
+    "keep": {"none": "kvcli.kept.codec:AsIs"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
@@ -52,7 +53,7 @@ def failing(folder: Path, config: str | bytes = b"", **given: Any) -> BadConfig:
 
 
 KV_KEYS = "keys of kv: dtype, k_bits, v_bits, group, residual, sinks, rotate"
-NAMES = "tables: load, prefill, prune, reuse, kv, memory, policy, recall, spec, sample, context"
+NAMES = "tables: load, prefill, prune, reuse, kv, memory, keep, policy, recall, spec, sample, context"
 
 # Each: what stands in config.toml, and the three lines expected for it.
 IN_FILE = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
-from kvcli.chat.overflow import Shown, leave_out
+from kvcli.chat.overflow import Shown, leave_out, shown_of
 from kvcli.chat.sessions import Kept, Opened, Sessions, users_sessions
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
 from kvcli.documents import Document
@@ -246,7 +246,7 @@ class Chat:
         self.kept, saved = opened.kept, opened.saved
         self.system, self.title = saved.system, saved.title
         self.messages, self.pending = messages_of(saved), list(documents_of(saved.pending))
-        self.shown = Shown()
+        self.shown = shown_of(self, saved.left_out)
         return self
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from kvcli.errors import ContextOverflow
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
+    from kvcli.schemas.chat import LeftOut
 
 KEPT = 3 / 4  # of the window, that a shortened conversation fills at most
 NOTES = 1 / 8  # of the window at most, for what is written of what goes
@@ -45,6 +46,17 @@ class Shown:
         text = f"{HEAD}\n{self.notes}\n\n{first.text}" if self.notes else first.text
         documents = (*(d for message in gone for d in message.documents), *first.documents)
         return [replace(first, text=text, documents=documents), *rest[1:]]
+
+
+def shown_of(chat: Chat, saved: LeftOut | None) -> Shown:
+    """What the model was shown of a conversation when it was kept; all of it where that fits the window now."""
+    if saved is None:
+        return Shown()
+    if chat.messages and len(chat.rendered(chat.messages, Shown()).ids) <= KEPT * chat.model.limit:
+        return Shown()
+    kept = "it has its notes on them" if saved.notes else "it knows nothing of them"
+    chat.note(f"longer than the window: the model is not shown questions 1 to {saved.messages // 2}; {kept}")
+    return Shown(saved.messages, saved.notes)
 
 
 def shorter(shown: Shown, n: int, size: Callable[[Shown], int], room: int) -> Shown | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -31,14 +32,20 @@ from kvcli.errors import BadInput, writing
 from kvcli.files import replacing_folder, write_private
 from kvcli.kept import past
 from kvcli.kept.block import Damaged
+from kvcli.kept.codec import coded_state, decoded_state
 from kvcli.kept.identity import identity
 from kvcli.kept.shelf import FEW, fields_of
 from kvcli.kv.state import Misfit
 from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.pack import PackDocument, PackedFile
+from kvcli.settings.layers import set_value
 from kvcli.settings.small_file import Unfit, open_regular, read_small
 
+if TYPE_CHECKING:
+    from kvcli.settings.profile import Profile
+
 MANIFEST, CHAT, PAST = "manifest.json", "chat.json", "past.kv"
+OF_MODEL = ("exactness", "load.quant", "load.dtype", "kv.dtype")  # what a past may be shaped under, and by what numbers
 SMALL, LARGE = 1 << 20, 1 << 30  # bytes, at most, of the manifest and of the documents
 
 
@@ -64,7 +71,7 @@ class Pack:
             return
         try:
             self._check(PAST)
-            session.restore(past.read(self.folder / PAST), ids[n])
+            session.restore(decoded_state(past.read(self.folder / PAST)), ids[n])
         except (Damaged, Misfit, Unfit) as error:
             raise _bad(self.folder, f"{PAST}: {error}") from None
         except OSError as error:
@@ -76,26 +83,29 @@ class Pack:
 
     def differs(self, text: OpenText) -> list[str]:
         """In what the model, or what shapes a past, is not what it was read by."""
-        mine, its = fingerprint(text, identity(text.model.lm)), self.about.fingerprint
-        return list(dict.fromkeys(key for key in (*mine, *its) if mine.get(key) != its.get(key)))
+        return _unlike(fingerprint(text, identity(text.model.lm)), self.about.fingerprint)
 
     def refuse_other(self, text: OpenText) -> None:
         """Raises BadInput for a text under which it is of no use."""
-        if not (fields := self.differs(text)):
+        self._refuse(fingerprint(text, identity(text.model.lm)), self.about.fingerprint)
+
+    def refuse_under(self, profile: Profile) -> None:
+        """The same of settings, before a model is loaded; of those that say "auto" that tells what they stand for."""
+        of_past = {key: was for key, was in self.about.settings.items() if key not in OF_MODEL}
+        mine = {key: set_value(profile.values[key]) for key in of_past if key in profile.values}
+        self._refuse(mine, of_past)
+
+    def _refuse(self, mine: Mapping[str, str], its: Mapping[str, str]) -> None:
+        if not (fields := _unlike(mine, its)):
             return
-        mine, was = fingerprint(text, identity(text.model.lm)), self.about.fingerprint
         again = f"kvcli pack FILE -o {shlex.quote(self.folder.name)}, to read the documents again"
-        named = {key: was[key] for key in fields if key in self.about.settings and key in was and was[key] != "()"}
-        if named and text.profile.exactness == "exact":
-            named = {"exactness": "approx", **named}
-        sets = [f"--set {shlex.quote(f'{key}={value}')}" for key, value in named.items()]
-        is_settings = all(key in self.about.settings or key not in was for key in fields)
+        is_settings = all(key in self.about.settings or key not in its for key in fields)
         raise BadInput(
             f"{self.folder.name} was read by another model, or under other settings: {fields[0]}",
             code="other_pack",
-            lines=[f"{key} was {was.get(key, 'not set')}, is {mine.get(key, 'not set')}" for key in fields],
+            lines=[f"{key} was {its.get(key, 'not set')}, is {mine.get(key, 'not set')}" for key in fields],
             detail={"fields": fields},
-            try_=[f"-P {shlex.quote(self.about.profile)}", " ".join(sets), again] if sets and is_settings else [again],
+            try_=["leave out -P and --set of these: the pack brings its own", again] if is_settings else [again],
         )
 
     def _check(self, name: str) -> None:
@@ -116,6 +126,8 @@ def open_pack(folder: Path) -> Pack:
         about = PackDocument.model_validate_json(read_small(folder / MANIFEST, SMALL))
         if set(about.files) != {CHAT, PAST}:
             raise Unfit(f"it names other files than {CHAT} and {PAST}")
+        if not all(map(_is_of_past, about.settings)):
+            raise Unfit("it has settings that shape no past")
         pack = Pack(folder, about, ChatDocument.model_construct())
         if about.files[CHAT].bytes > LARGE:
             raise Unfit("it is too large")
@@ -155,9 +167,9 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
     """`made_by`: the identity of the model before it read."""
     text = talk.model
     assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
-    shaping = build.shaping(text.profile)
+    shaping, values = build.shaping(text.profile), text.profile.values
     with replacing_folder(folder) as made:
-        past.write(made / PAST, text.session.state())
+        past.write(made / PAST, coded_state(text.session.state(), shaping.codec))
         write_private(made / CHAT, json.dumps(as_document(talk).document(), ensure_ascii=False))
         about = PackDocument(
             schema="kvcli.pack/1",
@@ -169,7 +181,7 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
             tokens=len(ids),
             ids=past.digest(ids),
             fingerprint=fingerprint(text, made_by),
-            settings=list(shaping.settings),
+            settings={key: set_value(values[key]) for key in (*OF_MODEL, *shaping.settings)},
             files={name: _packed(made / name) for name in (CHAT, PAST)},
         )
         write_private(made / MANIFEST, about.model_dump_json(by_alias=True, indent=1) + "\n")
@@ -179,6 +191,14 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
 def fingerprint(text: OpenText, made_by: Mapping[str, str]) -> dict[str, str]:
     """All that the past of a text depends on, by field."""
     return fields_of(made_by, text.session, build.shaping(text.profile))
+
+
+def _unlike(mine: Mapping[str, str], its: Mapping[str, str]) -> list[str]:
+    return [key for key in dict.fromkeys((*mine, *its)) if mine.get(key) != its.get(key)]
+
+
+def _is_of_past(key: str) -> bool:
+    return key in OF_MODEL or (key.partition(".")[0] in build.SHAPE and "=" not in key)
 
 
 def _packed(path: Path) -> PackedFile:

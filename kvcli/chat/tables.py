@@ -16,7 +16,9 @@ from kvcli.api import Finish
 from kvcli.chat.database import SOUND, Damaged
 from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures
 
-PENDING = -1  # instead of a turn's number: of documents that nothing was asked about yet
+# instead of a turn's number: of documents that nothing was asked about yet; of notes on how many messages, that their
+# name says, the model is shown no more
+PENDING, LEFT_OUT = -1, -2
 ABOUT = ("title", "model", "system", "saved")
 FIGURES = tuple(Figures.model_fields)
 ID = "(SELECT id FROM sessions WHERE name = ?)"
@@ -71,7 +73,12 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
         raise Damaged("the index of turns")
     made = {key: None if value is None else str(value) for key, value in zip(ABOUT, about[1:], strict=True)}
     whole = {"schema": SCHEMA, **made, "messages": messages, "pending": documents[PENDING]}
-    return ChatDocument.model_validate(whole), latest
+    saved = ChatDocument.model_validate(whole)
+    for notes in documents[LEFT_OUT]:
+        with suppress(ValueError):
+            left = {"messages": int(notes["name"]), "notes": notes["text"]}
+            saved = ChatDocument.model_validate(whole | {"left_out": left})
+    return saved, latest
 
 
 def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mapping[str, Any]) -> int:
@@ -98,6 +105,8 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
         )
         _attach(db, name, n, question["documents"])
     _attach(db, name, PENDING, made["pending"])
+    if left := made.get("left_out"):
+        _attach(db, name, LEFT_OUT, [{"name": str(left["messages"]), "sha256": "", "text": left["notes"]}])
     db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} FROM turns {FROM}", [name, first])
     _drop_texts(db)
     latest = version(db, name)
@@ -156,7 +165,7 @@ def _forget(db: sqlite3.Connection, name: str, first: int) -> None:
     """Turns from this one on, and what waits for the next."""
     db.execute(f"INSERT INTO words (words, rowid, {SAID}) SELECT 'delete', id, {SAID} FROM turns {FROM}", [name, first])
     db.execute(f"DELETE FROM turns {FROM}", [name, first])
-    db.execute(f"DELETE FROM documents {FROM} OR session = {ID} AND n = {PENDING}", [name, first, name])
+    db.execute(f"DELETE FROM documents {FROM} OR session = {ID} AND n < 0", [name, first, name])
 
 
 def _drop_texts(db: sqlite3.Connection) -> None:

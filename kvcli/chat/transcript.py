@@ -14,7 +14,7 @@ from kvcli.api import Finish
 from kvcli.documents import Document, with_documents
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import write_private
-from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures, SavedDocument, SavedMessage
+from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures, LeftOut, SavedDocument, SavedMessage
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
@@ -119,6 +119,7 @@ def as_document(chat: Chat) -> ChatDocument:
             for m in chat.messages
         ],
         pending=[_saved(d) for d in chat.pending],
+        left_out=LeftOut(messages=chat.shown.left, notes=chat.shown.notes) if chat.shown.left else None,
     )
 
 

@@ -51,6 +51,7 @@ class Answering:
         self._steady = Steady(text, len(asked.ids), asked.new, self._stats)
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # when memory was last looked at
+        self._fetched = 0.0  # seconds for what was read before and lay elsewhere
 
     def events(self) -> Work[Event, Turn]:
         """Live and Read first, then Text as it comes. The session survives whatever ends it."""
@@ -59,7 +60,9 @@ class Answering:
             with lacking():  # then it is read
                 session.save(asked.ids)
             session.begin(asked.ids, asked.sampler, asked.constraint, asked.spans)
+            began = time.perf_counter()
             self._stats.cached = self._text.fetch(asked.ids)
+            self._fetched = time.perf_counter() - began
             self._stats.order = session.order
             yield Live(self._stats)
             yield from self._read()
@@ -95,7 +98,7 @@ class Answering:
             if not added:
                 break
             text += added
-            stats.first_token = stats.first_token or stats.read + stats.decode
+            stats.first_token = stats.first_token or self._fetched + stats.read + stats.decode
             self._measure()
             piece = ""
             for i in added:  # one by one: behind a stop string nothing counts, however many tokens a pass gave

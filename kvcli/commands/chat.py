@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from os.path import expanduser
 from typing import TYPE_CHECKING
 
 import typer
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
+
+ALONE = "--file, --system, --continue, --resume and --dry-run"
 
 
 @app.command()
@@ -76,29 +77,28 @@ def chat(
     from kvcli.commands.ask import STDIN, read_question
     from kvcli.commands.held import read_grammar
     from kvcli.commands.offer import find_model, tell_toy
+    from kvcli.commands.packed import model_of as packed_model
+    from kvcli.commands.packed import pack_of, profile_of
     from kvcli.commands.setup import Setup
 
     world: World = context.obj
     if stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
     others = [file, system, system_file, continue_, resume, dry_run]
-    packed = pack_of(world, pack, others) if pack is not None else None
+    packed = pack_of(world, pack, others, ALONE) if pack is not None else None
     with kept(world, continue_, resume, no_save) as opened:
         named = model
         if named is None and packed is not None:
-            from kvcli.commands.keep import known_here
-
-            named = known_here(world, packed.about.model, packed.folder.name, "packs")
+            named = packed_model(world, packed)
         if named is None and opened is not None:
             from kvcli.commands.keep import model_of
 
             named = model_of(world, opened)
-        usual = packed.about.profile if packed is not None else None
-        setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None, usual=usual)
+        setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
         keeps = not no_save and setup.keeps_chats
         find_model(setup, file or [])
         rules = read_grammar(world, schema, grammar, json_object)
-        profile = setup.profile()
+        profile = profile_of(setup, packed)
         if dry_run:
             from kvcli.commands.plan import print_plan
 
@@ -112,18 +112,6 @@ def chat(
             tell_toy(setup)
         wanted = Wanted(force, ctx == "max")
         return answer(setup, profile, question, stats, stream, wanted, opened, keeps, rules, packed)
-
-
-def pack_of(world: World, typed: str, others: Sequence[object]) -> Pack:
-    """The pack to ask, which says itself what was read."""
-    from kvcli.chat.pack import open_pack
-
-    if any(others):
-        raise UsageError(
-            "--pack goes without --file, --system, --continue, --resume and --dry-run: what was read is in the pack",
-            try_=["--pack NAME.kvs -p QUESTION", "kvcli pack FILE... -o NAME.kvs, with all files and the system text"],
-        )
-    return open_pack(world.cwd / expanduser(typed))
 
 
 def about_pack(question: Question, packed: Pack) -> Question:
@@ -193,7 +181,7 @@ def answer(
             if not note and talk.kept is not None and world.options.verbose:
                 note = f"kept as {talk.kept.name}"
             screen.note(note)
-            screen.note(keep_read(talk))
+            screen.note(keep_read(talk.model))
 
 
 def begin(world: World, talk: Chat, question: Question, opened: Opened | None, keeps: bool) -> None:

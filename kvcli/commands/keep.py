@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcli.chat.conversation import Chat
+    from kvcli.chat.open_text import OpenText
     from kvcli.chat.sessions import Opened
+    from kvcli.kept.shelf import Kept as Read
     from kvcli.schemas.sessions import SessionEntry
     from kvcli.world import World
 
@@ -91,15 +93,19 @@ def keep(chat: Chat) -> str:
     return ""
 
 
-def keep_read(talk: Chat) -> str:
+def keep_read(text: OpenText) -> str:
     """Keep what the model has read, for later runs; what there is to say of it."""
     from kvcli.kept.shelf import STOPPED
 
     try:
         with Interrupt() as cancel:
-            kept = talk.model.keep(cancel)
+            return said_of(text.keep(cancel))
     except KeyboardInterrupt:
         return STOPPED
+
+
+def said_of(kept: Read) -> str:
+    """What there is to say of keeping what was read."""
     if kept.why_not or kept.shelf is None:
         return kept.why_not
     return f"keys and values of what is read are kept in {kept.shelf.folder}, up to {long_size(kept.shelf.most)}"

@@ -120,7 +120,7 @@ class Repl:
 
     def keep(self) -> None:
         """Write what has changed since the last time, if this chat is to be kept."""
-        for note in (keep(self.chat), keep_read(self.chat)) if self.keeps else ():
+        for note in (keep(self.chat), keep_read(self.chat.model)) if self.keeps else ():
             if note:
                 self.warn(note)
 

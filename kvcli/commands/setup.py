@@ -17,9 +17,8 @@ from kvcli.models import hub, source
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.fetch import stands_for
 from kvcli.settings.config import Config, load_config
-from kvcli.settings.layers import Sources
+from kvcli.settings.layers import Sources, set_value
 from kvcli.settings.profile import Profile, load_profile
-from kvcli.settings.toml_places import toml_value
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
@@ -117,6 +116,9 @@ class Setup:
     found: source.Source | None = None  # its files, once they were looked for
     reuses: bool = False  # whether texts look for what was read before; a measurement reads
     usual: str | None = None  # the profile where none is typed: what a pack was read under
+    packed: Mapping[str, str] = field(default_factory=dict)  # and the settings then, as `--set` takes them
+    taken: Mapping[str, str] = field(default_factory=dict)  # of these, what the profile does not say by itself
+    _named: str | None = None  # the profile that was chosen first
     fitted: int = 0  # the window that `context.limit = "auto"` stands for where memory allows less; 0 = the model's
     order: Order = "chunks"  # what `prefill.order = "auto"` stands for
     _config: Config | None = None
@@ -155,12 +157,17 @@ class Setup:
     def profile(self) -> Profile:
         """The profile that the command line asks for."""
         options = self.world.options
-        usual = self.usual if self.usual in self.names() else None
-        return self._profile(options.profile or usual, options.set, self.flags)
+        name = options.profile or (self.usual if self.usual in self.names() else None)
+        if self.packed and not options.profile:
+            plain = self._profile(name, (), {})
+            values = {key: set_value(value) for key, value in plain.values.items()}
+            self.taken, self._named = {k: v for k, v in self.packed.items() if values.get(k) != v}, plain.name
+        return self._profile(name, options.set, self.flags)
 
     def _profile(self, name: str | None, sets: Sequence[str], flags: Flags) -> Profile:
-        where = sources(self.world)
-        profile = load_profile(name, sources=where, model=self.model, sets=sets, flags=flags)
+        if name in (None, self._named):
+            sets = [*(f"{key}={value}" for key, value in self.taken.items()), *sets]
+        profile = load_profile(name, sources=sources(self.world), model=self.model, sets=sets, flags=flags)
         if self.exact:
             refuse_inexact(profile)
             if profile.spec.method != "off":
@@ -270,15 +277,10 @@ def refuse_inexact(profile: Profile) -> None:
         raise BadConfig(
             f"--exact cannot be kept with profile {profile.name}",
             code="not_exact",
-            lines=[f"{key} = {_typed(values[key])} ({profile.origins[key]}) can change the text" for key in wrong],
+            lines=[f"{key} = {set_value(values[key])} ({profile.origins[key]}) can change the text" for key in wrong],
             detail={key: values[key] for key in wrong},
-            try_=["-P exact", *(f"--set {key}={_typed(wants[key])}" for key in wrong)],
+            try_=["-P exact", *(f"--set {key}={set_value(wants[key])}" for key in wrong)],
         )
-
-
-def _typed(value: object) -> str:
-    """As `--set` takes it, without quotes."""
-    return value if isinstance(value, str) else toml_value(value)
 
 
 def refuse_beyond(profile: Profile, most: int, model: str) -> None:

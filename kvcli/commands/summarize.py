@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
+ALONE = "files, --pages, --type, --password-file, --extract-only, --each, --mode, --chunk and --overlap"
+
 
 @app.command()
 def summarize(
@@ -27,6 +29,7 @@ def summarize(
     cite: o.Cite = "page",
     check: o.Check = True,
     quotes: o.Quotes = False,
+    pack: o.Pack = None,
     pages: o.Pages = None,
     type_: o.Kind = None,
     password_file: o.Password = None,
@@ -59,10 +62,11 @@ def summarize(
     """
     from kvcli.commands.offer import find_model
     from kvcli.commands.outlook import Wanted
+    from kvcli.commands.packed import model_of, pack_of, profile_of
     from kvcli.commands.setup import Setup
     from kvcli.commands.summarize_job import Job
     from kvcli.commands.summarize_out import outlet
-    from kvcli.commands.summarize_read import How, password_of, read_all
+    from kvcli.commands.summarize_read import How, of_pack, password_of, read_all
     from kvcli.commands.summarize_run import print_text, run
     from kvcli.render.screen import Screen
 
@@ -77,12 +81,16 @@ def summarize(
     if out.form == "html" and (extract_only or dry_run):
         raise UsageError("only a summary comes as html", try_=["--format md", "--format json"])
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
-    setup = Setup(world, model, f.profile_flags(context.params), exact)
+    others = [files, pages, type_, password_file, extract_only, each, mode != "auto", chunk, overlap]
+    packed = pack_of(world, pack, others, ALONE) if pack is not None else None
+    named = model_of(world, packed) if packed is not None and model is None else model
+    setup = Setup(world, named, f.profile_flags(context.params), exact, is_typed=model is not None)
     if not extract_only:  # which asks no model
         find_model(setup, files or [])
-    profile = setup.profile()
+    profile = profile_of(setup, packed)
     if not extract_only:
         setup.look(profile)
-    shelf = read_all(world, files or [], How(pages, type_, password_of(world, password_file)))
-    job = Job(setup, profile, request, shelf, out, screen, Wanted(force, ctx == "max"), each, fresh)
+    how = How(pages, type_, password_of(world, password_file))
+    shelf = of_pack(packed) if packed is not None else read_all(world, files or [], how)
+    job = Job(setup, profile, request, shelf, out, screen, Wanted(force, ctx == "max"), each, fresh, packed)
     return print_text(job) if extract_only else run(job, dry_run=dry_run)

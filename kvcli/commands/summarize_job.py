@@ -11,12 +11,14 @@ from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
 from kvcli.render.errors import print_error
 
 if TYPE_CHECKING:
+    from kvcli.chat.pack import Pack
     from kvcli.commands.outlook import Wanted
     from kvcli.commands.setup import Setup
     from kvcli.commands.summarize_out import Outlet
     from kvcli.commands.summarize_read import Given, Shelf
     from kvcli.render.screen import Screen
     from kvcli.settings.profile import Profile
+    from kvcli.summarize.parts import AsRead
     from kvcli.summarize.request import Request
 
 
@@ -37,6 +39,7 @@ class Job:
     wanted: Wanted
     each: bool = False
     fresh: bool = False
+    packed: Pack | None = None  # where the documents come from, if from none of their files
     status: int = field(default=ExitStatus.OK)
 
     @property
@@ -44,6 +47,16 @@ class Job:
         """The documents of each summary."""
         given = self.shelf.given
         return [[one] for one in given] if self.each else [given]
+
+    @property
+    def read(self) -> AsRead | None:
+        """The documents as the pack's model has read them."""
+        from kvcli.documents import with_documents
+        from kvcli.summarize.parts import AsRead
+
+        if self.packed is None:
+            return None
+        return AsRead(with_documents("", self.packed.documents), self.packed.chat.system)
 
     def names(self, given: Sequence[Given]) -> list[str]:
         """What the screen calls the documents of one summary: as its citations do, so no two are the same."""

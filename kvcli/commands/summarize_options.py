@@ -45,6 +45,7 @@ Cite = Annotated[
 Check = Annotated[bool, _said("--check/--no-check", help=_CHECK, rare=True)]
 Quotes = Annotated[bool, _said("--quotes", help=_QUOTES, rare=True)]
 
+Pack = Annotated[str | None, _read("--pack", metavar="NAME.kvs", help="What kvcli pack has read, instead of files.")]
 Pages = Annotated[str | None, _read("--pages", metavar="1-20,35", help="These pages only.")]
 Kind = Annotated[str | None, _read("--type", metavar="NAME", help=_TYPE, rare=True)]
 Password = Annotated[str | None, _read("--password-file", metavar="FILE", help=_PASSWORD, rare=True)]

@@ -29,7 +29,7 @@ def print_plans(job: Job) -> None:
     wording.refuse(job.request, job.setup.name)
     for given in job.groups:
         with job.attempt(given):
-            plan = make_plan([one.document for one in given], job.request, window, wording)
+            plan = make_plan([one.document for one in given], job.request, window, wording, job.read)
             if job.out.form == "json":
                 from kvcli.commands.summarize_read import facts
                 from kvcli.summarize.document import plan_document

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import expanduser
 from typing import TYPE_CHECKING
 
 from kvcli.commands.ask import STDIN, read_file, read_stdin
 from kvcli.documents import BUNDLED, Document, document_of, split_pages
-from kvcli.documents.sniff import check_type
+from kvcli.documents.sniff import HEAD, check_type, sniff
 from kvcli.errors import BadInput, KvcliError, UsageError
 
 if TYPE_CHECKING:
+    from kvcli.chat.pack import Pack
     from kvcli.documents.document import Counter
     from kvcli.schemas.summary import SourceFacts
     from kvcli.world import World
@@ -70,6 +71,17 @@ def read_all(world: World, names: Sequence[str], how: How) -> Shelf:
     if not shelf.given and len(shelf.failed) == 1:
         raise shelf.failed[0][1]
     return shelf
+
+
+def of_pack(packed: Pack) -> Shelf:
+    """The documents of a pack: pages by the marks in their text, headings of markdown, else lines."""
+    given = []
+    for document in packed.documents:
+        data = document.text.encode(errors="replace")
+        kind = "markdown" if sniff(data[:HEAD], document.name) == "markdown" else "text"
+        found = document_of(data, document.name, type=kind)
+        given.append(Given(document.name, replace(found, text=document.text, sha256=document.sha256)))
+    return Shelf(given)
 
 
 def _refuse_twice(world: World, names: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from kvcli.errors import ExitStatus, KvcliError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from kvcli.api import Turn
     from kvcli.chat.open_text import OpenText
     from kvcli.commands.interrupt import Interrupt
     from kvcli.commands.outlook import Prepared
@@ -85,9 +86,13 @@ def _summarize(job: Job) -> int:
     from kvcli.summarize.plan import Window
     from kvcli.summarize.wording import wording_of
 
+    job.setup.reuses = job.setup.keeps_chats
     prepared, text = load_model(job.setup, job.profile, job.wanted, job.screen)
     cancel = Interrupt(job.setup.world.clock)  # heard while the model works; before that Ctrl-C ends the command
     with text:
+        if job.packed is not None:
+            job.packed.refuse_other(text)
+            text.pack = job.packed
         for note in (*prepared.notes, *text.cautions, *text.info.notes):
             job.tell(note)
         wording = wording_of(text.info)
@@ -117,12 +122,13 @@ def _one(
     from kvcli.render.stream import busy_word
     from kvcli.render.summarize_view import SummaryView
     from kvcli.summarize.cache import Cache
+    from kvcli.summarize.events import PartEnded
     from kvcli.summarize.plan import make_plan
     from kvcli.summarize.run import summarize
 
     documents = [one.document for one in given]
     with busy_word(job.screen, "counting tokens"):
-        plan = make_plan(documents, job.request, window, wording)
+        plan = make_plan(documents, job.request, window, wording, job.read)
         said = _plan(job, given, plan, window)
     for line in said:
         job.screen.err.line((line, ""))
@@ -133,6 +139,8 @@ def _one(
     with cancel, view.running(), closing(cast("Generator[Event]", events)):
         for event in events:
             view.on(event)
+            if isinstance(event, PartEnded) and not event.answered.is_cached:
+                _keep(job, text, event.answered.turn, cancel)
     if view.summary is None:
         _tell_stopped(job, view)
         return
@@ -144,6 +152,15 @@ def _one(
             try_=["-m with another model", "--fresh"],
         )
     _finish(job, prepared, text, given, view)
+
+
+def _keep(job: Job, text: OpenText, turn: Turn, cancel: Interrupt) -> None:
+    """Keep what was read of a part for later runs, before the next takes its place."""
+    from kvcli.commands.keep import said_of
+
+    if job.packed is not None and turn.stats.cached < job.packed.about.tokens:
+        job.tell(f"{job.packed.folder.name} was read again: this question joins with the last word of its text")
+    job.tell(said_of(text.keep(cancel)))
 
 
 def _plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> list[str]:

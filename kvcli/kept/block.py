@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvcli.errors import is_out_of_memory
 from kvcli.files import write_private
+from kvcli.kept.codec import Codec, coded, decoded
 from kvcli.kv.slots import LayerShape
 from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
 
@@ -41,11 +42,11 @@ class Block:
     ids: Sequence[int]  # n
     kv: Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [K, n, D], v [K, n, E]; a window may have lost a layer's
 
-    def write(self, path: Path) -> int:
+    def write(self, path: Path, codec: Codec) -> int:
         """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again."""
         tensors = {"ids": torch.tensor(self.ids, dtype=torch.int32)}
         for layer, (k, v) in self.kv.items():
-            tensors |= {f"k.{layer}": k.cpu().contiguous(), f"v.{layer}": v.cpu().contiguous()}
+            tensors |= {f"k.{layer}": coded(k, codec), f"v.{layer}": coded(v, codec)}
         data = save(tensors, {SUM: _sum(tensors)})
         write_private(path, data, is_lasting=False)
         return len(data)
@@ -69,9 +70,10 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
         if k is None or v is None:
             continue
         heads, n = shape.n_kv_heads, len(ids)
-        if k.shape != (heads, n, shape.k_dim) or v.shape != (heads, n, shape.v_dim) or {k.dtype, v.dtype} != {dtype}:
-            raise Damaged("it is of another model")
-        kv[layer] = k, v
+        try:
+            kv[layer] = decoded(k, (heads, n, shape.k_dim), dtype), decoded(v, (heads, n, shape.v_dim), dtype)
+        except ValueError as error:
+            raise Damaged(str(error)) from None
     return Block(ids.tolist(), kv)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvcli.files import SPARE, private_folder, write_private
 from kvcli.kept import past
 from kvcli.kept.block import Block, Damaged, read
+from kvcli.kept.codec import AsIs, Codec, coded_state, decoded_state
 from kvcli.kept.identity import identity
 from kvcli.kept.room import make_room, mark_used
 from kvcli.kept.tree import Found, Tree
@@ -57,6 +58,7 @@ class Shaping:
 
     is_whole: bool = True  # nothing: it holds every key and value as it was made
     settings: Mapping[str, str] = field(default_factory=dict)  # by key; of a whole one those that say so
+    codec: Codec = field(default_factory=AsIs)  # how it lies in files
 
 
 WHOLE = Shaping()
@@ -130,9 +132,9 @@ class Shelf:
         folder, written, is_first = self._folder(session, shaping), 0, not self.folder.exists()
         try:
             if shaping.is_whole:
-                size, here, new = self._blocks(session, Tree(folder))
+                size, here, new = self._blocks(session, Tree(folder), shaping.codec)
             else:
-                size, here, new = self._past_of(session, folder)
+                size, here, new = self._past_of(session, folder, shaping.codec)
             private_folder(folder)
             fresh = sum(one.nbytes for one in new)
             if size > self.most or fresh > shutil.disk_usage(folder).free - SPARE:
@@ -153,7 +155,7 @@ class Shelf:
             return Kept(written, f"{UNKEPT}: {error.strerror or error}")
         return Kept(written, shelf=self if is_first else None)
 
-    def _blocks(self, session: Session, tree: Tree) -> tuple[int, list[Path], list[Writing]]:
+    def _blocks(self, session: Session, tree: Tree, codec: Codec) -> tuple[int, list[Path], list[Writing]]:
         """Bytes of a whole past, where its blocks belong, and those that are not there."""
         n = session.committed
         places = list(tree.places(session.ids[:n]))
@@ -166,13 +168,13 @@ class Shelf:
             return Writing(
                 path,
                 size * len(ids) // n + HEAD,
-                lambda: Block(ids, dict(_cut(held, mine))).write(path),
+                lambda: Block(ids, dict(_cut(held, mine))).write(path, codec),
                 lambda: tree.drop_shorter(path, ids),
             )
 
         return size, [path for path, _ in places], [writing(path, mine) for path, mine in new]
 
-    def _past_of(self, session: Session, folder: Path) -> tuple[int, list[Path], list[Writing]]:
+    def _past_of(self, session: Session, folder: Path, codec: Codec) -> tuple[int, list[Path], list[Writing]]:
         """The same of a past in one piece."""
         ids = session.ids[: session.committed]
         if (path := past.place(folder, ids)).exists():
@@ -184,7 +186,7 @@ class Shelf:
                 shorter.unlink(missing_ok=True)
 
         size = past.nbytes(state)
-        return size, [path], [Writing(path, size, lambda: past.write(path, state), drop)]
+        return size, [path], [Writing(path, size, lambda: past.write(path, coded_state(state, codec)), drop)]
 
     def _go_on(self, session: Session, ids: Sequence[int], shaping: Shaping) -> None:
         """Have a session that is to read `ids` go on from the longest past of their beginning, if one is worth it."""
@@ -192,7 +194,7 @@ class Shelf:
             if n - session.committed < FEW:
                 return
             try:
-                session.restore(past.read(path), ids[n])
+                session.restore(decoded_state(past.read(path)), ids[n])
                 if session.ids[:n] != list(ids[:n]):
                     session.rewind(0)
                     raise Misfit("it is of another text")

@@ -44,6 +44,14 @@ class SavedMessage(Json):
     figures: Figures | None = Field(default=None, description="of an answer")
 
 
+class LeftOut(Json):
+    """What the model is shown no more, as the conversation is longer than its window."""
+
+    model_config = KEPT
+    messages: Annotated[int, Field(ge=2, multiple_of=2)] = Field(description="from the first on")
+    notes: str = Field(description="that it wrote on them, in their place; may be empty")
+
+
 class ChatDocument(Json):
     """Questions and answers in turn, documents with their text."""
 
@@ -55,10 +63,13 @@ class ChatDocument(Json):
     system: str | None
     messages: list[SavedMessage]
     pending: list[SavedDocument] = Field(description="attached, and not asked about yet")
+    left_out: LeftOut | None = None
 
     @model_validator(mode="after")
     def _in_turn(self) -> ChatDocument:
         roles = [message.role for message in self.messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise ValueError("questions and answers do not take turns")
+        if self.left_out is not None and self.left_out.messages > len(roles):
+            raise ValueError("more is left out than there is")
         return self

@@ -29,5 +29,5 @@ class PackDocument(Json):
     tokens: Count = Field(description="that need not be read again")
     ids: str = Field(description="a digest of these tokens")
     fingerprint: dict[str, str] = Field(description="all that keys and values depend on; each must be the same")
-    settings: list[str] = Field(description="those fields of it that are keys of a profile")
+    settings: dict[str, str] = Field(description="keys of a profile that shape them, each as --set takes it")
     files: dict[str, PackedFile] = Field(description="what lies beside this")

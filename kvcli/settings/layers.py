@@ -142,6 +142,11 @@ def typed_value(text: str) -> object:
     return read["value"] if len(read) == 1 else text
 
 
+def set_value(value: object) -> str:
+    """A value as `--set` takes it: text without quotes."""
+    return value if isinstance(value, str) else toml_value(value)
+
+
 def from_flags(flags: Mapping[str, tuple[object, str]]) -> Settings:
     """Dedicated flags: dotted key -> (value, the flag's name). None means that the flag was not given."""
     found: Settings = {}

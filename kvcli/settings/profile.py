@@ -91,6 +91,7 @@ class Profile:
     reuse: Method
     kv: Kv
     memory: Memory
+    keep: Method
     policy: Method
     recall: Method
     spec: Method

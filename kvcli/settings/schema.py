@@ -201,6 +201,7 @@ TABLES: Mapping[str, type] = {
 METHODS: Mapping[str, tuple[str, str]] = {
     "prune": ("method", "none"),
     "reuse": ("method", "none"),
+    "keep": ("codec", "none"),
     "policy": ("name", "none"),
     "recall": ("method", "none"),
     "spec": ("method", "off"),
@@ -213,6 +214,7 @@ ORDER = (
     "reuse",
     "kv",
     "memory",
+    "keep",
     "policy",
     "recall",
     "spec",

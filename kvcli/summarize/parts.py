@@ -35,8 +35,17 @@ class Piece:
 
     @property
     def text(self) -> str:
-        """What a model reads of it."""
-        return self.section.text[self.start : self.end].strip()
+        """What a model reads of it; of a whole section the very text that a chat about the document has."""
+        text = self.section.text[self.start : self.end]
+        return text.strip("\n") if text == self.section.text else text.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class AsRead:
+    """Documents that a model has read already, as they stand in its prompt."""
+
+    text: str
+    system: str | None = None  # the message before it
 
 
 @dataclass(frozen=True)
@@ -46,10 +55,11 @@ class Part:
     number: int
     pieces: tuple[Piece, ...]
     cite: bool = True  # pieces have marks
+    read: AsRead | None = None  # how all of it was, if it was
 
     @cached_property
     def text(self) -> str:
-        return "\n\n".join(shown(piece, self.cite) for piece in self.pieces)
+        return self.read.text if self.read else "\n\n".join(shown(piece, self.cite) for piece in self.pieces)
 
     @property
     def passages(self) -> list[Passage]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvcli.errors import BadInput, ContextOverflow
+from kvcli.errors import BadInput, ContextOverflow, UsageError
 from kvcli.fit.speed import at, by_rows
 from kvcli.models.text import encode, render_prompt
-from kvcli.summarize.parts import Part, Piece, cut, pieces_of
+from kvcli.summarize.parts import AsRead, Part, Piece, cut, pieces_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.wording import Messages, Wording, merge_messages, part_messages
 
@@ -81,15 +82,30 @@ def most_of(profile: Profile) -> int | None:
     return profile.sample.max_new_tokens if written else None
 
 
-def make_plan(documents: Sequence[Document], request: Request, window: Window, wording: Wording | None = None) -> Plan:
-    """Whole where it fits, else parts. Raises ContextOverflow where neither does, and BadInput without any text."""
+def make_plan(
+    documents: Sequence[Document],
+    request: Request,
+    window: Window,
+    wording: Wording | None = None,
+    read: AsRead | None = None,
+) -> Plan:
+    """Whole where it fits, else parts; whole where it was `read` so.
+
+    Raises ContextOverflow where neither fits, BadInput without any text, and UsageError for what cannot be asked so.
+    """
     wording = wording or Wording()
+    if read is not None and (wording.system is not None or wording.part is not None):
+        raise UsageError(
+            "this model has words of its own before short passages: what was read without them is of no use to it",
+            code="not_followed",
+            try_=["kvcli summarize FILE", "kvcli chat --pack NAME.kvs"],
+        )
     pieces = pieces_of(documents)
     if not pieces:
         raise BadInput("there is no text to summarise", code="no_text", try_=["another file"])
     answer = min(request.tokens, window.most or request.tokens, wording.sentence or request.tokens)
-    desk = _Desk(request, window, wording, pieces, answer)
-    whole = Part(1, tuple(pieces), desk.marks)
+    desk = _Desk(request, window, wording, pieces, answer, read)
+    whole = Part(1, tuple(pieces), desk.marks, read)
     size, text = desk.prompt(whole), desk.count(whole.text)
     most = request.chunk or wording.part_of(text, request.words)
     if (
@@ -98,6 +114,10 @@ def make_plan(documents: Sequence[Document], request: Request, window: Window, w
         and (not most or text <= most or request.mode == "whole")
     ):
         return desk.plan("whole", "all of it fits the window", [whole], text)
+    if read is not None:
+        error = _too_long(size, answer, window)
+        error.try_ = ("--length short", *_wider(size + answer, window), "kvcli summarize FILE, which reads it in parts")
+        raise error
     if request.mode == "whole":
         raise _too_long(size, answer, window)
     return desk.plan("map", _why(request, is_longer=size + answer > window.limit), desk.cut(most), text)
@@ -121,26 +141,28 @@ class _Desk:
     wording: Wording
     pieces: list[Piece]
     answer: int
+    read: AsRead | None = None
 
     @property
     def unit(self) -> Unit:
         return self.pieces[0].unit
 
-    @property
+    @cached_property
     def marks(self) -> bool:
         """Whether the text has the marks that a model copies."""
-        return self.request.cite and self.wording.cites
+        wanted = self.request.cite and self.wording.cites
+        return wanted and (self.read is None or Part(1, tuple(self.pieces)).text == self.read.text)
 
     def count(self, text: str) -> int:
         return len(encode(self.window.tokenizer, text))
 
     def prompt(self, part: Part, of: int = 1) -> int:
         """Tokens of the question about a part."""
-        return self._size(part_messages(self.wording, self.request, part.text, self.unit, part.number, of))
+        return self._size(part_messages(self.wording, self.request, part, self.unit, of))
 
     def cut(self, most: int | None) -> list[Part]:
         """Parts whose prompts leave room for the answer; of at most `most` tokens of text."""
-        around = self._size(part_messages(self.wording, self.request, "", self.unit, 99, 99)) + SLACK
+        around = self.prompt(Part(99, (), self.marks), 99) + SLACK
         room = self.window.limit - self.answer - around
         if room < LEAST:
             raise _no_room(around, self.answer, self.window)

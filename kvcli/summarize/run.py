@@ -122,10 +122,10 @@ class _Run:
 
     def _part(self, part: Part) -> Generator[Event, None, list[Point]]:
         plan, of, began = self.plan, len(self.plan.parts), time.perf_counter()
-        messages = part_messages(plan.wording, self.request, part.text, plan.unit, part.number, of)
+        messages = part_messages(plan.wording, self.request, part, plan.unit, of)
         kept = self._kept(messages)
         yield PartBegan(part, of, plan.prompts[part.number - 1], kept is not None)
-        pen = self._pen(part.passages, is_final=of == 1)
+        pen = self._pen(part.passages, is_final=of == 1, places=not part.cite)
         turn = yield from self._turn(messages, kept, pen, keeps_nothing=of > 1)
         answered = Answered(turn, (part.number, part.number), False, kept is not None)
         self._took(answered, pen, f"part {part.number} of {of}" if of > 1 else "the answer")
@@ -242,12 +242,12 @@ class _Run:
         if text and text not in self.notes:
             self.notes.append(text)
 
-    def _pen(self, passages: Sequence[Passage], *, is_final: bool) -> Pen:
-        """From an answer to its points, citations checked against these passages."""
+    def _pen(self, passages: Sequence[Passage], *, is_final: bool, places: bool = False) -> Pen:
+        """From an answer to its points, citations checked against these passages; `places`: it was shown no marks."""
         request, names = self.request, self.names
         checker = Checker(passages) if request.cite and request.check else None
         return Pen(
-            lambda raw: point_of(raw, checker, names, quotes=request.quotes, places=not self.plan.wording.cites),
+            lambda raw: point_of(raw, checker, names, quotes=request.quotes, places=places),
             names,
             is_final=is_final,
             thinks=self._thinks,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvcli.documents import Unit
     from kvcli.engine.info import ModelInfo
     from kvcli.models.source import Source
+    from kvcli.summarize.parts import Part
     from kvcli.summarize.request import Request, Style
 
 FILE = "summarize.json"
@@ -44,8 +45,9 @@ RULES = (
     "numbers and names exactly as they are. Leave out what is unimportant. Write the summary and nothing else."
 )
 MARKS = (
-    "Each {noun} of the document begins with its mark, a line like {mark}. End every {thing} with the mark of the "
-    "{noun} it comes from, copied exactly. Use no mark that does not stand in the text."
+    "Each {noun} of the document begins with its mark, a line like {mark}. End every point, or every sentence where "
+    "there are no points, with the mark of the {noun} it comes from, copied exactly. Use no mark that does not stand "
+    "in the text."
 )
 
 Messages = list[dict[str, str]]
@@ -127,46 +129,51 @@ def _of_table(model: ModelInfo | Source) -> Wording:
     return Wording()
 
 
-def part_messages(wording: Wording, request: Request, text: str, unit: Unit, part: int = 1, of: int = 1) -> Messages:
-    """The question about one part of a document, or about all of it."""
+def part_messages(wording: Wording, request: Request, part: Part, unit: Unit, of: int = 1) -> Messages:
+    """The question about one part of a document, or about all of it.
+
+    What every summary is told stands before the text, what this one is asked for behind it: a summary of another length
+    or style begins alike. Of what was read before, what stood there stays.
+    """
+    system = part.read.system if part.read is not None else None
     if wording.own is not None:
-        said = {"system": wording.system, "user": f"{text}\n\n{wording.question or ''}".strip()}
-        return [{"role": role, "content": content} for role, content in said.items() if content is not None]
-    which = "the document above" if of == 1 else f"the text above, which is part {part} of {of} of a document"
-    return [
-        {"role": "system", "content": _rules(request, unit)},
-        {"role": "user", "content": f"{text}\n\n---\nSummarise {which}. {_reminder(request, unit)}"},
-    ]
+        return _said(wording.system or system, f"{part.text}\n\n{wording.question or ''}".strip())
+    which = "the document above" if of == 1 else f"the text above, which is part {part.number} of {of} of a document"
+    rules, asked = _rules(unit, part.cite), _asked(request, unit, part.cite, f"Summarise {which}.")
+    if part.read is None:
+        return _said(rules, f"{part.text}\n\n---\n{asked}")
+    return _said(system, f"{part.text}\n\n---\n{rules}\n{asked}")
 
 
 def merge_messages(request: Request, points: Sequence[str], unit: Unit) -> Messages:
     """The question that makes one summary of those of several parts."""
     listed = "\n".join(f"- {point}" for point in points)
-    return [
-        {"role": "system", "content": _rules(request, unit)},
-        {
-            "role": "user",
-            "content": f"{listed}\n\n---\nThese points summarise the parts of one document in order. Make one summary "
-            f"of them: join what belongs together, keep the most important. {_reminder(request, unit)}",
-        },
-    ]
+    task = (
+        "These points summarise the parts of one document in order. Make one summary of them: join what belongs "
+        "together, keep the most important."
+    )
+    return _said(_rules(unit, request.cite), f"{listed}\n\n---\n{_asked(request, unit, request.cite, task)}")
 
 
-def _rules(request: Request, unit: Unit) -> str:
-    rules = [RULES, f"Write {SHAPES[request.shape]}."]
+def _said(system: str | None, user: str) -> Messages:
+    said = {"system": system, "user": user}
+    return [{"role": role, "content": content} for role, content in said.items() if content is not None]
+
+
+def _rules(unit: Unit, marks: bool) -> str:
+    """The same of every summary of a text."""
+    return "\n".join([RULES, MARKS.format(noun=NOUNS[unit], mark=_mark(unit))] if marks else [RULES])
+
+
+def _asked(request: Request, unit: Unit, marks: bool, task: str) -> str:
+    """What this summary is to be."""
+    wishes = [task, f"Write {SHAPES[request.shape]}."]
     if request.focus:
-        rules.append(f"The reader wants to know about this; leave out what is not about it: {request.focus}")
+        wishes.append(f"The reader wants to know about this; leave out what is not about it: {request.focus}")
     if request.lang:
-        rules.append(f"Write in this language, whatever the document is in: {request.lang}")
-    if request.cite:
-        thing = "point" if request.shape in ("bullets", "outline") else "sentence"
-        rules.append(MARKS.format(noun=NOUNS[unit], mark=_mark(unit), thing=thing))
-    return "\n".join(rules)
-
-
-def _reminder(request: Request, unit: Unit) -> str:
-    marks = f" End each with the mark of its {NOUNS[unit]}, like {_mark(unit)}." if request.cite else ""
-    return f"At most {request.words} words.{marks}"
+        wishes.append(f"Write in this language, whatever the document is in: {request.lang}")
+    end = f" End each with the mark of its {NOUNS[unit]}, like {_mark(unit)}." if marks else ""
+    return "\n".join([*wishes, f"At most {request.words} words.{end}"])
 
 
 def _mark(unit: Unit) -> str:

@@ -35,6 +35,7 @@ from kvcli.documents import Document, document_of  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.summarize.cache import Cache  # noqa: E402
 from kvcli.summarize.events import Done, PartEnded  # noqa: E402
+from kvcli.summarize.parts import Part  # noqa: E402
 from kvcli.summarize.plan import Window, make_plan  # noqa: E402
 from kvcli.summarize.request import Request  # noqa: E402
 from kvcli.summarize.result import Summary  # noqa: E402
@@ -96,7 +97,7 @@ def measure(model: Model, document: Document, wording: Wording, cache: Cache | N
     events = list(summarize(model, [document], request, plan=plan, cache=cache))
     summary: Summary = next(event.summary for event in events if isinstance(event, Done))
     source = " ".join(section.text for section in document.sections)
-    asked = " ".join(m["content"] for m in part_messages(wording, request, "", document.unit))
+    asked = " ".join(m["content"] for m in part_messages(wording, request, Part(1, ()), document.unit))
     instructions = runs(asked, 5) - runs(source, 5)
     plain = " ".join(re.findall(r"\w+", source.lower()))
     points = [point for point in summary.points if point.kind != "heading"]

@@ -14,6 +14,7 @@ from kvcli.documents.document import marked
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.loops import Loop, Loops
 from kvcli.engine.stats import Stats
+from kvcli.kept.shelf import Kept
 from tests.fake_model import FakeTokenizer, fake_info
 
 
@@ -57,6 +58,9 @@ class Scribe:
     foretell: None = None
     asked: list[str] = field(default_factory=list)
     stop_loops: int = 0
+
+    def keep(self, cancel: Cancel) -> Kept:
+        return Kept()
 
     @property
     def model(self) -> Scribe:

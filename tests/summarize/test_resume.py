@@ -67,7 +67,7 @@ def test_parts_reuse_what_all_of_them_share():
     with kvcli.load("demo", set=BRIEF) as model:
         plan = make_plan([document], request, Window.of(model), Wording(merges=False))
         events = list(summarize(model, [document], plan=plan))
-        rules = part_messages(plan.wording, request, "", plan.unit)[:1]
+        rules = part_messages(plan.wording, request, plan.parts[0], plan.unit)[:1]
         shared = len(render_prompt(model.tokenizer, rules))
     assert isinstance(events[-1], Done)
     cached = [answered.turn.stats.cached for answered in events[-1].summary.turns]

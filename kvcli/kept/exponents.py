@@ -1,0 +1,68 @@
+"""Numbers with their exponents in four bits: a quarter fewer bytes of bf16, and every bit as it was.
+
+Sign and mantissa of keys and values are noise, but their exponents are one of a dozen: each is kept as how far it is
+below the greatest, those further below by themselves. Huffman's code (zlib) takes a twelfth of the bytes more away and
+is read at a tenth of the speed, other coders of the standard library at less (docs/lab-log.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+UNSIGNED = {torch.bfloat16: np.uint16, torch.float32: np.uint32}  # both have eight bits of exponent
+MOST = 15  # that an exponent is below the greatest
+HEAD = 5  # bytes: the greatest, and how many are further below
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """The same bits in three quarters of the bytes: of numbers whose exponents are much alike, as in bf16."""
+
+    def encode(self, t: Tensor) -> bytes | None:
+        """A tensor on the host that lies in one piece; None where it takes no fewer bytes so."""
+        if t.dtype not in UNSIGNED or not t.numel():
+            return None
+        numbers = t.view(-1).view(torch.uint8).numpy().view(UNSIGNED[t.dtype])
+        size = t.element_size()
+        turned = (numbers << 1) | (numbers >> (8 * size - 1))  # the sign goes last
+        *rest, top = ((turned >> (8 * i)).astype(np.uint8) for i in range(size))
+        below = top.max() - top
+        far = np.flatnonzero(below >= MOST).astype("<u4")
+        below[far] = MOST
+        half = (len(top) + 1) // 2
+        pairs = below[:half].copy()
+        pairs[: len(top) - half] |= below[half:] << 4
+        head = bytes([top.max()]) + len(far).to_bytes(4, "little")
+        made = b"".join(
+            (head, pairs.tobytes(), *(plane.tobytes() for plane in rest), far.tobytes(), top[far].tobytes())
+        )
+        return made if len(made) < t.nbytes else None
+
+
+def decode(data: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What `encode` had. Raises ValueError for what is no such tensor; no more is made than that has bytes."""
+    n, size = math.prod(shape), dtype.itemsize
+    half, most = (n + 1) // 2, int.from_bytes(data[:1], "little")
+    n_far = int.from_bytes(data[1:HEAD], "little")
+    if dtype not in UNSIGNED or len(data) != HEAD + half + n * (size - 1) + 5 * n_far:
+        raise ValueError("it is longer or shorter than its numbers")
+    pairs, rest = np.frombuffer(data, np.uint8, half, HEAD), HEAD + half + n * (size - 1)
+    far, its = np.frombuffer(data, "<u4", n_far, rest), np.frombuffer(data, np.uint8, n_far, rest + 4 * n_far)
+    if n_far and int(far.max()) >= n:
+        raise ValueError("it has numbers behind its last")
+    top = np.empty(n, np.uint8)
+    np.bitwise_and(pairs, MOST, out=top[:half])
+    np.right_shift(pairs[: n - half], 4, out=top[half:])
+    np.subtract(most, top, out=top)
+    top[far] = its
+    turned = top.astype(UNSIGNED[dtype]) << (8 * (size - 1))
+    for i in range(size - 1):
+        turned |= np.frombuffer(data, np.uint8, n, HEAD + half + i * n).astype(UNSIGNED[dtype]) << (8 * i)
+    numbers = (turned >> 1) | (turned << (8 * size - 1))
+    return torch.from_numpy(numbers.view(np.uint8)).view(dtype).view(*shape)
