@@ -40,6 +40,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "reuse": {
         "none": "kvcli.reuse.nothing:Nothing",
         "pie": "kvcli.reuse.pie:Pie",
+        "blend": "kvcli.reuse.blend:Blend",
     },
     "policy": {
         "none": "kvcli.policies.everything:Everything",
@@ -136,6 +137,12 @@ def shaping(profile: Profile) -> Shaping:
         with suppress(Unfit):
             found["policy.headmap"] += f" {look(Path(expanduser(name)))}"
     return Shaping(is_whole, {key: value for key, value in found.items() if not is_whole or key in say_so})
+
+
+def shapings(profile: Profile) -> list[Shaping]:
+    """The same; and where what is taken over alone shapes it, that of the whole pasts of which that may come."""
+    alone = profile.replace(reuse={"method": "none"}) if profile.reuse.reuses else profile
+    return [shaping(profile), *([shaping(alone)] if alone is not profile and keeps_all(alone) else [])]
 
 
 def chunk(lm: LM, profile: Profile) -> int:
