@@ -142,10 +142,10 @@ def test_the_more_is_read_again_the_nearer_are_logits(demo, select: str) -> None
     a, b, c = page[:500], page[700:1200], page[1500:2000]
     old, new = [*a, *b, *c, 11], [*b, *c, *a[1:], 11]
     plain = read(demo.lm, None, old, new)
-    want = logits(plain)
     sides = [Blend(64, share, select) for share in (0, 0.15, 0.5, 0.85, 1)]  # type: ignore[arg-type]
     texts = [read(demo.lm, how, old, new) for how in sides]
     values = [off(text, plain) for text in texts]
+    want = logits(plain)
     said = [float((logits(text) - want).norm()) for text in texts]
     print(values, said)
     assert all(more < less for less, more in pairwise(values)), values

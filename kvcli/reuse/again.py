@@ -49,7 +49,7 @@ class Again:
             if len(live) < run.n:
                 on, past = (
                     rows.only(live.tolist()),
-                    self._beside(kv, {i: held[i] for i in layers if i in held}, rows, live),
+                    self._beside(kv, held, layers, rows, live),
                 )
             made = yield Feed(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden)
             differs = sum(_put(*held[layer], fresh, live) for layer, fresh in made.fresh.items())
@@ -62,10 +62,10 @@ class Again:
             live, hidden = live[stay], made.hidden[stay]
         return held
 
-    def _beside(self, kv: Store, held: Held, rows: Rows, live: Tensor) -> Store:
+    def _beside(self, kv: Store, held: Held, layers: range, rows: Rows, live: Tensor) -> Store:
         """All that is stored, and those of a run that are not in the pass."""
         rest = torch.ones(rows.n_rows, dtype=torch.bool, device=live.device).index_fill(0, live, False).nonzero()[:, 0]
-        left = {layer: (k[:, rest], v[:, rest]) for layer, (k, v) in held.items()}
+        left = {layer: (k[:, rest], v[:, rest]) for layer, (k, v) in held.items() if layer in layers}
         found = Beside(kv, self._lm.shapes, left, [rows.pos[i] for i in rest.tolist()])
         return found  # type: ignore[return-value]  # nothing is stored by this pass
 
