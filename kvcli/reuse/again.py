@@ -45,12 +45,9 @@ class Again:
         held = {layer: (k.clone(), v.clone()) for layer, (k, v) in held.items()}
         live, hidden = torch.arange(run.n, device=self._lm.device), None
         for i, layers in enumerate(self._spans):
-            on, past = rows, kv
-            if len(live) < run.n:
-                on, past = (
-                    rows.only(live.tolist()),
-                    self._beside(kv, held, layers, rows, live),
-                )
+            are_all = len(live) == run.n
+            on = rows if are_all else rows.only(live.tolist())
+            past = kv if are_all else self._beside(kv, held, layers, rows, live)
             made = yield Feed(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden)
             differs = sum(_put(*held[layer], fresh, live) for layer, fresh in made.fresh.items())
             if made.hidden is None:
