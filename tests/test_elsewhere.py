@@ -18,7 +18,8 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.engine.spare import Reusing
 from kvcli.kept import elsewhere as finding
-from kvcli.kept.block import LENGTH
+from kvcli.kept.block import LENGTH, Block
+from kvcli.kept.block import read as read_block
 from kvcli.kept.shelf import WHOLE, Shelf
 from kvcli.kept.tree import Tree
 from kvcli.kv.dense import Dense
@@ -127,7 +128,7 @@ def test_what_lies_in_the_midst_of_a_block_or_is_short_is_read(lm: LM, tmp_path:
     assert read(lm, shelf, Pie(LEAST), [3, *A[:LEAST], 5])[1] == LEAST
 
 
-@pytest.mark.parametrize("how", ["numbers", "gone", "closed", "other"])
+@pytest.mark.parametrize("how", ["numbers", "gone", "closed", "other", "layers"])
 def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, how: str) -> None:
     text = [9, *C, 9]
     shelf = shelf_of(tmp_path, lm, text)
@@ -144,6 +145,9 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
         path.write_bytes(data)
     elif how == "gone":
         path.unlink()
+    elif how == "layers":
+        block = read_block(path, lm.shapes, lm.dtype)
+        Block(block.ids, {0: block.kv[0]}).write(path)
     elif how == "closed":
         path.unlink()
         path.mkdir()

@@ -59,7 +59,7 @@ class Chain:
             mine = slice(max(0, first - start), first + n - start)
             try:
                 block = read(seen.path, self.lm.shapes, self.dtype)
-                if block.ids != seen.ids.tolist():
+                if block.ids != seen.ids.tolist() or not _owners(self.lm) <= block.kv.keys():
                     raise Damaged("it is another one by now")
             except Damaged as error:
                 with suppress(OSError):
@@ -82,9 +82,9 @@ def elsewhere(
 
     `known`: blocks seen before, by name. A run that begins and ends within one block is not found.
     """
-    width, blocks = min(least, LENGTH), dict(_blocks(folder, lm, known))
-    names = [name for name, block in blocks.items() if block.is_whole and len(block.ids) >= width]
-    if not names or len(ids) - start < width:
+    width = min(least, LENGTH)
+    blocks = dict(_blocks(folder, lm, known)) if len(ids) - start >= least else {}
+    if not (names := [name for name, block in blocks.items() if block.is_whole and len(block.ids) >= width]):
         return
     edges = np.stack([[blocks[name].ids[:width], blocks[name].ids[-width:]] for name in names]).astype(np.uint64)
     here = keys(np.asarray(ids[start:], dtype=np.uint64), width)
@@ -110,7 +110,7 @@ def elsewhere(
 
 def _blocks(folder: Path, lm: LM, known: dict[str, Seen]) -> Iterator[tuple[str, Seen]]:
     """All whose beginning is known, by name, those of a text in order."""
-    tree, layers = Tree(folder), {layer for layer, shape in enumerate(lm.shapes) if shape.shares is None}
+    tree, layers = Tree(folder), _owners(lm)
     after, ahead, left = tree.after(), deque([ROOT]), MOST
     while ahead and left:
         parent = ahead.popleft()
@@ -126,3 +126,8 @@ def _blocks(folder: Path, lm: LM, known: dict[str, Seen]) -> Iterator[tuple[str,
                 yield name, known[name]
                 if len(known[name].ids) == LENGTH:
                     ahead.append(name)
+
+
+def _owners(lm: LM) -> set[int]:
+    """Layers that store."""
+    return {layer for layer, shape in enumerate(lm.shapes) if shape.shares is None}
