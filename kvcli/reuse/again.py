@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcli.engine.beside import Beside
 from kvcli.engine.commit import commit
-from kvcli.engine.feed import Asks, Feed, Fresh
+from kvcli.engine.feed import Asks, Feed, Made
 from kvcli.engine.rows import Rows
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import spans
@@ -35,29 +35,44 @@ class Again:
 
     def __init__(self, lm: LM, settings: Blend) -> None:
         self._lm, self._spans = lm, spans(lm.shapes)
-        self._shares = settings.shares(len(self._spans))
-        self._by_hidden = settings.select == "hidden" and settings.recompute < 1  # else nobody is to be chosen
+        self._shares = settings.shares(len(self._spans) - 1)
+        self._by_hidden, self._chooses = settings.select == "hidden", settings.recompute < 1
         self._before: list[First] = []
 
     def __call__(self, rows: Rows, held: Held, kv: Store, run: Run, source: Source) -> Asks[Held]:
         """`rows`: of a run, all before which is in `kv`; `held`: what is taken over of it. -> What is to be stored."""
-        was = (yield from self._first(source, kv.dtype).gave(run.old, run.n)) if self._by_hidden else None
         held = {layer: (k.clone(), v.clone()) for layer, (k, v) in held.items()}
-        live, hidden = torch.arange(run.n, device=self._lm.device), None
-        for i, layers in enumerate(self._spans):
-            are_all = len(live) == run.n
-            on = rows if are_all else rows.only(live.tolist())
-            past = kv if are_all else self._beside(kv, held, layers, rows, live)
-            made = yield Feed(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden)
-            differs = sum(_put(*held[layer], fresh, live) for layer, fresh in made.fresh.items())
-            if made.hidden is None:
-                break
-            if was is not None and i == 0:
-                differs = _off(made.hidden, was, (1,))
-            assert isinstance(differs, Tensor), "a layer of these stores"
-            stay = differs.nan_to_num(torch.inf).topk(ceil(run.n * self._shares[i + 1])).indices.sort().values
-            live, hidden = live[stay], made.hidden[stay]
+        live = torch.arange(run.n, device=self._lm.device)
+        hidden = (yield from self._through(self._spans[0], rows, None, held, kv, live))[1]
+        differs = torch.zeros(run.n, device=live.device)
+        if hidden is not None and self._chooses:
+            if self._by_hidden:
+                was = yield from self._first(source, kv.dtype).gave(run.old, run.n)
+                differs = _off(hidden, was, (1,))
+            else:
+                layers = self._spans[1]
+                made = yield Feed(self._lm, rows, kv, is_prompt=True, layers=layers, hidden=hidden, only_kv=True)
+                differs = _differ(made, held, live)
+        for layers, share in zip(self._spans[1:], self._shares, strict=True):
+            assert hidden is not None, "there are layers above"
+            stay = differs.nan_to_num(torch.inf).topk(ceil(run.n * share)).indices.sort().values
+            live = live[stay]
+            differs, hidden = yield from self._through(layers, rows, hidden[stay], held, kv, live)
         return held
+
+    def _through(
+        self, layers: range, rows: Rows, hidden: Tensor | None, held: Held, kv: Store, live: Tensor
+    ) -> Asks[tuple[Tensor, Tensor | None]]:
+        """A pass of these rows, and what it makes put in its place: by how much it differs, and what comes out."""
+        on, past = rows, kv
+        if len(live) < rows.n_rows:
+            on, past = rows.only(live.tolist()), self._beside(kv, held, layers, rows, live)
+        made = yield Feed(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden)
+        differs = _differ(made, held, live)
+        for layer, fresh in made.fresh.items():
+            for t, new in zip(held[layer], (fresh.k, fresh.v), strict=True):
+                t[:, live] = new
+        return differs, made.hidden
 
     def _beside(self, kv: Store, held: Held, layers: range, rows: Rows, live: Tensor) -> Store:
         """All that is stored, and those of a run that are not in the pass."""
@@ -98,11 +113,13 @@ class First:
         return torch.cat(found)
 
 
-def _put(k: Tensor, v: Tensor, fresh: Fresh, live: Tensor) -> Tensor:
-    """What was made in a layer, in place of what was held of these; by how much each differs [n]."""
-    differs = _off(fresh.k, k[:, live], (0, 2)) + _off(fresh.v, v[:, live], (0, 2))
-    k[:, live], v[:, live] = fresh.k, fresh.v
-    return differs
+def _differ(made: Made, held: Held, live: Tensor) -> Tensor:
+    """By how much keys and values of each token [n] differ from what is held of it, in the layers of a pass."""
+    found = torch.zeros(len(live), device=live.device)
+    for layer, fresh in made.fresh.items():
+        k, v = held[layer]
+        found += _off(fresh.k, k[:, live], (0, 2)) + _off(fresh.v, v[:, live], (0, 2))
+    return found
 
 
 def _off(now: Tensor, was: Tensor, over: tuple[int, ...]) -> Tensor:

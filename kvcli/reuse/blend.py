@@ -1,13 +1,13 @@
 """CacheBlend: what was read behind another text is taken over, and those tokens are read again that differ most.
 
 Yao et al., "CacheBlend: Fast Large Language Model Serving for RAG with Cached Knowledge Fusion", EuroSys 2025,
-arXiv 2405.16444. The first layer makes the same keys and values behind any text; the second shows what came out of the
-first otherwise. So these two are computed of all tokens, and the rest of those that differ most, a few fewer in each
-layer, by what differs in the one below ("gradual filtering").
+arXiv 2405.16444. The first layer makes the same keys and values behind any text; those of the second show what came out
+of the first otherwise. So all tokens go through the first, and those that differ most through the rest, a few fewer in
+each, by what differs in the one below ("gradual filtering").
 
 `select = "hidden"` tells them by the hidden states that the first layer gives, as KVShare does (Yang et al., arXiv
-2503.16525): the text that they come from goes through that layer once more, and the second is spared. KVShare's other
-half, which reads tokens again while it answers, is left out: what is stored does not change under an answer.
+2503.16525): the text that they come from goes through that layer once more. KVShare's other half, which reads tokens
+again while it answers, is left out: what is stored does not change under an answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.engine.spare import Spare
 
-FEWER = 0.25  # by so much of the share there are more in the first layers that choose, and fewer in the last
+FEWER = 0.25  # by so much of the share there are more in the second layer, and fewer in the last
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Blend:
     """Take over what stands in other texts, and read what differs most again (CacheBlend, arXiv 2405.16444)."""
 
     least: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
-    recompute: Annotated[float, Range(0, 1)] = 0.15  # share of them that is read again, mean of the layers that choose
+    recompute: Annotated[float, Range(0, 1)] = 0.15  # share of them read again, mean of the layers above the first
     select: Literal["kv", "hidden"] = "kv"  # by what these are chosen: keys and values, or hidden states (KVShare)
 
     @property
@@ -54,8 +54,6 @@ class Blend:
         return Turned(lm, self.least, Again(lm, self) if self.recompute else None)
 
     def shares(self, n: int) -> list[float]:
-        """What goes on into each of n layers (or groups of layers that share slots), as a share of a run."""
-        if self.select == "hidden":
-            return [1.0, *[self.recompute] * (n - 1)]
-        more = min(FEWER * self.recompute, 1 - self.recompute)
-        return [1.0, 1.0, *(self.recompute + more * (1 - 2 * i / max(1, n - 3)) for i in range(n - 2))]
+        """What goes on into each of n layers above the first (or groups that share slots), as a share of a run."""
+        more = 0 if self.select == "hidden" else min(FEWER * self.recompute, 1 - self.recompute)
+        return [self.recompute + more * (1 - 2 * i / max(1, n - 1)) for i in range(n)]

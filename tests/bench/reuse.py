@@ -1,6 +1,6 @@
 """A text behind another one: how much sooner it is read, and how often answers are still right.
 
-    python tests/bench/reuse.py [--model demo] [--tokens 3000] [--texts 12] [--changes 8,64,swapped] [--out FILE]
+    python tests/bench/reuse.py [--model demo] [--tokens 3000] [--texts 3] [--changes 64,swapped] [--out FILE]
 
 A text of a task is read and then changed: so many tokens of it, a tenth of the way in, give way to twice as many
 others, or its halves change places. Then the task's questions are asked of the changed text: read anew, and with what
@@ -58,8 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=3000)
-    parser.add_argument("--texts", type=int, default=12)
-    parser.add_argument("--changes", default="8,64,swapped")
+    parser.add_argument("--texts", type=int, default=3)
+    parser.add_argument("--changes", default="64,swapped")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
