@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.slots import LayerShape, Sight, Usage
+from kvcli.kv.slots import LayerShape, Sight, Usage, alone
 
 if TYPE_CHECKING:
     from kvcli.kv.slots import Store
@@ -38,7 +38,8 @@ class Beside:
         sees = line if sight.window is None else line & (at > rows - sight.window)
         k, v = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
         both = replace(own, k=k, v=v, pos=every, line=line, sees=sees.to(q.device))
-        return self._store.attend(layer, q, sight, pos, both)
+        # apart: in one sequence each of these rows, with gaps between them, would be read by itself, which takes long
+        return [*self._store.attend(layer, q, sight, pos), *alone(q, sight, both)]
 
     def usage(self) -> list[Usage]:
         """Nothing that lasts."""

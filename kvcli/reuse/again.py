@@ -43,8 +43,9 @@ class Again:
         """`rows`: of a run, all before which is in `kv`; `held`: what is taken over of it. -> What is to be stored."""
         held = {layer: (k.clone(), v.clone()) for layer, (k, v) in held.items()}
         live = torch.arange(run.n, device=self._lm.device)
-        hidden = (yield from self._through(self._spans[0], rows, None, held, kv, live))[1]
-        differs = torch.zeros(run.n, device=live.device)
+        made = yield from self._through(self._spans[0], rows, None, held, kv, live)
+        _put(made, held, live)
+        hidden, differs = made.hidden, torch.zeros(run.n, device=live.device)
         if hidden is not None and self._chooses:
             if self._by_hidden:
                 was = yield from self._first(source, kv.dtype).gave(run.old, run.n)
@@ -57,22 +58,21 @@ class Again:
             assert hidden is not None, "there are layers above"
             stay = differs.nan_to_num(torch.inf).topk(ceil(run.n * share)).indices.sort().values
             live = live[stay]
-            differs, hidden = yield from self._through(layers, rows, hidden[stay], held, kv, live)
+            made = yield from self._through(layers, rows, hidden[stay], held, kv, live)
+            is_judged = self._chooses and not self._by_hidden and made.hidden is not None
+            differs = _differ(made, held, live) if is_judged else torch.zeros(len(live), device=live.device)
+            _put(made, held, live)
+            hidden = made.hidden
         return held
 
     def _through(
         self, layers: range, rows: Rows, hidden: Tensor | None, held: Held, kv: Store, live: Tensor
-    ) -> Asks[tuple[Tensor, Tensor | None]]:
-        """A pass of these rows, and what it makes put in its place: by how much it differs, and what comes out."""
+    ) -> Asks[Made]:
+        """A pass of these rows."""
         on, past = rows, kv
         if len(live) < rows.n_rows:
             on, past = rows.only(live.tolist()), self._beside(kv, held, layers, rows, live)
-        made = yield Feed(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden)
-        differs = _differ(made, held, live)
-        for layer, fresh in made.fresh.items():
-            for t, new in zip(held[layer], (fresh.k, fresh.v), strict=True):
-                t[:, live] = new
-        return differs, made.hidden
+        return (yield Feed(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden))
 
     def _beside(self, kv: Store, held: Held, layers: range, rows: Rows, live: Tensor) -> Store:
         """All that is stored, and those of a run that are not in the pass."""
@@ -120,6 +120,13 @@ def _differ(made: Made, held: Held, live: Tensor) -> Tensor:
         k, v = held[layer]
         found += _off(fresh.k, k[:, live], (0, 2)) + _off(fresh.v, v[:, live], (0, 2))
     return found
+
+
+def _put(made: Made, held: Held, live: Tensor) -> None:
+    """What a pass made of these tokens, in place of what is held of them."""
+    for layer, fresh in made.fresh.items():
+        for t, new in zip(held[layer], (fresh.k, fresh.v), strict=True):
+            t[:, live] = new
 
 
 def _off(now: Tensor, was: Tensor, over: tuple[int, ...]) -> Tensor:
