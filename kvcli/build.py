@@ -40,6 +40,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "reuse": {
         "none": "kvcli.reuse.nothing:Nothing",
         "pie": "kvcli.reuse.pie:Pie",
+        "blend": "kvcli.reuse.blend:Blend",
     },
     "keep": {
         "none": "kvcli.kept.codec:AsIs",
@@ -142,6 +143,12 @@ def shaping(profile: Profile) -> Shaping:
             found["policy.headmap"] += f" {look(Path(expanduser(name)))}"
     settings = {key: value for key, value in found.items() if not is_whole or key in say_so}
     return Shaping(is_whole, settings, profile.keep.settings)
+
+
+def shapings(profile: Profile) -> list[Shaping]:
+    """The same; and where what is taken over alone shapes it, that of the whole pasts of which that may come."""
+    alone = profile.replace(reuse={"method": "none"}) if profile.reuse.reuses else profile
+    return [shaping(profile), *([shaping(alone)] if alone is not profile and keeps_all(alone) else [])]
 
 
 def chunk(lm: LM, profile: Profile) -> int:

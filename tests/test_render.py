@@ -171,6 +171,13 @@ def test_the_summary_is_that_of_the_design():
     ]
 
 
+def test_what_was_taken_over_is_told_beside_what_was_cached():
+    turn = Turn("", (), "stop", some_stats(reused=1200, approx="approx"))
+    assert "read 1,912 tokens (431 cached, 1,200 taken over) in 0.84 s" in summary(turn, 80)[1]
+    assert "approx · " in (line := brief(turn, 200)[0])
+    assert "cached 431, taken over 1,200 of 1,912" in line
+
+
 def test_figures_that_are_missing_are_left_out():
     lines = summary(Turn("", (), "length", Stats(new=1, decode=0.5, passes=1)), 80)
     assert lines == ["  1 token in 0.50 s", "  the answer's length limit was reached"]

@@ -14,11 +14,12 @@ from kvcli.engine.engine import drive
 from kvcli.engine.lm import LM
 from kvcli.engine.rope import rotaries
 from kvcli.engine.rows import Rows
+from kvcli.engine.runs import Run, runs
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
 from kvcli.kv.windows import Window
-from kvcli.reuse.pie import Pie, Run, runs
+from kvcli.reuse.pie import Pie
 from kvcli.settings.profile import Profile
 from tests import families
 
@@ -159,7 +160,7 @@ def test_at_memory_that_has_no_room_it_is_read(model, monkeypatch):
     a = ids_of(model, 1, 300)
     with model.open() as text:
         text.generate([*a, 11])
-        monkeypatch.setattr("kvcli.reuse.pie._at", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        monkeypatch.setattr("kvcli.engine.spare._at", lambda *_: (_ for _ in ()).throw(MemoryError()))
         assert not text.generate([*a[:90], 5, *a[100:], 12]).stats.approx
 
 
@@ -202,5 +203,5 @@ def test_what_was_saved_for_a_prompt_that_was_given_up_serves_no_other(model, mo
     with model.open() as text:
         text.generate([*a, 11], max_new_tokens=1)
         text.generate([*b, *a, 12], max_new_tokens=1, cancel=lambda: True)
-        monkeypatch.setattr("kvcli.reuse.pie.runs", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        monkeypatch.setattr("kvcli.engine.spare.runs", lambda *_: (_ for _ in ()).throw(MemoryError()))
         assert not text.generate([*c, 13], max_new_tokens=1).stats.approx

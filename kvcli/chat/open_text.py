@@ -64,9 +64,12 @@ class OpenText:
         """Take from the pack and the shelf what lies there of a prompt; returns how many tokens need no reading."""
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
-        if self.model.shelf is not None:
+        if (shelf := self.model.shelf) is not None:
             with lacking():  # then it is read
-                self.model.shelf.fetch(self.session, ids, build.shaping(self.profile))
+                for shaping in (ways := build.shapings(self.profile)):
+                    shelf.fetch(self.session, ids, shaping)
+                if self.session.spare is not None and ways[-1].is_whole:
+                    self.session.spare.add(shelf.elsewhere(self.session, ids, ways[-1]))
         return self.session.committed
 
     def keep(self, cancel: Cancel = lambda: False) -> Kept:
@@ -76,7 +79,9 @@ class OpenText:
         """
         if self.model.shelf is None:
             return Kept()
-        kept = self.model.shelf.keep(self.session, cancel, build.shaping(self.profile))
+        ways = build.shapings(self.profile)
+        shaping = ways[0 if "reused" in self.session.lost else -1]
+        kept = self.model.shelf.keep(self.session, cancel, shaping)
         was, self._is_unkept = self._is_unkept, bool(kept.why_not)
         return replace(kept, why_not="") if was else kept
 

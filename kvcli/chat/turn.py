@@ -76,7 +76,7 @@ class Answering:
     def _read(self) -> Work[Event, None]:
         stats, began = self._stats, time.perf_counter()
         while (yield from self._steady.chunk(self._asked.ids)):
-            stats.read = time.perf_counter() - began
+            stats.read, stats.reused = time.perf_counter() - began, self._text.session.reused
             self._measure()
             yield Read(self._text.session.progress, stats.prompt, stats.cached, stats.read)
             if self._cancel():

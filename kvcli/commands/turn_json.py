@@ -60,7 +60,12 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         order=stats.order,
         approx=bool(stats.approx),
         tokens=Tokens(
-            prompt=stats.prompt, cached=stats.cached, new=stats.new, context=stats.context, limit=stats.limit
+            prompt=stats.prompt,
+            cached=stats.cached,
+            reused=stats.reused,
+            new=stats.new,
+            context=stats.context,
+            limit=stats.limit,
         ),
         time=Times(
             load=stats.load or info.load_seconds or None,

@@ -24,9 +24,9 @@ def run(feeds: Sequence[Feed]) -> list[Made]:
     Feeds that go through other layers of a model make another pass.
     """
     made: dict[int, Made] = {}
-    alike: dict[tuple[int, range | None], list[int]] = {}
+    alike: dict[tuple[int, range | None, bool], list[int]] = {}
     for i, feed in enumerate(feeds):
-        alike.setdefault((id(feed.lm), feed.layers), []).append(i)
+        alike.setdefault((id(feed.lm), feed.layers, feed.only_kv), []).append(i)
     for some in alike.values():
         made |= zip(some, _run(feeds[some[0]].lm, [feeds[i] for i in some]), strict=True)
     return [made[i] for i in range(len(feeds))]
@@ -56,8 +56,8 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
     for feed in feeds:
         starts.append(starts[-1] + feed.rows.n_rows)
     want: list[int] | None = [start + row for start, feed in zip(starts, feeds, strict=False) for row in feed.want]
-    is_below = attends.layers.stop < lm.n_layers
-    attends.last = -1 if want or is_below else lm.n_layers - 1
+    is_below = attends.layers.stop < lm.n_layers and not feeds[0].only_kv
+    attends.last = -1 if want or is_below else attends.layers.stop - 1
     if want == list(range(starts[-1])):
         want = None  # all: nothing to pick
     ids, pos = feeds[0].rows.ids, feeds[0].rows.pos

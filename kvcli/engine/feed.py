@@ -40,6 +40,7 @@ class Feed:
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
     layers: range | None = None  # that it goes through; None = all
     hidden: Tensor | None = None  # [N, E]: what goes into the first of these; None = the embeddings
+    only_kv: bool = False  # it ends where the last of these has keys and values
 
 
 @dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long

@@ -30,6 +30,7 @@ from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed import panels
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
 from kvcli.kernels.products import multiplies
+from kvcli.kernels.rotate import Rotary
 from kvcli.models.family import read_config
 from kvcli.models.gguf import quantizer
 from kvcli.models.refusals import refuse_quant
@@ -61,6 +62,7 @@ class LM:
         self.info = info
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
         self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
+        self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
         self._layers = _decoder_layers(model, shape)
         self._has_gates = False  # and is known to take them
 

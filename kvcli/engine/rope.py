@@ -44,6 +44,12 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
     Raises BadModel where no fixed table says it: dynamic NTK, longrope that changes tables on the way, and models
     without rotary embedding.
     """
+    if lm.turns is None:
+        lm.turns = _found(lm)
+    return lm.turns
+
+
+def _found(lm: LM) -> tuple[Rotary | None, ...]:
     tables = list(_tables(lm))
     far = (0, 131, lm.limit // 2, lm.limit - 1)
     passes = [torch.tensor(sorted({p for p in at if p < lm.limit}), device=lm.device) for at in (NEAR, far)]
@@ -96,8 +102,8 @@ def _off(rotary: Rotary | None, pos: Tensor, k: Tensor) -> float:
 
 def _refuse(lm: LM, why: str, lines: Sequence[str] = ()) -> NoReturn:
     raise BadModel(
-        f"keys of {lm.info.id} ({lm.info.family}) cannot be stored before rotary embedding: {why}",
+        f"keys of {lm.info.id} ({lm.info.family}) cannot be turned to other positions: {why}",
         code="model_unsupported",
         lines=lines,
-        try_=["store them as attention reads them, which is what the dense tier does unless told otherwise"],
+        try_=["--set reuse.method=none"],
     )

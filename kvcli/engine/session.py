@@ -16,7 +16,7 @@ from kvcli.engine.kinds import Span, kinds_of
 from kvcli.engine.policy import Phase
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Draw, Sampler
-from kvcli.engine.spare import Spare
+from kvcli.engine.spare import Spare, left
 from kvcli.engine.stats import Step
 from kvcli.engine.text import Text
 from kvcli.engine.verify import walk
@@ -46,10 +46,11 @@ class Session(Text):
 
     def save(self, ids: Sequence[int]) -> None:
         """Put aside what of the text serves `ids`, which are to be read next, before `begin` rewinds."""
-        had = self.ids[: self.committed]
-        self.spare = None  # of what was given up
+        had, self.spare, self.reused = self.ids[: self.committed], None, 0  # of what was given up
         if self.reusing is not None:
-            self.spare = self.reusing.over(self.lm, self.kv, had, ids, self._shared(ids))
+            spare = self.reusing.over(self.lm)
+            spare.add(left(self.lm, self.kv, had, ids[:-1], self._shared(ids), self.reusing.least))
+            self.spare = spare
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Asks[Step]:
         """One pass: guess, run, accept, commit. New tokens, at least one and at most `most`, end at one of `stop`."""
@@ -92,7 +93,7 @@ class Session(Text):
             return False
         ahead = self.spare.next(at) if self.spare is not None else None
         if self.spare is not None and ahead == at:
-            self._take_over(self.spare)
+            yield from self._take_over(self.spare)
         elif self.order == "layers" and ahead is None:
             yield from self._read_on(self._under_way or (yield from self._layer_by_layer(whole)))
         else:
@@ -102,11 +103,14 @@ class Session(Text):
             yield from self.settle("read" if self.committed == whole else "reading")
         return True
 
-    def _take_over(self, spare: Spare) -> None:
+    def _take_over(self, spare: Spare) -> Asks[None]:
         """What begins here and was read behind another text, in place of a chunk."""
-        end, past = spare.take(self.committed)
-        self._own = min(self._own, self.committed)
+        end, past = yield from spare.take(self.committed, self.chunk_rows, self.kv, self.ids)
+        if end == self.committed:  # it is gone, and read
+            return
+        self._own, start = min(self._own, self.committed), self.committed
         self._append(past, end)
+        self.reused += end - start
 
     def _read_chunk(self, end: int) -> Asks[None]:
         rows = Rows.chain(self.ids[self.committed : end], self.committed)

@@ -50,6 +50,7 @@ class Stats:
 
     prompt: int = 0
     cached: int = 0
+    reused: int = 0  # taken over from other texts
     new: int = 0
     load: float = 0.0
     read: float = 0.0
@@ -146,7 +147,7 @@ class Stats:
 
     @property
     def read_tok_s(self) -> float:
-        return (self.prompt - self.cached) / self.read if self.read > 0 else 0.0
+        return (self.prompt - self.cached - self.reused) / self.read if self.read > 0 else 0.0
 
     @property
     def vs_plain(self) -> float | None:

@@ -53,7 +53,7 @@ class Text:
         `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
         of `chunk` rows, as is done with `pruning` in any case; a policy then judges once all is read. Raises BadModel
         for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge. `reusing`: what of a
-        prompt is taken over unread.
+        prompt is taken over unread, refused for a model whose keys cannot be turned.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
         self.view, self.policy, self.pruning, self.reusing = view, policy, pruning, reusing
@@ -77,7 +77,10 @@ class Text:
         self._under_way: ByLayers | None = None  # a prompt that is being read so
         if self.order == "layers":
             meet(lm, pruning)
-        self.spare: Spare | None = None  # of the text before, for the prompt that is read
+        if reusing is not None:
+            reusing.meet(lm)
+        self.spare: Spare | None = None  # of other texts, for the prompt that is read
+        self.reused = 0  # tokens that it took over
         self._own = math.inf  # so many tokens were read behind what stands before them now
 
     def rewind(self, n: int) -> int:

@@ -23,6 +23,7 @@ from kvcli.files import SPARE, private_folder, write_private
 from kvcli.kept import past
 from kvcli.kept.block import Block, Damaged, read
 from kvcli.kept.codec import AsIs, Codec, coded_state, decoded_state
+from kvcli.kept.elsewhere import Seen, elsewhere
 from kvcli.kept.identity import identity
 from kvcli.kept.room import make_room, mark_used
 from kvcli.kept.tree import Found, Tree
@@ -32,6 +33,7 @@ from kvcli.kv.windows import windows_of
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
+    from kvcli.engine import spare
     from kvcli.engine.lm import LM
     from kvcli.engine.session import Session
 
@@ -81,6 +83,7 @@ class Shelf:
         """`worth`: weights times tokens from which on a text is kept."""
         self.folder, self.most, self._lm, self._worth = folder, most, lm, worth
         self._fields = identity(lm)
+        self._seen: dict[str, Seen] = {}  # blocks, by name
 
     def fetch(self, session: Session, ids: Sequence[int], shaping: Shaping = WHOLE) -> int:
         """Give a session that is to read `ids` what lies here of their beginning; returns how many need no reading."""
@@ -105,6 +108,12 @@ class Shelf:
             mark_used([one.path for one in found])
             break
         return session.committed
+
+    def elsewhere(self, session: Session, ids: Sequence[int], shaping: Shaping) -> Iterator[spare.Found]:
+        """Runs of `ids`, behind what a session has of them, that stand in other texts, and what lies here of these."""
+        if self._fields and session.reusing is not None:
+            here, dtype, start = self._folder(session, shaping), session.kv.dtype, session.committed
+            yield from elsewhere(here, self._lm, dtype, ids[:-1], start, session.reusing.least, self._seen)
 
     def keep(self, session: Session, cancel: Callable[[], bool] = lambda: False, shaping: Shaping = WHOLE) -> Kept:
         """Write what a session has stored and is not here yet, until `cancel()` says so between files."""

@@ -44,9 +44,13 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def path(self, parent: str, own: str) -> Path:
+        """Where a block lies."""
+        return self.folder / f"{parent}-{own}{ENDS}"
+
     def along(self, ids: Sequence[int]) -> Iterator[Found]:
         """Blocks that hold the beginning of a text, in order."""
-        text, after, parent = np.asarray(ids, np.int32), self._after(), ROOT
+        text, after, parent = np.asarray(ids, np.int32), self.after(), ROOT
         for at in range(0, len(text), LENGTH):
             found = self._longest(after.get(parent, {}), parent, text, at)
             if found is None:
@@ -54,27 +58,27 @@ class Tree:
             yield found
             if found.n < LENGTH:
                 return
-            parent = _name(parent, text[at : found.end])
+            parent = name_of(parent, text[at : found.end])
 
     def places(self, ids: Sequence[int]) -> Iterator[tuple[Path, slice]]:
         """Where the blocks of a text belong, the last of which may be a short one, and which tokens are theirs."""
         text, parent = np.asarray(ids, np.int32), ROOT
         for at in range(0, len(text), LENGTH):
             mine = slice(at, min(at + LENGTH, len(text)))
-            own = _name(parent, text[mine])
-            yield self.folder / f"{parent}-{own}{ENDS}", mine
+            own = name_of(parent, text[mine])
+            yield self.path(parent, own), mine
             parent = own
 
     def drop_shorter(self, path: Path, ids: Sequence[int]) -> None:
         """Remove the short blocks that this one, of these tokens, goes on from."""
         parent, text = path.name.partition("-")[0], np.asarray(ids, np.int32)
-        for own in self._after().get(parent, {}):
-            other = self.folder / f"{parent}-{own}{ENDS}"
+        for own in self.after().get(parent, {}):
+            other = self.path(parent, own)
             with suppress(Damaged, OSError):
                 if other != path and len(its := glance(other)[0]) < LENGTH and _alike(its, text) == len(its):
                     other.unlink()
 
-    def _after(self) -> dict[str, dict[str, None]]:
+    def after(self) -> dict[str, dict[str, None]]:
         """By block: those that follow it."""
         found: dict[str, dict[str, None]] = defaultdict(dict)
         with suppress(OSError):  # there is none
@@ -86,13 +90,13 @@ class Tree:
 
     def _longest(self, after: dict[str, None], parent: str, text: np.ndarray, at: int) -> Found | None:
         """The block behind `parent` that has most of the text's tokens from `at` on, and most layers of them."""
-        own = _name(parent, mine := text[at : at + LENGTH])
+        own = name_of(parent, mine := text[at : at + LENGTH])
         best, most = None, (0, 0)
         for name in [own] if own in after else after:
-            path = self.folder / f"{parent}-{name}{ENDS}"
+            path = self.path(parent, name)
             try:
                 ids, layers = glance(path)
-                if name != _name(parent, ids):
+                if name != name_of(parent, ids):
                     raise Damaged("it is named after other tokens")
             except Damaged:  # if it stayed, it would be taken for one that need not be written
                 with suppress(OSError):
@@ -105,7 +109,8 @@ class Tree:
         return best
 
 
-def _name(parent: str, ids: np.ndarray) -> str:
+def name_of(parent: str, ids: np.ndarray) -> str:
+    """Of a block with these tokens behind `parent`."""
     return blake2b(ids.astype("<i4").tobytes(), digest_size=SIZE, key=parent.encode()).hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvcli.api import Turn
@@ -51,7 +51,7 @@ def brief(turn: Turn, width: int) -> list[str]:
         _count(stats) if stats.new >= FEW else f"{_count(stats)} in {f.seconds(stats.decode)}",
         _approx(stats),
         *_speed(stats, ""),
-        f"cached {f.count(stats.cached)} of {f.count(stats.prompt)}" if stats.cached else "",
+        f"{found} of {f.count(stats.prompt)}" if (found := ", ".join(_unread(stats))) else "",
         f"accept {stats.mean_acceptance_length:.2f}" if stats.drafted_passes else "",
         f"kv {f.tiers(stats.kv)}" if stats.kv_bytes else "",
         f"peak {f.short_size(stats.peak)}" if stats.peak else "",
@@ -89,14 +89,21 @@ def _speed(stats: Stats, over: str = " vs plain") -> list[str]:
 
 
 def _work(stats: Stats) -> list[str]:
-    cached = f" ({f.count(stats.cached)} cached)" if stats.cached else ""
+    unread = f" ({found})" if (found := ", ".join(_unread(stats, is_after=True))) else ""
     how = f" {f.ORDERS[stats.order]}" if stats.order == "layers" else ""
     share = f"{f.percent(stats.drafted_share)} of {f.count(stats.passes)} passes"
     return [
-        f"read {f.count(stats.prompt)} tokens{cached}{how} in {f.seconds(stats.read)}" if stats.prompt else "",
+        f"read {f.count(stats.prompt)} tokens{unread}{how} in {f.seconds(stats.read)}" if stats.prompt else "",
         f"accept {stats.mean_acceptance_length:.2f} in {share}" if stats.drafted_passes else "",
         f"drafting paused in {f.count(stats.paused_passes)}" if stats.paused_passes else "",
     ]
+
+
+def _unread(stats: Stats, *, is_after: bool = False) -> Iterator[str]:
+    """Tokens of the prompt that were not read."""
+    for word, n in (("cached", stats.cached), ("taken over", stats.reused)):
+        if n:
+            yield f"{f.count(n)} {word}" if is_after else f"{word} {f.count(n)}"
 
 
 def _memory(stats: Stats) -> list[str]:

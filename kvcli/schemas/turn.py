@@ -24,6 +24,7 @@ class ModelFacts(Json):
 class Tokens(Json):
     prompt: Count = Field(description="tokens of the prompt, cached ones included")
     cached: Count = Field(description="of these, tokens that were in memory and not read again")
+    reused: Count = Field(default=0, description="of these, tokens taken over from other texts, as [reuse] says")
     new: Count
     context: Count = Field(description="tokens in memory after the turn")
     limit: Count = Field(description="the window in use")

@@ -1,10 +1,11 @@
-"""After an edit near the beginning of a document: how much sooner it is read, and how often answers are still right.
+"""A text behind another one: how much sooner it is read, and how often answers are still right.
 
-    python tests/bench/reuse.py [--model demo] [--tokens 3000] [--texts 12] [--edits 8,64] [--out FILE]
+    python tests/bench/reuse.py [--model demo] [--tokens 3000] [--texts 3] [--changes 64,swapped] [--out FILE]
 
 A text of a task is read and then changed: so many tokens of it, a tenth of the way in, give way to twice as many
-others. Then the task's questions are asked of the changed text: read anew, and with what stands behind the edit taken
-over (`reuse.method = "pie"`), by turns. Prints a table, then JSON on the last line.
+others, or its halves change places. Then the task's questions are asked of the changed text: read anew, and with what
+it shares with the old one taken over by each method of `[reuse]`, by turns. Beside right answers it says how far the
+logits behind the question are from those of reading anew. Prints a table, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ import argparse
 import json
 import statistics
 import sys
+import time
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.chat.local import load  # noqa: E402
+from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.models.text import decode  # noqa: E402
 from kvcli.quality.fit import fitted  # noqa: E402
 from kvcli.quality.prompt import Prompts  # noqa: E402
@@ -30,15 +36,30 @@ from kvcli.settings.profile import Profile  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 
 NAMES = ("niah_single", "passkey", "mqar", "copy_span")
-SIDES = {"read anew": {"method": "none"}, "pie": {"method": "pie"}}
+ANEW = "read anew"
+SIDES: dict[str, dict[str, Any]] = {
+    ANEW: {"method": "none"},
+    "pie": {"method": "pie"},
+    "blend": {"method": "blend"},
+    "blend, hidden": {"method": "blend", "select": "hidden"},
+    "blend, half": {"method": "blend", "recompute": 0.5},
+}
+
+
+def changed(ids: list[int], how: str) -> list[int]:
+    """The text to be read behind this one."""
+    if how == "swapped":
+        return [*ids[len(ids) // 2 :], *ids[: len(ids) // 2]]
+    at, n = len(ids) // 10, int(how)
+    return [*ids[:at], *ids[-2 * n - at : -at], *ids[at + n :]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=3000)
-    parser.add_argument("--texts", type=int, default=12)
-    parser.add_argument("--edits", default="8,64")
+    parser.add_argument("--texts", type=int, default=3)
+    parser.add_argument("--changes", default="64,swapped")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -46,41 +67,46 @@ def main() -> None:
     model = load(args.model, profile)
     prompts = Prompts(model.tokenizer)
     texts = {side: model.open(profile.replace(reuse=how)) for side, how in SIDES.items()}
-    rows = []
-    for edit in map(int, args.edits.split(",")):
-        for name in NAMES:
-            task, right, took, gains = TASKS[name], dict.fromkeys(SIDES, 0.0), [], []
-            n = 0
-            for i in range(args.texts):
-                context = fitted(task, Draw(name, 7, args.tokens, i, Prose()), prompts)
-                ids, at = prompts.context(context.text), args.tokens // 10
-                other = ids[-2 * edit - at : -at]
-                changed = [*ids[:at], *other, *ids[at + edit :]]
-                for question in context.questions[:2]:
-                    n, behind, times = n + 1, prompts.question(question), {}
-                    for side in list(SIDES)[:: -1 if n % 2 else 1]:
-                        text = texts[side]
-                        text.generate([*ids, *behind], max_new_tokens=1)
-                        turn = text.generate([*changed, *behind], max_new_tokens=question.max_new)
-                        times[side] = turn.stats.read
-                        stop = model.lm.stop_ids
-                        said = question.prefix + decode(model.tokenizer, [j for j in turn.ids if j not in stop])
-                        right[side] += task.score(said, question)
-                    took.append(times["read anew"])
-                    gains.append(times["read anew"] / times["pie"])
-            row: dict[str, Any] = {"edit": edit, "task": name, "n": n}
-            row |= {side: right[side] / n for side in SIDES}
-            row |= {"anew, s": statistics.median(took), "sooner": [min(gains), statistics.median(gains), max(gains)]}
+    rows: list[dict[str, Any]] = []
+    for how in args.changes.split(","):
+        found: dict[str, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
+        for n, (name, i) in enumerate(product(NAMES, range(args.texts))):
+            context = fitted(TASKS[name], Draw(name, 7, args.tokens, i, Prose()), prompts)
+            ids, question = prompts.context(context.text), context.questions[0]
+            behind, logits = prompts.question(question), dict[str, Tensor]()
+            times, right = dict[str, float](), dict[str, float]()
+            for side in [*SIDES][n % len(SIDES) :] + [*SIDES][: n % len(SIDES)]:
+                text, prompt = texts[side], [*changed(ids, how), *behind]
+                text.session.rewind(0)  # the old text is its own
+                text.generate([*ids, *behind], max_new_tokens=1)
+                began = time.perf_counter()
+                turn = text.generate(prompt, max_new_tokens=question.max_new)
+                times[side] = time.perf_counter() - began - turn.stats.decode
+                words = decode(model.tokenizer, [j for j in turn.ids if j not in model.lm.stop_ids])
+                right[side] = TASKS[name].score(question.prefix + words, question)
+                text.session.rewind(len(prompt))
+                logits[side] = drive(text.session.step()).logits[0].double().log_softmax(0)
+            want = logits[ANEW]
+            for side in SIDES:
+                off = float((want.exp() * (want - logits[side])).sum())
+                found[side].append((right[side], off, times[ANEW] / times[side]))
+        for side, each in found.items():
+            right_, offs, sooner = zip(*each, strict=True)
+            row: dict[str, Any] = {"change": how, "side": side, "n": len(each)}
+            row |= {"right": statistics.mean(right_), "off, nats": round(statistics.mean(offs), 4)}
+            row |= {"sooner": [min(sooner), statistics.median(sooner), max(sooner)]}
             rows.append(row)
             print(row, flush=True)
     about = machine()
     result = {
-        "title": f"After an edit of so many tokens, a tenth of the way into {args.tokens:,}",
+        "title": f"A changed text of {args.tokens:,} tokens, read behind the old one",
         "command": f"python tests/bench/reuse.py --model {args.model} --tokens {args.tokens} --texts {args.texts}",
         "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
         "columns": list(rows[0]),
         "rows": rows,
-        "note": "Share of right answers; how many times sooner the changed text is read, least and most in brackets.",
+        "note": "So many tokens replaced by twice as many a tenth of the way in, or halves swapped. Right: share of "
+        f"answers, of {', '.join(NAMES)} in equal parts. Off: mean divergence (KL) of the first token from that of "
+        "reading anew. Sooner: how many times sooner the changed text is read, least and most in brackets.",
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

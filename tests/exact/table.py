@@ -50,6 +50,7 @@ from kvcli.kv.windows import Window, windows_of
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window as Stream
 from kvcli.prune.lazy import Lazy
+from kvcli.reuse.blend import Blend
 from tests import drafters, families
 from tests.exact.half import Half
 from tests.policies import KeepAll, Ragged
@@ -72,10 +73,12 @@ PARTS = (*INDEXES, "turned", "disk")
 NATIVE = ("dense", "sliding", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama")
-# how a prompt gets into the store: from what another process kept, some of it left behind on the way, or by layers
-READ = ("kept", "lazy", "layers")
+# how a prompt gets into the store: from what another process kept, some of it left behind on the way, by layers, or
+# taken over from another text and some of that read again
+READ = ("kept", "lazy", "layers", "blend")
 MODELS |= dict.fromkeys(READ, "llama")
 TWINS = {"kept": "dense", "layers": "dense"}  # whose text it is
+UNJUDGED = (*TWINS, "blend")  # under no policy
 STORAGES += [(name, dtype) for name in READ for dtype in (("fp32", "bf16") if native() is not None else ("fp32",))]
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
@@ -170,7 +173,7 @@ def shelf(place: Path, model: LM) -> Shelf:
 
 def serves(storage: str, policy: str) -> bool:
     """Without a policy nothing goes to a lower tier, and with one nothing is kept for others, or read by layers."""
-    return policy == "all" if storage in TWINS else policy != "all" or storage not in LOWER
+    return policy == "all" if storage in UNJUDGED else policy != "all" or storage not in LOWER
 
 
 def prompt(storage: str = "") -> list[int]:
@@ -232,7 +235,12 @@ def opened(
         chunk=chunk,
         pruning=LAZY if storage == "lazy" else None,
         by_layers=storage == "layers",
+        reusing=Blend(8, 0.4) if storage == "blend" else None,
     )
+    if storage == "blend":
+        drive(session.read([*families.prompt(6, seed=7), *prompt()[2:], 5]))
+        session.save(prompt())
+        session.begin(prompt(), SAMPLERS[sampler])
     if sampler == "held":
         session.begin(prompt(storage), SAMPLERS[sampler], Half(97, seed))
     if storage == "kept":

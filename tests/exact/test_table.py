@@ -36,7 +36,7 @@ from tests.exact.table import (
     SAMPLERS,
     STOP,
     STORAGES,
-    TWINS,
+    UNJUDGED,
     Make,
     decode,
     lm,
@@ -78,7 +78,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 
 @pytest.mark.parametrize(
     ("storage", "dtype", "policy"),
-    [(*stored, policy) for stored in STORAGES for policy in POLICIES if stored[0] not in TWINS or policy == "all"],
+    [(*stored, policy) for stored in STORAGES for policy in POLICIES if stored[0] not in UNJUDGED or policy == "all"],
 )
 def test_texts_side_by_side_are_those_of_plain_decoding_alone(
     storage: str, policy: str, dtype: str, monkeypatch: pytest.MonkeyPatch

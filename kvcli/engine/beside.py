@@ -1,0 +1,46 @@
+"""A store, and beside it keys and values of tokens that a pass leaves as they are, between those that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.merge import Part
+from kvcli.kv.slots import LayerShape, Sight, Usage, alone
+
+if TYPE_CHECKING:
+    from kvcli.kv.slots import Store
+
+
+class Beside:
+    """Rows read all that is stored, and of the others what is older than themselves, as if their pass had made it."""
+
+    def __init__(
+        self, store: Store, shapes: Sequence[LayerShape], held: Mapping[int, tuple[Tensor, Tensor]], pos: Sequence[int]
+    ) -> None:
+        """`held`: by layer that stores, k [K, M, D] and v [K, M, E] of tokens at positions pos [M]."""
+        self._store, self._shapes, self._held, self._pos = store, shapes, held, list(pos)
+        self.dtype = store.dtype
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> parts over the store, and over these and their pass."""
+        assert own is not None, "rows see themselves"
+        shares = self._shapes[layer].shares
+        k, v = self._held[layer if shares is None else shares]
+        every = [*self._pos, *own.pos]
+        at, rows = torch.tensor(every).view(1, -1), torch.tensor(own.pos).view(-1, 1)
+        line = at <= rows  # [N, M + N]
+        sees = line if sight.window is None else line & (at > rows - sight.window)
+        k, v = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
+        both = replace(own, k=k, v=v, pos=every, line=line, sees=sees.to(q.device))
+        # apart: in one sequence each of these rows, with gaps between them, would be read by itself, which takes long
+        return [*self._store.attend(layer, q, sight, pos), *alone(q, sight, both)]
+
+    def usage(self) -> list[Usage]:
+        """Nothing that lasts."""
+        return []

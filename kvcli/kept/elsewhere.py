@@ -1,0 +1,133 @@
+"""What a prompt shares with kept texts behind another beginning than theirs: found by content, in runs.
+
+Of each block the first and the last tokens are looked up among those of the prompt, by one number each. Only texts of
+which a block is found so are compared token by token, and no more than a few of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.engine.runs import Run, keys, runs
+from kvcli.engine.spare import Found, Gone, Held
+from kvcli.kept.block import LENGTH, Damaged, glance, read
+from kvcli.kept.room import mark_used
+from kvcli.kept.tree import ROOT, Tree, name_of
+
+if TYPE_CHECKING:
+    from kvcli.engine.lm import LM
+
+MOST = 1 << 14  # blocks that are looked at, those nearest to the beginning of their text first
+TEXTS = 8  # that one prompt is compared with
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A block at a glance. Its file never changes."""
+
+    path: Path
+    parent: str
+    ids: np.ndarray  # int32 [n]
+    is_whole: bool  # it has all layers: a window lost none
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Blocks from the beginning of a text on."""
+
+    blocks: Sequence[Seen]
+    ids: Sequence[int]  # of all of them
+    lm: LM
+    dtype: torch.dtype
+
+    def held(self, first: int, n: int) -> Held:
+        """Read from their files. Those before them say where they stand, so none of these may go first."""
+        found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        last = -(-(first + n) // LENGTH)
+        for i in range(first // LENGTH, last):
+            start, seen = i * LENGTH, self.blocks[i]
+            mine = slice(max(0, first - start), first + n - start)
+            try:
+                block = read(seen.path, self.lm.shapes, self.dtype)
+                if block.ids != seen.ids.tolist() or not _owners(self.lm) <= block.kv.keys():
+                    raise Damaged("it is another one by now")
+            except Damaged as error:
+                with suppress(OSError):
+                    seen.path.unlink()
+                raise Gone from error
+            except OSError as error:  # it stays
+                raise Gone from error
+            for layer, (k, v) in block.kv.items():
+                found.setdefault(layer, []).append((k[:, mine], v[:, mine]))
+        mark_used([seen.path for seen in self.blocks[:last]])
+        each = {layer: zip(*parts, strict=True) for layer, parts in found.items()}
+        device = self.lm.device
+        return {layer: (torch.cat(k, 1).to(device), torch.cat(v, 1).to(device)) for layer, (k, v) in each.items()}
+
+
+def elsewhere(
+    folder: Path, lm: LM, dtype: torch.dtype, ids: Sequence[int], start: int, least: int, known: dict[str, Seen]
+) -> Iterator[Found]:
+    """Runs of `least` tokens or more of `ids` from `start` on, and the texts that have them; some more than once.
+
+    `known`: blocks seen before, by name. A run that begins and ends within one block is not found.
+    """
+    width = min(least, LENGTH)
+    blocks = dict(_blocks(folder, lm, known)) if len(ids) - start >= least else {}
+    if not (names := [name for name, block in blocks.items() if block.is_whole and len(block.ids) >= width]):
+        return
+    edges = np.stack([[blocks[name].ids[:width], blocks[name].ids[-width:]] for name in names]).astype(np.uint64)
+    here = keys(np.asarray(ids[start:], dtype=np.uint64), width)
+    hits = {names[i]: None for i in np.flatnonzero(np.isin(keys(edges, width)[..., 0], here).any(1))}
+    for _ in range(TEXTS):
+        if not hits:
+            return
+        way, at = list[Seen](), next(reversed(hits))  # furthest from the beginning of its text
+        there = list[int]()  # how far from there those are that were found
+        while at in blocks:
+            if at in hits:
+                del hits[at]
+                there.append(len(way))
+            way.append(blocks[at])
+            at = blocks[at].parent
+        way.reverse()
+        first, last = len(way) - 1 - there[-1], len(way) - there[0]
+        shown = [one.ids if one.is_whole else np.full(len(one.ids), -1) for one in way[first:last]]
+        chain = Chain(way, np.concatenate([one.ids for one in way]).tolist(), lm, dtype)
+        for run in runs(np.concatenate(shown).astype(np.int64), ids, start, least):
+            yield Run(first * LENGTH + run.old, run.new, run.n), chain
+
+
+def _blocks(folder: Path, lm: LM, known: dict[str, Seen]) -> Iterator[tuple[str, Seen]]:
+    """All whose beginning is known, by name, those of a text in order."""
+    tree, layers = Tree(folder), _owners(lm)
+    after, ahead, left = tree.after(), deque([ROOT]), MOST
+    while ahead and left:
+        parent = ahead.popleft()
+        for name in islice(after.pop(parent, {}), left):
+            left -= 1
+            if name not in known:
+                with suppress(Damaged, OSError):
+                    path = tree.path(parent, name)
+                    ids, its = glance(path)
+                    if name == name_of(parent, ids) and ids.min() >= 0 and ids.max() < lm.vocab:
+                        known[name] = Seen(path, parent, ids, layers <= its)
+            if name in known:
+                yield name, known[name]
+                if len(known[name].ids) == LENGTH:
+                    ahead.append(name)
+
+
+def _owners(lm: LM) -> set[int]:
+    """Layers that store."""
+    return {layer for layer, shape in enumerate(lm.shapes) if shape.shares is None}

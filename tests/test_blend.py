@@ -1,0 +1,254 @@
+"""What is read again of runs that are taken over: all of it is plain reading, none of it is PIE, and more is nearer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcli
+from kvcli.drafts.off import Off
+from kvcli.engine.beside import Beside
+from kvcli.engine.engine import drive, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Rows
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.engine.spare import Reusing
+from kvcli.errors import BadModel
+from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.merge import Part
+from kvcli.kernels.native import native
+from kvcli.kv.dense import Dense
+from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.packed import Packed
+from kvcli.kv.slots import Sight, Store
+from kvcli.kv.windows import windows_of
+from kvcli.reuse.again import First
+from kvcli.reuse.blend import Blend
+from kvcli.reuse.pie import Pie
+from kvcli.settings.profile import Profile
+from tests import all_families, families
+
+LEAST = 16
+A, B, C = (families.prompt(n, seed=n) for n in (90, 130, 70))
+OLD, NEW = [*A, *B, *C, 11], [*families.prompt(9, seed=9), *C, 5, *B, *families.prompt(8, seed=8), *A, 12]
+
+
+def lm_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> LM:
+    more = {"max_position_embeddings": 2048, "num_hidden_layers": 5, **changes}
+    if name in ("gemma3", "gpt_oss"):
+        more |= {"layer_types": ["full_attention", "sliding_attention"] * 3, "num_hidden_layers": 6}
+    found = LM.of(families.build(name, dtype, **more))
+    found.lay_out()
+    return found
+
+
+def read(lm: LM, how: Reusing | None, old: Sequence[int] = OLD, new: Sequence[int] = NEW, **more: object) -> Session:
+    """A text that was read, and another one behind it."""
+    kv: Store = more.pop("kv", None) or Dense(lm.shapes, lm.dtype)  # type: ignore[assignment]
+    session = Session(lm, kv, Off(), Sampler(), chunk=50, reusing=how, **more)  # type: ignore[arg-type]
+    drive(session.read(old))
+    session.save(new)
+    session.begin(new, Sampler())
+    while drive(session.chunk(new)):
+        pass
+    return session
+
+
+def logits(session: Session) -> torch.Tensor:
+    return drive(session.step()).logits[0].double()
+
+
+def same(a: Session, b: Session, **near: float) -> bool:
+    """Whether they have stored the same, to the bit where no tolerance is given."""
+    for layer, shape in enumerate(a.lm.shapes):
+        if shape.shares is None:
+            s, t = a.kv.slots(layer), b.kv.slots(layer)
+            close = [torch.allclose(x, y, **near) if near else torch.equal(x, y) for x, y in ((s.k, t.k), (s.v, t.v))]
+            if not (torch.equal(s.pos, t.pos) and all(close)):
+                return False
+    return True
+
+
+def off(a: Session, b: Session) -> float:
+    """How far values of one are from those of the other."""
+    own = [layer for layer, shape in enumerate(a.lm.shapes) if shape.shares is None]
+    return sum(float((a.kv.slots(i).v - b.kv.slots(i).v).double().square().sum()) for i in own)
+
+
+@pytest.mark.parametrize("select", ["kv", "hidden"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3"])
+def test_all_of_it_read_again_is_plain_reading(name: str, select: str) -> None:
+    lm = lm_of(name)
+    again = read(lm, Blend(LEAST, 1.0, select))  # type: ignore[arg-type]
+    assert "reused" in again.lost
+    near = {} if lm.is_row_invariant and lm.straight is not None else {"rtol": 1e-4, "atol": 1e-4}
+    assert same(again, read(lm, None), **near)
+
+
+@pytest.mark.skipif(native() is None, reason="rows of 16 bits are independent in native kernels alone")
+def test_in_16_bits_too_to_the_bit() -> None:
+    lm = lm_of("llama", torch.bfloat16)
+    assert lm.is_row_invariant
+    assert same(read(lm, Blend(LEAST, 1.0)), read(lm, None))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_none_of_it_read_again_is_pie(name: str) -> None:
+    lm = lm_of(name)
+    assert same(read(lm, Blend(LEAST, 0.0)), read(lm, Pie(LEAST)))
+    assert not same(read(lm, Blend(LEAST, 0.2)), read(lm, Pie(LEAST)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("select", ["kv", "hidden"])
+def test_some_of_it_reads_what_is_older_in_every_layer(name: str, select: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position, as it is stored in the end: the same with one plain softmax over all of it."""
+    lm, how = lm_of(name), Blend(LEAST, 0.3, select)  # type: ignore[arg-type]
+    mixed, plain, turned = (read(lm, one) for one in (how, None, Pie(LEAST)))
+    monkeypatch.setattr("kvcli.reuse.again.Beside", Softmax)
+    assert same(mixed, read(lm, how), rtol=1e-3, atol=1e-3)
+    assert off(mixed, plain) < off(turned, plain)
+
+
+class Softmax(Beside):
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        assert own is not None
+        s, at = self._store.slots(layer), self._shapes[layer].shares
+        k, v = self._held[layer if at is None else at]
+        k, v = torch.cat([s.k, k, own.k], 1), torch.cat([s.v, v, own.v], 1)
+        there, rows = torch.tensor([*s.pos[0].tolist(), *self._pos, *pos]), torch.tensor(pos).view(-1, 1)
+        sees = (there <= rows) & (there > rows - (sight.window or 1 << 30))
+        return Own(k, v, there.tolist(), sees, sees, own.sink).parts(q, sight.scale, sight.softcap)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    base = Profile.load("exact").replace(exactness="approx", load={"dtype": "fp32"})
+    with kvcli.load("demo", profile=base) as model:
+        yield model
+
+
+@pytest.mark.parametrize("select", ["kv", "hidden"])
+def test_the_more_is_read_again_the_nearer_are_logits(demo, select: str) -> None:
+    """Three documents in another order; on the bundled model, in fp32."""
+    page = demo.tokenizer.encode((Path(kvcli.__file__).parent / "demo" / "report.md").read_text())
+    a, b, c = page[:500], page[700:1200], page[1500:2000]
+    old, new = [*a, *b, *c, 11], [*b, *c, *a[1:], 11]
+    plain = read(demo.lm, None, old, new)
+    sides = [Blend(64, share, select) for share in (0, 0.15, 0.5, 0.85, 1)]  # type: ignore[arg-type]
+    texts = [read(demo.lm, how, old, new) for how in sides]
+    values = [off(text, plain) for text in texts]
+    want = logits(plain)
+    said = [float((logits(text) - want).norm()) for text in texts]
+    print(values, said)
+    assert all(more < less for less, more in pairwise(values)), values
+    assert all(more < less for less, more in pairwise(said)), said
+    assert said[-1] == 0 or not demo.lm.is_row_invariant
+
+
+@pytest.mark.parametrize("tier", ["packed", "turned"])
+def test_stores_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> None:
+    lm = lm_of("llama")
+    shape = lm.n_layers, lm.n_kv_heads, lm.head_dim
+
+    def kv() -> Store:
+        rotate = "hadamard" if tier == "turned" else "none"
+        packed = Packed(*shape, lm.dtype, lm.device, k_bits=8, v_bits=8, group=8, rotate=rotate)  # type: ignore[arg-type]
+        return Ladder(Dense(lm.shapes, lm.dtype), [Rung(packed)], holds=16, group=8, sinks=2)
+
+    plain, mixed, turned = (read(lm, how, kv=kv()) for how in (None, Blend(LEAST, 0.5), Pie(LEAST)))
+    assert off(mixed, plain) < off(turned, plain)
+
+
+def test_windows_that_moved_on_leave_it_to_be_read() -> None:
+    lm = lm_of("gemma3")
+    old, new = families.prompt(700), [3, *families.prompt(700)]
+    kv = [Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights)) for _ in range(2)]
+    mine, plain = (read(lm, how, old, new, kv=one) for how, one in zip((Blend(LEAST), None), kv, strict=True))
+    assert "reused" not in mine.lost
+    assert same(mine, plain)
+
+
+def test_the_old_text_goes_through_its_first_layer_once_and_back_again() -> None:
+    lm = lm_of("llama")
+    first, kv = First(lm, OLD, lm.dtype, range(1)), Dense(lm.shapes, lm.dtype)
+    (made,) = run([Feed(lm, Rows.chain(OLD, 0), kv, layers=range(1))])
+    for start, n in ((40, 30), (70, 5), (200, 60), (0, 20), (33, 40)):
+        assert torch.equal(drive(first.gave(start, n)), made.hidden[start : start + n])
+
+
+@pytest.mark.parametrize("select", ["kv", "hidden"])
+def test_what_breaks_on_the_way_is_made_again(select: str) -> None:
+    lm, how = lm_of("llama"), Blend(LEAST, 0.3, select)  # type: ignore[arg-type]
+    want = read(lm, how)
+    for at in range(3):
+        session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=50, reusing=how)
+        drive(session.read(OLD))
+        session.save(NEW)
+        session.begin(NEW, Sampler())
+        n, stored = 0, session.committed
+        while True:
+            work = session.chunk(NEW)
+            try:
+                feed = next(work)
+                for _ in range(at):
+                    feed = work.send(run([feed])[0])
+                with pytest.raises(MemoryError):
+                    work.throw(MemoryError())
+            except StopIteration:
+                pass
+            else:
+                assert session.committed == stored
+            if not drive(session.chunk(NEW)):
+                break
+            stored, n = session.committed, n + 1
+            assert [session.kv.n_slots(i) for i in range(lm.n_layers)] == [stored] * lm.n_layers
+        assert n > 5
+        assert same(session, want)
+
+
+def test_models_whose_keys_turn_by_no_table_are_refused_when_a_text_is_opened() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    lm = LM.of(families.build("llama", rope_parameters=rope))
+    for how in (Blend(), Pie()):
+        with pytest.raises(BadModel, match="dynamic"):
+            Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=how)
+
+
+def test_models_whose_rows_cannot_be_stopped_are_refused_where_that_is_needed() -> None:
+    lm = LM.of(all_families.build(all_families.config_of("gemma3n_text")))
+    with pytest.raises(BadModel, match="cannot be stopped"):
+        Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=Blend())
+    assert "reused" in read(lm, Pie(LEAST)).lost
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("recompute", 1.5), ("recompute", -0.1), ("recompute", float("nan")), ("select", "v"), ("least", 7)],
+)
+def test_values_that_mean_nothing_are_refused(key: str, value: object) -> None:
+    with pytest.raises(kvcli.KvcliError):
+        Profile.load("exact").replace(exactness="approx", reuse={"method": "blend", key: value})
+
+
+def test_an_exact_profile_refuses_it() -> None:
+    with pytest.raises(kvcli.KvcliError) as error:
+        Profile.load("exact").replace(reuse={"method": "blend"})
+    assert any("reuse.method" in line for line in error.value.lines)
+
+
+def test_answers_say_so(demo) -> None:
+    profile = demo.profile.replace(reuse={"method": "blend", "least": LEAST})
+    ids = families.prompt(300, vocab=200)
+    with demo.open(profile) as text:
+        assert not text.generate([*ids, 11], max_new_tokens=4).stats.approx
+        turn = text.generate([7, 8, *ids[50:], 11], max_new_tokens=4)
+        assert turn.stats.reused == 250
+        assert "16 tokens or more in a row as they were read behind another text, 15 % of them" in turn.stats.approx
