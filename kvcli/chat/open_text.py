@@ -15,6 +15,7 @@ from kvcli.chat.turn import Answering, Asked
 from kvcli.chat.window import Window
 from kvcli.engine.engine import drive, events
 from kvcli.engine.feed import Work, until
+from kvcli.engine.kinds import Span
 from kvcli.errors import BadInput, BadModel
 from kvcli.kept.shelf import Kept
 from kvcli.kv.shortage import lacking
@@ -69,12 +70,29 @@ class OpenText:
                 self.model.shelf.fetch(self.session, ids, build.shaping(self.profile))
         return self.session.committed
 
+    def has_read(self, ids: Sequence[int]) -> bool:
+        """Whether what it has stored begins with these."""
+        n, session = len(ids), self.session
+        return n <= session.committed and session.ids[:n] == list(ids)
+
+    def stands_for(self, ids: Sequence[int]) -> bool:
+        """Whether these stand for more, as it condensed it."""
+        return self.session.condensed == len(ids) and self.has_read(ids)
+
+    def condense(self, end: int, most: int) -> list[int] | None:
+        """Have the first `end` tokens take `most` slots a head; the ids that stand for them then. None: they cannot."""
+        self._end()
+        with lacking():
+            if drive(build.condense(self.session, end, most)):
+                return self.session.ids[:most]
+        return None
+
     def keep(self, cancel: Cancel = lambda: False) -> Kept:
         """Put what was read on the shelf, if there is one, for later runs; between answers.
 
         Why it cannot be kept is said once, until it can.
         """
-        if self.model.shelf is None:
+        if self.model.shelf is None or self.session.condensed:  # its ids are no text that anybody reads
             return Kept()
         kept = self.model.shelf.keep(self.session, cancel, build.shaping(self.profile))
         was, self._is_unkept = self._is_unkept, bool(kept.why_not)
@@ -164,9 +182,12 @@ class OpenText:
             profile = profile.changed({"sample": changes}, "what was asked of an answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = Window(self.limit, model.lm.limit, profile.context.reserve, fits)
+        prunes, spans = self.session.pruning is not None, list[Span]()
+        if messages and (prunes or self.session.policy is not None or self.on_overflow == "compress"):
+            spans = chat_spans(model.tokenizer, messages, ids, question=prunes)
         asked = Asked(
             ids,
-            chat_spans(model.tokenizer, messages, ids) if messages and self.session.policy is not None else [],
+            spans,
             window.room(len(ids), profile.sample.max_new_tokens),
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([stop] if isinstance(stop, str) else stop),

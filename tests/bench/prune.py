@@ -183,7 +183,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         name = args.model
-        if name == "random-152M":
+        if name == "random-152M" and not Path(name).exists():
             name = str(Path(folder, name))
             write(Path(name))
         given = source.find(stands_for(name, Paths.of(os.environ).data) if name != "demo" else name)
