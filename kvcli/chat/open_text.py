@@ -65,7 +65,7 @@ class OpenText:
         """Take from the pack and the shelf what lies there of a prompt; returns how many tokens need no reading."""
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
-        if self.model.shelf is not None:
+        if self.model.shelf is not None and not self.session.condensed:
             with lacking():  # then it is read
                 self.model.shelf.fetch(self.session, ids, build.shaping(self.profile))
         return self.session.committed

@@ -9,6 +9,7 @@ Approximate: what is let go is gone, and distances within what is left are short
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcli.policies.kvzip import KVzip
@@ -27,8 +28,8 @@ def condense(text: Text, end: int, most: int) -> Asks[bool]:
     """Have the first `end` stored tokens of a text take `most` slots a head; whatever follows is to be read again.
 
     `text.ids` then begins with as many of their ids, in order, those that most heads kept. False where so few cannot
-    hold what is never let go. Until the last moment nothing changes. Raises BadModel where no fixed table says how keys
-    turn.
+    hold what is never let go, or a window gave back what is seen from there: then all of them stay. Raises BadModel
+    where no fixed table says how keys turn.
     """
     import torch
 
@@ -38,12 +39,14 @@ def condense(text: Text, end: int, most: int) -> Asks[bool]:
     from kvcli.engine.rope import rotaries
 
     lm, zipped = text.lm, KVzip(budget=most, alloc="uniform", guard=1)
-    turns, wants = rotaries(lm), zipped.wants(lm)
+    turns, guard = rotaries(lm), zipped.wants(lm).guard
+    if not text.kv.reaches(end):
+        return False
     text.rewind(end + 1)
     assert text.committed == end > most, "it is stored"
     sums, ids = Sums(lm, dict(text.worth)), text.ids[: end + 1]
     kinds = kinds_of(ids[:end], text.kinds, text.spans)
-    past = lm, text.kv, Heard(0, lambda n: ()), wants.guard, ids[:end], kinds
+    past = lm, text.kv, Heard(0, lambda n: ()), guard, ids[:end], kinds
     at = Boundary(*past, "read", end, True, Memory(done=text.condensed, own=sums))
     masks = yield from at.ask(zipped)
     kept = {i: mask for i, mask in enumerate(masks) if mask is not None}
@@ -57,7 +60,8 @@ def condense(text: Text, end: int, most: int) -> Asks[bool]:
         s = text.kv.slots(i)
         if i in kept:
             old, where = _places(s.pos, kept[i], most)
-            score = sums.total[i].masked_fill(wants.guard.covers(torch.arange(end), kinds), torch.inf)
+            always = replace(guard, recent=0).covers(torch.arange(end, device=lm.device), kinds)
+            score = sums.total[i].masked_fill(always, torch.inf)
             worth[i] = score.gather(1, old)
             votes += torch.bincount(old.flatten().cpu(), minlength=end)
             new, first = torch.arange(most, device=old.device), 0
