@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kvcli.chat.open_text import OpenText
 
 LEAST = 64  # slots a head below which the beginning is as good as dropped
-NEWEST = 1 / 4  # of the window, of the newest tokens, at least: they stay as they are
+NEWEST = 1 / 8  # of the window, of the newest tokens, at least: they stay as they are
+FILLED = 7 / 8  # of the window at most, then: the less is let go at once, the less is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,13 @@ class Heard:
             return self.text, self.ids
         return self.text[: self.begins.text], self.ids[: self.begins.ids]
 
-    def condensed(self, model: OpenText, detail: dict[str, Any], most: float) -> Heard | None:
-        """With more of its beginning in fewer slots, so that a prompt fills so much of its window; None = nothing
-        helps.
+    def condensed(self, model: OpenText, detail: dict[str, Any]) -> Heard | None:
+        """With more of its beginning in fewer slots, so that a prompt fits its window; None = nothing helps.
 
         `detail`: of the error that said how far the prompt is too long.
         """
         room = detail["limit"] - detail["reserve"]
-        left = {mark: round(room * most) - (detail["prompt"] - mark.ids) for mark in self.marks}
+        left = {mark: round(room * FILLED) - (detail["prompt"] - mark.ids) for mark in self.marks}
         able = [m for m in self.marks if LEAST <= left[m] < m.ids and model.has_read(self.ids[: m.ids])]
         newest = [m for m in able if detail["prompt"] - m.ids >= room * NEWEST]
         if not able:

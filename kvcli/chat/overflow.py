@@ -68,7 +68,7 @@ def leave_out(
     """
     if (how := chat.model.on_overflow) == "error":
         return False
-    if how == "compress" and (heard := chat.heard.condensed(chat.model, detail, KEPT)) is not None:
+    if how == "compress" and (heard := chat.heard.condensed(chat.model, detail)) is not None:
         n, fewer = heard.begins.ids, len(chat.heard.ids) - len(heard.ids)
         chat.heard = heard
         chat.note(f"longer than the window: its first {n + fewer:,} tokens go on as {n:,} a head; facts may be lost")

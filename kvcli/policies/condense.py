@@ -52,8 +52,9 @@ def condense(text: Text, end: int, most: int) -> Asks[bool]:
     kept = {i: mask for i, mask in enumerate(masks) if mask is not None}
     if not all(bool((mask.sum(1) == most).all()) for mask in kept.values()):
         return False
-    worth, votes = dict[int, Tensor](), torch.zeros(end)
-    moved = list[tuple[int, Tensor, Tensor, int]]()
+    worth: dict[int, Tensor] = {}
+    moved: list[tuple[int, Tensor, Tensor, int]] = []
+    votes = torch.zeros(end)
     for i, shape in enumerate(lm.shapes):
         if shape.shares is not None:
             continue

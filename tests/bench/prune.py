@@ -194,10 +194,7 @@ def main() -> None:
         hf = load_hf(files, model.profile, Path(folder)) if args.hf else None
         tables: dict[str, Table | None] = {"exact": None}
         for budget in args.budgets.split(","):
-            sides = sides_of(budget, model.lm)
-            tables |= {
-                s: t for s, t in sides.items() if not args.sides or s.partition(": ")[2] in args.sides.split(",")
-            }
+            tables |= sides_of(budget, model.lm, args.sides.split("+") if args.sides else ())
         models = {
             side: model if table is None else model.with_profile(model.profile.replace(exactness="approx", prune=table))
             for side, table in tables.items()
