@@ -153,6 +153,7 @@ def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
     back = {
         "method": "lazy",
         "start_prune_layer": 0.17,
+        "end_prune_layer": 0.34,
         "num_prune": 2,
         "end_keep_ratio": 0.1,
         "scope": "prefill+decode",
