@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.drafter import Costs, Drafter
+    from kvcli.engine.feed import Asks
     from kvcli.engine.lm import LM
     from kvcli.engine.policy import EachLayer
     from kvcli.engine.sample import Sampler
@@ -216,6 +217,13 @@ def session(
         by_layers=profile.prefill.order == "layers",
         reusing=profile.reuse.settings if profile.reuse.reuses else None,
     )
+
+
+def condense(session: Session, end: int, most: int) -> Asks[bool]:
+    """The first `end` tokens of a text in `most` slots a head; whether that could be."""
+    from kvcli.policies.condense import condense
+
+    return condense(session, end, most)
 
 
 def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:

@@ -136,6 +136,9 @@ class FakeModel:
             yield Text(piece, tuple(map(ord, piece)))
         return said
 
+    def has_read(self, ids: Sequence[int]) -> bool:
+        return False
+
     def open(self) -> FakeModel:
         return self
 

@@ -17,7 +17,7 @@ ANSWER = "It is 972 metres."
 LIMIT = 500  # characters, which are the fake model's tokens
 
 
-@pytest.fixture(params=["drop", "summarize"])
+@pytest.fixture(params=["drop", "summarize", "compress"])
 def chat(request, tmp_path):
     return chat_of(request.param, tmp_path)
 
@@ -71,6 +71,13 @@ def test_what_is_left_out_is_said_each_time(chat):
     said = [note for note in chat.notes if "longer than the window" in note]
     assert len(said) > 1
     assert said[0].startswith("longer than the window: the model is shown questions 1 to ")
+
+
+def test_where_nothing_of_it_is_at_hand_it_goes_and_the_line_says_why(tmp_path):
+    chat = chat_of("compress", tmp_path)
+    ask(chat, 50)
+    assert chat.shown.left
+    assert "not at hand to be made smaller" in chat.notes[0]
 
 
 def test_documents_stay_with_what_is_left(chat):
@@ -141,17 +148,17 @@ def test_ctrl_c_while_notes_are_written_ends_the_question(tmp_path):
     assert len(chat.messages) == n
 
 
-@pytest.mark.parametrize("how", ["drop", "summarize"])
+@pytest.mark.parametrize("how", ["drop", "summarize", "compress"])
 def test_a_model_goes_on_beyond_its_window(how):
     profile = kvcli.Profile.load("ngram").replace(
-        context={"limit": 240, "reserve": 16, "on_overflow": how}, sample={"max_new_tokens": 24}
+        context={"limit": 240, "reserve": 16, "on_overflow": how}, sample={"max_new_tokens": 24}, exactness="approx"
     )
     with kvcli.load("demo", profile) as model, model.open() as text:
         chat = text.chat("Answer briefly.")
         for i in range(12):
             turn = chat.send(f"What is the depth of well number {i}?")
             assert turn.stats.prompt <= 240
-        assert chat.shown.left
+        assert bool(chat.shown.left) == (how != "compress")
         assert len(chat.messages) == 24
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import count, pairwise
 
@@ -14,6 +15,7 @@ import torch
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import Engine, drive, events, run, together
 from kvcli.engine.feed import Feed
+from kvcli.engine.kinds import PUNCT, QUESTION, SPECIAL, SYSTEM, Span
 from kvcli.engine.lm import LM
 from kvcli.engine.pruner import Pruning
 from kvcli.engine.rows import Rows
@@ -111,6 +113,26 @@ def test_those_that_the_end_looks_at_go_on(chunk: int) -> None:
         assert set(held[0].tolist()) <= set(live)
         live = held[0].tolist()
     assert len(live) < N / 2 + 4
+
+
+@pytest.mark.parametrize("method", ["lazy", "random", "cut", "cut, again", "chunked"])
+def test_template_system_text_and_question_go_through_every_layer(method: str) -> None:
+    """By the kind of an id, and by where they stand; what is neither may stay behind."""
+    model, ids = lm("llama"), families.prompt(N)
+    table = torch.zeros(model.vocab, dtype=torch.int8)
+    table[ids[17]] = SPECIAL
+    spans = [Span(4, 7, SYSTEM), Span(29, 31, QUESTION), Span(21, 23, PUNCT)]
+    wanted = {17, 4, 5, 6, 29, 30}
+    held = {}
+    for protect in (True, False):
+        s = session(model, replace(METHODS[method], protect=protect), 64, kinds=table)
+        s.begin(ids, Sampler(), spans=spans)
+        while drive(s.chunk(ids)):
+            pass
+        held[protect] = set(s.kv.slots(model.n_layers - 1).pos[0].tolist())
+    assert wanted <= held[True]
+    assert not wanted <= held[False]
+    assert not {21, 22} <= held[True] & held[False]
 
 
 def test_a_bound_on_what_is_lost_keeps_more() -> None:
@@ -215,7 +237,7 @@ def test_a_model_whose_layers_all_slide_is_refused_before_anything_is_read() -> 
 def test_where_tokens_go_on_is_said_with_layers_that_were_moved_and_who_always_does() -> None:
     assert settings().about(lm("llama")) == (
         "of prompts of 8 tokens or more 70% go on from layer 1, 34% go on from layer 2; "
-        "the first 1 and the newest 3 always do"
+        "the first 1 and the newest 3, the template, the system text and the question always do"
     )
     moved = settings().about(lm("gemma3"))  # which sees all of a text in its layer 1 alone
     assert "34% go on from layer 2 (not 1, 2, as the layer below must see all of a text)" in moved

@@ -9,8 +9,8 @@ import torch
 
 from kvcli.chat.conversation import Chat
 from kvcli.chat.local import Model
-from kvcli.chat.token_kinds import chat_spans, kind_of, kinds_by_id
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT, Span, kinds_of
+from kvcli.chat.token_kinds import LONG, chat_spans, kind_of, kinds_by_id
+from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SPECIAL, SYSTEM, TEXT, Span, kinds_of
 from kvcli.engine.lm import LM
 from kvcli.models.text import decode, encode, render_prompt, render_text, special_ids
 from kvcli.settings.profile import load_profile
@@ -73,6 +73,21 @@ def test_the_template_and_the_system_text_are_found_in_a_chat(make: Any) -> None
     assert "deep" not in template
     assert "972" not in template
     assert "Really" not in template
+
+
+@pytest.mark.parametrize("make", [demo, byte_fallback])
+def test_the_question_is_the_last_paragraph_of_the_last_message(make: Any) -> None:
+    tokenizer = make()
+    asked = "And how wide is it?"
+    for content in (asked, f"The well is deep.\n\nIt is old.\n\n{asked}"):
+        chat = [*CHAT[:3], {"role": "user", "content": content}]
+        ids = render_prompt(tokenizer, chat)
+        spans = chat_spans(tokenizer, chat, ids, question=True)
+        assert spelled(tokenizer, ids, spans, QUESTION).strip() == asked
+        assert [s for s in spans if s.kind != QUESTION] == chat_spans(tokenizer, chat, ids)
+    pasted = [*CHAT[:3], {"role": "user", "content": "It is old. " * LONG}]
+    ids = render_prompt(tokenizer, pasted)
+    assert not spelled(tokenizer, ids, chat_spans(tokenizer, pasted, ids, question=True), QUESTION)
 
 
 def test_a_system_text_that_heads_the_first_question_is_found_there() -> None:

@@ -57,6 +57,8 @@ RESULTS = {
     "kept": f"python tests/bench/kept.py --model {LISTED}",
     "reuse": "python tests/bench/reuse.py",
     "prune": "python tests/bench/prune.py",
+    "prune-smollm2": f"python tests/bench/prune.py --model {LISTED} --n 12",
+    "prune-16k": f"python tests/bench/prune.py --model {RANDOM} --tokens 16384 --n 3 --hf 0",
     "kv-quality": "python tests/bench/kv_quality.py",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 12 --shares 0.125",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
+from kvcli.chat.condense import Heard
 from kvcli.chat.overflow import Shown, leave_out, shown_of
 from kvcli.chat.sessions import Kept, Opened, Sessions, users_sessions
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
@@ -73,7 +74,7 @@ class Chat:
         self.shown = Shown()  # to the model, of the messages
         self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
         self._retries = 0
-        self._heard: tuple[str, list[int]] = ("", [])  # the last prompt with its answer, as text and as ids
+        self.heard = Heard()
 
     # --- asking
 
@@ -103,7 +104,9 @@ class Chat:
                 elif isinstance(event, End):
                     ended = True
                     self._keep(question, event.turn.text, event.turn.finish, figures_of(event.turn.stats))
-                    self._heard = heard(self.model.tokenizer, asked.text, asked.ids, event.turn)
+                    text_, ids = heard(self.model.tokenizer, asked.text, asked.ids, event.turn)
+                    now = Heard(text_, ids) if text_ else Heard(asked.text, asked.ids)
+                    self.heard = now.after(self.heard, asked.text, len(asked.ids))
                 yield event
         except ContextOverflow as error:
             shown, n = self.shown, len(self.messages)
@@ -272,7 +275,7 @@ class Chat:
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
         contents += [{"role": m.role, "content": m.content} for m in (shown or self.shown).of(messages)]
         text, has_template = render_text(self.model.tokenizer, contents, note=self.note)
-        ids = resume_ids(self.model.tokenizer, text, self._heard, special=not has_template)
+        ids = resume_ids(self.model.tokenizer, text, self.heard.of(text, self.model), special=not has_template)
         return Rendered(contents, text, ids)
 
     def note(self, note: str) -> None:

@@ -156,7 +156,8 @@ class Model:
 
     def new_session(self) -> Session:
         """A session under this profile, with nothing read yet: ids in, ids out, for those who need no words."""
-        kinds = self._kinds() if self.profile.policy.every is not None else None
+        tells = self.profile.policy.every is not None or bool(self.profile.prune.reads)
+        kinds = self._kinds() if tells else None
         return build.session(self.lm, self.profile, self.costs, kinds, self._draft())
 
     def _draft(self) -> LM | None:

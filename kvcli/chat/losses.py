@@ -17,7 +17,8 @@ def keeps(profile: Profile) -> dict[Loss, str]:
     kv, held = profile.kv, profile.policy.keeps
     demotes = bool(held) and profile.memory.demotes
     kept = "forgets what its tiers have no room for" if demotes else held and f"keeps {held}"
-    if forgotten := [*filter(None, (kept, profile.prune.reads and f"reads {profile.prune.reads}"))]:
+    outlives = profile.context.on_overflow == "compress" and "holds what is older than the window in fewer slots"
+    if forgotten := [*filter(None, (kept, profile.prune.reads and f"reads {profile.prune.reads}", outlives))]:
         words["forgotten"] = " and ".join(forgotten)
     if min(kv.k_bits, kv.v_bits) < 16:
         alike = f"keys and values in {kv.k_bits} bits"

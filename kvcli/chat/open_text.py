@@ -15,6 +15,7 @@ from kvcli.chat.turn import Answering, Asked
 from kvcli.chat.window import Window
 from kvcli.engine.engine import drive, events
 from kvcli.engine.feed import Work, until
+from kvcli.engine.kinds import Span
 from kvcli.errors import BadInput, BadModel
 from kvcli.kept.shelf import Kept
 from kvcli.kv.shortage import lacking
@@ -64,7 +65,7 @@ class OpenText:
         """Take from the pack and the shelf what lies there of a prompt; returns how many tokens need no reading."""
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
-        if (shelf := self.model.shelf) is not None:
+        if (shelf := self.model.shelf) is not None and not self.session.condensed:
             with lacking():  # then it is read
                 for shaping in (ways := build.shapings(self.profile)):
                     shelf.fetch(self.session, ids, shaping)
@@ -72,12 +73,29 @@ class OpenText:
                     self.session.spare.add(shelf.elsewhere(self.session, ids, ways[-1]))
         return self.session.committed
 
+    def has_read(self, ids: Sequence[int]) -> bool:
+        """Whether what it has stored begins with these."""
+        n, session = len(ids), self.session
+        return n <= session.committed and session.ids[:n] == list(ids)
+
+    def stands_for(self, ids: Sequence[int]) -> bool:
+        """Whether these stand for more, as it condensed it."""
+        return self.session.condensed == len(ids) and self.has_read(ids)
+
+    def condense(self, end: int, most: int) -> list[int] | None:
+        """Have the first `end` tokens take `most` slots a head; the ids that stand for them then. None: they cannot."""
+        self._end()
+        with lacking():
+            if drive(build.condense(self.session, end, most)):
+                return self.session.ids[:most]
+        return None
+
     def keep(self, cancel: Cancel = lambda: False) -> Kept:
         """Put what was read on the shelf, if there is one, for later runs; between answers.
 
         Why it cannot be kept is said once, until it can.
         """
-        if self.model.shelf is None:
+        if self.model.shelf is None or self.session.condensed:  # its ids are no text that anybody reads
             return Kept()
         ways = build.shapings(self.profile)
         shaping = ways[0 if "reused" in self.session.lost else -1]
@@ -169,9 +187,12 @@ class OpenText:
             profile = profile.changed({"sample": changes}, "what was asked of an answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = Window(self.limit, model.lm.limit, profile.context.reserve, fits)
+        prunes, spans = self.session.pruning is not None, list[Span]()
+        if messages and (prunes or self.session.policy is not None or self.on_overflow == "compress"):
+            spans = chat_spans(model.tokenizer, messages, ids, question=prunes)
         asked = Asked(
             ids,
-            chat_spans(model.tokenizer, messages, ids) if messages and self.session.policy is not None else [],
+            spans,
             window.room(len(ids), profile.sample.max_new_tokens),
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([stop] if isinstance(stop, str) else stop),

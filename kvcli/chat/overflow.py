@@ -80,6 +80,11 @@ def leave_out(
     """
     if (how := chat.model.on_overflow) == "error":
         return False
+    if how == "compress" and (heard := chat.heard.condensed(chat.model, detail)) is not None:
+        n, fewer = heard.begins.ids, len(chat.heard.ids) - len(heard.ids)
+        chat.heard = heard
+        chat.note(f"longer than the window: its first {n + fewer:,} tokens go on as {n:,} a head; facts may be lost")
+        return True
     of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0
     room = detail["limit"] - detail["reserve"] - of_notes
     asked = [*chat.messages, question]
@@ -89,6 +94,8 @@ def leave_out(
     notes = (yield from _notes(chat, now.left, of_notes, options)) if of_notes else ""
     chat.shown = replace(now, notes=notes)
     kept = "it wrote notes on them" if notes else "it knows nothing of them now"
+    if how == "compress":
+        kept += ", as what was read of them is not at hand to be made smaller"
     chat.note(f"longer than the window: the model is shown questions 1 to {now.left // 2} no more; {kept}")
     return True
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT, Span
+from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SPECIAL, SYSTEM, TEXT, Span
 from kvcli.models.text import CLOSE, OPEN, Messages, decode, encode, encode_with_places, render_text, special_ids
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ENDS = frozenset(".!?…\u3002\uff01\uff1f\u061f\u0964")  # marks that end a sentence
 SIGNS = frozenset({"Sm", "Sc", "Sk"})  # categories of < = > | + $ ^ and their like; emoji are none of them
+LONG = 256  # tokens of a question at most: a longer paragraph is what is asked about
 PART = "\ufdd2{}\ufdd3"  # stands for a content while the template runs; noncharacters, which no text holds
 
 
@@ -52,16 +53,20 @@ def _is_mark(char: str) -> bool:
 # --- a chat
 
 
-def chat_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: Sequence[int]) -> list[Span]:
+def chat_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: Sequence[int], *, question: bool = False
+) -> list[Span]:
     """Where the template's own text (SPECIAL) and system text (SYSTEM) stand in the ids of a rendered chat.
 
-    Nothing is said of what cannot be found, such as an answer that the template shortened and all that follows it.
+    `question`: and where the last message asks (QUESTION): its last paragraph, unless that is longer than questions
+    are. Nothing is said of what cannot be found, such as an answer that the template shortened and all that follows it.
     """
     text, _ = render_text(tokenizer, messages)
     parts = list(_parts(tokenizer, messages, text))
     cuts = _tokens_at(tokenizer, text, ids, sorted({at for start, end, _ in parts for at in (start, end)}))
     spans = [Span(cuts[start], cuts[end], kind) for start, end, kind in parts if start in cuts and end in cuts]
-    return [span for span in spans if span.start < span.end]
+    longest = LONG if question else 0
+    return [s for s in spans if s.start < s.end and (s.kind != QUESTION or s.end - s.start <= longest)]
 
 
 def _parts(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str) -> Iterator[tuple[int, int, int]]:
@@ -87,6 +92,8 @@ def _parts(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str) ->
             return
         if said["role"] == "system":
             yield at, end, SYSTEM
+        elif order[i] == len(messages) - 1:
+            yield max(at, text.rfind("\n\n", at, end) + 2), end, QUESTION
         at = end
 
 

@@ -46,7 +46,7 @@ class Boundary:
     def layer(self, i: int) -> tuple[Slots, Moment]:
         """What one layer holds, perhaps as a copy: look at one after the other."""
         slots = self.kv.slots(i)
-        self._protected[i] = protected = self.guard.covers(slots, self.kinds)
+        self._protected[i] = protected = self.guard.covers(slots.pos, self.kinds)
         heard = self.heard.of(i, slots.k)
         of_text = self.phase, len(self.ids), self.n_prompt, heard, self.kinds, protected, self.memory
         return slots, Moment.of(self.lm, i, *of_text)

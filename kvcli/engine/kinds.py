@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TEXT, SPECIAL, PUNCT, NEWLINE, SYSTEM, END = range(6)  # END: punctuation that ends a sentence
+TEXT, SPECIAL, PUNCT, NEWLINE, SYSTEM, END, QUESTION = range(7)  # END: punctuation that ends a sentence
 
 
 class Span(NamedTuple):

@@ -22,21 +22,21 @@ Phase = Literal["reading", "read", "answering"]
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What no policy takes away: the engine keeps it whatever the policy says."""
+    """What no policy takes away, and no pruner leaves behind: the engine keeps it whatever they say."""
 
     sinks: int = 0  # first tokens
     recent: int = 0  # newest tokens
     kinds: frozenset[int] = frozenset()  # kinds of tokens (kvcli.engine.kinds), such as those of the system prompt
 
-    def covers(self, s: Slots, kinds: Tensor) -> Tensor:
-        """[K, S] bool: the slots that stay. `kinds` [T] by position."""
-        newest = s.pos.amax(dim=1, keepdim=True) if s.n_slots else s.pos
-        mask = (s.pos < self.sinks) | (s.pos > newest - self.recent)
+    def covers(self, pos: Tensor, kinds: Tensor) -> Tensor:
+        """bool like `pos` [.., S]: of these positions, -1 = empty, those that stay. `kinds` [T] by position."""
+        newest = pos.amax(dim=-1, keepdim=True) if pos.shape[-1] else pos
+        mask = (pos < self.sinks) | (pos > newest - self.recent)
         if self.kinds and kinds.shape[0]:
-            of = kinds.to(s.pos.device)[s.pos.clamp(min=0).long()]
+            of = kinds.to(pos.device)[pos.clamp(min=0).long()]
             for kind in self.kinds:
                 mask |= of == kind
-        return mask & (s.pos >= 0)
+        return mask & (pos >= 0)
 
 
 @dataclass(frozen=True, slots=True)

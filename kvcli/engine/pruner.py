@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvcli.engine.behind import Behind
     from kvcli.engine.feed import Asks, Fresh
     from kvcli.engine.lm import LM
+    from kvcli.engine.policy import Guard
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
 
@@ -55,15 +56,21 @@ class Pruning(Protocol):
     def completes(self) -> bool:
         """Whether those that are still behind come back before the next prompt is read."""
 
+    def behind(self, n: int) -> int:
+        """Of n tokens, how many are kept as one hidden vector at most: what memory is planned with."""
+
+    @property
+    def guard(self) -> Guard:
+        """Tokens that go through every layer whatever it judges."""
+
     def takes(self, n: int, chunk: int) -> int:
         """How many of the n tokens that are left of a prompt it judges together."""
 
-    def over(
-        self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int
-    ) -> Asks[Pruner | None] | Pruner | None:
+    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Asks[Pruner | None] | Pruner | None:
         """For reading these rows behind what is stored, perhaps after a look at them; None = all of them go on.
 
-        `must`: rows that go through every layer. `part`: rows of a pass at most.
+        `must`: rows that go through every layer: what the guard covers, and those that are heard. `part`: rows of a
+        pass at most.
         """
 
     def back(self, lm: LM, past: Store, behind: Behind) -> Choose:

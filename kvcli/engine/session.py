@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvcli.engine.boundary import Boundary
 from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.commit import commit
@@ -126,8 +128,10 @@ class Session(Text):
         rows = Rows.chain(self.ids[start : start + n], start)
         hear = self.heard.of_chunk(start, n)
         if pruning is not None:
-            asks = sorted({*hear, *range(max(0, n - pruning.hears), n)})
-            pruner = yield from asked(pruning.over(self.lm, self.kv, rows, asks, self.chunk_rows))
+            asks, guard = sorted({*hear, *range(max(0, n - pruning.hears), n)}), pruning.guard
+            kinds = kinds_of(self.ids[: start + n], self.kinds, self.spans if guard.kinds else ())
+            covered = guard.covers(torch.arange(start, start + n), kinds).nonzero().flatten().tolist()
+            pruner = yield from asked(pruning.over(self.lm, self.kv, rows, {*asks, *covered}, self.chunk_rows))
             hear = hear if pruner is None else asks
         comes_back = self.behind.comes_back
         return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)

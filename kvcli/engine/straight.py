@@ -42,14 +42,14 @@ class Turns:
         first, last = min(pos), max(pos)
         is_run = isinstance(pos, range) or all(b == a + 1 for a, b in pairwise(pos))
         blocks = range(first // BLOCK, last // BLOCK + 1)
-        if len(blocks) > (KEPT if is_run else 1):
+        if len(blocks) > (KEPT if is_run or len(pos) > BLOCK else 1):  # of a pruned prompt many rows, with gaps
             return self._asked(pos)
         each = [self._block(i) for i in blocks]
         cos, sin = (torch.cat(of) if len(of) > 1 else of[0] for of in zip(*each, strict=True))
         at = first % BLOCK
         if is_run:
             return cos[at : at + len(pos)], sin[at : at + len(pos)]
-        rows = torch.tensor([p % BLOCK for p in pos])
+        rows = torch.tensor(pos) - blocks[0] * BLOCK
         return cos[rows], sin[rows]
 
     def is_fixed(self, limit: int) -> bool:

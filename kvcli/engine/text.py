@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -82,13 +82,15 @@ class Text:
         self.spare: Spare | None = None  # of other texts, for the prompt that is read
         self.reused = 0  # tokens that it took over
         self._own = math.inf  # so many tokens were read behind what stands before them now
+        self.condensed = 0  # tokens that it begins with stand for more, which each head keeps others of
+        self.worth: Mapping[int, Tensor] = {}  # by layer [K, condensed]: what these were worth to who chose them
 
     def rewind(self, n: int) -> int:
         """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
         keep = max(0, min(self.committed, n - 1))
         is_back, is_cut = keep < self.committed, self._under_way is not None
         stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
-        stays |= self.behind.is_torn
+        stays |= self.behind.is_torn or keep < self.condensed
         if stays or ((is_back or is_cut) and not self.kv.reaches(keep)):
             keep = 0
         elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
@@ -99,6 +101,7 @@ class Text:
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
             self._is_whole, self._has_left, self._n_prompt = True, False, 0
+            self.condensed, self.worth = 0, {}
             self.heard.clear()
             self.behind.clear()
             self.memory = self._wants.memory()
@@ -122,6 +125,7 @@ class Text:
         self._is_whole, self._has_left, self._own = other._is_whole, other._has_left, other._own
         self.behind, other.behind = other.behind, self.behind
         self._n_prompt = other._n_prompt
+        self.condensed, self.worth = other.condensed, other.worth
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
         other.rewind(0)
@@ -215,7 +219,7 @@ class Text:
     def lost(self) -> set[Loss]:
         """What rows of an answer miss of the text so far."""
         found: set[Loss] = {use.lost for use in self.kv.usage() if use.lost is not None}
-        if self._forgot:
+        if self._forgot or self.condensed:
             found.add("forgotten")
         if self.committed and self.kv.dtype != self.lm.dtype and self.kv.dtype.itemsize <= self.lm.dtype.itemsize:
             found.add("rounded")

@@ -52,6 +52,7 @@ class Run:
     check: bool = True  # compare with the stock model after loading
     order: Order = "chunks"  # what of a prompt is finished first
     prunes: bool = False  # some of its tokens go no further
+    behind: Callable[[int], int] = lambda n: 0  # of n tokens, how many are kept as one hidden vector instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,8 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
 
     is_all = run.lower is not None  # stored, at a boundary too
     spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)
-    places = run.caps.spread(spread, chunk, run.base + weights.memory + draft + working)
+    behind = run.behind(context) * shape.hidden * run.number
+    places = run.caps.spread(spread, chunk, run.base + weights.memory + draft + working + behind)
     check = check_bytes(shape, run.number) if run.check else 0
     mapped = weights.files if on_cpu else 0
     # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
@@ -144,7 +146,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         context=context,
         base=run.base,
         weights=weights.memory,
-        kv=places.device,
+        kv=places.device + behind,
         draft=draft,
         working=working,
         loading=run.base + whole + mapped + max(check, weights.packing if on_cpu else 0),

@@ -153,6 +153,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         is_native=is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind),
         check=load.verify,
         prunes=bool(profile.prune.reads),
+        behind=profile.prune.behind,
     )
     limit = profile.context.limit
     run, most = _ordered(profile, shape, heavy, run, usable, context or (shape.limit if limit == "auto" else limit))

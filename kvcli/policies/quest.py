@@ -35,7 +35,7 @@ class Quest(EachLayer):
 
         q = at.q
         n_kv, n_slots, dim = s.k.shape
-        mask = Guard(self.sinks, self.local).covers(s, at.kinds)
+        mask = Guard(self.sinks, self.local).covers(s.pos, at.kinds)
         if not n_slots or not q.shape[1]:
             return mask
         page = (s.pos.clamp(min=0) // self.page).long()  # [K, S]

@@ -46,6 +46,6 @@ class Random(EachLayer):
         n_kv, n = s.pos.shape
         head = at.layer * n_kv + torch.arange(n_kv, device=s.pos.device).repeat_interleave(n)
         lot = gumbel(self.seed, s.pos.flatten().long(), head.unsqueeze(1)).view(n_kv, n)
-        lot = lot.masked_fill(Guard(self.sinks, self.window).covers(s, at.kinds), torch.inf)
+        lot = lot.masked_fill(Guard(self.sinks, self.window).covers(s.pos, at.kinds), torch.inf)
         best = lot.masked_fill(s.pos < 0, -torch.inf).topk(min(self.budget, n), dim=1).indices
         return torch.zeros_like(s.pos, dtype=torch.bool).scatter_(1, best, True) & (s.pos >= 0)

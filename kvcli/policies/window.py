@@ -37,4 +37,4 @@ class Window(EachLayer):
 
     def mask(self, s: Slots, at: Moment) -> Tensor:
         """The same in every layer and head: positions below `sinks`, and the last `window` of them."""
-        return Guard(self.sinks, self.window).covers(s, at.kinds)
+        return Guard(self.sinks, self.window).covers(s.pos, at.kinds)

@@ -56,26 +56,24 @@ class Cut(Spared):
         """Which layers fewer reach. Raises BadModel for a model that cannot be judged."""
         cut = self.at(lm)
         how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
-        always = f"the first {self.sinks} and the newest {self.recent} always do"
-        return f"of prompts of {self.least:,} tokens or more {self.keep:.0%} go on {how}; {always}"
+        return f"of prompts of {self.least:,} tokens or more {self.keep:.0%} go on {how}; {self.always}"
 
     def at(self, lm: LM) -> int:
         """The first layer that fewer reach."""
         return nearest(below_all(lm), self.layer * lm.n_layers)
 
-    def over(self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int) -> Asks[Pruner | None]:
+    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Asks[Pruner | None]:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
         n = rows.n_rows
         if n < self.least:
             return None
         cut = self.at(lm)
-        always = self.always(rows, must)
-        once = Narrowing({cut: self.keep}, partial(self._judge, lm, past, rows), always, n)
+        once = Narrowing({cut: self.keep}, partial(self._judge, lm, past, rows), must, n)
         if not self.again:
             return once
         from kvcli.engine.by_layers import ByLayers
 
-        look = ByLayers(lm, past, rows, part, must, comes_back=True)
+        look = ByLayers(lm, past, rows, part, range(max(0, n - self.window), n), comes_back=True)
         try:
             while look.layer < cut:
                 yield from look.go_on()

@@ -16,6 +16,10 @@ class Everything:
     reads = ""
     every = None
 
+    def behind(self, n: int) -> int:
+        """Nobody."""
+        return 0
+
     def about(self, lm: LM) -> str:
         """Nothing."""
         return ""

@@ -7,7 +7,7 @@ and values in the layers that it reached, and none above; with scope = "prefill+
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -66,6 +66,10 @@ class Lazy(Schedule):
         """Last layers that have no cut before them."""
         return SPARED if self.every is not None else 0
 
+    def behind(self, n: int) -> int:
+        """All that the schedule stops, if they may come back."""
+        return 0 if self.every is None or n < self.least else n - math.ceil(self.last * n)
+
     def about(self, lm: LM) -> str:
         """The same, and where one that stays behind takes more than the keys and values that it is spared."""
         said, layer = super().about(lm), max(self.cuts(lm))
@@ -75,13 +79,13 @@ class Lazy(Schedule):
             return said
         return f"{said}; one left behind before layer {layer} is kept as {width:,} numbers, and spares {spares:,}"
 
-    def over(self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int) -> Narrowing | None:
+    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Narrowing | None:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
         if rows.n_rows < self.least:
             return None
         n = rows.n_rows if self.ratio_of == "prompt" else 0
         judge = partial(self._judge, lm, past, rows)
-        return Narrowing(self.cuts(lm), judge, self.always(rows, must), n, mass=self.mass)
+        return Narrowing(self.cuts(lm), judge, must, n, mass=self.mass)
 
     def _judge(self, lm: LM, past: Store, rows: Rows, layer: int, live: Live) -> Tensor:
         scores = looked_at(lm, past, layer, live, rows.pos, min(self.score_queries, rows.n_rows))

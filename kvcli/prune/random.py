@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +24,7 @@ class Random(Schedule):
 
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # of the lots
 
-    def over(self, lm: LM, past: Store, rows: Rows, must: Sequence[int], part: int) -> Narrowing | None:
+    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Narrowing | None:
         """None for a short prompt."""
         if rows.n_rows < self.least:
             return None
@@ -36,4 +35,4 @@ class Random(Schedule):
             return torch.rand(len(live.rows), generator=dice)
 
         n = rows.n_rows if self.ratio_of == "prompt" else 0
-        return Narrowing(self.cuts(lm), lots, self.always(rows, must), n)
+        return Narrowing(self.cuts(lm), lots, must, n)

@@ -34,9 +34,13 @@ class Schedule(Spared):
     @property
     def reads(self) -> str:
         """How much of a long prompt goes through all layers, in words."""
+        return f"{self.last:.0%} of a prompt of {self.least:,} tokens or more in the upper layers"
+
+    @property
+    def last(self) -> float:
+        """Share of a prompt that reaches the last layer."""
         shares = [self.start_keep_ratio + self._step * i for i in range(self.num_prune)]
-        left = math.prod(shares) if self.ratio_of == "current" else self.end_keep_ratio
-        return f"{left:.0%} of a prompt of {self.least:,} tokens or more in the upper layers"
+        return math.prod(shares) if self.ratio_of == "current" else self.end_keep_ratio
 
     @property
     def spared(self) -> int:
@@ -51,8 +55,7 @@ class Schedule(Spared):
         last = f", nor one of the last {self.spared}" if self.spared else ""
         why = f"as the layer below must see all of a text{last}"
         moved = f" (not {', '.join(map(str, sorted(wanted)))}, {why})" if wanted != set(cuts) else ""
-        always = f"the first {self.sinks} and the newest {self.recent} always do"
-        return f"of prompts of {self.least:,} tokens or more {shares}{moved}; {always}"
+        return f"of prompts of {self.least:,} tokens or more {shares}{moved}; {self.always}"
 
     def cuts(self, lm: LM) -> Mapping[int, float]:
         """By layer that fewer reach: which share does. A layer whose neighbour below does not see the whole text gives

@@ -11,7 +11,7 @@ from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
-    from kvcli.engine.rows import Rows
+    from kvcli.engine.policy import Guard
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Spared:
 
     recent: Annotated[int, Range(1)] = 64  # newest tokens that always go on
     sinks: Annotated[int, Range(0)] = 4  # first tokens that always go on
+    protect: bool = True  # the template's tokens, the system text and the question always go on
     least: Annotated[int, Range(1)] = 1024  # tokens of a prompt below which all go on
 
     @property
@@ -37,14 +38,27 @@ class Spared:
         """Nor is anybody brought back."""
         return False
 
+    def behind(self, n: int) -> int:
+        """Nor remembered."""
+        return 0
+
     def takes(self, n: int, chunk: int) -> int:
         """How many of the n tokens that are left of a prompt are read and judged together."""
         return n
 
-    def always(self, rows: Rows, must: Sequence[int]) -> set[int]:
-        """Rows of a prompt that go through every layer."""
-        n = rows.n_rows
-        return {*must, *range(min(n, max(0, self.sinks - rows.pos[0]))), *range(max(0, n - self.recent), n)}
+    @property
+    def guard(self) -> Guard:
+        """The first and the newest, and what says what is to be done."""
+        from kvcli.engine.kinds import QUESTION, SPECIAL, SYSTEM
+        from kvcli.engine.policy import Guard
+
+        return Guard(self.sinks, self.recent, frozenset({SPECIAL, SYSTEM, QUESTION} if self.protect else ()))
+
+    @property
+    def always(self) -> str:
+        """Who goes on whatever is judged, in words."""
+        others = ", the template, the system text and the question" if self.protect else ""
+        return f"the first {self.sinks} and the newest {self.recent}{others} always do"
 
 
 def below_all(lm: LM, spared: int = 0) -> list[int]:

@@ -33,16 +33,29 @@ def clashes(profile: Profile) -> list[Clash]:
     found += order_clashes(profile)
     found += return_clashes(profile)
     found += reuse_clashes(profile)
+    found += overflow_clashes(profile)
     return found
 
 
-def return_clashes(profile: Profile) -> list[Clash]:
-    """Of tokens that may come back: each must see what is older than itself, and drafts must leave them a pass."""
-    prune, kv, memory, found = profile.prune, profile.kv, profile.memory, list[Clash]()
-    if prune.every is None:
+def overflow_clashes(profile: Profile) -> list[Clash]:
+    """Of a chat whose beginning is held in fewer slots: those of a past that is whole, as it was stored."""
+    if profile.context.on_overflow != "compress":
         return []
-    cannot, because = '"prefill+decode" cannot be kept', "and who comes back reads all that is older, as it was stored"
-    others = {
+    key, found = "context.on_overflow", list[Clash]()
+    if profile.exactness != "approx":
+        because = "which forgets part of a chat that outlives its window"
+        found.append(Clash("exactness", key, f'"{profile.exactness}" cannot be kept', because))
+    others = {**_shapes(profile), "prune.method": bool(profile.prune.reads), "reuse.method": bool(profile.reuse.reuses)}
+    because = "and what is made smaller is a whole past, as it was stored"
+    return found + [
+        Clash(key, other, '"compress" cannot be kept', because) for other, is_set in others.items() if is_set
+    ]
+
+
+def _shapes(profile: Profile) -> dict[str, bool]:
+    """What keeps less of a past than was read, elsewhere or in other numbers, and whether it does."""
+    kv, memory = profile.kv, profile.memory
+    return {
         "policy.name": profile.policy.every is not None,
         "recall.method": bool(profile.recall.reads),
         **{f"kv.{key}": getattr(kv, key) < 16 for key in ("k_bits", "v_bits")},
@@ -50,7 +63,15 @@ def return_clashes(profile: Profile) -> list[Clash]:
         **{f"memory.{key}": _is_there(getattr(memory, key)) for key in ("host", "disk")},
         "memory.ladder": any(not step.startswith(("prefill", "context")) for step in memory.ladder),
     }
-    found += [Clash("prune.scope", other, cannot, because) for other, is_set in others.items() if is_set]
+
+
+def return_clashes(profile: Profile) -> list[Clash]:
+    """Of tokens that may come back: each must see what is older than itself, and drafts must leave them a pass."""
+    prune, found = profile.prune, list[Clash]()
+    if prune.every is None:
+        return []
+    cannot, because = '"prefill+decode" cannot be kept', "and who comes back reads all that is older, as it was stored"
+    found += [Clash("prune.scope", other, cannot, because) for other, is_set in _shapes(profile).items() if is_set]
     if prune.every == 1 and profile.spec.method != "off":
         found.append(Clash("spec.method", "prune.revive_every", "no pass has room for a guess", "which is 1"))
     return found

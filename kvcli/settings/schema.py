@@ -147,7 +147,7 @@ class Context:
 
     limit: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # tokens; auto = the model's limit, or what fits
     reserve: Annotated[int, Range(1)] = 1024  # tokens kept free for the answer
-    on_overflow: Literal["error", "drop", "summarize"] = "error"  # refuse longer chats, or leave out their start
+    on_overflow: Literal["error", "drop", "summarize", "compress"] = "error"  # refuse longer chats, or shorten them
 
 
 @dataclass(frozen=True, slots=True)

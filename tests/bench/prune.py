@@ -1,115 +1,95 @@
 """Reading with tokens left behind: what it saves of the first token's time, and what it costs in answers.
 
-    python tests/bench/prune.py [--n 20] [--tokens 4096] [--budgets lazy,lazy-fast] [--out FILE]
-    python tests/bench/prune.py --model random-152M --tokens 16384 [--reps 3]
+    python tests/bench/prune.py [--n 20] [--tokens 4096] [--budgets lazy,lazy-fast] [--hf 3] [--out FILE]
+    python tests/bench/prune.py --model smollm2-135m
+    python tests/bench/prune.py --model random-152M --tokens 16384 --n 3 --hf 0
 
 Every method stands at the cost of a profile, its budget: the mean share of the tokens that a layer is given. Beside it
-stands `random`, which leaves as many behind by lot. The demo model is asked for facts and for summaries of held-out
-reports, the question in sight; an answer is right if greedy decoding, without drafts, writes the reference, and of a
-summary each line counts. Other models are timed alone. Sides by turns, in turned order; "kept" counts the rows that
-layers were given in fact, a look ahead included, so 1 / kept is the speed-up to expect of reading; in brackets without
-the last layer, of which reading needs keys and values alone. Intervals are paired bootstraps over questions. Prints a
-table, then JSON on the last line.
+stands `random`, which leaves as many behind by lot. What is asked stands in prune_asked.py; the random model is timed
+alone. Greedy, without drafts, sides by turns, in turned order; all compute with the same weights, those of a GGUF file
+unpacked to 16 bits. "kept" counts the rows that layers were given in fact, a look ahead included, so 1 / kept is the
+speed-up to expect of reading ("expected"); "but the last" is that without the last layer, of which reading needs keys
+and values alone. The first `--hf` prompts are read by transformers as well, in one pass with either of its attentions.
+Speeds are medians over prompts with their quartiles, points lost have 95% ranges by a paired bootstrap over prompts.
+Prints a table, then JSON on the last line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from random import Random
 from statistics import fmean, median
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
-from kvcli.bench.texts import text_of  # noqa: E402
-from kvcli.demo.evaluate import HELD_OUT, Question, prompt_ids, questions  # noqa: E402
+from kvcli.bench.hf import load_hf  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
 from kvcli.engine.sample import Sampler  # noqa: E402
+from kvcli.models import source  # noqa: E402
+from kvcli.models.fetch import stands_for  # noqa: E402
+from kvcli.models.gguf import unpack  # noqa: E402
 from kvcli.models.text import decode  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
 from kvcli.settings.profile import Profile  # noqa: E402
+from kvcli.world import Paths  # noqa: E402
+from tests.bench import prune_asked  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
+from tests.bench.prune_asked import Asked  # noqa: E402
 from tests.bench.random_model import write  # noqa: E402
 
-SKILLS = {"single key": "lookup", "many keys": "lookup", "one finding": "lookup", "summary": "summary"}
 ONE_CUT = 0.5  # share of depth below which methods with one cut let all on
+THEIRS = ("sdpa", "eager")  # attentions of transformers
 
 Table = dict[str, Any]
+Took = dict[str, float]
 
 
-def mean_kept(table: Table, layers: int, lm: Any) -> float:
+def mean_kept(table: Table, lm: Any) -> float:
     """The share that a schedule gives a layer, tokens that always go on aside."""
     from kvcli.prune.lazy import Lazy
 
     left, shares = 1.0, []
     cuts = Lazy(**{k: v for k, v in table.items() if k != "method"}).cuts(lm)
-    for layer in range(layers):
+    for layer in range(lm.n_layers):
         left = cuts.get(layer, left)
         shares.append(left)
     return fmean(shares)
 
 
-def sides_of(budget: str, lm: Any) -> dict[str, Table]:
+def sides_of(budget: str, lm: Any, only: Sequence[str]) -> dict[str, Table]:
     """Tables of [prune] by name, all of the cost that the profile of this name has."""
     own = Profile.load(budget).prune
-    names = ("start_prune_layer", "end_prune_layer", "num_prune", "start_keep_ratio", "end_keep_ratio")
+    names = ("start_prune_layer", "end_prune_layer", "num_prune", "start_keep_ratio", "end_keep_ratio", "ratio_of")
     schedule = {name: getattr(own, name) for name in names}
-    n = lm.n_layers
-    cost = mean_kept(schedule, n, lm)
+    n, cost = lm.n_layers, mean_kept(schedule, lm)
     below = max(1, round(ONE_CUT * n))
-    once = {"method": "cut", "layer": ONE_CUT}
-    again = (cost * n - below) / n
+    once, upper = {"method": "cut", "layer": ONE_CUT}, cost * n - below
     found = {
         "lazy": {"method": "lazy", **schedule},
         "lazy, back": {"method": "lazy", **schedule, "scope": "prefill+decode"},
         "chunked": {"method": "chunked", **schedule},
-        "cut": {**once, "keep": max(0.01, (cost * n - below) / (n - below))},
         "random": {"method": "random", **schedule},
     }
-    if again > 0:
-        found["cut, again"] = {**once, "keep": again, "again": True}
-    return {f"{budget}: {name}": table for name, table in found.items()}
+    if upper > 0:
+        found["cut"] = {**once, "keep": max(0.01, upper / (n - below))}
+        found["cut, again"] = {**once, "keep": upper / n, "again": True}
+    return {f"{budget}: {name}": table for name, table in found.items() if name in (only or found)}
 
 
-class Asked:
-    """One prompt, and how its answer is judged."""
-
-    def __init__(self, ids: list[int], question: Question | None = None, tokenizer: Any = None) -> None:
-        self.ids, self._question = ids, question
-        self.kind = SKILLS[question.skill] if question is not None else "none"
-        self.new = len(tokenizer.encode(question.turn.answer, add_special_tokens=False)) + 8 if question else 1
-
-    def score(self, said: str) -> float:
-        """1 for the reference, and of a summary the share of its lines."""
-        assert self._question is not None
-        lines, want = said.strip().split("\n"), self._question.turn.answer.split("\n")
-        return fmean(line in lines for line in want) if self.kind == "summary" else float(said.strip() == want[0])
-
-
-def asked_of(model: Any, name: str, tokens: int, n: int, reps: int) -> Iterator[Asked]:
-    """What the model is asked: questions of the demo, prose alone of others."""
-    if name == "demo":
-        backend = model.tokenizer.backend_tokenizer
-        for question in questions(backend, tokens, n, HELD_OUT):
-            if question.skill in SKILLS:
-                yield Asked(prompt_ids(backend, question), question, model.tokenizer)
-        return
-    ids = model.tokenizer.encode(text_of("prose") + text_of("manual"))
-    for rep in range(reps):
-        start = Random(rep).randrange(len(ids))
-        yield Asked((ids[start:] + ids * (tokens // len(ids) + 1))[:tokens])
-
-
-def answered(model: Any, asked: Asked) -> dict[str, float]:
-    """Seconds to the end of reading and to the first token, rows that layers were given, and the score."""
+def answered(model: Any, asked: Asked) -> Took:
+    """Seconds to the end of reading, to the first token and to the end, rows that layers were given, and the score."""
     session = model.new_session()
     session.begin(asked.ids, Sampler())
     given, append, take = [0] * model.lm.n_layers, session.kv.append, session.kv.take
@@ -127,93 +107,130 @@ def answered(model: Any, asked: Asked) -> dict[str, float]:
     while drive(session.chunk(asked.ids)):
         pass
     read, kept = time.perf_counter() - began, [n / session.committed for n in given]
+    found = {"read": read, "kept": fmean(kept), "kept_below": fmean(kept[:-1])}
+    if asked.follow:
+        found["score"] = asked.named(session)
+    began = time.perf_counter() - read
     said = list(drive(session.step()).new)
-    first = time.perf_counter() - began
-    stop = model.lm.stop_ids
-    if asked.kind != "none" and said[-1] not in stop:
-        said += [i for step in events(session.stream(asked.new, stop)) for i in step.new]
-    text = decode(model.tokenizer, [i for i in said if i not in stop])
-    found = {"read": read, "first": first, "kept": fmean(kept), "whole": time.perf_counter() - began}
-    found["kept_below"] = fmean(kept[:-1])
-    return found | ({} if asked.kind == "none" else {"score": asked.score(text)})
+    found["first"] = time.perf_counter() - began
+    stop = model.lm.stop_ids if asked.score is not None else ()
+    if asked.new > 1 and said[-1] not in stop:
+        said += [i for step in events(session.stream(asked.new - 1, stop)) for i in step.new]
+    found["whole"] = time.perf_counter() - began
+    if asked.score is not None:
+        found["score"] = asked.score(decode(model.tokenizer, [i for i in said if i not in stop]))
+    return found
 
 
-def row_of(side: str, table: Table | None, asked: list[Asked], found: dict[str, list[dict[str, float]]]) -> Table:
+def theirs(model: Any, attention: str, ids: list[int]) -> Took:
+    """Seconds to the first token in one pass of transformers."""
+    model.set_attn_implementation(attention)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        model(torch.tensor([ids]), use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
+    return {"first": time.perf_counter() - began}
+
+
+def row_of(side: str, table: Table | None, asked: list[Asked], found: dict[str, list[Took]]) -> Table:
     """What one side made of everything, beside reading all of it."""
     mine, whole = found[side], found["exact"]
     kept = fmean(of["kept"] for of in mine)
-    row: Table = {"side": side, "prune": table or {"method": "none"}, "kept": kept, "expected": 1 / kept}
-    row["expected_below"] = 1 / fmean(of["kept_below"] for of in mine)
-    for name in ("read", "first", "whole"):
-        gains = sorted(a[name] / b[name] for a, b in zip(whole, mine, strict=True))
-        row |= {f"{name}_s": median(of[name] for of in mine), f"{name}_gain": median(gains)}
-        row[f"{name}_gain_quartiles"] = [gains[len(gains) // 4], gains[3 * len(gains) // 4]]
-    for kind in sorted({one.kind for one in asked} - {"none"}):
+    row: Table = {"side": side, "kept": kept, "expected": 1 / kept}
+    row["but the last"] = 1 / fmean(of["kept_below"] for of in mine)
+    row["reading"] = gain("read", whole, mine)
+    row["first token"] = gain("first", whole, mine)
+    for attention in THEIRS:
+        row[f"over {attention}"] = gain("first", found[attention], mine) if found.get(attention) else None
+    for kind in dict.fromkeys(one.kind for one in asked if one.kind != "none"):
         at = [i for i, one in enumerate(asked) if one.kind == kind]
         lost = [100 * (whole[i]["score"] - mine[i]["score"]) for i in at]
-        row[kind] = {"of": len(at), "score": 100 * fmean(mine[i]["score"] for i in at), "lost": fmean(lost)}
-        row[kind]["lost_range95"] = bootstrap({kind: lost}, 0) or (min(lost), max(lost))
-    return row
+        low, high = bootstrap({kind: lost}, 0) or (min(lost), max(lost))
+        row[f"{kind}, whole"] = gain("whole", [whole[i] for i in at], [mine[i] for i in at])
+        row[kind] = 100 * fmean(mine[i]["score"] for i in at)
+        row[f"{kind}, lost"] = [low, fmean(lost), high]
+    return row | {"seconds": {name: median(of[name] for of in mine) for name in ("read", "first")}, "prune": table}
+
+
+def gain(name: str, slow: list[Took], fast: list[Took]) -> list[float]:
+    """Lower quartile, median and upper quartile of how many times as fast, prompt by prompt as far as both go."""
+    gains = sorted(a[name] / b[name] for a, b in zip(slow, fast, strict=False))
+    return [gains[len(gains) // 4], median(gains), gains[3 * len(gains) // 4]]
 
 
 def told(row: Table) -> str:
     """One line of the table."""
-    line = f"{row['side']:<22} kept {row['kept']:.2f}  read {row['read_gain']:.2f}x of {row['expected']:.2f}x "
-    line += f"({row['expected_below']:.2f}x)  first token {row['first_gain']:.2f}x  end to end {row['whole_gain']:.2f}x"
-    for kind in ("lookup", "summary"):
-        if kind in row:
-            low, high = row[kind]["lost_range95"]
-            line += f"  {kind} {row[kind]['score']:.1f} (lost {row[kind]['lost']:.1f}, {low:.1f} to {high:.1f})"
-    return line
+    cells = [row["side"].ljust(22)]
+    for name, value in row.items():
+        if name in ("side", "seconds", "prune") or value is None:
+            continue
+        middle = value[1] if isinstance(value, list) else value
+        around = f" ({value[0]:.2f} to {value[2]:.2f})" if name.endswith("lost") else ""
+        cells.append(f"{name} {middle:.2f}{around}")
+    return "  ".join(cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--n", type=int, default=20, help="lookups of a kind; half as many summaries")
-    parser.add_argument("--reps", type=int, default=3, help="prompts of another model than demo")
+    parser.add_argument("--n", type=int, default=20, help="lookups of a kind; half as many of what else is asked")
     parser.add_argument("--budgets", default="lazy,lazy-fast")
+    parser.add_argument("--sides", default="", help="only these, such as lazy+random")
+    parser.add_argument("--hf", type=int, default=3, help="prompts that transformers reads as well")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
         name = args.model
-        if name == "random-152M":
+        if name == "random-152M" and not Path(name).exists():
             name = str(Path(folder, name))
             write(Path(name))
-        model = load(name, "exact", {"load.threads": args.threads})
-        asked = list(asked_of(model, args.model, args.tokens, args.n, args.reps))
+        given = source.find(stands_for(name, Paths.of(os.environ).data) if name != "demo" else name)
+        files = unpack.ready(given, "bf16", Path(folder), packs=False)
+        model = load(files, "exact", {"load.threads": args.threads})
+        ask = {"demo": prune_asked.of_demo, "random-152M": prune_asked.plain}.get(args.model, prune_asked.of_suite)
+        asked = list(ask(model, args.tokens, args.n))
+        hf = load_hf(files, model.profile, Path(folder)) if args.hf else None
         tables: dict[str, Table | None] = {"exact": None}
         for budget in args.budgets.split(","):
-            tables |= sides_of(budget, model.lm)
+            tables |= sides_of(budget, model.lm, args.sides.split("+") if args.sides else ())
         models = {
             side: model if table is None else model.with_profile(model.profile.replace(exactness="approx", prune=table))
             for side, table in tables.items()
         }
-        found: dict[str, list[dict[str, float]]] = {side: [] for side in tables}
-        for side in tables:  # gates are put up, and memory is taken
-            answered(models[side], asked[0])
+        found: dict[str, list[Took]] = {side: [] for side in (*tables, *(THEIRS if hf is not None else ()))}
+        for side in found:  # gates are put up, and memory is taken
+            theirs(hf, side, asked[0].ids) if side in THEIRS else answered(models[side], replace(asked[0], new=1))
         for i, one in enumerate(asked):
-            for side in list(tables)[:: -1 if i % 2 else 1]:
-                found[side].append(answered(models[side], one))
+            for side in list(found)[:: -1 if i % 2 else 1]:
+                if side not in THEIRS:
+                    found[side].append(answered(models[side], one))
+                elif i < args.hf:
+                    found[side].append(theirs(hf, side, one.ids))
+            print(f"\r{i + 1} of {len(asked)}", end="", file=sys.stderr, flush=True)
     rows = [row_of(side, table, asked, found) for side, table in tables.items()]
     for row in rows:
         print(told(row))
     about = machine()
+    counts = ", ".join(f"{n} x {kind}" for kind in dict.fromkeys(a.kind for a in asked) if (n := _count(asked, kind)))
+    command = " ".join(["python tests/bench/prune.py", *sys.argv[1:]]).partition(" --out")[0]
     result = {
-        "title": "Reading with tokens left behind",
-        "command": f"python tests/bench/prune.py --model {args.model} --tokens {args.tokens} --n {args.n}",
+        "title": f"{args.model}, {args.tokens:,} tokens: times the speed of reading everything, and points lost",
         "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
-        "model": args.model,
-        "tokens": args.tokens,
-        "prompts": len(asked),
+        "command": command,
+        "columns": [name for name in rows[-1] if name not in ("seconds", "prune") and rows[-1][name] is not None],
+        "note": f"Prompts: {counts.replace('none', 'plain text')}. Speeds with quartiles, losses with 95% ranges.",
         "rows": rows,
+        "transformers": {side: median(took["first"] for took in found[side]) for side in THEIRS if found.get(side)},
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+
+
+def _count(asked: list[Asked], kind: str) -> int:
+    return sum(one.kind == kind for one in asked)
 
 
 if __name__ == "__main__":

@@ -148,6 +148,28 @@ def test_reading_by_layers_holds_one_layer_of_a_chunk_and_the_hidden_states_of_a
     assert planned(demo, pruned, n).need.working - layers == pytest.approx(1.6 * hidden, abs=2)  # who goes on is copied
 
 
+def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
+    """No less than a session holds once it has read, and nothing where it stays behind for good."""
+    back = {
+        "method": "lazy",
+        "start_prune_layer": 0.17,
+        "end_prune_layer": 0.34,
+        "num_prune": 2,
+        "end_keep_ratio": 0.1,
+        "scope": "prefill+decode",
+    }
+    profile, n = Profile.load("lazy").replace(spec={"method": "off"}), 1100
+    for scope in ("prefill+decode", "prefill"):
+        profile = profile.replace(prune=back | {"scope": scope})
+        with load("demo", profile, set={"load.device": "cpu", "load.verify": False}) as model:
+            session = model.text.session
+            drive(session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
+            held = nbytes(session.behind).get("behind", 0)
+        more = planned(demo, profile, n).need.kv - planned(demo, "exact", n).need.kv
+        assert held <= more <= 1.2 * held, "the first, the newest and the template's are not behind"
+        assert bool(held) == (scope == "prefill+decode")
+
+
 def test_chunks_come_first_and_layers_where_only_so_it_fits(demo):
     found = set()
     for mib in range(520, 600, 4):

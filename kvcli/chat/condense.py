@@ -1,0 +1,74 @@
+"""A chat beyond its window whose beginning goes on in fewer slots (policies/condense.py).
+
+What was said stays in the conversation, and its text is rendered whole. But the ids of its beginning are others: those
+that stand for it in the text that was read. They mean nothing to a text that did not read it, so whoever holds them
+asks first whether they still stand for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcli.chat.open_text import OpenText
+
+LEAST = 64  # slots a head below which the beginning is as good as dropped
+NEWEST = 1 / 8  # of the window, of the newest tokens, at least: they stay as they are
+FILLED = 7 / 8  # of the window at most, then: the less is let go at once, the less is lost
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far a prompt of a conversation went."""
+
+    text: int  # characters
+    ids: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The last prompt with its answer, as text and as the ids that were read for it."""
+
+    text: str = ""
+    ids: Sequence[int] = ()
+    marks: tuple[Mark, ...] = ()  # ends of the prompts in it that are not condensed, rising
+    begins: Mark = Mark(0, 0)  # what is
+
+    def after(self, before: Heard, prompt: str, n: int) -> Heard:
+        """The same, where it goes on from `before`; its last prompt had n ids."""
+
+        def shares(end: Mark) -> bool:
+            alike = prompt.startswith(before.text[: end.text])
+            return alike and list(self.ids[: end.ids]) == list(before.ids[: end.ids])
+
+        marks = before.marks if shares(Mark(len(before.text), len(before.ids))) else ()
+        begins = before.begins if shares(before.begins) else Mark(0, 0)
+        return replace(self, marks=(*marks, Mark(len(prompt), n)), begins=begins)
+
+    def of(self, text: str, model: OpenText) -> tuple[str, Sequence[int]]:
+        """What of it `text` begins with, and the ids for that."""
+        if self.begins.ids and not model.stands_for(self.ids[: self.begins.ids]):
+            return "", ()  # what was read is gone
+        if text.startswith(self.text):
+            return self.text, self.ids
+        return self.text[: self.begins.text], self.ids[: self.begins.ids]
+
+    def condensed(self, model: OpenText, detail: dict[str, Any]) -> Heard | None:
+        """With more of its beginning in fewer slots, so that a prompt fits its window; None = nothing helps.
+
+        `detail`: of the error that said how far the prompt is too long.
+        """
+        room = detail["limit"] - detail["reserve"]
+        left = {mark: round(room * FILLED) - (detail["prompt"] - mark.ids) for mark in self.marks}
+        able = [m for m in self.marks if LEAST <= left[m] < m.ids and model.has_read(self.ids[: m.ids])]
+        newest = [m for m in able if detail["prompt"] - m.ids >= room * NEWEST]
+        if not able:
+            return None
+        mark = newest[-1] if newest else able[0]
+        n = left[mark]
+        if (ids := model.condense(mark.ids, n)) is None:
+            return None
+        later = tuple(Mark(m.text, m.ids - mark.ids + n) for m in self.marks if m.ids > mark.ids)
+        return replace(self, ids=[*ids, *self.ids[mark.ids :]], marks=later, begins=Mark(mark.text, n))

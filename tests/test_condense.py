@@ -1,0 +1,249 @@
+"""A text whose beginning goes on in fewer slots, and the chat that outlives its window so."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import kvcli
+from kvcli.bench.workloads import facts_in
+from kvcli.chat.conversation import Chat
+from kvcli.chat.local import Model
+from kvcli.demo.report import write_report
+from kvcli.drafts.off import Off
+from kvcli.engine.engine import drive, events
+from kvcli.engine.kinds import SYSTEM, Span
+from kvcli.engine.lm import LM
+from kvcli.engine.rope import rotaries
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.errors import BadConfig
+from kvcli.kept.shelf import Shelf
+from kvcli.kernels.rotate import rotate, unrotate
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Slots
+from kvcli.policies.condense import condense
+from kvcli.settings.profile import Profile
+from tests import families
+
+torch.set_num_threads(1)
+N, END, MOST = 45, 30, 12
+TEXT = [*range(7, 7 + N)]  # values tell tokens apart
+
+
+@cache
+def lm(name: str = "llama") -> LM:
+    return LM.of(families.build(name, torch.float64))
+
+
+def session(ids: list[int], name: str = "llama") -> Session:
+    model = lm(name)
+    s = Session(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=16)
+    drive(s.read(ids))
+    return s
+
+
+def places(whole: Slots, part: Slots) -> torch.Tensor:
+    """[K, n]: which slots of `whole` those of `part` were, by their values."""
+    return torch.stack([(a.unsqueeze(1) == b).all(-1).int().argmax(1) for a, b in zip(part.v, whole.v, strict=True)])
+
+
+def test_each_head_moves_what_it_keeps_and_turns_its_keys() -> None:
+    s, ids = session(TEXT), TEXT
+    model, before = s.lm, [Slots(*(t.clone() for t in (x.k, x.v, x.pos))) for x in map(s.kv.slots, range(3))]
+    assert drive(condense(s, END, MOST))
+    assert (s.committed, s.condensed, s.lost) == (MOST, MOST, {"forgotten"})
+    assert s.ids[MOST] == ids[END], "the next to be read"
+    chosen = []
+    for layer, rotary in enumerate(rotaries(model)):
+        now = s.kv.slots(layer)
+        assert now.pos.tolist() == [list(range(MOST))] * now.pos.shape[0]
+        old = places(before[layer], now)
+        chosen += old.tolist()
+        assert (old.diff(dim=1) > 0).all()
+        assert old[:, :4].tolist() == [[0, 1, 2, 3]] * old.shape[0], "sinks stay where they are"
+        assert (old < END).all()
+        k = before[layer].k.gather(1, old.unsqueeze(-1).expand(-1, -1, now.k.shape[2]))
+        assert rotary is not None
+        torch.testing.assert_close(now.k, rotate(unrotate(k, old, rotary), now.pos, rotary))
+    assert len(set(map(tuple, chosen))) > 1, "heads choose for themselves"
+    drive(s.chunk([*s.ids[:MOST], *ids[END:]]))
+    assert s.committed == MOST + N - END - 1
+    assert len(list(events(s.stream(5)))) == 5
+
+
+def test_what_was_condensed_before_competes_by_what_it_was_worth() -> None:
+    s = session(TEXT)
+    assert drive(condense(s, END, MOST))
+    text = [*s.ids[:MOST], *[*range(7 + N, 30 + N)]]
+    while drive(s.chunk(text)):
+        pass
+    worth, before = dict(s.worth), [s.kv.slots(layer).v.clone() for layer in range(3)]
+    assert drive(condense(s, MOST + 20, MOST))
+    for layer in range(3):
+        now = s.kv.slots(layer)
+        for head in range(now.v.shape[0]):
+            kept = (now.v[head].unsqueeze(1) == before[layer][head, :MOST]).all(-1)  # [n, MOST]
+            old, lost = worth[layer][head][kept.any(0)], worth[layer][head][~kept.any(0)]
+            torch.testing.assert_close(s.worth[layer][head][kept.any(1)], old)
+            assert not len(lost) or lost.max() <= s.worth[layer][head][:-1].min(), "the newest stays in any case"
+
+
+def test_a_window_moves_as_it_is() -> None:
+    s = session(TEXT, "gemma3")
+    full = [i for i, window in enumerate(s.lm.windows) if window is None]
+    sliding = [i for i in range(s.lm.n_layers) if i not in full]
+    before = {i: Slots(s.kv.slots(i).k.clone(), s.kv.slots(i).v.clone(), s.kv.slots(i).pos.clone()) for i in sliding}
+    assert drive(condense(s, END, MOST))
+    for i in sliding:
+        now = s.kv.slots(i)
+        assert int(now.pos[0, -1]) == MOST - 1
+        old = places(before[i], now)
+        assert (old - now.pos == END - MOST).all()
+    assert len(list(events(s.stream(5)))) == 5
+
+
+def test_within_it_nothing_can_be_taken_back_and_behind_it_all_can() -> None:
+    s, ids = session(TEXT), TEXT
+    drive(condense(s, END, MOST))
+    text = [*s.ids[:MOST], *ids[END:]]
+    while drive(s.chunk(text)):
+        pass
+    other = s.fork()
+    assert s.begin(text[: MOST + 5], Sampler()) == MOST + 4
+    assert s.condensed == MOST
+    assert other.begin(text[: MOST - 2], Sampler()) == 0
+    assert not other.condensed
+    assert not other.lost
+
+
+def test_too_few_slots_change_nothing() -> None:
+    s = session(TEXT)
+    s.spans = [Span(0, 20, SYSTEM)]
+    before = s.kv.slots(1).k.clone()
+    assert not drive(condense(s, END, MOST))
+    assert s.committed == END
+    assert torch.equal(s.kv.slots(1).k, before[:, :END])
+
+
+# --- a chat
+
+
+LIMIT, RESERVE = 1400, 24
+
+
+@cache
+def demo() -> Model:
+    return kvcli.load("demo", "exact", set={"exactness": "approx", "load.verify": False, "load.device": "cpu"})
+
+
+def chat_of(how: str) -> Chat:
+    """Three windows long: of each question's report, far more facts than are asked for."""
+    over = {"context.limit": LIMIT, "context.reserve": RESERVE, "context.on_overflow": how}
+    return demo().open(set={**over, "sample.max_new_tokens": RESERVE}).chat()
+
+
+def told(chat: Chat, turns: int = 14) -> list[tuple[str, str]]:
+    """One fact of each report, which nobody asked for, and what it says."""
+    rng, facts = Random(3), list[tuple[str, str]]()
+    while len(facts) < turns:
+        report = write_report(rng, 280, fact_share=0.2).text
+        if len(there := facts_in(report)) > 1:
+            facts.append(there[-1])
+            asked = f"{report}\n\nWhat is the {there[0][0]}?"
+            assert chat.send(asked, max_new_tokens=2).stats.prompt <= LIMIT
+    return facts
+
+
+def right(chat: Chat, facts: list[tuple[str, str]]) -> int:
+    """How many of them it still knows."""
+    found = 0
+    for of, value in facts:
+        found += value in chat.send(f"What is the {of}?").text
+        chat.undo()
+    return found
+
+
+def test_a_chat_three_windows_long_knows_more_than_one_that_drops() -> None:
+    chats = {how: chat_of(how) for how in ("drop", "compress")}
+    known = {how: right(chat, told(chat)[:8]) for how, chat in chats.items()}
+    assert known["compress"] > known["drop"] + 1
+    chat = chats["compress"]
+    assert len(chat.messages) == 28
+    assert not chat.shown.left
+    said = [note for note in chat.notes if "longer than the window" in note]
+    assert len(said) > 2
+    assert all(" go on as " in note for note in said)
+    turn = chat.send("What is the depth of well Bethden?")
+    assert turn.stats.approx
+    assert turn.stats.cached > LIMIT // 2
+
+
+def test_what_is_kept_serves_undo_retry_and_edit() -> None:
+    """Whatever ends otherwise goes on behind the same condensed beginning; what was asked is read, the rest is not."""
+    chat = chat_of("compress")
+    told(chat, 7)
+    n = chat.heard.begins.ids
+    assert n == chat.model.session.condensed > 0
+    question = "What is the depth of well Bethden?"
+    first = chat.send(question).text
+    for again in ("retry", "edit", "undo"):
+        if again == "undo":
+            chat.undo()
+            chat.send(question)
+        else:
+            list(chat.retry() if again == "retry" else chat.edit(question))
+        assert chat.messages[-1].text == first
+        assert chat.model.session.condensed == n
+        assert chat.model.session.ids[:n] == list(chat.heard.ids[:n])
+
+
+def test_ids_that_stand_for_nothing_any_more_are_never_read() -> None:
+    chat = chat_of("compress")
+    told(chat, 7)
+    stood = list(chat.heard.ids[: chat.heard.begins.ids])
+    chat.model.close()
+    assert chat.send("What is the depth of well Bethden?").stats.cached == 0
+    assert chat.shown.left
+    assert "not at hand to be made smaller" in chat.notes[-1]
+    assert not chat.heard.begins.ids
+    assert chat.model.session.ids[: len(stood)] != stood
+
+
+def test_it_is_kept_in_no_file(tmp_path: Path) -> None:
+    chat = chat_of("compress")
+    chat.model.model.shelf = Shelf(tmp_path / "kv", 1 << 30, demo().lm, worth=0)
+    told(chat, 3)
+    assert chat.model.keep().nbytes
+    held = sorted(tmp_path.rglob("*"))
+    told(chat, 4)
+    assert chat.model.session.condensed
+    assert not chat.model.keep().nbytes
+    assert sorted(tmp_path.rglob("*")) == held
+
+
+@pytest.mark.parametrize(
+    ("other", "changes"),
+    [
+        ("exactness", {"exactness": "exact"}),
+        ("policy.name", {"policy": {"name": "window"}}),
+        ("prune.method", {"prune": {"method": "lazy"}}),
+        ("reuse.method", {"reuse": {"method": "pie"}}),
+        ("recall.method", {"recall": {"method": "sketch"}}),
+        ("kv.k_bits", {"kv": {"k_bits": 8}}),
+        ("memory.ladder", {"memory": {"ladder": ["kv.v_bits=4"]}}),
+    ],
+)
+def test_it_is_refused_beside_what_lets_go_of_a_past(other: str, changes: dict[str, Any]) -> None:
+    usual = {"exactness": "approx", "context": {"on_overflow": "compress"}}
+    Profile.load("exact").replace(**usual)
+    with pytest.raises(BadConfig) as refused:
+        Profile.load("exact").replace(**{**usual, **changes})
+    lines = " ".join(refused.value.lines)
+    assert other in lines
+    assert "context.on_overflow" in lines
