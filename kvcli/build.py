@@ -118,7 +118,7 @@ def promise(lm: LM, profile: Profile) -> str:
 
 def keeps_all(profile: Profile) -> bool:
     """Whether a text under it holds every key and value as it was made, so that others may go on from them."""
-    from kvcli.kv.tiers import is_ladder
+    from kvcli.kv.footprint import is_ladder
 
     nothing_goes = profile.policy.every is None and profile.recall.every is None and not profile.prune.reads
     return nothing_goes and not profile.reuse.reuses and not is_ladder(profile.kv, profile.memory)
@@ -166,8 +166,8 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
 
 def every(profile: Profile) -> int | None:
     """Tokens between two boundaries: the policy's, else recall's or a ladder's; None = the past never changes."""
+    from kvcli.kv.footprint import is_ladder
     from kvcli.kv.room import EVERY
-    from kvcli.kv.tiers import is_ladder
 
     wanted: int | None = profile.policy.every or profile.recall.every
     return EVERY if wanted is None and is_ladder(profile.kv, profile.memory) else wanted

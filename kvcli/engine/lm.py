@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
-from kvcli.engine import forward, gate, seam, stated, weights
+from kvcli.engine import forward, gate, seam, stated, stops, weights
 from kvcli.engine.few import few_layers
 from kvcli.engine.fused import fuse_
 from kvcli.engine.info import ModelInfo
@@ -162,10 +162,15 @@ class LM:
 
         Gates come with it: a call more in each layer of each pass, which most models never need.
         """
-        if not self._has_gates:
+        if self._has_gates:
+            return
+        self._has_gates = True  # for the passes of the check
+        try:
             gate.install(self._layers or ())
-            seam.compare_narrowed(self, self.info.id)
-            self._has_gates = True
+            stops.compare(self)
+        except BaseException:
+            self._has_gates = False
+            raise
 
     def lay_out(self) -> None:
         """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served.

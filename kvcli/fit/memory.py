@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes, working_bytes
+from kvcli.kv.footprint import STEP
 from kvcli.kv.room import EVERY
-from kvcli.kv.tiers import STEP
 from kvcli.kv.windows import Window
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from kvcli.fit.places import Caps
 from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.fit.working import is_native
-from kvcli.kv import tiers
+from kvcli.kv import room as kv_room
+from kvcli.kv.footprint import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.kv.slots import LayerShape, Sight
-from kvcli.kv.tiers import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.models.machine import kept_free
 from kvcli.models.refusals import refuse_quant
 from kvcli.models.shape import Shape, of_source
@@ -23,7 +23,6 @@ from kvcli.settings.schema import NUMBERS
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
-    from kvcli.kv import room as kv_room
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
@@ -206,7 +205,7 @@ def _second(profile: Profile, room: Room, facts: Facts) -> Callable[[int], int] 
 
 def _caps(profile: Profile, shape: Shape, room: Room, of_layer: LayerShape, number: int, free: int) -> Caps:
     def found(chunk: int, left: int) -> kv_room.Room:
-        return tiers.room(
+        return kv_room.room(
             profile.kv,
             profile.memory,
             profile.recall.settings,
