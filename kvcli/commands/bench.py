@@ -113,7 +113,7 @@ def prepare(setup: Setup, asked: Asked, found: Source, quality: Quality | None, 
         from kvcli.bench.run import Ask, Bench
 
     world = setup.world
-    recipes = asked.recipes(str(found.path), world.paths.cache)
+    recipes = asked.recipes(str(found.path), world.paths.cache, setup.draft)
     ask = Ask(asked.args, recipes, asked.files, asked.earlier, asked.earlier_name, quality, asked.notes)
     models = Models(lambda profile: setup.load(profile, bar.screen.note))
     return Bench(ask, models, world.environ, lambda step: bar.show(step.done, step.total, step.words))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from os.path import expanduser
@@ -23,6 +23,7 @@ from kvcli.schemas.bench import BenchArgs
 if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
     from kvcli.documents import Document
+    from kvcli.models.source import Source
     from kvcli.schemas.bench import BenchDocument
     from kvcli.settings.profile import Profile
 
@@ -45,9 +46,15 @@ class Asked:
     earlier_name: str = ""
     notes: list[str] = field(default_factory=list)
 
-    def recipes(self, folder: str, cache: Path) -> list[Recipe]:
-        drawn, where = (self.args.temperature, self.args.seed), (folder, str(cache))
-        return [Recipe.of(name, drawing(profile, *drawn), *where, kind) for name, kind, profile in self.sides]
+    def recipes(self, folder: str, cache: Path, draft: Callable[[str], Source]) -> list[Recipe]:
+        """`draft`: a model that drafts by its name, which another process would look for without our config."""
+        drawn, where, found = (self.args.temperature, self.args.seed), (folder, str(cache)), []
+        for name, kind, profile in self.sides:
+            same = drawing(profile, *drawn)
+            if (second := same.spec.second) is not None:
+                same = same.replace(spec={"model": str(draft(second.model).path)})
+            found.append(Recipe.of(name, same, *where, kind))
+        return found
 
 
 def understand(setup: Setup, typed: Mapping[str, Any]) -> Asked:

@@ -107,11 +107,12 @@ class Mixer:
 
     def _ahead(self, chain: Chain, mode: Mode, room: int) -> Asks[Draft]:
         """The proposal, once the second model has had its passes."""
-        is_paper = mode is Mode.PAPER
-        others = [source for source in self._sources if source is not chain] if self._config.adaptive else []
-        is_sure = any(guess.chance >= SURE for guess in grow(others, 1, room, branches=1))
-        looked = yield from chain.ahead(0 if is_paper or is_sure else room, self._pays, self._pace.plain)
-        if is_paper and looked:
+        is_asked = mode is Mode.DRAFT and self._pays(())
+        if is_asked and self._config.adaptive and len(self._sources) > 1:
+            others = [source for source in self._sources if source is not chain]
+            is_asked = all(guess.chance < SURE for guess in grow(others, 1, room, branches=1))
+        looked = yield from chain.ahead(room if is_asked else 0, self._pays, self._pace.plain)
+        if looked and mode is Mode.PAPER:
             self._pace.hear_paper(self._pays(()))
         return self._proposal(mode, room)
 
