@@ -20,7 +20,7 @@ from kvcli.build import shaping
 from kvcli.kept import past, tree
 from kvcli.kept.block import SUM, Damaged, _sum, read
 from kvcli.kept.codec import coded, coded_state, decoded, decoded_state
-from kvcli.kept.exponents import Exponents
+from kvcli.kept.lossless import Lossless
 from kvcli.kept.shelf import WHOLE, Shaping
 from kvcli.kv.state import Misfit
 from kvcli.settings.profile import Profile
@@ -28,7 +28,7 @@ from tests import kept_storm
 from tests.kept_storm import IDS, SNAP, shelf_in
 
 torch.set_num_threads(1)
-CODING = Shaping(codec=Exponents())
+CODING = Shaping(codec=Lossless())
 SIZE = (2, 100, 24)
 
 
@@ -54,7 +54,7 @@ def test_lossless_has_every_bit(dtype: torch.dtype, size: list[int], data: st.Da
     n = int(np.prod(size)) * dtype.itemsize
     raw = data.draw(st.binary(min_size=n, max_size=n))
     t = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).view(*size)
-    made = coded(t, Exponents())
+    made = coded(t, Lossless())
     assert made.nbytes <= t.nbytes
     assert torch.equal(decoded(made, size, dtype).view(torch.uint8), t.view(torch.uint8))
 
@@ -62,7 +62,7 @@ def test_lossless_has_every_bit(dtype: torch.dtype, size: list[int], data: st.Da
 @pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.76), (torch.float32, 0.88)])
 def test_lossless_takes_fewer_bytes(dtype: torch.dtype, share: float) -> None:
     t = kv(dtype, 2, 256, 64)
-    made = coded(t, Exponents())
+    made = coded(t, Lossless())
     assert made.nbytes < share * t.nbytes
     assert torch.equal(decoded(made, t.shape, dtype).view(torch.uint8), t.view(torch.uint8))
 
@@ -70,7 +70,7 @@ def test_lossless_takes_fewer_bytes(dtype: torch.dtype, share: float) -> None:
 def test_numbers_that_would_take_more_stay_as_they_are() -> None:
     noise = torch.randint(0, 256, (2 * SIZE[0] * SIZE[1] * SIZE[2],), dtype=torch.uint8).view(torch.bfloat16).view(SIZE)
     for t in (noise, kv(torch.float16)):
-        assert coded(t, Exponents()) is t
+        assert coded(t, Lossless()) is t
 
 
 # --- hostile
@@ -80,7 +80,7 @@ def test_numbers_that_would_take_more_stay_as_they_are() -> None:
 @given(st.integers(0, 2**32))
 def test_damaged_bytes_are_refused_or_of_the_right_size(seed: int) -> None:
     noise, t = random.Random(seed), kv(torch.bfloat16, 2, 33, 8)
-    data = bytearray(coded(t, Exponents()).numpy().tobytes())
+    data = bytearray(coded(t, Lossless()).numpy().tobytes())
     match noise.randrange(3):
         case 0:
             del data[noise.randrange(len(data)) :]
@@ -97,7 +97,7 @@ def test_damaged_bytes_are_refused_or_of_the_right_size(seed: int) -> None:
 
 
 STATE = {"own": 400, "kv": {"0": {"k": kv(torch.bfloat16), "v": kv(torch.bfloat16, seed=1), "gone": 0}}}
-PART = coded_state(STATE, Exponents())["kv"]["0"]["k"]  # type: ignore[index,call-overload]
+PART = coded_state(STATE, Lossless())["kv"]["0"]["k"]  # type: ignore[index,call-overload]
 HOSTILE: Mapping[str, Mapping[str, object]] = {
     "more than it can be": {"1": 100_000_000},
     "endless": {"0": 1 << 62, "1": 1 << 62},
@@ -154,7 +154,7 @@ def test_coded_files_are_smaller(lm: Any, tmp_path: Path) -> None:
 
 
 def test_a_shaped_past_in_fewer_bytes_goes_on_to_the_same_bits(lm: Any, tmp_path: Path) -> None:
-    shelf, coding = shelf_in(tmp_path / "kv", lm), replace(SNAP, codec=Exponents())
+    shelf, coding = shelf_in(tmp_path / "kv", lm), replace(SNAP, codec=Lossless())
     live = kept_storm.read(lm, SNAP, 850)
     assert not shelf.keep(live, shaping=coding).why_not
     assert size_of(tmp_path / "kv") < 0.95 * past.nbytes(live.state())
@@ -169,4 +169,4 @@ def test_a_profile_may_ask_for_it_and_promise_the_same_text() -> None:
     exact = Profile.load("exact")
     coding = exact.replace(keep={"codec": "lossless"})
     assert coding.exactness == "exact"
-    assert shaping(coding) == replace(shaping(exact), codec=Exponents())
+    assert shaping(coding) == replace(shaping(exact), codec=Lossless())

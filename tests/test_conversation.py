@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvcli.api import End, Read, Text, Turn
-from kvcli.chat.conversation import Chat, heard
+from kvcli.chat.conversation import Chat
+from kvcli.chat.heard import heard
 from kvcli.chat.sessions import Sessions
 from kvcli.documents import Document, document_of
 from kvcli.engine.stats import Stats

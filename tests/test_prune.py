@@ -135,6 +135,18 @@ def test_template_system_text_and_question_go_through_every_layer(method: str) -
     assert not {21, 22} <= held[True] & held[False]
 
 
+def test_neighbours_share_the_highest_score_among_them() -> None:
+    """Where one goes on, so do those beside it, as far as there is room."""
+    ids = families.prompt(N + 1)
+    lone, pooled = (session(lm("llama"), settings(start_keep_ratio=0.4, end_keep_ratio=0.4, pool=p)) for p in (1, 5))
+    runs = []
+    for s in (lone, pooled):
+        drive(s.read(ids))
+        held = s.kv.slots(2).pos[0].tolist()
+        runs.append(sum(b - a > 1 for a, b in pairwise(held)))
+    assert runs[1] < runs[0]
+
+
 def test_a_bound_on_what_is_lost_keeps_more() -> None:
     ids = families.prompt(N + 1)
     few, many = (
@@ -383,6 +395,7 @@ def test_no_more_attention_is_dropped_than_was_allowed(mass: float) -> None:
         ({"end_keep_ratio": 0.8}, "end_keep_ratio = 0.8 is above start_keep_ratio"),
         ({"revive_max": 3}, 'prune.revive_max: revive_max changes nothing with scope = "prefill"'),
         ({"method": "cut", "pool": 4}, "pool = 4"),
+        ({"pool": 4}, "pool = 4"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], said: str) -> None:

@@ -17,18 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
-from kvcli.chat.condense import Heard
+from kvcli.chat.heard import Heard, heard
 from kvcli.chat.overflow import Shown, leave_out, shown_of
 from kvcli.chat.sessions import Kept, Opened, Sessions, users_sessions
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
 from kvcli.documents import Document
 from kvcli.errors import BadInput, ContextOverflow, DoesNotFit
-from kvcli.models.text import Messages, decode, encode, render_text, resume_ids, special_ids
+from kvcli.models.text import Messages, encode, render_text, resume_ids
 from kvcli.schemas.chat import Figures
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvcli.chat.open_text import OpenText
 
 
@@ -285,13 +283,3 @@ class Chat:
 
     def _nothing(self, what: str) -> list[Message]:
         raise BadInput(f"there is no question to {what}", code="no_question")
-
-
-def heard(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], turn: Turn) -> tuple[str, list[int]]:
-    """Prompt and answer as text and as the ids the model saw, without the stop token, which the template rewrites."""
-    answer = list(turn.ids)
-    if turn.finish == "stop" and answer and answer[-1] in special_ids(tokenizer):
-        answer.pop()
-    if decode(tokenizer, answer) != turn.text:  # a stop string cut the text shorter than the ids
-        return "", []
-    return prompt + turn.text, [*ids, *answer]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,15 +25,6 @@ class Codec(Protocol):
 
     def encode(self, t: Tensor) -> bytes | None:
         """A tensor on the host that lies in one piece as bytes; None where it is better kept as it is."""
-
-
-@dataclass(frozen=True)
-class AsIs:
-    """Every number as it lies in memory."""
-
-    def encode(self, t: Tensor) -> bytes | None:
-        """None."""
-        return None
 
 
 def coded(t: Tensor, codec: Codec) -> Tensor:

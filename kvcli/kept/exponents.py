@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,29 +19,23 @@ MOST = 15  # that an exponent is below the greatest
 HEAD = 5  # bytes: the greatest, and how many are further below
 
 
-@dataclass(frozen=True)
-class Exponents:
-    """The same bits in three quarters of the bytes: of numbers whose exponents are much alike, as in bf16."""
-
-    def encode(self, t: Tensor) -> bytes | None:
-        """A tensor on the host that lies in one piece; None where it takes no fewer bytes so."""
-        if t.dtype not in UNSIGNED or not t.numel():
-            return None
-        numbers = t.view(-1).view(torch.uint8).numpy().view(UNSIGNED[t.dtype])
-        size = t.element_size()
-        turned = (numbers << 1) | (numbers >> (8 * size - 1))  # the sign goes last
-        *rest, top = ((turned >> (8 * i)).astype(np.uint8) for i in range(size))
-        below = top.max() - top
-        far = np.flatnonzero(below >= MOST).astype("<u4")
-        below[far] = MOST
-        half = (len(top) + 1) // 2
-        pairs = below[:half].copy()
-        pairs[: len(top) - half] |= below[half:] << 4
-        head = bytes([top.max()]) + len(far).to_bytes(4, "little")
-        made = b"".join(
-            (head, pairs.tobytes(), *(plane.tobytes() for plane in rest), far.tobytes(), top[far].tobytes())
-        )
-        return made if len(made) < t.nbytes else None
+def encode(t: Tensor) -> bytes | None:
+    """A tensor on the host that lies in one piece; None where it takes no fewer bytes so."""
+    if t.dtype not in UNSIGNED or not t.numel():
+        return None
+    numbers = t.view(-1).view(torch.uint8).numpy().view(UNSIGNED[t.dtype])
+    size = t.element_size()
+    turned = (numbers << 1) | (numbers >> (8 * size - 1))  # the sign goes last
+    *rest, top = ((turned >> (8 * i)).astype(np.uint8) for i in range(size))
+    below = top.max() - top
+    far = np.flatnonzero(below >= MOST).astype("<u4")
+    below[far] = MOST
+    half = (len(top) + 1) // 2
+    pairs = below[:half].copy()
+    pairs[: len(top) - half] |= below[half:] << 4
+    head = bytes([top.max()]) + len(far).to_bytes(4, "little")
+    made = b"".join((head, pairs.tobytes(), *(plane.tobytes() for plane in rest), far.tobytes(), top[far].tobytes()))
+    return made if len(made) < t.nbytes else None
 
 
 def decode(data: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.prune.narrowing import Narrowing, looked_at
+from kvcli.prune.narrowing import Narrowing, looked_at, pooled
 from kvcli.prune.spared import Spared, below_all, nearest
 from kvcli.settings.schema import Range
 
@@ -83,10 +83,8 @@ class Cut(Spared):
         return partial(_at_first, chosen or range(n))
 
     def _judge(self, lm: LM, past: Store, rows: Rows, layer: int, live: Live) -> Tensor:
-        from torch.nn.functional import max_pool1d
-
         scores = looked_at(lm, past, layer, live, rows.pos, min(self.window, rows.n_rows))[rows.pos[0] :]
-        return max_pool1d(scores[None], self.pool, 1, self.pool // 2)[0]
+        return pooled(scores, self.pool)
 
 
 def _at_first(rows: Sequence[int], layer: int, live: Live) -> Sequence[int] | None:

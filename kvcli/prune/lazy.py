@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.prune.narrowing import Narrowing, looked_at
+from kvcli.prune.narrowing import Narrowing, looked_at, pooled
 from kvcli.prune.schedule import Schedule
 from kvcli.settings.schema import Range
 
@@ -33,6 +33,7 @@ class Lazy(Schedule):
     """Leave tokens of a prompt behind, layer by layer, by what its end looks at (LazyLLM, arXiv 2407.14057)."""
 
     score_queries: Annotated[int, Range(1)] = 1  # newest rows that judge
+    pool: Annotated[int, Range(1)] = 1  # neighbours on their way whose highest score a token shares (FastKV)
     mass: Annotated[float, Range(0, below=1)] = 0.0  # attention that those which go on have at least; 0 = any
     scope: Literal["prefill", "prefill+decode"] = "prefill"  # left behind for good, or until an answer looks at it
     revive_max: Annotated[int, Range(0)] = 32  # tokens that come back in one pass at most
@@ -42,6 +43,8 @@ class Lazy(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool = {self.pool}: as many neighbours on either side make an odd number")
         for of in fields(self) if self.scope == "prefill" else ():
             if of.name.startswith(("revive", "idle")) and getattr(self, of.name) != of.default:
                 raise ValueError(f'{of.name} changes nothing with scope = "prefill": nobody comes back')
@@ -89,7 +92,7 @@ class Lazy(Schedule):
 
     def _judge(self, lm: LM, past: Store, rows: Rows, layer: int, live: Live) -> Tensor:
         scores = looked_at(lm, past, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
-        return scores[[rows.pos[row] for row in live.rows]]
+        return pooled(scores[[rows.pos[row] for row in live.rows]], self.pool)
 
     def back(self, lm: LM, past: Store, behind: Behind) -> Choose:
         """Whom the newest token looks at."""

@@ -43,6 +43,13 @@ def highest(scores: Tensor, n: int, mass: float = 0.0) -> list[int]:
     return found
 
 
+def pooled(scores: Tensor, pool: int) -> Tensor:
+    """[N]: of each of scores [N] the highest of `pool` neighbours, itself in the middle."""
+    from torch.nn.functional import max_pool1d
+
+    return max_pool1d(scores[None], pool, 1, pool // 2)[0]
+
+
 def looked_at(lm: LM, past: Store, layer: int, live: Live, pos: Sequence[int], hears: int = 1) -> Tensor:
     """[P + 1]: attention in this layer to each position up to the last row's, P; of rows at positions `pos`.
 

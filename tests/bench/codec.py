@@ -40,15 +40,16 @@ from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.feed import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.kept import block  # noqa: E402
+from kvcli.kept.as_is import AsIs  # noqa: E402
 from kvcli.kept.block import LENGTH, Block  # noqa: E402
-from kvcli.kept.codec import AsIs, Codec  # noqa: E402
-from kvcli.kept.exponents import Exponents  # noqa: E402
+from kvcli.kept.codec import Codec  # noqa: E402
+from kvcli.kept.lossless import Lossless  # noqa: E402
 from kvcli.kept.shelf import Shelf, _held  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.models.text import encode  # noqa: E402
 from kvcli.world import Paths  # noqa: E402
 
-CODECS: Mapping[str, Codec] = {"as is": AsIs(), "lossless": Exponents()}
+CODECS: Mapping[str, Codec] = {"as is": AsIs(), "lossless": Lossless()}
 STEPS = {
     "1/8 1/4 3/8": (1 / 8, 1 / 4, 3 / 8),
     "1/4": (1 / 4,) * 3,

@@ -1,4 +1,4 @@
-"""A chat beyond its window whose beginning goes on in fewer slots (policies/condense.py).
+"""What a model has read of a chat, as text and as ids; beyond its window the beginning of that in fewer slots.
 
 What was said stays in the conversation, and its text is rendered whole. But the ids of its beginning are others: those
 that stand for it in the text that was read. They mean nothing to a text that did not read it, so whoever holds them
@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvcli.models.text import decode, special_ids
+
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.api import Turn
     from kvcli.chat.open_text import OpenText
 
 LEAST = 64  # slots a head below which the beginning is as good as dropped
@@ -72,3 +77,13 @@ class Heard:
             return None
         later = tuple(Mark(m.text, m.ids - mark.ids + n) for m in self.marks if m.ids > mark.ids)
         return replace(self, ids=[*ids, *self.ids[mark.ids :]], marks=later, begins=Mark(mark.text, n))
+
+
+def heard(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], turn: Turn) -> tuple[str, list[int]]:
+    """Prompt and answer as text and as the ids the model saw, without the stop token, which the template rewrites."""
+    answer = list(turn.ids)
+    if turn.finish == "stop" and answer and answer[-1] in special_ids(tokenizer):
+        answer.pop()
+    if decode(tokenizer, answer) != turn.text:  # a stop string cut the text shorter than the ids
+        return "", []
+    return prompt + turn.text, [*ids, *answer]
