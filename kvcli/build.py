@@ -44,8 +44,8 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "blend": "kvcli.reuse.blend:Blend",
     },
     "keep": {
-        "none": "kvcli.kept.as_is:AsIs",
-        "lossless": "kvcli.kept.lossless:Lossless",
+        "none": "kvcli.kept.codec:AsIs",
+        "lossless": "kvcli.kept.codec:Lossless",
     },
     "policy": {
         "none": "kvcli.policies.everything:Everything",

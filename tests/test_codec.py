@@ -19,8 +19,8 @@ from torch import Tensor
 from kvcli.build import shaping
 from kvcli.kept import past, tree
 from kvcli.kept.block import SUM, Damaged, _sum, read
-from kvcli.kept.codec import coded, coded_state, decoded, decoded_state
-from kvcli.kept.lossless import Lossless
+from kvcli.kept.codec import Lossless
+from kvcli.kept.coded import coded, coded_state, decoded, decoded_state
 from kvcli.kept.shelf import WHOLE, Shaping
 from kvcli.kv.state import Misfit
 from kvcli.settings.profile import Profile

@@ -34,7 +34,7 @@ SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
     "prune": {"none": "kvcli.prune.everything:Everything"},
     "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
-    "keep": {"none": "kvcli.kept.as_is:AsIs"},
+    "keep": {"none": "kvcli.kept.codec:AsIs"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},

@@ -32,7 +32,7 @@ from kvcli.errors import BadInput, writing
 from kvcli.files import replacing_folder, write_private
 from kvcli.kept import past
 from kvcli.kept.block import Damaged
-from kvcli.kept.codec import coded_state, decoded_state
+from kvcli.kept.coded import coded_state, decoded_state
 from kvcli.kept.identity import identity
 from kvcli.kept.shelf import FEW, fields_of
 from kvcli.kv.state import Misfit

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kvcli.errors import is_out_of_memory
 from kvcli.files import write_private
-from kvcli.kept.codec import Codec, coded, decoded
+from kvcli.kept.codec import Codec
+from kvcli.kept.coded import coded, decoded
 from kvcli.kv.slots import LayerShape
 from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
 

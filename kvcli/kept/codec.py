@@ -1,23 +1,12 @@
-"""How keys and values lie in a file: as they are, or coded in fewer bytes with every bit as it was.
-
-A coded tensor is bytes; nothing of what they say decides how much memory is taken. Whoever reads takes either.
-"""
+"""How keys and values are put into a file: the `[keep]` table. Without tensors, as a profile is read before any."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
-from kvcli.kept import exponents
-from kvcli.kv.state import Misfit, State, leaves, tree_of
-
-FEW = 1 << 12  # bytes that are worth coding
-DTYPES = tuple(exponents.UNSIGNED)  # of a past, numbered in its file
-CODED, TYPE = "coded", "type"  # in place of a tensor: its bytes, beside its type and its sizes "0", "1", ..
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Codec(Protocol):
@@ -27,53 +16,21 @@ class Codec(Protocol):
         """A tensor on the host that lies in one piece as bytes; None where it is better kept as it is."""
 
 
-def coded(t: Tensor, codec: Codec) -> Tensor:
-    """A tensor on the host as it is to lie in a file: as it is, or as bytes, uint8 [n]."""
-    t = t.cpu().contiguous()
-    data = codec.encode(t)
-    return t if data is None else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+@dataclass(frozen=True)
+class AsIs:
+    """Every number as it lies in memory."""
+
+    def encode(self, t: Tensor) -> bytes | None:
+        """None."""
+        return None
 
 
-def decoded(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The inverse: of this type and shape, and not a byte more is made. Raises ValueError for what is none such."""
-    if t.dtype == dtype and t.shape == torch.Size(shape):
-        return t
-    if t.dtype != torch.uint8 or t.dim() != 1:
-        raise ValueError("it is of another model")
-    return exponents.decode(t.numpy().tobytes(), shape, dtype)
+@dataclass(frozen=True)
+class Lossless:
+    """The same bits in three quarters of the bytes: of numbers whose exponents are much alike, as in bf16."""
 
+    def encode(self, t: Tensor) -> bytes | None:
+        """With exponents in four bits; None where that takes no fewer bytes."""
+        from kvcli.kept.exponents import encode
 
-def coded_state(state: State, codec: Codec) -> State:
-    """A past as it is to lie in a file: what is large is coded."""
-    found = dict(leaves(state))
-    for path, t in list(found.items()):
-        if (
-            isinstance(t, Tensor)
-            and t.dtype in DTYPES
-            and t.nbytes >= FEW
-            and (made := coded(t, codec)).nbytes < t.nbytes
-        ):
-            del found[path]
-            found |= {f"{path}/{CODED}": made, f"{path}/{TYPE}": DTYPES.index(t.dtype)}
-            found |= {f"{path}/{i}": n for i, n in enumerate(t.shape)}
-    return tree_of(found)
-
-
-def decoded_state(state: State) -> State:
-    """The inverse. Raises Misfit for what is none; it takes twice the memory of what is coded, at most."""
-    return {name: _decoded(of) if isinstance(of, Mapping) else of for name, of in state.items()}
-
-
-def _decoded(part: State) -> State | Tensor:
-    t, kind = part.get(CODED), part.get(TYPE)
-    if not isinstance(t, Tensor):
-        return decoded_state(part)
-    sizes = [n for i in range(len(part) - 2) if type(n := part.get(str(i))) is int and n > 0]
-    if len(sizes) != len(part) - 2 or type(kind) is not int or not 0 <= kind < len(DTYPES):
-        raise Misfit("it is coded without its sizes")
-    if math.prod(sizes) * DTYPES[kind].itemsize > 2 * t.nbytes:
-        raise Misfit("it is coded in fewer bytes than can be")
-    try:
-        return decoded(t, sizes, DTYPES[kind])
-    except ValueError as error:
-        raise Misfit(str(error)) from None
+        return encode(t)

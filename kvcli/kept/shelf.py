@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kvcli.files import SPARE, private_folder, write_private
 from kvcli.kept import past
-from kvcli.kept.as_is import AsIs
 from kvcli.kept.block import Block, Damaged, read
-from kvcli.kept.codec import Codec, coded_state, decoded_state
+from kvcli.kept.codec import AsIs, Codec
+from kvcli.kept.coded import coded_state, decoded_state
 from kvcli.kept.elsewhere import Seen, elsewhere
 from kvcli.kept.identity import identity
 from kvcli.kept.room import make_room, mark_used

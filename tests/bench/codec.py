@@ -40,10 +40,8 @@ from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.feed import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.kept import block  # noqa: E402
-from kvcli.kept.as_is import AsIs  # noqa: E402
 from kvcli.kept.block import LENGTH, Block  # noqa: E402
-from kvcli.kept.codec import Codec  # noqa: E402
-from kvcli.kept.lossless import Lossless  # noqa: E402
+from kvcli.kept.codec import AsIs, Codec, Lossless  # noqa: E402
 from kvcli.kept.shelf import Shelf, _held  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.models.text import encode  # noqa: E402
