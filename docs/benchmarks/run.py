@@ -56,8 +56,8 @@ RESULTS = {
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kept": f"python tests/bench/kept.py --model {LISTED}",
     "reuse": "python tests/bench/reuse.py",
-    "reuse-real": f"python tests/bench/reuse.py --model {LISTED} --tokens 2000 --texts 1 --tasks passkey,niah_single,mqar"
-    " --changes swapped",
+    "reuse-real": f"python tests/bench/reuse.py --model {LISTED} --tokens 2000 --texts 1"
+    " --tasks passkey,niah_single,mqar --changes swapped",
     "prune": "python tests/bench/prune.py",
     "kv-quality": "python tests/bench/kv_quality.py",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
