@@ -9,6 +9,7 @@ In pieces that are multiples of 64 numbers, and too short to be shared out, ther
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -38,11 +39,33 @@ class WholeVectors:
         return torch.cat([own(piece) for piece in flat.split(PIECE)])[:n].view(x.shape)
 
 
+class WholeRows:
+    """A gate that experts compute themselves (gpt-oss), x [M, W] -> [M, W / 2]: rows that are whole vectors in pieces,
+    others one by one."""
+
+    def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
+        self._own = WeakMethod(own)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        own = self._own()
+        assert own is not None
+        n, wide = x.shape
+        if x.device.type != "cpu" or not n:
+            return own(x)
+        at_once = PIECE // wide if wide % (2 * STEP) == 0 else 1
+        return torch.cat([own(rows) for rows in x.split(max(1, at_once))])
+
+
 @torch.no_grad()
 def activation_(root: nn.Module) -> int:
-    """Have all modules below `root` that are found to be a function of single numbers computed so. Returns how many."""
+    """Have all modules below `root` that are found to be a function of single numbers computed so, and gates of experts
+    without such a module. Returns how many."""
     done = 0
     for module in root.modules():
+        gate: Any = getattr(module, "_apply_gate", None)
+        if gate is not None and not (isinstance(gate, WholeRows) or [*module.children()]):
+            module._apply_gate = WholeRows(gate)  # type: ignore[assignment]
+            done += 1
         held = [*module.children(), *module.parameters(), *module.buffers()]
         if held or "forward" in vars(module):
             continue

@@ -68,6 +68,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "ngram": "kvcli.drafts.ngram:Ngram",
         "lookahead": "kvcli.drafts.lookahead:Lookahead",
         "mix": "kvcli.drafts.mix:Mix",
+        "model": "kvcli.drafts.model:Model",
     },
 }
 
@@ -118,7 +119,7 @@ def promise(lm: LM, profile: Profile) -> str:
 
 def keeps_all(profile: Profile) -> bool:
     """Whether a text under it holds every key and value as it was made, so that others may go on from them."""
-    from kvcli.kv.tiers import is_ladder
+    from kvcli.kv.footprint import is_ladder
 
     nothing_goes = profile.policy.every is None and profile.recall.every is None and not profile.prune.reads
     return nothing_goes and not profile.reuse.reuses and not is_ladder(profile.kv, profile.memory)
@@ -172,25 +173,28 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
 
 def every(profile: Profile) -> int | None:
     """Tokens between two boundaries: the policy's, else recall's or a ladder's; None = the past never changes."""
+    from kvcli.kv.footprint import is_ladder
     from kvcli.kv.room import EVERY
-    from kvcli.kv.tiers import is_ladder
 
     wanted: int | None = profile.policy.every or profile.recall.every
     return EVERY if wanted is None and is_ladder(profile.kv, profile.memory) else wanted
 
 
-def session(lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None) -> Session:
+def session(
+    lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None, draft: LM | None = None
+) -> Session:
     """An empty session of `lm` as the profile wants it.
 
     `costs`: what passes take on this machine, for the drafter to start from; never changes the text. `kinds`: the kind
-    of each id (kvcli.chat.token_kinds), for policies; None = all are text.
+    of each id (kvcli.chat.token_kinds), for policies; None = all are text. `draft`: the model that `[spec]` names.
     """
     import torch
 
+    from kvcli.engine.drafter import Pair
     from kvcli.engine.session import Session
 
     kv = store(lm, profile)
-    drafter: Drafter = profile.spec.drafter(lm.stop_ids)
+    drafter: Drafter = profile.spec.drafter(lm.stop_ids, Pair(lm, draft) if draft is not None else None)
     if costs:
         drafter.expect(costs)
     return Session(

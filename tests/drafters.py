@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvcli.engine.policy import Policy
 from kvcli.engine.rows import Draft
 from kvcli.engine.stats import Step
+from kvcli.kv.slots import Usage
 
 
 class Scripted:
@@ -26,6 +27,9 @@ class Scripted:
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
+
+    def usage(self) -> list[Usage]:
+        return []
 
     def report(self) -> None:
         return None

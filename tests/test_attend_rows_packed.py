@@ -22,22 +22,22 @@ def test_slots_in_few_bits_give_the_bits_that_they_give_unpacked(
     level: str, dtype: torch.dtype, k_bits: int, v_bits: int
 ) -> None:
     torch.manual_seed(0)
-    for d, width in ((64, 64), (96, 24), (128, 32)):
+    for d, width, group, n in ((64, 64, 64, 1), (64, 64, 64, 3), (96, 24, 32, 3), (128, 32, 16, 1), (128, 64, 128, 1)):
         heads, ks, vs = [], [], []
         for length in (700, 0, 77):
-            full = length if k_bits in (8, 16) else length // 32 * 32
+            full = length if k_bits in (8, 16) else length // group * group
             k, v = torch.randn(length, d).to(dtype), torch.randn(length, d).to(dtype)
-            packed = PackedHead(pack_keys(k[:full], k_bits, 32), k[full:], pack_values(v, v_bits, width), length)
+            packed = PackedHead(pack_keys(k[:full], k_bits, group), k[full:], pack_values(v, v_bits, width), length)
             heads.append(packed)
             ks.append(torch.cat([unpack_keys(packed.keys, k), packed.rest]))
             vs.append(unpack_values(packed.values, v, length))
         pos, starts = torch.arange(777, dtype=torch.int32), [0, 700, 700]
         run = Run(torch.cat(ks), torch.cat(vs), pos, starts, [700, 0, 77], starts)
-        q = torch.randn(3, 6, d).to(dtype).transpose(0, 1)
+        q = torch.randn(n, 6, d).to(dtype).transpose(0, 1)
         for window in (None, 300):
             asks: dict[str, Any] = {"window": window, "softcap": 20.0, "level": level}
-            got = attend_packed_part(q, PackedRun(heads, pos, starts), [700] * 3, d**-0.5, **asks)
-            want = attend_part(q, run, [700] * 3, d**-0.5, **asks)
+            got = attend_packed_part(q, PackedRun(heads, pos, starts), [700] * n, d**-0.5, **asks)
+            want = attend_part(q, run, [700] * n, d**-0.5, **asks)
             assert torch.equal(got.out, want.out)
             assert torch.equal(got.lse, want.lse)
 

@@ -115,6 +115,15 @@ def test_flags_are_profile_keys_with_their_own_origin(machine):
     )  # fmt: skip
 
 
+def test_who_names_a_model_that_drafts_names_the_method(machine):
+    plan = json.loads(machine("chat", "--dry-run", "--json", "--draft", "demo", "-P", "fafo").out)
+    assert {key: plan["settings"][key] for key in ("spec.method", "spec.model")} == {
+        "spec.method": "model", "spec.model": "demo"
+    }  # fmt: skip
+    assert {plan["origins"][key] for key in ("spec.method", "spec.model")} == {"--draft"}
+    assert "a key of spec.method" in machine("chat", "--dry-run", "--draft", "demo", "--spec", "off").err
+
+
 def test_greedy_is_temperature_zero(machine):
     plan = json.loads(machine("chat", "--dry-run", "--json", "--greedy").out)
     assert (plan["settings"]["sample.temperature"], plan["origins"]["sample.temperature"]) == (0.0, "--greedy")

@@ -22,8 +22,9 @@ from kvcli.heads.sample import Sample, samples
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.recall_source import Shelf
+from kvcli.kv.rung import Rung
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Store, alike, nbytes
 from kvcli.settings.profile import Profile, load_profile

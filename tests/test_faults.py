@@ -68,7 +68,7 @@ def test_a_storm_that_sees_no_fault_is_none(tmp_path: Path):
 @pytest.mark.parametrize("call", ["pwrite", "mmap"])
 def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str):
     """A file of one extent for each layer: a claim that came to nothing must not keep the room from the next one."""
-    import kvcli.kv.disk as disk
+    from kvcli.kv import extents
 
     size = 1 << 16
     tier = Disk(1, 1, 16, torch.float32, size, 100 * size, tmp_path)
@@ -79,7 +79,7 @@ def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytes
 
     for _ in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr(*((os, "pwrite") if call == "pwrite" else (disk.mmap, "mmap")), fails)
+            patch.setattr(*((os, "pwrite") if call == "pwrite" else (extents.mmap, "mmap")), fails)
             with pytest.raises(Shortage, match="the disk is full"):
                 tier.append(0, k, k, 0)
     tier.append(0, k, k, 0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -15,24 +14,26 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvcli.drafts.off import Off
-from kvcli.engine import gate
+from kvcli.engine import gate, stops
+from kvcli.engine.behind import Behind
 from kvcli.engine.boundary import Boundary
 from kvcli.engine.by_layers import ByLayers
-from kvcli.engine.engine import Engine, call, drive, run
+from kvcli.engine.engine import Engine, call, drive, run, together
 from kvcli.engine.feed import Asks, Feed, Made
 from kvcli.engine.forward import Pass
-from kvcli.engine.gate import Gate, Live
+from kvcli.engine.gate import Gate
 from kvcli.engine.heard import Heard
 from kvcli.engine.kinds import kinds_of
 from kvcli.engine.lm import LM
 from kvcli.engine.policy import Policy
-from kvcli.engine.rows import Draft, Rows, Scouts
+from kvcli.engine.pruner import Live
+from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session, commit
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import LayerShape, Sight
+from kvcli.kv.slots import LayerShape, Sight, Store
 from kvcli.policies.knorm import KNorm
 from kvcli.policies.window import Window
 from kvcli.prune.lazy import Lazy
@@ -40,72 +41,43 @@ from tests import families
 from tests.test_ladder import LADDERS, PACKED
 
 N = 33  # rows of a prompt: three windows
+HEAR = [28, 32]
 
 
-@dataclass(frozen=True)
 class Plan:
-    """Rows that are dropped before a layer, and those that come back into one."""
+    """A pruner that has rows stop before some layers."""
 
-    drops: dict[int, set[int]]
-    returns: dict[int, set[int]] = field(default_factory=dict)
+    def __init__(self, stops: dict[int, set[int]]) -> None:
+        self.stops = stops
+        self.shown: list[Live] = []
+
+    def __call__(self, layer: int, live: Live) -> list[int] | None:
+        self.shown.append(live)
+        return [row for row in live.rows if row not in out] if (out := self.stops.get(layer)) else None
 
     def live(self, n: int, layer: int) -> list[int]:
-        """The rows of n that go on into this layer."""
-        found = set(range(n))
-        for before in range(layer + 1):
-            found = found - self.drops.get(before, set()) | self.returns.get(before, set())
-        return sorted(found)
+        """The rows of n that go through this layer."""
+        return sorted(set(range(n)).difference(*(out for at, out in self.stops.items() if at <= layer)))
 
 
-# some are dropped at once, as what an earlier pass left behind would be
-PLANS = {
-    "narrowing": Plan({1: {2, 3, 5, 11, 12, 20}, 2: {0, 9, 31}}),
-    "and back": Plan({0: {3, 7, 30}, 1: {2, 5, 11, 12, 20}, 2: {9}}, {1: {7}, 2: {2, 5, 30}}),
-}
-
-
-class Fixed:
-    """The pruner of a plan. Not the plan itself: it remembers what it left behind."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.behind = plan, dict[int, Tensor]()
-        self.seen: list[Live] = []
-
-    def before(self, layer: int, live: Live) -> list[int] | None:
-        self.seen.append(live)
-        return [row for row in live.rows if row not in drops] if (drops := self.plan.drops.get(layer)) else None
-
-    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
-        assert set(rows) == self.plan.drops[layer]
-        self.behind |= zip(rows, hidden.clone(), strict=True)
-
-    def revive(self, layer: int) -> tuple[list[int], Tensor] | None:
-        if not (rows := sorted(self.plan.returns.get(layer, ()), reverse=True)):  # in any order
-            return None
-        return rows, torch.stack([self.behind.pop(row) for row in rows])
+def plan(name: str = "from the second") -> Plan:
+    first: dict[int, set[int]] = {0: {3, 7, 30}} if name == "from the first" else {}
+    return Plan({**first, 1: {2, 5, 11, 12, 20}, 2: {0, 9, 31}})
 
 
 class Hiding(Pass):
-    """All rows go through all layers; others do not see those that the plan drops."""
-
-    is_gated = True
+    """All rows go through all layers; those that do by a plan do not see those that stop."""
 
     def __init__(self, feed: Feed, plan: Plan) -> None:
         super().__init__(feed)
-        self._plan, self._behind, self._layer = plan, dict[int, Tensor](), 0
+        self._plan = plan
 
-    def narrow(self, layer: int, hidden: Tensor) -> Tensor:
-        self._layer, self._seen, hidden = layer, {}, hidden.clone()
-        self._behind |= {row: hidden[row].clone() for row in self._plan.drops.get(layer, ())}
-        for row in self._plan.returns.get(layer, ()):
-            hidden[row] = self._behind[row]
-        return hidden
-
-    def _sees(self, window: int | None, device: torch.device) -> Tensor:
-        sees, n = super()._sees(window, device), self.n_rows
-        shown = torch.zeros(n, dtype=torch.bool)
-        shown[self._plan.live(n, self._layer)] = True
-        return (torch.ones(n, n).tril().bool() if sees is None else sees) & (shown | torch.eye(n, dtype=torch.bool))
+    def attend(self, layer: int, *args: Any) -> Tensor:
+        n, live = self.rows.n_rows, self._plan.live(self.rows.n_rows, layer)
+        sees = torch.ones(n, n, dtype=torch.bool).tril()
+        sees[live] &= torch.isin(torch.arange(n), torch.tensor(live))
+        self.rows, self._seen = replace(self.rows, sees=sees), {}
+        return super().attend(layer, *args)
 
 
 @cache
@@ -113,18 +85,29 @@ def lm(name: str) -> LM:
     return LM.of(families.build(name, torch.float64))
 
 
-def hidden(feed: Feed, plan: Plan) -> tuple[Tensor, Hiding]:
-    """Logits of the wanted rows with the plan's rows hidden by a mask, and the pass."""
+def hidden(feed: Feed, plan: Plan) -> Hiding:
+    """The pass with the plan's rows hidden by a mask."""
     masked = Hiding(feed, plan)
-    return call(feed.lm.model, feed.rows.ids, feed.rows.pos, feed.want, kvcli_pass=masked), masked
+    call(feed.lm.model, feed.rows.ids, feed.rows.pos, [0], kvcli_pass=masked)
+    return masked
 
 
-def read(model: LM, n: int, seed: int = 3) -> Dense:
-    """A past of n tokens."""
+def past(model: LM, n: int, seed: int = 3) -> Dense:
+    """Of n tokens."""
     kv, rows = Dense(model.shapes, model.dtype), Rows.chain(families.prompt(n, seed=seed), 0)
     if n:
         commit(kv, rows, *run([Feed(model, rows, kv)]), range(n))
     return kv
+
+
+def narrowed(kv: Store, model: LM, start: int, plan: Plan, part: int = 7, **more: Any) -> ByLayers:
+    """A prompt behind what is stored."""
+    return ByLayers(model, kv, Rows.chain(families.prompt(N), start), part, HEAR, plan, **more)
+
+
+def to_its_end(prompt: ByLayers) -> Asks[None]:
+    while not prompt.is_over:
+        yield from prompt.go_on()
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -139,101 +122,107 @@ def test_idle_gates_change_nothing(name: str) -> None:
     assert torch.equal(gated.logits, bare.logits)
 
 
-@pytest.mark.parametrize("past", [0, 20])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("start", [0, 20])
+@pytest.mark.parametrize("name_of_plan", ["from the first", "from the second"])
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_rows_that_stay_behind_are_rows_hidden_by_a_mask(name: str, plan: str, past: int) -> None:
-    model = lm(name)
-    rows, kv = Rows.chain(families.prompt(N), past), read(model, past)
-    feed = Feed(model, rows, kv, want=[4, 29, 32], hear=[28, 32])
-    (whole,) = run([feed])
-    (made,) = run([narrow(feed, PLANS[plan])])
-    expected, masked = hidden(feed, PLANS[plan])
-    torch.testing.assert_close(made.logits, expected, rtol=0, atol=1e-12)
-    assert (made.logits - whole.logits).abs().max() > 1e-3, "the rows mattered"
+def test_rows_that_stay_behind_are_rows_hidden_by_a_mask(name: str, name_of_plan: str, start: int) -> None:
+    model, by = lm(name), plan(name_of_plan)
+    kv, rows = past(model, start), Rows.chain(families.prompt(N), start)
+    feed = Feed(model, rows, past(model, start), hear=HEAR)
+    (whole,), masked = run([feed]), hidden(feed, by)
+    drive(to_its_end(prompt := narrowed(kv, model, start, by)))
     for layer in range(3):
-        live = PLANS[plan].live(N, layer)
-        assert list(made.fresh[layer].rows or range(N)) == live
-        torch.testing.assert_close(made.fresh[layer].k, masked.fresh[layer].k[:, live], rtol=0, atol=1e-12)
-        torch.testing.assert_close(made.queries[layer], masked.queries[layer], rtol=0, atol=1e-12)
+        live = by.live(N, layer)
+        slots = kv.slots(layer)
+        assert slots.pos[0].tolist() == [*range(start), *(start + row for row in live)]
+        torch.testing.assert_close(slots.k[:, start:], masked.fresh[layer].k[:, live], rtol=0, atol=1e-12)
+        torch.testing.assert_close(slots.v[:, start:], masked.fresh[layer].v[:, live], rtol=0, atol=1e-12)
+        torch.testing.assert_close(prompt.queries[layer], masked.queries[layer], rtol=0, atol=1e-12)
+    assert (prompt.queries[2] - whole.queries[2]).abs().max() > 1e-3, "the rows mattered"
 
 
-def narrow(feed: Feed, plan: Plan) -> Feed:
-    return Feed(feed.lm, feed.rows, feed.past, feed.view, feed.want, hear=feed.hear, pruner=Fixed(plan))
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_rows_that_go_on_later_are_rows_that_others_did_not_see(name: str) -> None:
+    """They see all that is older, and are seen from then on."""
+    model, by = lm(name), plan()
+    kv, behind = past(model, 20), Behind(model, None)
+    ids = [*families.prompt(20, seed=3), *families.prompt(N)]
+    masked = hidden(Feed(model, Rows.chain(ids[20:], 20), past(model, 20)), by)
+    drive(to_its_end(prompt := narrowed(kv, model, 20, by, comes_back=True)))
+    behind.join(prompt.stopped)
+    drive(behind.complete(kv, ids))
+    whole = past(model, 20)
+    commit(whole, Rows.chain(ids[20:], 20), made_of(masked), range(N))
+    after = Rows.chain(families.prompt(5, seed=4), 20 + N)
+    (found,), (expected,) = (run([Feed(model, after, each, want=range(5))]) for each in (kv, whole))
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-def test_a_tree_with_scouts_is_narrowed_as_a_chain_is(name: str) -> None:
-    scouts = Scouts([5, 6, 7], [1, 2, 2], torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool), [2])
-    rows = Rows.build(9, 20, Draft([11, 12, 13, 14], [-1, -1, 0, 2], scouts))
-    plan = Plan({1: {2, 6}, 2: {5}}, {2: {2}})
-    feed = Feed(lm(name), rows, read(lm(name), 20), want=[0, 4, 7])
-    (made,) = run([narrow(feed, plan)])
-    torch.testing.assert_close(made.logits, hidden(feed, plan)[0], rtol=0, atol=1e-12)
+def made_of(one: Pass) -> Made:
+    return Made(None, None, None, one.fresh, ())  # type: ignore[arg-type]
 
 
-def test_a_pruner_is_shown_what_the_layer_before_made() -> None:
-    feed = Feed(lm("llama"), Rows.chain(families.prompt(N), 0), read(lm("llama"), 0), want=[32], hear=[32])
-    pruner = Fixed(PLANS["and back"])
-    (made,) = run([Feed(feed.lm, feed.rows, feed.past, want=[32], hear=[32], pruner=pruner)])
-    assert [list(live.rows) for live in pruner.seen[1:]] == [pruner.plan.live(N, layer) for layer in (0, 1)]
-    assert (pruner.seen[0].fresh, pruner.seen[0].queries) == (None, None)
-    for layer, live in enumerate(pruner.seen[1:]):
-        assert live.fresh is made.fresh[layer]
-        assert torch.equal(live.queries, made.queries[layer])
+def test_a_pruner_is_shown_who_came_and_what_is_heard_of_them() -> None:
+    by = plan()
+    drive(to_its_end(prompt := narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, by)))
+    assert [list(live.rows) for live in by.shown[1:]] == [by.live(N, layer) for layer in (0, 1)]
+    assert by.shown[0].queries is None
+    for layer, live in enumerate(by.shown[1:]):
+        assert live.fresh is None, "it is stored"
+        assert torch.equal(live.queries, prompt.queries[layer])
 
 
-@pytest.mark.parametrize("wanted", [{"want": [20]}, {"want": [32], "hear": [20]}], ids=str)
-def test_rows_that_are_wanted_or_heard_may_not_stay_behind(wanted: dict[str, Any]) -> None:
-    feed = Feed(lm("llama"), Rows.chain(families.prompt(N), 0), read(lm("llama"), 0), **wanted)
+def test_rows_that_are_heard_may_not_stay_behind() -> None:
     with pytest.raises(AssertionError, match="go through every layer"):
-        run([narrow(feed, PLANS["narrowing"])])
+        drive(to_its_end(narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, Plan({1: {28}}))))
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_a_text_that_is_pruned_does_not_show_beside_others(name: str) -> None:
-    model = lm(name)
-    feeds = [Feed(model, Rows.chain(families.prompt(4, seed=5), 20), read(model, 20, 7), want=range(4), hear=[1])]
-    for past, plan in ((0, "and back"), (11, "narrowing")):
-        feed = Feed(model, Rows.chain(families.prompt(N, seed=past), past), read(model, past), want=[32], hear=[32])
-        feeds.append(narrow(feed, PLANS[plan]))
-    feeds.append(Feed(model, Rows.chain(families.prompt(9, seed=8), 0), read(model, 0), want=range(9)))
-    for feed, made in zip(feeds, run(feeds), strict=True):
-        (alone,) = run([feed])
-        torch.testing.assert_close(made.logits, alone.logits, rtol=0, atol=1e-12)
+    model, works = lm(name), ((0, "from the first"), (11, "from the second"))
+    feed = Feed(model, Rows.chain(families.prompt(9, seed=8), 0), past(model, 0), want=range(9))
+
+    def prompts() -> tuple[list[Dense], list[Asks[None]]]:
+        kvs = [past(model, start) for start, _ in works]
+        each = zip(kvs, works, strict=True)
+        return kvs, [to_its_end(narrowed(kv, model, start, plan(of))) for kv, (start, of) in each]
+
+    (alone,), (kvs, one_by_one), (beside, side_by_side) = run([feed]), prompts(), prompts()
+    for prompt in one_by_one:
+        drive(prompt)
+    tickets = together(whole(feed), *side_by_side)
+    torch.testing.assert_close(tickets[0].result(), alone.logits, rtol=0, atol=1e-12)
+    for expected, kv, ticket in zip(kvs, beside, tickets[1:], strict=True):
+        ticket.result()
         for layer in range(3):
-            assert made.fresh[layer].rows == alone.fresh[layer].rows
-            torch.testing.assert_close(made.fresh[layer].v, alone.fresh[layer].v, rtol=0, atol=1e-12)
+            assert torch.equal(kv.slots(layer).pos, expected.slots(layer).pos)
+            torch.testing.assert_close(kv.slots(layer).v, expected.slots(layer).v, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("store", ["dense", *LADDERS, *PACKED])
 def test_each_layer_stores_the_rows_that_reached_it(store: str) -> None:
     """And what is read next is what would be read if the others had been forgotten."""
-    model, plan = lm("gemma3"), PLANS["and back"]
+    model, by = lm("gemma3"), plan("from the first")
     make = (LADDERS | PACKED).get(store)
     one = model.shapes[0]
     kv = make((model.n_layers, one.n_kv_heads, one.k_dim), model.dtype) if make else Dense(model.shapes, model.dtype)
     rows = Rows.chain(families.prompt(N), 0)
-    feed = Feed(model, rows, kv, want=[32])
-    masked = hidden(feed, plan)[1]
-    commit(kv, rows, *run([narrow(feed, plan)]), range(N))
+    masked = hidden(Feed(model, rows, past(model, 0)), by)
+    drive(to_its_end(narrowed(kv, model, 0, by, part=N)))
     for layer in range(3):
-        assert kv.slots(layer).pos.sort().values.unique(dim=0).tolist() == [plan.live(N, layer)]
-    kv.settle()
-    for layer in range(3):
-        assert kv.slots(layer).pos.sort().values.unique(dim=0).tolist() == [plan.live(N, layer)]
+        assert kv.slots(layer).pos.sort().values.unique(dim=0).tolist() == [by.live(N, layer)]
     kv.crop(30)
     assert kv.slots(1).pos.max() < 30
     if store in PACKED or "round" in store or "three" in store:
         return  # which read something else than was stored
-    whole = Dense(model.shapes, model.dtype)
-    commit(whole, rows, Made(None, None, None, masked.fresh, ()), range(N))  # type: ignore[arg-type]
-    whole.crop(30)
+    expected = Dense(model.shapes, model.dtype)
+    commit(expected, rows, made_of(masked), range(N))
+    expected.crop(30)
     for layer in range(3):
-        whole.keep(layer, torch.isin(whole.slots(layer).pos, torch.tensor(plan.live(N, layer))))
+        expected.keep(layer, torch.isin(expected.slots(layer).pos, torch.tensor(by.live(N, layer))))
     after = Rows.chain(families.prompt(5, seed=4), 30)
-    (found,), (expected,) = (run([Feed(model, after, past, want=range(5))]) for past in (kv, whole))
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-12)
+    (found,), (hoped,) = (run([Feed(model, after, each, want=range(5))]) for each in (kv, expected))
+    torch.testing.assert_close(found.logits, hoped.logits, rtol=0, atol=1e-12)
 
 
 # ---- the law ----
@@ -286,20 +275,16 @@ def test_with_every_ratio_one_logits_are_those_of_no_pruner_to_the_bit(name: str
 
 
 def test_whatever_the_schedule_each_token_goes_through_each_layer_once_at_most() -> None:
-    """200 random ones, with tokens that come back: what is stored, and what is computed, is what the plan says."""
+    """200 random ones: what is computed, and what is stored, is what the plan says."""
     model = LM.of(families.build("llama", torch.float64, num_hidden_layers=5))
     lots = random.Random(0)
     for _ in range(200):
-        n, part, past = lots.randint(2, 24), lots.randint(1, 25), lots.choice([0, 9])
-        plan, behind = Plan({}), set[int]()
+        n, part, start = lots.randint(2, 24), lots.randint(1, 25), lots.choice([0, 9])
+        by = Plan({})
         for layer in range(1, 5):
-            live = [row for row in range(n - 1) if row not in behind]
-            plan.drops[layer] = {row for row in live if lots.random() < 0.4}
-            plan.returns[layer] = {row for row in behind if lots.random() < 0.3}
-            behind = behind - plan.returns[layer] | plan.drops[layer]
-        plan = Plan({at: rows for at, rows in plan.drops.items() if rows}, plan.returns)
-        kv, rows, computed = read(model, past), Rows.chain(families.prompt(n), past), set[tuple[int, int]]()
-        prompt = ByLayers(model, kv, rows, part, [n - 1], Fixed(plan))
+            by.stops[layer] = {row for row in by.live(n - 1, layer) if lots.random() < 0.3}
+        kv, rows, computed = past(model, start), Rows.chain(families.prompt(n), start), set[tuple[int, int]]()
+        prompt = ByLayers(model, kv, rows, part, [n - 1], by)
         while not prompt.is_over:
             asks = prompt.go_on()
             feed = next(asks)
@@ -309,47 +294,52 @@ def test_whatever_the_schedule_each_token_goes_through_each_layer_once_at_most()
             computed |= mine
             with pytest.raises(StopIteration):
                 asks.send(run([feed])[0])
+        masked = hidden(Feed(model, rows, past(model, start)), by)
         for layer in range(5):
-            live = [past + row for row in plan.live(n, layer)]
-            assert kv.slots(layer).pos.sort().values.unique(dim=0).tolist() == [[*range(past), *live]]
-            assert {pos for at, pos in computed if at == layer} == set(live)
-        masked = hidden(Feed(model, rows, read(model, past), want=[n - 1]), plan)[1]
-        for layer in range(5):
-            held = kv.slots(layer)
-            for pos in (held.pos[0] >= past).nonzero()[:, 0].tolist():
-                row = int(held.pos[0, pos]) - past
-                torch.testing.assert_close(held.k[:, pos], masked.fresh[layer].k[:, row], rtol=0, atol=1e-5)
+            live, held = by.live(n, layer), kv.slots(layer)
+            assert held.pos.unique(dim=0).tolist() == [[*range(start), *(start + row for row in live)]]
+            assert {pos - start for at, pos in computed if at == layer} == set(live)
+            torch.testing.assert_close(held.k[:, start:], masked.fresh[layer].k[:, live], rtol=0, atol=1e-11)
 
 
 # ---- where it does not hold ----
 
 
-@pytest.mark.parametrize("how", ["no gates", "unknown rows"])
-def test_a_model_whose_rows_cannot_be_narrowed_is_refused_for_pruning_alone(
+@pytest.mark.parametrize("how", ["no gates", "past the gates"])
+def test_a_model_whose_rows_cannot_be_stopped_is_refused_for_that_alone(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = LM.of(families.build("llama"), id="mine", verify=True)
     if how == "no gates":
         monkeypatch.setattr(gate, "install", lambda layers: None)
     else:
-        monkeypatch.setattr(gate, "_CARRY", {"position_ids": -1})
+        carries(model)
     feed = Feed(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
 
     def refused() -> Asks[BadModel]:
         try:
-            yield narrow(feed, PLANS["narrowing"])
+            yield replace(feed, layers=range(1))
         except BadModel as error:
             return error
         raise AssertionError
 
-    many = Engine()
-    ticket, beside = many.add(refused()), many.add(whole(feed))
-    while many.round():
-        pass
-    error = ticket.result()
-    assert (error.exit, error.code) == (ExitStatus.BAD_MODEL, "no_pruning")
-    assert "mine (llama)" in error.message
-    torch.testing.assert_close(beside.result(), run([feed])[0].logits)
+    for _ in range(2):  # and is not forgotten
+        many = Engine()
+        ticket, beside = many.add(refused()), many.add(whole(feed))
+        while many.round():
+            pass
+        error = ticket.result()
+        assert (error.exit, error.code) == (ExitStatus.BAD_MODEL, "no_pruning")
+        assert "mine (llama)" in error.message
+        torch.testing.assert_close(beside.result(), run([feed])[0].logits)
+
+
+def carries(model: LM) -> None:
+    """Its second layer adds a little of what its first gave, beside what it is given."""
+    first, second, _ = model.model.model.layers
+    given = list[Tensor]()
+    first.register_forward_hook(lambda _, args, out: given.append(out))
+    second.register_forward_hook(lambda _, args, out: out + 0.1 * given[-1])
 
 
 def whole(feed: Feed) -> Asks[Tensor]:
@@ -358,16 +348,14 @@ def whole(feed: Feed) -> Asks[Tensor]:
 
 
 def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcli.engine import seam
-
-    asked, compare = [], seam.compare_narrowed
-    monkeypatch.setattr(seam, "compare_narrowed", lambda lm, name: (asked.append(name), compare(lm, name)))
+    asked, compare = [], stops.compare
+    monkeypatch.setattr(stops, "compare", lambda lm: (asked.append(lm.info.id), compare(lm)))
     model = LM.of(families.build("llama"), id="mine", verify=True)
     feed = Feed(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
     run([feed])
     assert not asked
     for _ in range(2):
-        run([narrow(feed, PLANS["narrowing"])])
+        run([replace(feed, want=(), layers=range(1))])
     assert asked == ["mine"]
 
 
@@ -384,7 +372,7 @@ SHAPES = (LayerShape(3, 8, 12), LayerShape(1, 16, 4), LayerShape(3, 8, 12, share
 
 
 def test_layers_of_any_shape_attend_and_store_and_share() -> None:
-    """A pass in two chunks, the second narrowed, against one attention over all that each row sees."""
+    """A pass in two chunks, against one attention over all that each row sees."""
     noise = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -393,29 +381,22 @@ def test_layers_of_any_shape_attend_and_store_and_share() -> None:
     n, kv = 13, Dense(SHAPES, torch.float64)
     q = [random(H, n, s.k_dim) for s in SHAPES]
     k, v = [random(s.n_kv_heads, n, s.k_dim) for s in SHAPES], [random(s.n_kv_heads, n, s.v_dim) for s in SHAPES]
-    plan = Plan({2: {3}})  # of the second chunk's rows, between a layer and the one that shares its slots
+    lm: Any = SimpleNamespace(shapes=SHAPES, n_layers=len(SHAPES))
     found = []
-    for a, b in ((0, 8), (8, n)):
-        rows = Rows.chain([0] * (b - a), a)
-        lm: Any = SimpleNamespace(shapes=SHAPES, n_layers=len(SHAPES))
-        one = Pass(Feed(lm, rows, kv, pruner=Fixed(plan) if a else None))
-        outs = []
-        for layer in range(len(SHAPES)):
-            one.narrow(layer, torch.zeros(len(one.live or rows.ids), 1))
-            at = [a + row for row in one.live or range(b - a)]
-            its = k[layer][:, at], v[layer][:, at]
-            if SHAPES[layer].shares is not None:  # whatever the layer hands over: it made none
-                its = torch.zeros_like(its[0]), torch.zeros_like(its[1])
-            outs.append(one.attend(layer, q[layer][:, at], *its, Sight(0.3), None))
-        found.append(outs)
-        commit(kv, rows, Made(None, None, None, one.fresh, ()), range(b - a))  # type: ignore[arg-type]
+    for at in (slice(0, 8), slice(8, n)):
+        rows = Rows.chain([0] * n, 0).only(range(n)[at])
+        one = Pass(Feed(lm, rows, kv))
+        its = [(k[layer][:, at], v[layer][:, at]) for layer in range(len(SHAPES))]
+        its[2] = torch.zeros_like(its[2][0]), torch.zeros_like(its[2][1])  # whatever it hands over: it made none
+        found.append(
+            [one.attend(layer, q[layer][:, at], *its[layer], Sight(0.3), None) for layer in range(len(SHAPES))]
+        )
+        commit(kv, rows, made_of(one), range(rows.n_rows))
     for layer, shape in enumerate(SHAPES):
         source = layer if shape.shares is None else shape.shares
-        at = [p for p in range(n) if layer < 2 or p != 8 + 3]
-        sees = torch.tensor([[j <= i for j in at] for i in at])
-        out, _ = attend(q[layer][:, at], k[source][:, at], v[source][:, at], 0.3, 0.0, sees, len(at))
+        out, _ = attend(q[layer], k[source], v[source], 0.3, 0.0, torch.ones(n, n, dtype=torch.bool).tril(), n)
         torch.testing.assert_close(torch.cat([outs[layer] for outs in found], 1), out)
-        assert kv.slots(layer).pos[0].tolist() == (list(range(n)) if source < 2 else at)
+        assert kv.slots(layer).pos[0].tolist() == list(range(n))
     assert [use.layer for use in kv.usage()] == [0, 1, 3]
 
 

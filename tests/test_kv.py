@@ -15,9 +15,9 @@ from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
+from kvcli.kv.footprint import narrow, wide
 from kvcli.kv.front import Front
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, last, nbytes
-from kvcli.kv.tiers import narrow, wide
 from kvcli.kv.view import View
 from kvcli.settings.profile import load_profile
 from tests import families

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,17 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
 from kvcli.kernels.merge import merge
-from kvcli.kv import disk, folder
+from kvcli.kv import extents, folder
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host, Staging
-from kvcli.kv.ladder import Ladder, Rung, oldest
+from kvcli.kv.ladder import Ladder, oldest
 from kvcli.kv.packed import Packed
+from kvcli.kv.rung import Rung
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
 from tests import families
+from tests.covering import covering
 from tests.exact.table import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
 from tests.fake_device import Rounding
 from tests.policies import KeepAll, Ragged, masks
@@ -76,6 +79,9 @@ def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, t
 
 PACKED = {"packed_8": packed(8, 8), "packed_4_2": packed(4, 2, "hadamard"), "packed_16_4": packed(16, 4)}
 POLICIES = {"all": None, "keepall": KeepAll(), "ragged": Ragged()}
+ROWS = list(product(LADDERS | PACKED, POLICIES, DRAFTERS, SAMPLERS, DTYPES))
+SHORT = covering(ROWS)
+TABLE = [pytest.param(*row, marks=[] if row in SHORT else [pytest.mark.slow]) for row in ROWS]
 
 
 def fill(kv: Store, n: int, settle_at: int = 10) -> None:
@@ -263,7 +269,7 @@ def some(n: int, at: int = 0) -> Slots:
 def test_the_file_is_private_and_has_no_name() -> None:
     kv = a_disk()
     kv.take(0, some(300))
-    facts = os.fstat(kv._file.fileno())
+    facts = os.fstat(kv._file._file.fileno())
     assert facts.st_mode & 0o777 == 0o600
     assert facts.st_nlink == 0
     assert facts.st_size == sum(u.nbytes for u in kv.usage() if u.tier == "disk")
@@ -291,7 +297,7 @@ def test_room_on_the_disk_is_used_again() -> None:
         assert kv.n_slots(0) == 0
     once = a_disk()
     once.take(0, some(700))
-    assert os.fstat(kv._file.fileno()).st_size == os.fstat(once._file.fileno()).st_size
+    assert os.fstat(kv._file._file.fileno()).st_size == os.fstat(once._file._file.fileno()).st_size
 
 
 def test_a_copy_of_a_store_has_a_file_of_its_own() -> None:
@@ -319,7 +325,7 @@ def test_budgets_of_the_disk_are_kept(most: str) -> None:
 
     with pytest.raises(Shortage, match="disk is full" if most == "bytes" else "disk_writes"):
         use()
-    assert kv.written <= 1000 * per_slot or most == "bytes"
+    assert kv._file._written <= 1000 * per_slot or most == "bytes"
     assert sum(u.nbytes for u in kv.usage() if u.tier == "disk") <= 1 << 20
     held = positions(kv, 0)
     assert held == [list(range(len(held[0])))] * K
@@ -339,7 +345,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args)
 
-    monkeypatch.setattr(disk.os, call, full)
+    monkeypatch.setattr(extents.os, call, full)
 
     def use() -> None:
         for i in range(4):
@@ -391,11 +397,7 @@ def plain(name: str, model: str, policy: str, sampler: str, dtype: str) -> list[
     return decode(name, model, policy, sampler, dtype, Off())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", LADDERS | PACKED)
+@pytest.mark.parametrize(("name", "policy", "drafter", "sampler", "dtype"), TABLE)
 def test_any_drafter_gives_the_text_of_plain_decoding(
     name: str, policy: str, drafter: str, sampler: str, dtype: str
 ) -> None:

@@ -17,8 +17,9 @@ from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Sight, Slots, alike, compact, nbytes, visible
 from tests.exact.table import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.feed import Feed
-from kvcli.engine.gate import Pruning
 from kvcli.engine.lm import LM
 from kvcli.engine.policy import Policy
+from kvcli.engine.pruner import Pruning
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
@@ -27,8 +27,9 @@ from kvcli.kept.block import Damaged
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Store
 from kvcli.kv.state import Misfit, State, leaves, tree_of
 from kvcli.kv.windows import Window, windows_of

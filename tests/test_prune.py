@@ -14,14 +14,15 @@ import torch
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import Engine, drive, events, run, together
 from kvcli.engine.feed import Feed
-from kvcli.engine.gate import Pruning
 from kvcli.engine.lm import LM
+from kvcli.engine.pruner import Pruning
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session, commit
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Store
 from kvcli.prune import narrowing
 from kvcli.prune.chunked import Chunked

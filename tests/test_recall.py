@@ -30,11 +30,12 @@ from kvcli.kv.index import Index, bend
 from kvcli.kv.index_certified import Certified
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget, Pages
 from kvcli.kv.recall_source import Whole
 from kvcli.kv.recall_store import RecallStore
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
 from kvcli.settings.profile import Profile, load_profile
 from tests import families

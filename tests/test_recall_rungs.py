@@ -26,12 +26,13 @@ from kvcli.kv.index import Index
 from kvcli.kv.index_certified import Certified
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
 from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
 from kvcli.kv.recall_source import Shelf, Whole
 from kvcli.kv.room import Room
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Sight, Slots, alike, nbytes
 from kvcli.settings.profile import Profile, load_profile
 from kvcli.settings.schema import Memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -24,9 +25,10 @@ from kvcli.engine.session import Session
 from kvcli.errors import BadConfig, DoesNotFit, ExitStatus
 from kvcli.kv.dense import Dense
 from kvcli.kv.index_minmax import MinMax
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
+from kvcli.kv.rung import Rung
 from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.kv.slots import Store, alike, nbytes
 from kvcli.settings.profile import Profile
@@ -60,6 +62,7 @@ STORES: dict[str, tuple[Make, Policy | None]] = {
 }
 ROUNDING = ("three", "packed")  # in which the moment of moving down decides what is rounded
 EVERY = 6
+POINTS = [48, pytest.param(math.inf, marks=pytest.mark.slow)]  # at which memory runs out, of all that there are
 
 
 @cache
@@ -95,15 +98,21 @@ def check(s: Session) -> None:
                 assert held == list(range(s.committed))
 
 
+def some(total: int, points: float) -> Iterable[int]:
+    """So many of `total` allocations, or all of them, by an odd step: layers repeat at even ones."""
+    return range(0, total, int(max(1, total // points)) | 1)
+
+
 def allocations(s: Session, act: Callable[[Session], object]) -> int:
     with FakeDevice() as device:
         act(s)
     return device.allocations
 
 
+@pytest.mark.parametrize("points", POINTS)
 @pytest.mark.parametrize("drafter", ["off", "right", "fafo"])
 @pytest.mark.parametrize("store", STORES)
-def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: str, drafter: str) -> None:
+def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: str, drafter: str, points: float) -> None:
     want = list(truth(store))
     before = session(store, None if drafter == "off" else DRAFTERS[drafter](want))
     drive(before.read(prompt()))
@@ -113,7 +122,7 @@ def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: st
     total = allocations(before.fork(), lambda s: drive(s.step()))
     assert total > 100
     settled = 0
-    for n in range(0, total, 1 if drafter == "right" else 7):
+    for n in some(total, points):
         s = before.fork()
         with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
             drive(s.step())
@@ -128,15 +137,16 @@ def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: st
     assert settled or store == "dense", "the sweep covers evicting and moving down"
 
 
+@pytest.mark.parametrize("points", POINTS)
 @pytest.mark.parametrize("store", STORES)
-def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store: str) -> None:
+def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store: str, points: float) -> None:
     def read(s: Session) -> None:
         drive(s.read(prompt()[len(s.ids) :]))
 
     total = allocations(session(store), read)
     assert total > 11
     want = list(truth(store))
-    for n in range(0, total, 11):
+    for n in some(total, points):
         s = session(store)
         with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
             read(s)

@@ -14,8 +14,9 @@ from kvcli.engine.lm import LM
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import LayerShape, Sight, Store
 from kvcli.kv.windows import Window, windows_of
 from tests import drafters, families

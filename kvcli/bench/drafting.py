@@ -67,7 +67,7 @@ def read_once(model: Model, prompt: Sequence[int]) -> Session:
 
 def decode(model: Model, profile: Profile, past: Session, new: int, clock: Callable[[], float]) -> Turn:
     """Continue what `past` has read by `new` tokens under the profile; the drafter starts knowing nothing."""
-    session = build.session(model.lm, profile, model.costs)
+    session = model.under(profile).new_session()
     session.take(past.fork())
     drive(session.read([]))  # the drafter hears of the text
     stats, first, last = Stats(), 0.0, 0.0

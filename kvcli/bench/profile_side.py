@@ -101,7 +101,7 @@ class ProfileSide:
         for step in events(session.stream(new)):
             at += [self.clock() - began] * len(step.new)
             stats.fold(step)
-        kv_bytes = sum(nbytes(session.kv, session.view).values())
+        kv_bytes = sum(nbytes(session.kv, session.view, session.drafter).values())
         drafts = self.model.profile.spec.method != "off"
         return Sample(tuple(session.ids[len(prompt) :]), tuple(at), len(prompt), kv_bytes, stats if drafts else None)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
 from kvcli.chat.overflow import Shown, leave_out
 from kvcli.chat.sessions import Kept, Opened, Sessions, users_sessions
-from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, messages_of, save_chat
+from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
 from kvcli.documents import Document
 from kvcli.errors import BadInput, ContextOverflow, DoesNotFit
 from kvcli.models.text import Messages, decode, encode, render_text, resume_ids, special_ids
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat.open_text import OpenText
-    from kvcli.engine.stats import Stats
 
 
 PROBES = ("a", "7", "(", "\n")  # questions whose first letter joins with what stands before it, or does not
@@ -103,7 +102,7 @@ class Chat:
                     said.append(event.text)
                 elif isinstance(event, End):
                     ended = True
-                    self._keep(question, event.turn.text, event.turn.finish, figures(event.turn.stats))
+                    self._keep(question, event.turn.text, event.turn.finish, figures_of(event.turn.stats))
                     self._heard = heard(self.model.tokenizer, asked.text, asked.ids, event.turn)
                 yield event
         except ContextOverflow as error:
@@ -293,15 +292,3 @@ def heard(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], t
     if decode(tokenizer, answer) != turn.text:  # a stop string cut the text shorter than the ids
         return "", []
     return prompt + turn.text, [*ids, *answer]
-
-
-def figures(stats: Stats) -> Figures:
-    """What a turn took, as it is kept; what was not measured is left out."""
-    return Figures(
-        prompt=stats.prompt,
-        cached=stats.cached,
-        new=stats.new,
-        first_token=stats.first_token or None,
-        read_tok_s=stats.read_tok_s or None,
-        decode_tok_s=stats.decode_tok_s or None,
-    )

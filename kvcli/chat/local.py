@@ -20,6 +20,7 @@ from kvcli import build
 from kvcli.api import Events, Prompt, Turn
 from kvcli.chat.engine_thread import EngineThread
 from kvcli.chat.open_text import OpenText
+from kvcli.chat.second import load_second
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.info import ModelInfo
 from kvcli.errors import BadConfig
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from kvcli.models.grammar import Grammar
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
+    from kvcli.settings.schema import Second
 
 
 def load(
@@ -51,11 +53,13 @@ def load(
     offline: bool = False,
     tell: Callable[[str], None] | None = None,
     cache: Path | None = None,
+    find: Callable[[str], Source] | None = None,
 ) -> Model:
     """Load `demo`, a folder, a GGUF file, a hub id at `revision`, or files already found.
 
     `set` overrides profile keys: {"load.device": "cpu"}. A hub id is downloaded only with `offline=False` and a `tell`
-    to say so to. A GGUF file is unpacked below `cache`, by default the user's. Raises KvcliError subclasses.
+    to say so to. A GGUF file is unpacked below `cache`, by default the user's. `find`: by name, the files of a model
+    that drafts; by default found as `model` is. Raises KvcliError subclasses.
     """
     from kvcli.engine.lm import LM
     from kvcli.engine.weights import keeps_blocks
@@ -74,14 +78,16 @@ def load(
         if isinstance(model, str)
         else model
     )
-    packs = keeps_blocks(wants)
-    given, found = found, unpack.ready(found, wants.dtype, cache or Paths.of({}).cache, packs=packs, tell=tell)
+    packs, cache = keeps_blocks(wants), cache or Paths.of({}).cache
+    given, found = found, unpack.ready(found, wants.dtype, cache, packs=packs, tell=tell)
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
     notes = unpack.told(given, packs, lm.info.dtype)
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
-    return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began)
+    named = find or partial(source.find, offline=offline, tell=tell)
+    second = partial(load_second, words=tokenizer, target=found.id, load=wants, find=named, cache=cache, tell=tell)
+    return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began, second=second)
 
 
 class Model:
@@ -91,8 +97,15 @@ class Model:
     """
 
     def __init__(
-        self, lm: LM, tokenizer: PreTrainedTokenizerBase, profile: Profile, *, load_seconds: float = 0.0
+        self,
+        lm: LM,
+        tokenizer: PreTrainedTokenizerBase,
+        profile: Profile,
+        *,
+        load_seconds: float = 0.0,
+        second: Callable[[Second], LM] | None = None,
     ) -> None:
+        """`second`: loads a model that drafts; None = none can be had."""
         self.lm, self.tokenizer = lm, tokenizer
         self.profile, self._unkept = build.settled(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
@@ -105,6 +118,8 @@ class Model:
         self.fits: Callable[[Profile], int] | None = None
         # what texts have read, and where they look before they read; set by who has a place for it
         self.shelf: Shelf | None = None
+        self._second = cache(second) if second is not None else None
+        self._draft()
         self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
         self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
 
@@ -142,7 +157,12 @@ class Model:
     def new_session(self) -> Session:
         """A session under this profile, with nothing read yet: ids in, ids out, for those who need no words."""
         kinds = self._kinds() if self.profile.policy.every is not None else None
-        return build.session(self.lm, self.profile, self.costs, kinds)
+        return build.session(self.lm, self.profile, self.costs, kinds, self._draft())
+
+    def _draft(self) -> LM | None:
+        """The model that drafts under this profile, loaded when it is first asked for."""
+        wanted = self.profile.spec.second
+        return self._second(wanted) if self._second is not None and wanted is not None else None
 
     def prepare(self) -> None:
         """Find out what passes take here, if the profile drafts and nobody has found out yet. Before texts open."""
@@ -176,6 +196,7 @@ class Model:
                 try_=["leave and start again with --profile or --set"],
             )
         changed = self.under(profile)
+        changed._draft()
         changed.prepare()
         return changed
 

@@ -18,6 +18,7 @@ from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures, SavedDocument, Sav
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
+    from kvcli.engine.stats import Stats
 
 Role = Literal["user", "assistant"]
 FINISH_MARKS = {
@@ -50,6 +51,18 @@ def messages_of(saved: ChatDocument) -> list[Message]:
 
 def documents_of(saved: Sequence[SavedDocument]) -> tuple[Document, ...]:
     return tuple(Document(one.name, one.text, one.sha256) for one in saved)
+
+
+def figures_of(stats: Stats) -> Figures:
+    """What a turn took, as it is kept; what was not measured is left out."""
+    return Figures(
+        prompt=stats.prompt,
+        cached=stats.cached,
+        new=stats.new,
+        first_token=stats.first_token or None,
+        read_tok_s=stats.read_tok_s or None,
+        decode_tok_s=stats.decode_tok_s or None,
+    )
 
 
 def save_chat(chat: Chat, title: str | None = None) -> str:

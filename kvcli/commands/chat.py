@@ -62,6 +62,7 @@ def chat(
     dtype: o.Dtype = None,
     quant: o.Quant = None,
     spec: o.Spec = None,
+    draft: o.Draft = None,
     exact: o.Exact = False,
     force: o.Force = False,
     allow_pickle: o.Pickle = False,

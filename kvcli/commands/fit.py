@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands import flags as o
-from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
+from kvcli.errors import BadConfig, BadModel, ExitStatus, KvcliError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
@@ -75,11 +75,11 @@ def _plans(
 ) -> list[Plan]:
     """Each profile at each context. With `notes`, one that this model or device refuses is left out if any is left."""
     plans: list[Plan] = []
-    refused: dict[str, UsageError] = {}
+    refused: dict[str, UsageError | BadConfig] = {}
     for name, profile in chosen.items():
         try:
             plans += [outlook.plan(profile, n) for n in contexts]
-        except UsageError as error:
+        except (UsageError, BadConfig) as error:
             refused[name] = error
     if refused and (notes is None or not plans):
         raise next(iter(refused.values()))
@@ -99,7 +99,7 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
     if vram:
         notes.append(f"of a card, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is on the host")
     paths = setup.world.paths
-    return Outlook(subject, setup.name, paths.data, found, program.elsewhere(paths.cache))
+    return Outlook(subject, setup.name, paths.data, found, program.elsewhere(paths.cache), find=setup.sizes())
 
 
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:

@@ -37,6 +37,7 @@ _FILE = "Attach a file; paper.pdf:3-9 for pages of it; demo:report is an example
 _MIN_P = "Leave out what is below this share of the best."
 _FIGURES = "Figures while answering, after it, or not at all."
 _PICKLE = "Load weights from pickle files, which can run code."
+_DRAFT = "A smaller model of the same family that guesses tokens; the text stays the same."
 _SPEC = "Guess tokens and check several at once; the text stays the same."
 
 ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
@@ -75,6 +76,7 @@ Device = Annotated[str | None, _model("--device", metavar="NAME", help="auto, cp
 Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)]
 Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Weights as none, int8, int4 or nf4.")]
 Spec = Annotated[str | None, _model("--spec", metavar="|".join(REGISTRIES["spec"]), help=_SPEC, rare=True)]
+Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
 Exact = Annotated[bool, _model("--exact", help="Refuse every setting that can change the text.")]
 Force = Annotated[bool, _model("--force", help="Load even if it does not seem to fit.", rare=True)]
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
@@ -87,6 +89,7 @@ KEYS: Mapping[str, str] = {
     "--quant": "load.quant",
     "--allow-pickle": "load.allow_pickle",
     "--spec": "spec.method",
+    "--draft": "spec.model",
     "--temperature": "sample.temperature",
     "--greedy": "sample.temperature",
     "--top-p": "sample.top_p",
@@ -111,7 +114,10 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
         given["--max-new-tokens"] = tokens(str(given["--max-new-tokens"]), "--max-new-tokens")
     if "--ctx" in given:
         given["--ctx"] = window(str(given["--ctx"]))
-    return {KEYS[flag]: (value, flag) for flag, value in given.items()}
+    found = {KEYS[flag]: (value, flag) for flag, value in given.items()}
+    if "--draft" in given:
+        found.setdefault("spec.method", ("model", "--draft"))
+    return found
 
 
 def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:

@@ -58,7 +58,8 @@ def outlook_of(setup: Setup, found: Source) -> Outlook:
     from kvcli.fit.plan import subject_of
 
     paths = setup.world.paths
-    return Outlook(subject_of(found), setup.name, paths.data, base=program.elsewhere(paths.cache))
+    base = program.elsewhere(paths.cache)
+    return Outlook(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes())
 
 
 def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str], None]) -> Prepared:
@@ -74,7 +75,8 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
     from kvcli.fit.plan import subject_of
 
     try:
-        outlook = Outlook(subject_of(found), setup.name, setup.world.paths.data, base=program.here())
+        its = setup.sizes(tell)
+        outlook = Outlook(subject_of(found), setup.name, setup.world.paths.data, base=program.here(), find=its)
         refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
         plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     except BadModel:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from os.path import exists, expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from kvcli.settings.toml_places import toml_value
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
     from kvcli.engine.drafter import Costs
+    from kvcli.fit.plan import Subject
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.schema import Model as Entry
     from kvcli.settings.schema import Order
@@ -209,6 +210,16 @@ class Setup:
         self.found = self.found or find(self.world, self.model, profile.load.allow_pickle, tell)
         return self.found
 
+    def draft(self, name: str, tell: Callable[[str], None] | None = None) -> source.Source:
+        """The checked files of a model that drafts; its pickle files are not trusted."""
+        return find(self.world, name, allow_pickle=False, tell=tell)
+
+    def sizes(self, tell: Callable[[str], None] | None = None) -> Callable[[str], Subject]:
+        """The same as a plan has it, by name."""
+        from kvcli.fit.plan import subject_of
+
+        return cache(lambda name: subject_of(self.draft(name, tell)))
+
     def load(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Model:
         """Load the model; `tell` hears of a download."""
         found = self.fetch(profile, tell)
@@ -217,7 +228,7 @@ class Setup:
         with insisting():
             from kvcli.chat.local import load
 
-            model = load(found, profile, tell=tell, cache=self.world.paths.cache)
+            model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
         info = model.info = replace(model.info, id=self.name)
         model.time_passes = partial(self.costs, tell=tell or log.info)
         model.prepare()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival, Turn
     from kvcli.chat.local import Model
     from kvcli.engine.report import Report
+    from kvcli.engine.stats import Stats
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.fit import PassTime
 
@@ -44,7 +45,7 @@ def examine(
         plain_tok_s=spread([turn.tok_s for turn in without]),
         tok_s=spread([turn.tok_s for turn in with_]),
         ratio=spread(ratios),
-        predicted=predicted(passes, stats.rows_per_pass, stats.tokens_per_pass, len(prompt)),
+        predicted=_predicted(passes, report, stats, len(prompt)),
         tokens_per_pass=stats.tokens_per_pass,
         mean_acceptance_length=stats.mean_acceptance_length,
         drafted_share=stats.drafted_share,
@@ -59,6 +60,7 @@ def examine(
         scouts=_scouts(report),
         paused=report.paused,
         reason=report.reason if report.paused else "",
+        draft_pass=report.ahead,
         view_bytes=last.view_bytes,
         same=all(a.ids == b.ids for a, b in zip(without, with_, strict=True)),
         difference=_difference(model.with_profile(plain), prompt, without, with_),
@@ -81,6 +83,11 @@ def _difference(
 
 def spread(values: Sequence[float]) -> Range:
     return Range(low=min(values), median=median(values), high=max(values))
+
+
+def _predicted(passes: list[PassTime], report: Report, stats: Stats, context: int) -> float | None:
+    """None where some of a step goes into another model's passes."""
+    return None if report.ahead is not None else predicted(passes, stats.rows_per_pass, stats.tokens_per_pass, context)
 
 
 def predicted(passes: Sequence[PassTime], rows: float, tokens: float, context: int) -> float | None:

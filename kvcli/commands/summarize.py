@@ -44,6 +44,7 @@ def summarize(
     dtype: f.Dtype = None,
     quant: f.Quant = None,
     spec: f.Spec = None,
+    draft: f.Draft = None,
     exact: f.Exact = False,
     force: f.Force = False,
     allow_pickle: f.Pickle = False,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.mixer import Mixer
     from kvcli.drafts.pool import Pool
     from kvcli.drafts.window import Window
-    from kvcli.engine.drafter import Glance
+    from kvcli.engine.drafter import Glance, Pair
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Scouting(Pacing):
 class Lookahead(Scouting):
     """Guess with scouts alone (Lookahead; with a view, FAFO)."""
 
-    def drafter(self, ends: Collection[int] = ()) -> Mixer:
+    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
         from kvcli.drafts.mixer import Mixer
 

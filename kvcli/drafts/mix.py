@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvcli.drafts.mixer import Mixer
     from kvcli.drafts.tree import Source
+    from kvcli.engine.drafter import Pair
 
 
 Sources = tuple[Literal["suffix", "scouts", "stand", "recycle"], ...]
@@ -52,7 +53,7 @@ class Mix(Scouting):
         each |= {"recycle": KEY_BYTES * min(KEYS, n), "stand": KEY_BYTES * min(KEYS, 3 * n)}
         return sum(each[name] for name in set(self.sources))
 
-    def drafter(self, ends: Collection[int] = ()) -> Mixer:
+    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
         from kvcli.drafts.copies import Copies
         from kvcli.drafts.mixer import Mixer

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING
 
 from kvcli.drafts.credit import Credit
 from kvcli.drafts.pace import Mode, Pace
-from kvcli.drafts.tree import FAINT, Guess, Source, decided, grow
+from kvcli.drafts.tree import FAINT, SURE, Guess, Source, decided, grow
 from kvcli.engine.report import Report, ScoutsReport
 
 if TYPE_CHECKING:
+    from kvcli.drafts.chain import Chain
     from kvcli.drafts.pacing import Pacing
     from kvcli.drafts.pool import Pool
     from kvcli.drafts.successors import Successors
     from kvcli.drafts.window import Window
     from kvcli.engine.drafter import Costs, Glance
-    from kvcli.engine.feed import Glean
+    from kvcli.engine.feed import Asks, Glean
     from kvcli.engine.rows import Draft, Scouts
     from kvcli.engine.sample import Sampler
     from kvcli.engine.stats import Step
+    from kvcli.kv.slots import Usage
 
 _PATIENT, _EAGER = 64, 16  # passes before the first scouts, beside other sources and alone
 _PAPER = 8  # tokens that a guess on paper must get right
@@ -39,12 +41,14 @@ class Mixer:
         successors: Sequence[Successors] = (),
         scouting: tuple[Window, Pool] | None = None,
         view: Glance | None = None,
+        chain: Chain | None = None,
     ) -> None:
-        """`successors` are those of the sources that learn from logits, the pool of `scouting` is one of them, too."""
+        """`successors` are those of the sources that learn from logits, the pool of `scouting` is one of them, too, and
+        so is `chain`, whose guesses take passes."""
         self._config, self._sources, self._successors = config, list(sources), successors
         self._window: Window | None = scouting[0] if scouting else None
         self._pool: Pool | None = scouting[1] if scouting else None
-        self._view = view
+        self._view, self._chain = view, chain
         self._pace = Pace(config.kill_below, config.probe_every)
         self._credit = Credit(_PATIENT if len(self._sources) > 1 else _EAGER)
         self._costs: Costs | None = None
@@ -73,9 +77,15 @@ class Mixer:
         """Begin each text with these costs of passes, until they are measured here."""
         self._costs = costs
 
-    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
+    def usage(self) -> list[Usage]:
+        """What a second model stores of the text."""
+        return self._chain.sibling.usage() if self._chain is not None else []
+
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Asks[None] | None:
         for source in self._successors:
             source.sampler = sampler
+        if self._chain is not None:
+            self._chain.sampler = sampler
         self._follow(ids)
         if self._window is not None:
             self._window.start(ids)
@@ -83,15 +93,31 @@ class Mixer:
         if self._costs is not None:
             self._pace.expect(self._costs(len(ids)))
         self._guesses, self._paper = None, []
+        return self._chain.study() if self._chain is not None and not self._pace.is_paused and self._pays(()) else None
 
-    def propose(self, ids: Sequence[int], room: int) -> Draft:
-        from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
-
+    def propose(self, ids: Sequence[int], room: int) -> Asks[Draft] | Draft:
         if self._tail != list(ids[max(0, self._n - _TAIL) : self._n]) or self._n > len(ids):
             self._follow(ids)
         elif self._n < len(ids):
             self._extend(ids[self._n :])
         mode = self._mode = self._pace.mode() if self._config.adaptive else Mode.DRAFT
+        if self._chain is not None and mode is not Mode.PLAIN:
+            return self._ahead(self._chain, mode, room)
+        return self._proposal(mode, room)
+
+    def _ahead(self, chain: Chain, mode: Mode, room: int) -> Asks[Draft]:
+        """The proposal, once the second model has had its passes."""
+        is_paper = mode is Mode.PAPER
+        others = [source for source in self._sources if source is not chain] if self._config.adaptive else []
+        is_sure = any(guess.chance >= SURE for guess in grow(others, 1, room, branches=1))
+        looked = yield from chain.ahead(0 if is_paper or is_sure else room, self._pays, self._pace.plain)
+        if is_paper and looked:
+            self._pace.hear_paper(self._pays(()))
+        return self._proposal(mode, room)
+
+    def _proposal(self, mode: Mode, room: int) -> Draft:
+        from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
+
         self._guesses = self._grow(mode, room)
         rows = self._rows(self._guesses) if mode is Mode.DRAFT else 0
         self._scouts = self._send(mode, room, rows)
@@ -114,11 +140,12 @@ class Mixer:
         self._hear_paper(step.new)
         if self._mode is not Mode.PLAIN or not self._pace.is_paused:
             self._hear_logits(step)
+        ahead = self._chain.spent if self._chain is not None else 0.0
         self._extend(step.new)
         # what is done here between two passes is time that plain decoding would not take
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
         seconds = step.seconds + spent
-        surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, scouts)
+        surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, scouts, ahead)
         if scouts and self._config.adaptive:
             self._credit.observe(brought, surcharge, self._pace.speed)
         self._guesses, self._scouts = None, None
@@ -131,9 +158,19 @@ class Mixer:
             rested = credit.rested_passes
             scouts = ScoutsReport(self._window.rows, credit.brought, credit.cost, rested, credit.why)
         report = self._pace.report()
+        if (chain := self._chain) is not None:
+            report = replace(report, ahead=chain.cost(report.plain_pass))
+            report = replace(report, paused=True, reason=chain.why) if chain.why else report
         return replace(report, by_source=by_source, scouts=scouts, accepted_by=dict(self._accepted_by))
 
     # ---- the pass to come ----
+
+    def _pays(self, chances: Sequence[float]) -> bool:
+        """Is one more guess of the second model worth its pass, behind some with these chances?"""
+        chain = self._chain
+        if chain is None or not self._config.adaptive:
+            return True
+        return self._pace.deeper(chances, chain.depth, chain.mean, chain.cost(self._pace.plain))
 
     def _grow(self, mode: Mode, room: int) -> list[Guess]:
         if mode is Mode.DRAFT:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from kvcli.drafts.mixer import Mixer
+    from kvcli.engine.drafter import Pair
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Ngram(Pacing):
 
         return TOKEN_BYTES * n
 
-    def drafter(self, ends: Collection[int] = ()) -> Mixer:
+    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
         from kvcli.drafts.copies import Copies  # late: reading a profile must import neither torch nor numpy
         from kvcli.drafts.mixer import Mixer

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafter import Costs, Glance
+    from kvcli.engine.drafter import Costs, Glance, Pair
     from kvcli.engine.feed import Glean
     from kvcli.engine.report import Report
     from kvcli.engine.rows import Draft
     from kvcli.engine.sample import Sampler
     from kvcli.engine.stats import Step
+    from kvcli.kv.slots import Usage
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Off:
     """No drafting: one row a pass, the yardstick."""
 
     strict: ClassVar[bool] = False  # nothing to be strict about
+    second: ClassVar[None] = None  # no model that drafts
 
     @property
     def rows(self) -> int:
@@ -34,9 +36,13 @@ class Off:
         """Bytes of host memory, at most, of what a drafter remembers of n tokens: what memory is planned with."""
         return 0
 
-    def drafter(self, ends: Collection[int] = ()) -> Off:
-        """The drafter of these settings, as every method's dataclass makes its own. `ends`: tokens that end a text."""
+    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Off:
+        """The drafter of these settings, as every method's dataclass makes its own. `ends`: tokens that end a text.
+        `pair`: of the model that writes and the one that drafts, where `second` names one."""
         return self
+
+    def usage(self) -> list[Usage]:
+        return []
 
     @property
     def view(self) -> Glance | None:

@@ -27,6 +27,7 @@ _ABSURD = 0.6  # units; a pass with guesses that seems cheaper means that the pl
 _DOUBTS, _LATELY = 2, 128  # so often within so many passes the plain time is measured anew; after that it is noise
 _MARGINAL = 1.2  # multiple of plain speed
 _FEW = 0.25  # share of passes with guesses that makes a slow window drafting's own fault
+_SAFE = 4  # guesses of a second model that are made before the cost of verifying so many is known
 _ENOUGH = 4  # guesses on paper in a row that end any pause
 
 
@@ -134,6 +135,28 @@ class Pace:
                 best, most = n, tokens - rate * costs[n]
         return best
 
+    def deeper(self, chances: Sequence[float], most: int, mean: float, each: float) -> bool:
+        """Does it pay to guess on behind guesses of these `chances`, up to `most`, where a guess takes a pass first?
+
+        `mean`: how often further ones come true, as far as is known before they are made; `each`: plain passes of one.
+        """
+        n, chance, gain = len(chances), chances[-1] if chances else 1.0, 0.0
+        rate = max(self._window.rate, 1.0)
+        if chance * mean <= rate * each:  # further ones come true no more often
+            return False
+        costs = self._clock.costs(most + 2)
+        for further in range(1, min(most, max(_SAFE, self._clock.reach - 1)) - n + 1):
+            chance *= mean
+            gain += chance
+            if gain > rate * (further * each + costs[n + further] - costs[n]):
+                return True
+        return False
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a pass with one row, 0 = not measured."""
+        return self._clock.plain
+
     @property
     def speed(self) -> float:
         """Tokens by the time of a plain pass, lately; 0 = not measured."""
@@ -152,8 +175,9 @@ class Pace:
     def is_paused(self) -> bool:
         return self._left > 0
 
-    def observe(self, guesses: int, tokens: int, seconds: float, scouts: int = 0) -> float | None:
-        """The pass verified this many guesses, beside so many scouts, and yielded this many tokens.
+    def observe(self, guesses: int, tokens: int, seconds: float, scouts: int = 0, ahead: float = 0.0) -> float | None:
+        """The pass verified this many guesses, beside so many scouts, and yielded this many tokens. `ahead`: of the
+        seconds, those of passes by which the guesses were made.
 
         Returns how many plain passes longer it took for the scouts, if that can be said.
         """
@@ -168,14 +192,15 @@ class Pace:
             self._clock.time_plain(seconds)
         if not self._clock.plain:
             return None
-        units = seconds / self._clock.plain
+        before = ahead / self._clock.plain
+        units = seconds / self._clock.plain - before
         if (guesses or scouts) and units < _ABSURD and self._doubt(_FIRST_PLAIN):
             return None  # it was timed while warming up, or the machine has become faster
         # one stall (a boundary, another program) says nothing about drafting
         usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1)
         if guesses and not scouts:
             self._clock.time(guesses + 1, units)
-        self._note(Timed(guesses, tokens, min(units, (1.5 if is_known and not scouts else 4) * usual)))
+        self._note(Timed(guesses, tokens, before + min(units, (1.5 if is_known and not scouts else 4) * usual)))
         return units - usual if scouts else None
 
     def hear_paper(self, came_true: bool) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from kvcli.settings.schema import Range
 from kvcli.settings.values import WrongValue, check, keys_of
+
+if TYPE_CHECKING:
+    from kvcli.settings.schema import Second
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class Pacing:
     def rows(self) -> int:
         """Of a pass, at most: the pending token and guesses."""
         return 1 + self.max
+
+    @property
+    def second(self) -> Second | None:
+        """The model that drafts, if there is one."""
+        return None
 
     def copied(self, n: int) -> int:
         """How many of n slots a head a view keeps a copy of: none, without scouts."""

@@ -29,10 +29,10 @@ KEYS = 1 << 14  # at most; the oldest go first
 KEY_BYTES = 830  # of a key and its successors, as Python holds them; measured with tracemalloc
 _MEAN = 8  # tellings after which a mean moves as if it were of so many
 # Rows: how far the guess leads the next one (a first choice) or trails the best (a later one), in nats.
-_GAPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-_NAMES = ("<0.25", "<0.5", "<1", "<2", "<4", "<8", "8+")
+GAPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+NAMES = ("<0.25", "<0.5", "<1", "<2", "<4", "<8", "8+")
 # Columns: the first choice, the second, later ones. A first choice that leads is better, one that trails is worse.
-_START = (
+START = (
     (0.35, 0.25, 0.15),
     (0.4, 0.25, 0.15),
     (0.5, 0.2, 0.1),
@@ -72,7 +72,7 @@ class Successors:
         self._entries: dict[tuple[int, ...], Entry] = {}
         self._tail: list[int] = []  # the last `longest` tokens of the text
         self._at = 0  # position of the last of them
-        self._odds = Odds(_START, _NAMES)
+        self._odds = Odds(START, NAMES)
 
     def start(self, ids: Sequence[int]) -> None:
         """What was learned under another text stays: it is the model's view of these tokens."""
@@ -91,11 +91,10 @@ class Successors:
         )
         if entry is None:
             return ()
-        ids, scores = self._ranked(entry, self._at + depth)
-        lead = scores[0] - scores[1] if len(scores) > 1 else inf
+        ids, scores = ranked(entry.ids, entry.logp, self._at + depth, self.sampler)
         found = []
         for rank, token in enumerate(ids[:branches]):
-            row, column = bisect(_GAPS, scores[0] - scores[rank] if rank else lead), min(rank, 2)
+            row, column = cell(scores, rank)
             chance = self._odds.chance(row, column)
             found.append(Offer(token, chance, (*state, token)[-self.longest :], (row, column)))
         return found
@@ -123,21 +122,28 @@ class Successors:
     def record(self) -> tuple[Accepted, ...]:
         return self._odds.record()
 
-    def _ranked(self, entry: Entry, at: int) -> tuple[list[int], list[float]]:
-        """Tokens in the order in which the sampler would prefer them behind position `at`, and their scores."""
-        s = self.sampler
-        if s is None or s.temperature == 0:
-            return entry.ids, entry.logp
-        ids, scores = entry.ids[: s.top_k or TOP], [lp / s.temperature for lp in entry.logp[: s.top_k or TOP]]
-        if s.top_p < 1:
-            mass = [exp(score - scores[0]) for score in scores]
-            ahead = list(accumulate(mass, initial=0.0))
-            scores = [score for score, before in zip(scores, ahead, strict=False) if before < s.top_p * ahead[-1]]
-        if s.min_p > 0:
-            scores = [score for score in scores if score >= scores[0] + log(s.min_p)]
-        noise = gumbel_host(s.seed, at, ids[: len(scores)])
-        ranked = sorted(((score + g, token) for score, g, token in zip(scores, noise, ids, strict=False)), reverse=True)
-        return [token for _, token in ranked], [score for score, _ in ranked]
+
+def cell(scores: Sequence[float], rank: int) -> tuple[int, int]:
+    """Where the odds of a choice are kept, by the scores of all, falling."""
+    other = scores[rank] if rank else scores[1] if len(scores) > 1 else -inf
+    return bisect(GAPS, scores[0] - other), min(rank, 2)
+
+
+def ranked(ids: list[int], logp: list[float], at: int, s: Sampler | None) -> tuple[list[int], list[float]]:
+    """Tokens in the order in which the sampler would prefer them behind position `at`, and their scores."""
+    if s is None or s.temperature == 0:
+        return ids, logp
+    most = s.top_k or len(ids)
+    ids, scores = ids[:most], [lp / s.temperature for lp in logp[:most]]
+    if s.top_p < 1:
+        mass = [exp(score - scores[0]) for score in scores]
+        ahead = list(accumulate(mass, initial=0.0))
+        scores = [score for score, before in zip(scores, ahead, strict=False) if before < s.top_p * ahead[-1]]
+    if s.min_p > 0:
+        scores = [score for score in scores if score >= scores[0] + log(s.min_p)]
+    noise = gumbel_host(s.seed, at, ids[: len(scores)])
+    ranked = sorted(((score + g, token) for score, g, token in zip(scores, noise, ids, strict=False)), reverse=True)
+    return [token for _, token in ranked], [score for score, _ in ranked]
 
 
 def top(logits: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from kvcli.kv.slots import Store, Usage, spans
 from kvcli.kv.state import Given, Misfit, State
 
 if TYPE_CHECKING:
-    from kvcli.engine.gate import Live, Pruner, Pruning
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Live, Pruning
 
 AT_ONCE = 256  # tokens that go on together to the last layer: each has a mask over all that is stored
 
@@ -31,7 +31,6 @@ class Behind:
     def __init__(self, lm: LM, pruning: Pruning | None) -> None:
         self._lm, self._pruning = lm, pruning
         self._at: Stopped = {}  # positions rise
-        self._noting: Noting | None = None  # of the prompt under way
         self.is_torn = False  # some layers hold what came back, and others do not
 
     def __len__(self) -> int:
@@ -59,7 +58,7 @@ class Behind:
 
     def clear(self) -> None:
         """A text begins anew."""
-        self._at, self._noting, self.is_torn = {}, None, False
+        self._at, self.is_torn = {}, False
 
     # ---- a prompt ----
 
@@ -73,21 +72,6 @@ class Behind:
         if self._pruning is not None and self._pruning.completes:
             yield from self.complete(kv, ids)
 
-    def noted(self, pruner: Pruner | None, pos: Sequence[int]) -> Pruner | None:
-        """The pruner of a prompt at these positions, whose leavings are noted if they may go on later."""
-        self._noting = Noting(pruner, pos) if pruner is not None and self.comes_back else None
-        return self._noting or pruner
-
-    def give_up(self) -> None:
-        """Of that prompt nothing counts."""
-        self._noting = None
-
-    def read(self) -> None:
-        """That prompt is stored."""
-        if self._noting is not None:
-            self.join(self._noting.stopped)
-        self._noting = None
-
     # ---- the ways on ----
 
     @property
@@ -95,9 +79,10 @@ class Behind:
         """Tokens of an answer between two boundaries at which some may come back; None = nobody does."""
         return self._pruning.every if self._pruning is not None and self else None
 
-    def come_back(self, kv: Store, ids: Sequence[int]) -> Asks[None]:
-        """At a boundary: those go on that the pending token looks at. It goes along, and nothing of it is stored."""
-        assert self._pruning is not None, "somebody left them behind"
+    def come_back(self, kv: Store, ids: Sequence[int], written: int) -> Asks[None]:
+        """So far into an answer those go on that its pending token looks at. It goes along; nothing of it is stored."""
+        if self._pruning is None or self.every is None or written % self.every:
+            return
         trip = Trip(self._lm, kv, ids, self, [len(ids) - 1])
         yield from trip.go(self._pruning.back(self._lm, kv, self))
         trip.store()
@@ -156,23 +141,3 @@ class Behind:
     def usage(self) -> list[Usage]:
         """Bytes, by the layer before which they stopped."""
         return [Usage(layer, "behind", len(pos), x.nbytes) for layer, (pos, x) in self._at.items()]
-
-
-class Noting:
-    """A pruner of rows at these positions, and a note of whom it leaves behind."""
-
-    def __init__(self, pruner: Pruner, pos: Sequence[int]) -> None:
-        self._pruner, self._pos = pruner, pos
-        self.stopped: Stopped = {}
-
-    def before(self, layer: int, live: Live) -> Sequence[int] | None:
-        """As it says."""
-        return self._pruner.before(layer, live)
-
-    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
-        """Noted."""
-        self.stopped[layer] = [self._pos[row] for row in rows], hidden
-
-    def revive(self, layer: int) -> tuple[Sequence[int], Tensor] | None:
-        """As it says."""
-        return self._pruner.revive(layer)

@@ -2,7 +2,8 @@
 
 What a part makes in a layer is stored, and settled, before the next part comes. So the same rows meet the same past as
 in reading chunk by chunk, in another order, and make the same bits; what a pass holds on to is of a part and a layer,
-beside the hidden states of the whole prompt. A pruner is asked between layers, when all of the prompt is there.
+beside the hidden states of the whole prompt. Between layers, when all of the prompt is there, a pruner says who goes
+on: rows that stay behind are no longer computed, and those further on do not see them, as if a mask hid them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.gate import Live, Pruner, Pruning, narrowed
+from kvcli.engine.pruner import Live, Pruner, Pruning
+from kvcli.engine.trip import Stopped
 from kvcli.kv.slots import spans
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class ByLayers:
         self.rows, self.hear, self.pruner = rows, hear, pruner
         self.queries: list[Tensor] = []  # per layer that it is through [H, len(hear), D]
         self._lm, self._kv, self._part = lm, kv, part
-        self._comes_back = comes_back
+        self._comes_back, self.stopped = comes_back, Stopped()  # of those left behind so far, who may come back
         self._left = spans(lm.shapes)  # layers to come, those that it is in first
         self._hear = frozenset(hear)
         self._live: Sequence[int] = range(rows.n_rows)  # rows that go through these
@@ -111,9 +113,15 @@ class ByLayers:
 
     def _enter(self, layers: range) -> None:
         """Leave behind who does not go on, and make room for those who do: what grows by the part is copied often."""
-        if self.pruner is not None:
-            given = torch.empty(len(self._live), 0) if self._hidden is None else self._hidden
-            self._live, given = narrowed(self.pruner, layers.start, self.live, given)
-            self._hidden = None if self._hidden is None else given
-            assert set(self.hear) <= set(self._live), "rows that are heard go through every layer"
+        chosen = self.pruner(layers.start, self.live) if self.pruner is not None else None
+        if chosen is not None and len(chosen) < len(self._live):
+            on = set(chosen)
+            assert self._hear <= on, "rows that are heard go through every layer"
+            go = [i for i, row in enumerate(self._live) if row in on]
+            stay = [i for i, row in enumerate(self._live) if row not in on]
+            if self._hidden is not None:
+                if self._comes_back:
+                    self.stopped[layers.start] = [self.rows.pos[self._live[i]] for i in stay], self._hidden[stay]
+                self._hidden = self._hidden[go]
+            self._live = [self._live[i] for i in go]
         self._kv.reserve(max(map(self._kv.n_slots, layers)) + len(self._live), layers)

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from kvcli.engine.rows import places
 from kvcli.kv.slots import Slots
 
 if TYPE_CHECKING:
@@ -18,28 +16,19 @@ if TYPE_CHECKING:
 
 
 def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
-    """Store keys and values of these rows, in each layer of those that reached it."""
-    found: dict[int, tuple[Tensor | slice | None, Sequence[int]]] = {}  # layers reached by the same rows share one
+    """Store keys and values of these rows in each layer that they went through."""
+    if not path:
+        return
+    device = next(iter(made.fresh.values())).k.device
+    is_run = path[-1] - path[0] == len(path) - 1
+    is_all = is_run and len(path) == rows.n_rows
+    taken = slice(path[0], path[-1] + 1) if is_run else torch.tensor(path, device=device)
+    pos = rows.pos if is_all else [rows.pos[row] for row in path]
+    # with gaps, of which a prompt that is pruned has hundreds
+    at = torch.tensor(pos, dtype=torch.int32, device=device) if pos[-1] - pos[0] != len(pos) - 1 else None
     for layer, fresh in made.fresh.items():
-        if id(fresh.rows) not in found:
-            found[id(fresh.rows)] = _taken(rows.pos, fresh.rows, path, fresh.k.device)
-        taken, pos = found[id(fresh.rows)]
-        k, v = (fresh.k, fresh.v) if taken is None else (fresh.k[:, taken], fresh.v[:, taken])
-        if pos and pos[-1] - pos[0] == len(pos) - 1:
+        k, v = (fresh.k, fresh.v) if is_all else (fresh.k[:, taken], fresh.v[:, taken])
+        if at is None:
             kv.append(layer, k, v, pos[0])
-        elif pos:  # with gaps, of which a prompt that is pruned has hundreds
-            at = torch.tensor(pos, dtype=torch.int32, device=k.device)
+        else:
             kv.take(layer, Slots(k, v, at.expand(k.shape[0], -1)))
-
-
-def _taken(
-    pos: Sequence[int], reached: Sequence[int] | None, path: Sequence[int], device: torch.device
-) -> tuple[Tensor | slice | None, Sequence[int]]:
-    """Where rows of a path lie among those that reached a layer (None = they are all who did), and their positions."""
-    if reached is None and path == range(len(pos)) and isinstance(pos, range):  # a prompt's, as long as they come
-        return None, pos
-    there = path if reached is None else sorted(set(path).intersection(reached))
-    at, of = places(there, reached), [pos[row] for row in there]
-    if not at or at[-1] - at[0] != len(at) - 1:
-        return torch.tensor(at, device=device, dtype=torch.int64), of
-    return (None if len(at) == len(pos if reached is None else reached) else slice(at[0], at[-1] + 1)), of

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kvcli.engine.feed import Asks, Glean
+    from kvcli.engine.lm import LM
     from kvcli.engine.report import Report
     from kvcli.engine.rows import Draft
     from kvcli.engine.sample import Sampler
     from kvcli.engine.stats import Step
+    from kvcli.kv.slots import Usage
 
 
 # tokens of context -> rows of a pass -> its time in passes of one row
@@ -25,6 +27,14 @@ class Glance:
     kind: str  # "stream" or "quest"; which policy that is, kvcli/build.py knows
     settings: Mapping[str, int]  # of the policy
     every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The model that writes, and one that drafts for it."""
+
+    target: LM
+    draft: LM
 
 
 class Drafter(Protocol):
@@ -55,6 +65,9 @@ class Drafter(Protocol):
 
     def observe(self, step: Step) -> Asks[None] | None:
         """What one step made of the proposal; called once after each step, in order."""
+
+    def usage(self) -> list[Usage]:
+        """Bytes of keys and values of its own."""
 
     def report(self) -> Report | None:
         """How drafting fares and why it pauses, for people; None if there is nothing to say."""

@@ -34,7 +34,7 @@ def run(feeds: Sequence[Feed]) -> list[Made]:
 
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
     passes = [Pass(feed) for feed in feeds]
-    if any(feed.pruner is not None for feed in feeds) or (feeds[0].layers is not None and lm.straight is None):
+    if feeds[0].layers is not None and lm.straight is None:
         lm.meet_gates()
     logits, hidden = _forward(lm, feeds, SideBySide(passes) if len(passes) > 1 else passes[0])
     each = torch.split(logits, [len(feed.want) for feed in feeds]) if len(feeds) > 1 else [logits]
@@ -64,9 +64,8 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
     if len(feeds) > 1:
         ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
     nothing = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
-    is_narrowed = any(feed.pruner is not None for feed in feeds)  # by gates, which stand in the model's own loop
     try:
-        if lm.straight is not None and not is_narrowed:
+        if lm.straight is not None:
             gave = lm.straight(ids, pos, want, attends, attends.layers, attends.hidden)
             return (nothing, gave) if is_below else (gave, None)
         return call(lm.model, ids, pos, want, device=lm.device, kvcli_pass=attends), None

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.gate import Pruner
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
     from kvcli.engine.sample import Draw
@@ -39,7 +38,6 @@ class Feed:
     glean: Glean | None = None  # what else the host is to learn of each wanted row's logits
     hear: Sequence[int] = ()  # rows whose queries are handed back
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
-    pruner: Pruner | None = None  # which rows go on from layer to layer; None = all
     layers: range | None = None  # that it goes through; None = all
     hidden: Tensor | None = None  # [N, E]: what goes into the first of these; None = the embeddings
     only_kv: bool = False  # it ends where the last of these has keys and values
@@ -49,9 +47,8 @@ class Feed:
 class Fresh:
     """Keys and values that a pass made in one layer; never in the store."""
 
-    k: Tensor  # [K, n, D]
-    v: Tensor  # [K, n, D]
-    rows: Sequence[int] | None = None  # the n rows that reached the layer, rising; None = all
+    k: Tensor  # [K, N, D]
+    v: Tensor  # [K, N, D]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.feed import Fresh
-from kvcli.engine.gate import Enough, Live, narrowed
-from kvcli.engine.rows import Rows, places
+from kvcli.engine.gate import Enough
+from kvcli.engine.rows import Rows
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import merge
 from kvcli.kv.slots import Sight
@@ -32,8 +32,7 @@ class Pass:
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self.rows = feed.rows  # those on their way
-        self.live: Sequence[int] | None = None  # which of the feed's these are, rising; None = all
+        self.rows = feed.rows
         self.fresh: dict[int, Fresh] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
         self._dtype = feed.past.dtype
@@ -42,33 +41,8 @@ class Pass:
         self.layers = feed.layers or range(feed.lm.n_layers)
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
-    @property
-    def n_rows(self) -> int:
-        """All that the pass began with."""
-        return self._feed.rows.n_rows
-
-    @property
-    def is_gated(self) -> bool:
-        """Does anything happen between its layers?"""
-        return self._feed.pruner is not None or self._feed.layers is not None
-
-    def narrow(self, layer: int, hidden: Tensor) -> Tensor:
-        """Before a layer: hidden states [n, E] of the rows on their way -> of those that go on."""
-        feed = self._feed
-        if feed.pruner is None:
-            return hidden
-        before = self.live or range(self.n_rows)
-        live = Live(before, self.fresh.get(layer - 1), self.queries[-1] if self.queries else None)
-        rows, hidden = narrowed(feed.pruner, layer, live, hidden)
-        if rows is not before:
-            assert {*feed.want, *feed.hear} <= set(rows), "rows that are wanted or heard go through every layer"
-            self.live = None if len(rows) == self.n_rows else rows
-            self.rows = feed.rows if self.live is None else feed.rows.only(rows)
-            self._hear, self._seen = None, {}
-        return hidden
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
-        """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding, of the rows on their way -> [H, N, D].
+        """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
 
         No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
         read in the store's numbers: a guess must see its ancestors as it will once they are stored.
@@ -78,9 +52,9 @@ class Pass:
             q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
         if (source := feed.lm.shapes[layer].shares) is not None:
-            k, v = self._of(self.fresh[source])
+            k, v = self.fresh[source].k, self.fresh[source].v
         else:
-            self.fresh[layer] = Fresh(k, v, self.live)
+            self.fresh[layer] = Fresh(k, v)
         if feed.hear:
             self._listen(q)
         if layer == self.last:
@@ -101,15 +75,8 @@ class Pass:
     def _listen(self, q: Tensor) -> None:
         """Keep the queries of the heard rows in a layer."""
         if self._hear is None:
-            self._hear = torch.tensor(places(self._feed.hear, self.live), device=q.device, dtype=torch.int64)
+            self._hear = torch.tensor(list(self._feed.hear), device=q.device, dtype=torch.int64)
         self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
-
-    def _of(self, shared: Fresh) -> tuple[Tensor, Tensor]:
-        """What another layer made of the rows on their way, all of which have been there."""
-        if shared.rows is self.live:
-            return shared.k, shared.v
-        rows = places(self.live or range(self.n_rows), shared.rows)
-        return shared.k[:, rows], shared.v[:, rows]
 
     def _sees(self, window: int | None, like: Tensor) -> Tensor | None:
         """Which fresh rows a row sees in a layer with this window; None = plain causal."""
@@ -127,27 +94,9 @@ class SideBySide:
 
     def __init__(self, passes: Sequence[Pass]) -> None:
         self._passes = passes
-        self.is_gated = any(p.is_gated for p in passes)
-        self.n_rows = sum(p.n_rows for p in passes)
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
         self.hidden = torch.cat(each) if each else None
-
-    @property
-    def live(self) -> Sequence[int] | None:
-        """Which rows are on their way, counted from the first text's on; None = all."""
-        if all(p.live is None for p in self._passes):
-            return None
-        found, start = list[int](), 0
-        for p in self._passes:
-            found += (start + row for row in p.live or range(p.n_rows))
-            start += p.n_rows
-        return found
-
-    def narrow(self, layer: int, hidden: Tensor) -> Tensor:
-        """As of one pass, each text by its own pruner."""
-        each = torch.split(hidden, [p.rows.n_rows for p in self._passes])
-        return torch.cat([p.narrow(layer, own) for p, own in zip(self._passes, each, strict=True)])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As of one pass, their rows one text behind the other."""

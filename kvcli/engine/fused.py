@@ -103,8 +103,6 @@ class Fused:
 class Listener:
     """Travels in place of a pass. A row attends to itself."""
 
-    is_gated = False
-
     def __init__(self) -> None:
         self.asked: list[Asked] = []
 

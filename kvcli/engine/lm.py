@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
-from kvcli.engine import forward, gate, seam, stated, weights
+from kvcli.engine import forward, gate, seam, stated, stops, weights
 from kvcli.engine.few import few_layers
 from kvcli.engine.fused import fuse_
 from kvcli.engine.info import ModelInfo
@@ -150,6 +150,10 @@ class LM:
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
 
+    def __deepcopy__(self, memo: object) -> LM:
+        """Itself: texts that are copied share it."""
+        return self
+
     @property
     def rounds_by_rows(self) -> bool:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
@@ -160,10 +164,15 @@ class LM:
 
         Gates come with it: a call more in each layer of each pass, which most models never need.
         """
-        if not self._has_gates:
+        if self._has_gates:
+            return
+        self._has_gates = True  # for the passes of the check
+        try:
             gate.install(self._layers or ())
-            seam.compare_narrowed(self, self.info.id)
-            self._has_gates = True
+            stops.compare(self)
+        except BaseException:
+            self._has_gates = False
+            raise
 
     def lay_out(self) -> None:
         """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served.

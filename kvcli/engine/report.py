@@ -39,6 +39,7 @@ class Report:
     row_cost: dict[int, float]  # rows in a pass, up to so many -> its time in plain passes; measured ones only
     by_source: Mapping[str, tuple[Accepted, ...]] = field(default_factory=dict)
     scouts: ScoutsReport | None = None  # None = the drafter sends none
+    ahead: float | None = None  # plain passes that one of a second model's takes; None = there is none
     accepted_by: Mapping[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
 
     @property

@@ -105,14 +105,9 @@ class Rows:
         )
 
     def only(self, rows: Sequence[int]) -> Rows:
-        """These rows alone, rising: each sees those of them that it saw. A tree with gaps has no parents to walk."""
-        return Rows(
-            ids=_picked(self.ids, rows),
-            pos=_picked(self.pos, rows),
-            sees=None if self.sees is None else self.sees[list(rows)][:, list(rows)],
-            tree=len(rows) if self.tree == self.n_rows else sum(row < self.tree for row in rows),
-            parent=(),
-        )
+        """Of a chain these alone, rising. With gaps it has no parents to walk."""
+        assert self.sees is None, "rows of a tree go together"
+        return Rows(_picked(self.ids, rows), _picked(self.pos, rows), sees=None, tree=len(rows), parent=())
 
     def children(self) -> list[list[int]]:
         """children()[i] lists the tree rows whose parent is row i."""
@@ -134,11 +129,3 @@ class Rows:
 def _picked(of: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
     """Of a run a run: that of a chain's positions stays a range."""
     return of[rows.start : rows.stop] if isinstance(rows, range) else [of[row] for row in rows]
-
-
-def places(rows: Sequence[int], among: Sequence[int] | None) -> list[int]:
-    """Where these rows lie among others; None = among all."""
-    if among is None:
-        return list(rows)
-    at = {row: i for i, row in enumerate(among)}
-    return [at[row] for row in rows]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 from kvcli.engine.engine import call, run
 from kvcli.engine.feed import Feed
-from kvcli.engine.forward import Pass, sight_of
-from kvcli.engine.gate import Enough, Live
+from kvcli.engine.forward import sight_of
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadModel
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import LayerShape, Sight, spans
+from kvcli.kv.slots import LayerShape, Sight
 from kvcli.models.foreign import blamed
 
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
 # Relative RMS of a row's logits. Stock attention takes its softmax in float32 even in a float64 model.
-_WITHIN = {torch.float64: 1e-5, torch.float32: 3e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+WITHIN = {torch.float64: 1e-5, torch.float32: 3e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
     be off.
     """
     is_half = lm.dtype in (torch.bfloat16, torch.float16)
-    kind, bound = f"{name} ({lm.info.family})", _WITHIN.get(lm.dtype, 0.05)
+    kind, bound = f"{name} ({lm.info.family})", WITHIN.get(lm.dtype, 0.05)
     small = [w for w in lm.windows if w is not None and w <= 64]
     n = min(max([16, *(3 * w for w in small)]), lm.limit)  # most rows leave a small window
     noise = torch.Generator().manual_seed(0)
@@ -157,7 +156,7 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
         if not bool(theirs.isfinite().all()):
             _refuse(kind, f"its own forward gives NaN or infinity in {lm.info.dtype}", [], ["--set load.dtype=fp32"])
         mine = _ours(lm, ids)
-        worst = _apart(mine, theirs, n // 2 if is_half else 0)
+        worst = apart(mine, theirs, n // 2 if is_half else 0)
         if worst <= bound:
             return
     largest = float((mine - theirs).abs().nan_to_num(torch.inf).max())
@@ -172,75 +171,7 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
     )
 
 
-def compare_narrowed(lm: Any, name: str) -> None:
-    """Rows that stay behind before the first layer, against a pass without them, and that one layer by layer; raises
-    BadModel where they differ.
-
-    Every layer is then given a part of the rows, or what another pass left, so whatever is carried past a gate shows.
-    """
-    n = min(17, lm.limit)
-    on = [*range(0, n - 1, 3), n - 1]
-    ids = torch.randint(0, lm.vocab, (n,), generator=torch.Generator().manual_seed(0)).tolist()
-    whole, empty = Rows.chain(ids, 0), Dense(lm.shapes, lm.dtype, lm.device)
-    kind = f"{name} ({lm.info.family})"
-    without = Feed(lm, whole.only(on), empty, want=range(len(on)))
-    with blamed(lambda why: _unstopped(kind, why)):
-        plain = _said(without)
-        try:
-            narrowed = _said(Feed(lm, whole, empty, want=on, pruner=_Leaving(on)))
-            by_layers = _layer_by_layer(without)
-        except IndexError as error:  # its layers hand on more than a vector a token (gemma3n)
-            raise _unstopped(kind, "its layers hand on more than one vector of each token") from error
-    for said, how in (
-        (narrowed, f"a pass with {len(on)} of {n} rows between its layers"),
-        (by_layers, f"{len(on)} rows that go through one layer after the other"),
-    ):
-        off = _apart(said, plain, len(on) // 2 if lm.dtype.itemsize < 4 else 0)
-        if off > _WITHIN.get(lm.dtype, 0.05):
-            raise _unstopped(kind, f"{how}: off by {off:.2g}")
-
-
-def _said(feed: Feed) -> Tensor:
-    """Logits of one pass through the model's own loop."""
-    return call(feed.lm.model, feed.rows.ids, feed.rows.pos, feed.want, kvcli_pass=Pass(feed)).double().cpu()
-
-
-def _layer_by_layer(feed: Feed) -> Tensor:
-    """The same, each pass going on with what the one before it left."""
-    hidden: Tensor | None = None
-    for layers in spans(feed.lm.shapes):
-        one = replace(feed, layers=layers, hidden=hidden)
-        its_pass = Pass(one)
-        with suppress(Enough):
-            return call(feed.lm.model, one.rows.ids, one.rows.pos, one.want, kvcli_pass=its_pass).double().cpu()
-        hidden = its_pass.hidden
-    raise AssertionError("the last layers give logits")
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaving:
-    """Lets `rows` on into the first layer, and all of them from there on."""
-
-    rows: list[int]
-
-    def before(self, layer: int, live: Live) -> Sequence[int] | None:
-        return self.rows if layer == 0 else None
-
-    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None: ...
-
-    def revive(self, layer: int) -> None: ...
-
-
-def _unstopped(kind: str, why: str) -> BadModel:
-    return BadModel(
-        f"rows of {kind} cannot be stopped between its layers",
-        code="no_pruning",
-        lines=[why],
-        try_=["--set prune.method=none --set prefill.order=chunks"],
-    )
-
-
-def _apart(mine: Tensor, theirs: Tensor, nth: int) -> float:
+def apart(mine: Tensor, theirs: Tensor, nth: int) -> float:
     """Relative RMS between rows of logits [N, V]: that of the row that is off the most but `nth`."""
     off = ((mine - theirs).square().mean(1) / theirs.square().mean(1).clamp_min(1e-30)).sqrt()  # [N]
     return float(off.nan_to_num(torch.inf).sort(descending=True).values[nth])

@@ -86,37 +86,38 @@ class Session(Text):
                 self.kv.reserve(len(self.ids))
             self.heard.begin(len(self.ids) - 1)
             yield from self.behind.before_prompt(self.kv, self.ids)
-        whole = len(self.ids) - 1
-        if self.committed >= whole:
+        at, whole = self.committed, len(self.ids) - 1
+        if at >= whole:
             self.spare = None
             yield from asked(self.drafter.start(self.ids, self.sampler))
             return False
-        ahead = self.spare.next(self.committed) if self.spare is not None else None
-        if self.spare is not None and ahead == self.committed:
-            yield from self._take_over(self.spare, whole)
-            return True
-        if self.order == "layers" and ahead is None:
+        ahead = self.spare.next(at) if self.spare is not None else None
+        if self.spare is not None and ahead == at:
+            yield from self._take_over(self.spare)
+        elif self.order == "layers" and ahead is None:
             yield from self._read_on(self._under_way or (yield from self._layer_by_layer(whole)))
-            return True
-        end = min(self.committed + self.chunk_rows, whole if ahead is None else ahead)
+        else:
+            yield from self._read_chunk(min(at + self.chunk_rows, whole if ahead is None else ahead))
+        if self.committed > at:
+            self.boundary = self.committed  # for what breaks in settling, which is then done again
+            yield from self.settle("read" if self.committed == whole else "reading")
+        return True
+
+    def _take_over(self, spare: Spare) -> Asks[None]:
+        """What begins here and was read behind another text, in place of a chunk; nothing where that is gone."""
+        at = self.committed
+        end, past = yield from spare.take(at, self.chunk_rows, self.kv, self.ids)
+        if end > at:
+            self._own = min(self._own, at)
+            self._append(past, end)
+            self.reused += end - at
+
+    def _read_chunk(self, end: int) -> Asks[None]:
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
         made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True)
         self.boundary = end  # a chunk's end is a boundary
         self._commit(rows, hear, made, range(rows.n_rows))
-        yield from self.settle("read" if end == whole else "reading")
-        return True
-
-    def _take_over(self, spare: Spare, whole: int) -> Asks[None]:
-        """What begins here and was read behind another text, in place of a chunk."""
-        end, past = yield from spare.take(self.committed, self.chunk_rows, self.kv, self.ids)
-        if end == self.committed:  # it is gone, and read
-            return
-        self._own, start = min(self._own, self.committed), self.committed
-        self._append(past, end)
-        self.reused += end - start
-        self.boundary = end
-        yield from self.settle("read" if end == whole else "reading")
 
     def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
         """What is left of the prompt, or of it what is judged together where some may stay behind."""
@@ -128,7 +129,7 @@ class Session(Text):
             asks = sorted({*hear, *range(max(0, n - pruning.hears), n)})
             pruner = yield from asked(pruning.over(self.lm, self.kv, rows, asks, self.chunk_rows))
             hear = hear if pruner is None else asks
-        pruner, comes_back = self.behind.noted(pruner, rows.pos), self.behind.comes_back
+        comes_back = self.behind.comes_back
         return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)
 
     def _read_on(self, prompt: ByLayers) -> Asks[None]:
@@ -145,10 +146,9 @@ class Session(Text):
             self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
         if prompt.pruner is not None:
             self._is_whole, self._has_left = False, True
-        self.behind.read()
-        self.boundary = self.committed = self.committed + n
+        self.behind.join(prompt.stopped)
+        self.committed += n
         self._under_way = None  # last: what fails before it is given up
-        yield from self.settle("read" if self.committed == len(self.ids) - 1 else "reading")
 
     @property
     def progress(self) -> int:
@@ -180,8 +180,8 @@ class Session(Text):
         masks: Masks = ()
         if self.policy is not None:
             masks = yield from self._at(phase).ask(self.policy)
-        if phase == "answering" and self.committed == self._back_at(self.committed - 1):
-            yield from self.behind.come_back(self.kv, self.ids)
+        if phase == "answering":
+            yield from self.behind.come_back(self.kv, self.ids, self.committed - self._n_prompt)
         was_whole, self._is_whole = self._is_whole, False  # should it fail half way
         end = min(self._n_prompt, self.committed, *self.behind.positions[:1])  # where a row may still stand
         self._is_whole = not self.kv.settle(masks, end) and was_whole

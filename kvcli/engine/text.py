@@ -21,9 +21,9 @@ from kvcli.kv.state import Given, Misfit, State, Stateful
 if TYPE_CHECKING:
     from kvcli.engine.constraint import Constraint
     from kvcli.engine.drafter import Drafter
-    from kvcli.engine.gate import Pruning
     from kvcli.engine.kinds import Span
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Pruning
     from kvcli.engine.spare import Reusing, Spare
     from kvcli.settings.schema import Order
 
@@ -95,7 +95,6 @@ class Text:
             self.memory = self._wants.memory()
         self.kv.crop(keep)
         self._under_way, self._n_prompt = None, min(self._n_prompt, keep)
-        self.behind.give_up()
         self._own = self._own if keep > self._own else math.inf
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
@@ -197,7 +196,7 @@ class Text:
 
     def fork(self) -> Self:
         """A second session with the same text and a past of its own; the weights are shared."""
-        return copy.deepcopy(self, {id(shared): shared for shared in (self.lm, self.constraint)})
+        return copy.deepcopy(self, {id(self.constraint): self.constraint})
 
     def resume(self, ids: Sequence[int]) -> int:
         """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
@@ -230,10 +229,11 @@ class Text:
         return self._has_left or (not self._is_whole and self.kv.forgets)
 
     def _next_boundary(self) -> float:
-        every = math.inf if self.every is None else (self.committed // self.every + 1) * self.every
-        return min(every, self._back_at(self.committed))
+        """Those of a policy are counted from the beginning of the text, those of who comes back from the answer's."""
+        n = self.committed
+        return n + min(_until(n, self.every), _until(n - self._n_prompt, self.behind.every))
 
-    def _back_at(self, n: int) -> float:
-        """At how many committed tokens, more than n, tokens may come back that were left behind."""
-        every = self.behind.every
-        return math.inf if every is None else n + every - (n - self._n_prompt) % every
+
+def _until(n: int, every: int | None) -> float:
+    """Tokens until there is a multiple of `every`, more than n."""
+    return math.inf if every is None else every - n % every

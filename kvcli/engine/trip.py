@@ -14,15 +14,15 @@ from torch import Tensor
 
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed, Made
-from kvcli.engine.gate import Live
+from kvcli.engine.pruner import Live
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
 from kvcli.kv.slots import Sight, Usage, alone, spans
 
 if TYPE_CHECKING:
     from kvcli.engine.behind import Behind
-    from kvcli.engine.gate import Choose
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Choose
     from kvcli.kernels.attend_rows import Own
     from kvcli.kernels.merge import Part
     from kvcli.kv.slots import Store

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import KvcliError
 from kvcli.fit.plan import Facts, Plan, Subject, plan
 from kvcli.fit.room import choose
+from kvcli.fit.runs import NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,7 +37,8 @@ def changes(
     found: list[Change] = []
     shorter: list[Change] = []  # with a shorter context on top
     for words, profile, room, context in _candidates(wrong, others, rooms):
-        known = facts if room.kind == wrong.room.kind else Facts(facts.base)  # what runs took on another device
+        # what runs took on another device says nothing
+        known = facts if room.kind == wrong.room.kind else replace(facts, beyond=NOTHING)
         try:
             tried = plan(subject, profile(), room, context, known)
         except KvcliError:  # a profile that cannot have it, as one that promises exact text cannot round its keys

@@ -14,6 +14,7 @@ from kvcli.fit.advice import changes
 from kvcli.fit.plan import Facts, Plan, Subject, plan
 from kvcli.fit.program import BASE
 from kvcli.fit.room import Room, choose, rooms
+from kvcli.fit.runs import NOTHING
 from kvcli.schemas.fit import RunEntry
 from kvcli.version import __version__
 
@@ -36,12 +37,13 @@ class Outlook:
     notes: list[str] = field(default_factory=list)  # of files that could not be used
     highest: int = 0  # the most that was foretold for this process so far
     foretold: int = 0  # the same before any correction
+    find: Callable[[str], Subject] | None = None  # a model that drafts, by name
     run: str = field(default_factory=lambda: uuid4().hex[:12])  # of this process, for the log
 
     def facts(self, device: str) -> Facts:
         """What the program takes, and what earlier runs of this model took beyond their estimates."""
         past = runs.beyond(runs.read(self.data), runs.Like(self.name, device.partition(":")[0], program.build()))
-        return Facts(self.base, past) if past is not None else Facts(self.base)
+        return Facts(self.base, past or NOTHING, self.find)
 
     def plan(self, profile: Profile, context: int | None = None) -> Plan:
         """What the profile needs for a context, or for its own window."""

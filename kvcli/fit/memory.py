@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes, working_bytes
+from kvcli.kv.footprint import STEP
 from kvcli.kv.room import EVERY
-from kvcli.kv.tiers import STEP
 from kvcli.kv.windows import Window
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Run:
     answer: int  # tokens of one at most: sliding layers give back what they hide when the next text is read
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
+    second: Callable[[int], int] | None  # of n tokens, bytes of a model that drafts with its keys and values
     lower: int | None  # bytes on the device of a slot that a policy moves down; None: it is forgotten
     drops: bool  # what is moved down is forgotten after all where there is no room
     base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
@@ -124,7 +125,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     copied = run.copied(held)
     view = kv_bytes(shape, copied, run.kv_number) + copied * shape.layers * POSITION
     on_cpu = run.device == "cpu"
-    draft = view + (run.tables(context) if on_cpu else 0)
+    draft = view + (run.tables(context) if on_cpu else 0) + (run.second(context) if run.second else 0)
 
     def nbytes(here: int) -> int:
         lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well

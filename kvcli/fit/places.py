@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.kv import tiers
-from kvcli.kv.ladder import SLACK
+from kvcli.kv.footprint import STEP
+from kvcli.kv.rung import SLACK
 from kvcli.kv.shortage import Shortage
 from kvcli.settings.schema import size_of
 
@@ -61,7 +61,7 @@ class Caps:
         stored = max(held.settled, min(held.stored, most) if held.drops else held.stored)
         over = max(0, stored - most) * room.narrow
         here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest move
-        device = min(whole, cap, held.nbytes(room.always + here + tiers.STEP))
+        device = min(whole, cap, held.nbytes(room.always + here + STEP))
         left = max(0, whole + (stored - held.settled) * room.narrow - device - over)  # as it lies below the top
         left = max(left, min(held.moved, stored) * room.narrow)
         host = min(left, room.in_host * room.narrow)

@@ -13,9 +13,9 @@ from kvcli.fit.places import Caps
 from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.fit.working import is_native
-from kvcli.kv import tiers
+from kvcli.kv import room as kv_room
+from kvcli.kv.footprint import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.kv.slots import LayerShape, Sight
-from kvcli.kv.tiers import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.models.machine import kept_free
 from kvcli.models.refusals import refuse_quant
 from kvcli.models.shape import Shape, of_source
@@ -23,7 +23,6 @@ from kvcli.settings.schema import NUMBERS
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
-    from kvcli.kv import room as kv_room
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
@@ -48,10 +47,11 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was measured before and goes into every estimate."""
+    """What was measured before, or lies elsewhere, and goes into every estimate."""
 
     base: int = BASE  # bytes of the program, in host memory
     beyond: Beyond = NOTHING  # what earlier runs on this kind of device took more
+    find: Callable[[str], Subject] | None = None  # a model that drafts, by name; None = nobody can tell its sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         answer=profile.sample.max_new_tokens,
         tables=profile.spec.tables,
         copied=profile.spec.copied,
+        second=_second(profile, room, facts),
         base=max(0, (facts.base if room.kind == "cpu" else 0) + facts.beyond.middle),
         is_uneven=profile.policy.is_uneven and not packs_by_age(profile.kv, profile.memory),
         is_packed=load.quant != "none",
@@ -190,9 +191,21 @@ def _ordered(
     return (by_layers, more) if more > most else (run, most)
 
 
+def _second(profile: Profile, room: Room, facts: Facts) -> Callable[[int], int] | None:
+    """Tokens of a text -> bytes that a model which drafts takes; None = there is none."""
+    if (wanted := profile.spec.second) is None or facts.find is None:
+        return None
+    subject = facts.find(wanted.model)
+    number = subject.number if profile.load.dtype == "auto" else weights.BYTES[profile.load.dtype]
+    given = subject.is_quantized
+    refuse_quant(subject.name, wanted.quant, room.kind, is_quantized=given)
+    heavy = weights.weigh(subject.held, subject.shape, number=number, quant=wanted.quant, device=room.kind, given=given)
+    return lambda n: heavy.memory + memory.kv_bytes(subject.shape, profile.spec.kept(n), number)
+
+
 def _caps(profile: Profile, shape: Shape, room: Room, of_layer: LayerShape, number: int, free: int) -> Caps:
     def found(chunk: int, left: int) -> kv_room.Room:
-        return tiers.room(
+        return kv_room.room(
             profile.kv,
             profile.memory,
             profile.recall.settings,

@@ -197,11 +197,8 @@ class Dense:
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False and give their memory back; returns what fell out."""
         before = self._slabs[layer].slots()
-        if not self._loses(before, mask):
-            return empty_like(before)
-        fell = compact(before, ~mask)
-        self._hold(layer, compact(before, mask))
-        return self._turned(layer, fell)
+        has_lost = self._forget(layer, before, mask)
+        return self._turned(layer, compact(before, ~mask)) if has_lost else empty_like(before)
 
     def put(self, layer: int, slots: Slots) -> None:
         """Hold these slots instead; their tensors become the tier's own."""
@@ -279,12 +276,10 @@ class Dense:
     def _read(self, layer: int) -> Held:
         return self._slabs[self._holder[layer]]
 
-    def _forget(self, layer: int, before: Slots, mask: Tensor) -> None:
-        if self._loses(before, mask):
+    def _forget(self, layer: int, before: Slots, mask: Tensor) -> bool:
+        if has_lost := bool(((before.pos >= 0) & ~mask).any()):
             self._hold(layer, compact(before, mask))
-
-    def _loses(self, before: Slots, mask: Tensor) -> bool:
-        return bool(((before.pos >= 0) & ~mask).any())
+        return has_lost
 
     def _hold(self, layer: int, raw: Slots) -> None:
         """In the form that fits; `raw` has keys as they are to lie."""

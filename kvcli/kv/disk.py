@@ -1,20 +1,12 @@
 """The disk tier: keys and values in a private temporary file, read through the page cache.
 
-The file has no name (it is unlinked as soon as it is open, or removed at close where that cannot be), is readable by
-its owner only, and dies with the process: it holds the text in recoverable form. Its blocks are claimed before they are
-used, so a full disk is an error when slots come down and never a crash when they are read. Written at most once per
-slot and at most `writes` bytes in all, because disks wear.
+What the file is, and how its room is given out: extents.py.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,49 +14,16 @@ from torch import Tensor
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import WIDEST, Own, Run, attend_part, serves, why_not
 from kvcli.kernels.merge import Part
-from kvcli.kv.folder import temporary_folder
+from kvcli.kv.extents import Extent, SlotFile
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, last, run_of, visible
 from kvcli.kv.state import Given, State
-
-
-@dataclass(slots=True)
-class _Extent:
-    """A run of slots of one layer in the file. Slots are written once; forgetting one only clears its position."""
-
-    offset: int  # bytes
-    nbytes: int
-    k: Tensor  # [K, cap, D], mapped
-    v: Tensor  # [K, cap, D], mapped
-    pos: Tensor  # [K, cap] int32, in memory; -1 = empty
-    length: int = 0  # slots of the longest head
-
-    @property
-    def room(self) -> int:
-        return self.pos.shape[1] - self.length
-
-    @property
-    def has_holes(self) -> bool:
-        return bool((self.slots.pos < 0).any())
-
-    @property
-    def slots(self) -> Slots:
-        n = self.length
-        return Slots(self.k[:, :n], self.v[:, :n], self.pos[:, :n])
-
-    @property
-    def run(self) -> Run:
-        """The same, holes included."""
-        n_kv, cap = self.pos.shape
-        starts = range(0, n_kv * cap, cap)
-        return Run(self.k.flatten(0, 1), self.v.flatten(0, 1), self.pos.flatten(), starts, [self.length] * n_kv, starts)
 
 
 class Disk:
     """Keys and values in a file of at most `most` bytes, in the numbers `dtype`; read and computed on the CPU."""
 
     is_far = False  # the page cache keeps it
-    FIRST, LARGEST = 256, 4096  # slots of an extent: a layer's grow with what it holds
 
     def __init__(
         self,
@@ -78,19 +37,15 @@ class Disk:
     ) -> None:
         """`writes`: bytes written at most. `folder`: where the file is made; None = the system's for such files."""
         self.dtype = dtype
-        self.written = 0  # bytes
         self._heads, self._dim = n_kv_heads, head_dim
-        self._most, self._writes = most, writes
-        self._folder = folder or temporary_folder()
-        self._file: Any = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  # as long as the tier
-        self._end = 0  # bytes of the file
-        self._free: list[tuple[int, int]] = []  # (offset, bytes) of extents that are empty again
-        self._layers: list[list[_Extent]] = [[] for _ in range(n_layers)]
+        self._sizes = most, writes
+        self._file = SlotFile(n_layers, n_kv_heads, head_dim, dtype, most, writes, folder)
+        self._layers: list[list[Extent]] = [[] for _ in range(n_layers)]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Disk:
         """A file of its own with the same slots in the same places, forgotten ones too."""
         n_layers = len(self._layers)
-        new = Disk(n_layers, self._heads, self._dim, self.dtype, self._most, self._writes, self._folder)
+        new = Disk(n_layers, self._heads, self._dim, self.dtype, *self._sizes, self._file.folder)
         new.restore(Given(self.state(), torch.iinfo(torch.int32).max))
         return new
 
@@ -126,20 +81,18 @@ class Disk:
     def _store(self, layer: int, s: Slots) -> None:
         """As they are."""
         n, held = s.n_slots, self._layers[layer]
-        if self.written + n * self._per_slot > self._writes:
-            raise Shortage("memory.disk_writes is used up", detail={"written": self.written, "most": self._writes})
-        fresh: list[_Extent] = []
+        self._file.may_write(n)
+        room, fresh = min(n, held[-1].room) if held else 0, list[Extent]()  # slots
         try:
-            rest = n - (held[-1].room if held else 0)  # slots
-            if rest > 0:
-                fresh.append(self._claim(rest, layer))
-            places = _places([*held[-1:], *fresh], n)
+            if room < n:
+                fresh.append(self._file.claim(n - room, held))
+            places = [(extent, 0, room) for extent in held[-1:] if room] + [(extent, room, n) for extent in fresh]
             for extent, a, b in places:
-                self._write(extent, s.k[:, a:b], s.v[:, a:b])
+                self._file.write(extent, s.k[:, a:b], s.v[:, a:b])
         except BaseException as error:
-            self._free += [(extent.offset, extent.nbytes) for extent in fresh]
+            self._file.give_back(fresh)
             if isinstance(error, OSError):
-                raise Shortage("the disk is full", lines=[f"{self._folder}: {error.strerror}"]) from error
+                raise Shortage("the disk is full", lines=[f"{self._file.folder}: {error.strerror}"]) from error
             raise
         for extent, a, b in places:
             extent.pos[:, extent.length : extent.length + b - a] = s.pos[:, a:b]
@@ -217,7 +170,7 @@ class Disk:
 
     def state(self) -> State:
         """By layer and extent, as mapped."""
-        return {str(layer): {str(i): _state(e) for i, e in enumerate(held)} for layer, held in enumerate(self._layers)}
+        return {str(layer): {str(i): e.state() for i, e in enumerate(held)} for layer, held in enumerate(self._layers)}
 
     def restore(self, given: Given) -> None:
         """In extents of their own, as rows read each of them apart."""
@@ -226,7 +179,7 @@ class Disk:
                 pos = one.positions("pos", self._heads, None, least=-1)
                 shape = self._heads, pos.shape[1], self._dim
                 k, v = (one.tensor(name, self.dtype, *shape) for name in "kv")
-                self._layers[layer].append(self._claim(max(1, pos.shape[1]), layer))
+                self._layers[layer].append(self._file.claim(max(1, pos.shape[1]), self._layers[layer]))
                 self._store(layer, Slots(k, v, pos))
 
     def usage(self) -> list[Usage]:
@@ -237,82 +190,8 @@ class Disk:
             found.append(Usage(layer, "cpu", 0, sum(e.pos.nbytes for e in extents)))
         return found
 
-    @property
-    def _per_slot(self) -> int:
-        """Bytes of a slot of all heads."""
-        return 2 * self._heads * self._dim * self.dtype.itemsize
-
-    def _claim(self, need: int, layer: int) -> _Extent:
-        """An extent with room for at least `need` slots, its blocks on the disk claimed.
-
-        A layer takes ahead of its need no more than its part of the file, so that the last has room for as many slots.
-        """
-        unit = mmap.ALLOCATIONGRANULARITY  # a map begins at a multiple of it
-        again = next((i for i, (_, size) in enumerate(self._free) if size >= need * self._per_slot), None)
-        if again is not None:
-            offset, size = self._free.pop(again)
-        else:
-            ahead = min(self.LARGEST, max(self.FIRST, self.n_slots(layer))) * self._per_slot
-            share = part_of(self._most, len(self._layers)) - sum(e.nbytes for e in self._layers[layer])
-            offset, left = self._end, (self._most - self._end) // unit * unit
-            size = min(-(-max(need * self._per_slot, min(ahead, share)) // unit) * unit, left)
-            if size < need * self._per_slot:
-                raise Shortage("memory.disk is full", detail={"used": self._end, "most": self._most})
-            self._grow(offset + size)
-        cap = size // self._per_slot
-        try:
-            mapped = mmap.mmap(self._file.fileno(), size, offset=offset)
-        except OSError:
-            self._free.append((offset, size))
-            raise
-        k, v = torch.frombuffer(mapped, dtype=self.dtype, count=2 * self._heads * cap * self._dim).view(
-            2, self._heads, cap, self._dim
-        )
-        return _Extent(offset, size, k, v, torch.full((self._heads, cap), -1, dtype=torch.int32))
-
-    def _grow(self, end: int) -> None:
-        fd = self._file.fileno()
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, self._end, end - self._end)
-        else:
-            os.ftruncate(fd, end)
-        self._end = end
-
-    def _write(self, extent: _Extent, k: Tensor, v: Tensor) -> None:
-        """k, v [K, m, D] behind what the extent holds; a write says when the disk is full, a map would crash."""
-        cap, row = extent.pos.shape[1], self._dim * self.dtype.itemsize
-        for i, t in enumerate((k, v)):
-            for j in range(self._heads):
-                data = t[j].to(self.dtype).contiguous().view(torch.uint8).numpy().data.cast("B")
-                at = extent.offset + ((i * self._heads + j) * cap + extent.length) * row
-                while data:
-                    done = os.pwrite(self._file.fileno(), data, at)
-                    self.written += done
-                    at, data = at + done, data[done:]
-
     def _sweep(self, layer: int) -> None:
         """Give back extents in which nothing is left."""
         empty = [e for e in self._layers[layer] if not bool((e.pos >= 0).any())]
         self._layers[layer] = [e for e in self._layers[layer] if not any(e is gone for gone in empty)]
-        self._free += [(e.offset, e.nbytes) for e in empty]
-
-
-def _state(extent: _Extent) -> State:
-    s = extent.slots
-    return {"k": s.k, "v": s.v, "pos": s.pos}
-
-
-def part_of(most: int, n_layers: int) -> int:
-    """Bytes that each layer can be sure of in a file of so many."""
-    return most // n_layers // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-
-
-def _places(extents: list[_Extent], n: int) -> list[tuple[_Extent, int, int]]:
-    """Which of n slots go to which extent: those from a to b - 1, in order, as far as there is room."""
-    found, a = [], 0
-    for extent in extents:
-        b = a + min(extent.room, n - a)
-        if b > a:
-            found.append((extent, a, b))
-        a = b
-    return found
+        self._file.give_back(empty)

@@ -13,53 +13,17 @@ of; what lies below is read in the way of its rung, and let go by nobody.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.rung import Rung, Top
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Masks, Sight, Slots, Tier, Usage, compact, empty_like, last
+from kvcli.kv.slots import Masks, Sight, Slots, Usage, compact, empty_like
 from kvcli.kv.state import Given, State
-from kvcli.kv.windows import Windows
-
-SLACK = 16  # a rung with others below may hold this part more than it has to
-
-
-class Floor(Tier, Protocol):
-    """A tier that can be undone, which is all that a rung needs beside a tier's own verbs."""
-
-    def crop(self, n: int) -> None:
-        """Forget every slot at position n or later."""
-
-
-class Top(Floor, Protocol):
-    """The first rung: new rows go there."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def windows(self) -> Windows: ...
-
-    def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
-        """Room for n slots a head in these layers, None = all."""
-
-    def give_back(self, layer: int, end: int) -> int:
-        """Forget positions that a window hides from rows at `end` and later: those below the answer; 0 = none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """A tier and how much of the past stays in it at a boundary."""
-
-    tier: Floor
-    holds: int | None = None  # slots a head, sinks aside (up to SLACK more); None = all. Of the last: its room
-    group: int = 1  # what is older moves down in multiples of so many slots a head
-    name: str = ""  # of its bytes, where the top's are called as its tier's are
 
 
 class Ladder:
@@ -172,7 +136,7 @@ class Ladder:
         if not self._drops and all(rung.holds is not None for rung in self._rungs):
             most = self._sinks + sum(rung.holds or 0 for rung in self._rungs)
             if n > most:
-                raise Shortage(f"{n:,} tokens do not fit in memory", lines=self._room(), most=most)
+                raise Shortage(f"{n:,} tokens do not fit in memory", lines=list(map(str, self._rungs)), most=most)
         holds = self._rungs[0].holds
         self._top.reserve(n if holds is None else min(n, self._sinks + holds), layers)
 
@@ -238,7 +202,7 @@ class Ladder:
         lets_go = False
         for at, rung in enumerate(self._rungs):
             mask = stays if at == 0 else None
-            is_full = rung.holds is not None and rung.tier.n_slots(layer) >= rung.holds + self._slack(at)
+            is_full = rung.is_full(layer, is_last=at + 1 == len(self._rungs))
             if mask is None and not is_full:
                 continue
             slots = rung.tier.slots(layer)
@@ -247,41 +211,27 @@ class Ladder:
             if is_full:
                 left = slots.pos.masked_fill(leaves, -1)
                 leaves |= oldest(left, 0 if at else self._sinks, rung.holds or 0, rung.group)
-            if n := int(leaves.sum(1).max()) if slots.n_slots else 0:
-                self._make_room(at + 1, layer, n)
+            if bool(leaves.any()):
+                going = self._room_for(at + 1, layer, compact(slots, leaves))
                 self._twice.add((at, layer))  # until they are gone up here; `crop` mends a failure in between
-                self._rungs[at + 1].tier.take(layer, self._fitting(at + 1, compact(slots, leaves)))
+                self._rungs[at + 1].tier.take(layer, going)
                 rung.tier.keep(layer, ~leaves)
                 self._twice.discard((at, layer))
                 self._widths.pop(layer, None)
                 self.changes += 1
         return lets_go
 
-    def _slack(self, at: int) -> int:
-        """Slots a head beyond what a rung holds that are worth moving: a long rung is copied when its oldest go."""
-        rung = self._rungs[at]
-        is_last = at + 1 == len(self._rungs)
-        return rung.group if is_last else max(rung.group, (rung.holds or 0) // SLACK)
+    def _room_for(self, at: int, layer: int, s: Slots) -> Slots:
+        """Of these, which come down to rung `at`, those that have room there once it has let go of others, if it may.
 
-    def _make_room(self, at: int, layer: int, n: int) -> None:
-        """Room for n slots a head of a layer in rung `at`, which hands down its own if it can; raises Shortage."""
-        if at + 1 < len(self._rungs):
-            return
-        rung = self._rungs[at] if at < len(self._rungs) else None
-        if rung is not None and (rung.holds is None or rung.tier.n_slots(layer) + n <= rung.holds):
-            return
-        if rung is None or rung.holds is None or not self._drops:
-            raise Shortage("keys and values have outgrown their memory", lines=self._room())
+        Raises Shortage. A rung with others below hands down its own.
+        """
+        if at + 1 < len(self._rungs) or (at < len(self._rungs) and self._rungs[at].has_room(layer, s.n_slots)):
+            return s
+        if at == len(self._rungs) or not self._drops:
+            raise Shortage("keys and values have outgrown their memory", lines=list(map(str, self._rungs)))
         self._has_dropped = True
-        while (held := rung.tier.n_slots(layer)) and held + n > rung.holds:  # a tier may give room back by the piece
-            there = rung.tier.slots(layer).pos >= 0
-            gone = max(held + n - rung.holds, rung.holds // SLACK)
-            rung.tier.keep(layer, there & (there.cumsum(1) > gone))
-
-    def _fitting(self, at: int, s: Slots) -> Slots:
-        """Of slots that come down to rung `at`, the newest that it has room for at all."""
-        most = self._rungs[at].holds if self._drops and at + 1 == len(self._rungs) else None
-        return s if most is None or s.n_slots <= most else last(s, most)
+        return self._rungs[at].forget(layer, s)
 
     def _once(self, at: int, layer: int) -> None:
         """What two rungs hold stays in the lower one."""
@@ -290,13 +240,6 @@ class Ladder:
         there = [torch.isin(a, b.to(a.device)) for a, b in zip(pos, lower.pos, strict=True)]
         upper.keep(layer, ~torch.stack(there))
         self._twice.discard((at, layer))
-
-    def _room(self) -> list[str]:
-        """How much each rung has room for, for people."""
-        return [
-            f"{rung.tier.usage()[0].tier}: {'all the rest' if rung.holds is None else f'{rung.holds:,} tokens'}"
-            for rung in self._rungs
-        ]
 
 
 def beside(found: Sequence[Slots]) -> Slots:

@@ -30,7 +30,7 @@ from kvcli.kv.slots import Loss, Sight, Slots, Usage, alone, visible
 from kvcli.kv.state import Given, State
 
 if TYPE_CHECKING:
-    from kvcli.kv.ladder import Floor
+    from kvcli.kv.rung import Floor
 
 UNREAD: Loss = "unread"
 ROWS = 64  # rows that choose at a time: their scores of all pages exist at once

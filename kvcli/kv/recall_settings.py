@@ -10,8 +10,8 @@ from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
     from kvcli.kv.index import Index
-    from kvcli.kv.ladder import Floor
     from kvcli.kv.recall_source import Shelf, Source
+    from kvcli.kv.rung import Floor
     from kvcli.kv.slots import Sight, Store
 
 PER_PAGE = 11  # bytes of a page: its first and last position, whether rows may choose it, and whether they last did

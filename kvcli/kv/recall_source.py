@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvcli.kernels.attend_rows import Run
-from kvcli.kv.ladder import Floor
+from kvcli.kv.rung import Floor
 from kvcli.kv.slots import Slots, Tier, picked
 
 

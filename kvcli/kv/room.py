@@ -5,17 +5,22 @@ A store is made with it, and a plan of memory counts with the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvcli.kv.disk import part_of
-from kvcli.kv.ladder import SLACK
+from kvcli.kv.extents import part_of
+from kvcli.kv.footprint import STEP, narrow, packs_by_age, wide
+from kvcli.kv.rung import SLACK
 from kvcli.kv.shortage import Shortage
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.settings.schema import Memory
+    from collections.abc import Sequence
+
+    from kvcli.kv.recall_settings import Chosen
+    from kvcli.kv.slots import LayerShape, Sight
+    from kvcli.settings.schema import Kv, Memory
 
 EVERY = 64  # tokens between two boundaries of a ladder, where no policy wants them closer
 
@@ -121,3 +126,42 @@ class Room:
 
 def _mib(nbytes: int) -> int:
     return -(-nbytes // (1 << 20))
+
+
+def room(
+    kv: Kv,
+    memory: Memory,
+    recall: Chosen,
+    sights: Sequence[Sight],
+    shapes: Sequence[LayerShape],
+    number: int,
+    *,
+    chunk: int,
+    is_cpu: bool,
+    free: int,
+    host: int,
+) -> Room:
+    """Room for keys and values under these tables.
+
+    `number`: bytes of a number as it comes. `chunk`: tokens read in one pass, at most. `free`, `host`: bytes where no
+    size is given; a CPU has no memory beside its own.
+    """
+    read = [shapes[layer] for layer in recall.layers(sights)]
+    index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
+    near = sum(shape.n_kv_heads * recall.near(shape.k_dim, number) for shape in read)
+    newest, packs = max(chunk, EVERY), packs_by_age(kv, memory)
+    always = kv.sinks + (kv.residual if packs else 0)
+    return Room(
+        memory=replace(memory, host="auto") if is_cpu else memory,
+        layers=len(sights),
+        wide=sum(wide(shape, number) for shape in shapes),
+        narrow=sum((narrow(kv, shape, number) if packs else wide(shape, number)) for shape in shapes),
+        index=round(index),
+        far=round(index if is_cpu else index + near),
+        between=always + kv.group + newest + STEP,
+        newest=newest,
+        always=always,
+        is_packed=packs,
+        free=free,
+        host=0 if is_cpu else host,
+    )

@@ -15,8 +15,10 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder, Rung
-from kvcli.kv.room import EVERY, Room
+from kvcli.kv.footprint import STEP, is_ladder, is_packed, packs_by_age
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.room import Room, room
+from kvcli.kv.rung import Rung
 from kvcli.kv.windows import windows_of
 from kvcli.models.machine import kept_free
 from kvcli.settings.schema import size_of
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
     from kvcli.kv.recall_source import Shelf
     from kvcli.kv.slots import LayerShape, Sight, Store, Tier
     from kvcli.settings.schema import Kv, Memory
-
-STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
-POSITION = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -202,101 +201,3 @@ class Plan:
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
         disk = Disk(*self._one_shape("memory.disk", "0GiB"), self.dtype, most, writes)
         return disk if self.device.type == "cpu" else Host(disk, self.device)
-
-
-def room(
-    kv: Kv,
-    memory: Memory,
-    recall: Chosen,
-    sights: Sequence[Sight],
-    shapes: Sequence[LayerShape],
-    number: int,
-    *,
-    chunk: int,
-    is_cpu: bool,
-    free: int,
-    host: int,
-) -> Room:
-    """Room for keys and values under these tables.
-
-    `number`: bytes of a number as it comes. `chunk`: tokens read in one pass, at most. `free`, `host`: bytes where no
-    size is given; a CPU has no memory beside its own.
-    """
-    read = [shapes[layer] for layer in recall.layers(sights)]
-    index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
-    near = sum(shape.n_kv_heads * recall.near(shape.k_dim, number) for shape in read)
-    newest, packs = max(chunk, EVERY), packs_by_age(kv, memory)
-    always = kv.sinks + (kv.residual if packs else 0)
-    return Room(
-        memory=replace(memory, host="auto") if is_cpu else memory,
-        layers=len(sights),
-        wide=sum(wide(shape, number) for shape in shapes),
-        narrow=sum((narrow(kv, shape, number) if packs else wide(shape, number)) for shape in shapes),
-        index=round(index),
-        far=round(index if is_cpu else index + near),
-        between=always + kv.group + newest + STEP,
-        newest=newest,
-        always=always,
-        is_packed=packs,
-        free=free,
-        host=0 if is_cpu else host,
-    )
-
-
-def is_packed(kv: Kv) -> bool:
-    return min(kv.k_bits, kv.v_bits) < 16
-
-
-def packs_by_age(kv: Kv, memory: Memory) -> bool:
-    return is_packed(kv) and not memory.demotes
-
-
-def is_ladder(kv: Kv, memory: Memory) -> bool:
-    """Whether these keys ask for more than one dense tier that grows as it likes."""
-    is_plain = kv.k_bits == kv.v_bits == 16 and memory.device == "auto" and not memory.demotes
-    return not is_plain or memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
-
-
-def layer_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, slots: int, fresh: int) -> int:
-    """What a layer takes in memory with so many slots a head, for planning.
-
-    `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
-    """
-    step, top = (STEP if is_ladder(kv, memory) else Dense.STEP), in_top(kv, memory, slots, fresh)
-    return -(-top // step) * step * wide(shape, number) + (slots - top) * narrow(kv, shape, number)
-
-
-def lower_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
-    """What a slot that a policy moves down takes on the device, of all heads of a layer; 0 where it goes elsewhere."""
-    has_host = not is_cpu and (memory.host == "auto" or size_of(memory.host) > 0)
-    is_away = not is_packed(kv) and (has_host or size_of(memory.disk) > 0)
-    return 0 if is_away else narrow(kv, shape, number)
-
-
-def index_bytes(kv: Kv, memory: Memory, per_slot: float, heads: int, slots: int, fresh: int) -> int:
-    """What recall knows a layer by, for planning; layers that read everything have no index.
-
-    `per_slot`: bytes beside a slot of one KV head, `profile.recall.per_slot(head_dim, number)`.
-    """
-    below = slots - in_top(kv, memory, slots, fresh) if packs_by_age(kv, memory) else slots
-    return int(below * heads * per_slot)
-
-
-def in_top(kv: Kv, memory: Memory, slots: int, fresh: int) -> int:
-    """Of so many slots a head, those in full precision: where a policy says who goes down, all that it keeps."""
-    return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if packs_by_age(kv, memory) else slots
-
-
-def wide(shape: LayerShape, number: int) -> int:
-    """Bytes of a dense slot of all heads of a layer; none where it reads another's."""
-    return 0 if shape.shares is not None else shape.n_kv_heads * (shape.k_dim + shape.v_dim) * number + POSITION
-
-
-def narrow(kv: Kv, shape: LayerShape, number: int) -> int:
-    """Bytes of a slot of all heads below the top: with 8 bits a scale of 16 bit each, with fewer two per group."""
-    if not is_packed(kv):
-        return wide(shape, number)
-    bits = 0.0  # of all numbers of a key and a value
-    for b, dim, group in ((kv.k_bits, shape.k_dim, kv.group), (kv.v_bits, shape.v_dim, min(kv.group, shape.v_dim))):
-        bits += 8 * dim * number if b == 16 else 8 * dim + 16 if b == 8 else dim * (b + 32 / group)
-    return int(shape.n_kv_heads * bits / 8) + POSITION

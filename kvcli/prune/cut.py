@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.feed import Asks
-    from kvcli.engine.gate import Live, Pruner
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Live, Pruner
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
 
@@ -79,10 +79,10 @@ class Cut(Spared):
         try:
             while look.layer < cut:
                 yield from look.go_on()
-            chosen = once.before(cut, look.live)
+            chosen = once(cut, look.live)
         finally:
             past.crop(rows.pos[0])
-        return _Chosen(chosen or range(n))
+        return partial(_at_first, chosen or range(n))
 
     def _judge(self, lm: LM, past: Store, rows: Rows, layer: int, live: Live) -> Tensor:
         from torch.nn.functional import max_pool1d
@@ -91,15 +91,6 @@ class Cut(Spared):
         return max_pool1d(scores[None], self.pool, 1, self.pool // 2)[0]
 
 
-class _Chosen:
-    """Lets these rows on into the first layer."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        self._rows = rows
-
-    def before(self, layer: int, live: Live) -> Sequence[int] | None:
-        return self._rows if layer == 0 else None
-
-    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None: ...
-
-    def revive(self, layer: int) -> None: ...
+def _at_first(rows: Sequence[int], layer: int, live: Live) -> Sequence[int] | None:
+    """Lets these on into the first layer, and all of them from there on."""
+    return rows if layer == 0 else None

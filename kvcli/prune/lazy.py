@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.behind import Behind
-    from kvcli.engine.gate import Choose, Live
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Choose, Live
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.gate import Live
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Live
     from kvcli.kv.slots import Store
 
 # layer below a cut, what it made -> a score of each live row. No closure: a text that is copied has a store of its own
@@ -25,19 +25,13 @@ class Narrowing:
         those which go on have at least."""
         self._cuts, self._judge, self._always, self._n, self._mass = cuts, judge, always, n, mass
 
-    def before(self, layer: int, live: Live) -> Sequence[int] | None:
+    def __call__(self, layer: int, live: Live) -> Sequence[int] | None:
         """Those judged highest by the layer below."""
         if layer not in self._cuts:
             return None
         scores = self._judge(layer - 1, live)
         n = math.ceil(self._cuts[layer] * (self._n or len(live.rows)))
         return sorted(self._always | {live.rows[i] for i in highest(scores, n, self._mass)})
-
-    def left(self, layer: int, rows: Sequence[int], hidden: Tensor) -> None:
-        """They stay behind for good."""
-
-    def revive(self, layer: int) -> None:
-        """Nobody comes back."""
 
 
 def highest(scores: Tensor, n: int, mass: float = 0.0) -> list[int]:
@@ -62,8 +56,7 @@ def looked_at(lm: LM, past: Store, layer: int, live: Live, pos: Sequence[int], h
     s = past.slots(layer)
     k, at = s.k, s.pos
     if live.fresh is not None:
-        rows = live.rows if live.fresh.rows is None else live.fresh.rows
-        fresh_at = torch.tensor([pos[row] for row in rows], dtype=at.dtype, device=at.device)
+        fresh_at = torch.tensor([pos[row] for row in live.rows], dtype=at.dtype, device=at.device)
         k, at = torch.cat((k, live.fresh.k), 1), torch.cat((at, fresh_at.expand(at.shape[0], -1)), 1)
     sight = lm.sights[layer]
     newest = torch.tensor(pos[len(pos) - hears :], device=k.device)

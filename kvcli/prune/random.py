@@ -13,8 +13,8 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.gate import Live
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Live
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
 

@@ -16,8 +16,8 @@ from kvcli.prune.narrowing import highest, looked_at
 
 if TYPE_CHECKING:
     from kvcli.engine.behind import Behind
-    from kvcli.engine.gate import Live
     from kvcli.engine.lm import LM
+    from kvcli.engine.pruner import Live
     from kvcli.kv.slots import Store
     from kvcli.prune.lazy import Lazy
 

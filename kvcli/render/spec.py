@@ -56,6 +56,7 @@ def _sources(found: SpecDocument, width: int) -> Iterator[str]:
 
 
 BY = {"suffix": "tokens matched", "scouts": "tokens of the key", "stand": "lead in nats", "recycle": "lead in nats"}
+BY["model"] = BY["stand"]
 
 
 def _words(found: SpecDocument) -> Iterator[str]:
@@ -65,6 +66,8 @@ def _words(found: SpecDocument) -> Iterator[str]:
         rest = f"; rested in {f.count(s.rested_passes)} passes" if s.rested_passes else ""
         why = f": {s.why}" if s.why else ""
         yield f"scouts {brought}; {s.rows} rows, cost {cost}{rest}{why}"
+    if found.draft_pass is not None:
+        yield f"a pass of the model that drafts takes {found.draft_pass:.2f} plain passes"
     if found.view_bytes:
         yield f"view {f.long_size(found.view_bytes)}"
     if found.paused:

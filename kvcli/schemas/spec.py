@@ -58,7 +58,7 @@ class SpecDocument(Json):
     plain_tok_s: Range
     tok_s: Range
     ratio: Range = Field(description="of drafting over plain decoding, repetition by repetition")
-    predicted: float | None = Field(description="tokens a pass over what a pass of so many rows should cost")
+    predicted: float | None = Field(description="tokens a pass over what rows should cost; null: a second model drafts")
     tokens_per_pass: float
     mean_acceptance_length: float
     drafted_share: Share
@@ -70,6 +70,7 @@ class SpecDocument(Json):
     scouts: ScoutFigures | None
     paused: bool
     reason: str = Field(description="drafting pauses; empty while it does not")
+    draft_pass: float | None = Field(description="passes of one row that one of the model which drafts takes")
     view_bytes: Bytes = Field(description="of keys and values that scouts read a copy of")
     same: bool = Field(description="whether both wrote the same tokens; in 16 bits near ties may fall either way")
     difference: Difference | None = Field(description="null: none, or one text begins with the other")

@@ -237,6 +237,8 @@ def _add_profile(config: Config, file: ConfigFile, name: str, settings: Settings
     if file.level == "project":
         for keys in [keys for keys in settings if keys[-1] in REFUSED]:
             config.note(settings.pop(keys), keys, "a project file may not set this", _OWN)
+        if (draft := settings.get(("spec", "model"))) is not None and _is_outside(draft.value):
+            config.note(draft, ("spec", "model"), "a project file may not name a model outside the project", _OWN)
     config.levels.setdefault(name, file.level)
     config.profiles[name] = merge(config.profiles.get(name, {}), settings)
 

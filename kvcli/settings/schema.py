@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 Exactness = Literal["exact", "certified", "approx"]
 Order = Literal["chunks", "layers"]
+Quant = Literal["none", "int8", "int4", "nf4"]
 Purpose = Literal["your own", "same text", "less memory", "long texts", "comparison"]  # in the order of lists
 
 
@@ -73,7 +74,7 @@ def tokens_of(text: str) -> int:
 class Load:
     """What is loaded, and where to."""
 
-    quant: Literal["none", "int8", "int4", "nf4"] = "none"  # precision of the weights
+    quant: Quant = "none"  # precision of the weights
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # numbers the model computes in; auto = its own
     device: Annotated[str, DEVICE] = "auto"  # where it runs; cuda:N = that GPU
     threads: Annotated[int, Range(0)] = 0  # CPU threads; 0 = all
@@ -147,6 +148,14 @@ class Context:
     limit: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # tokens; auto = the model's limit, or what fits
     reserve: Annotated[int, Range(1)] = 1024  # tokens kept free for the answer
     on_overflow: Literal["error", "drop", "summarize"] = "error"  # refuse longer chats, or leave out their start
+
+
+@dataclass(frozen=True, slots=True)
+class Second:
+    """A model that drafts for the one that writes: `[spec]` names it."""
+
+    model: str  # as after -m
+    quant: Quant  # precision of its weights
 
 
 @dataclass(frozen=True)

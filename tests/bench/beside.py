@@ -178,9 +178,12 @@ def main() -> None:
         if args.hf:
             sides["hf"] = Transformers(name)
         use_threads(args.threads)
+        prompts, limit = [int(n) for n in args.prompts.split(",")], sides[kinds[0]].lm.limit  # type: ignore[attr-defined]
+        if max(prompts) + (args.turns + 1) * (args.new + 1) + max(ROWS) > limit:
+            ask.error(f"--prompts {args.prompts}: what is written behind them ends beyond the model's {limit:,} tokens")
         about = machine()
         measure(sides, 64, 1, 3)
-        for n in map(int, args.prompts.split(",")):
+        for n in prompts:
             took = measure(sides, n, args.turns, args.new)
             for mine, other in [*((kind, KINDS[kind]) for kind in kinds), *[("none", "hf")] * args.hf]:
                 rows.append({"prompt": n, "ours": NAMES[mine], "beside": other, **ratios(took[mine], took[other], n)})

@@ -137,7 +137,7 @@ class Hollow:
         n = input_ids.shape[1]
         return SimpleNamespace(logits=self.straight(range(n), (), logits_to_keep, kvcli_pass).unsqueeze(0))
 
-    def straight(self, ids: Any, pos: Any, want: Any, kvcli_pass: Any) -> Any:
+    def straight(self, ids: Any, pos: Any, want: Any, kvcli_pass: Any, *_: Any) -> Any:
         """As of a model without transformers' own loop."""
         hidden = self._answer.tensor(1, len(ids), 64)
         for layer in self._layers:

@@ -55,8 +55,9 @@ def store(lm: Any, side: str) -> Any:
     shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
     if side not in PACKED:
         return Dense(lm.shapes, lm.dtype)
-    from kvcli.kv.ladder import Ladder, Rung
+    from kvcli.kv.ladder import Ladder
     from kvcli.kv.packed import Packed
+    from kvcli.kv.rung import Rung
 
     k_bits, v_bits = PACKED[side]
     packed = Packed(*shape, lm.device, k_bits=k_bits, v_bits=v_bits, group=GROUP)

@@ -28,8 +28,9 @@ sys.path.insert(0, str(ROOT))
 from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.kv.disk import Disk  # noqa: E402
-from kvcli.kv.ladder import Ladder, Rung  # noqa: E402
+from kvcli.kv.ladder import Ladder  # noqa: E402
 from kvcli.kv.packed import Packed  # noqa: E402
+from kvcli.kv.rung import Rung  # noqa: E402
 from kvcli.kv.slots import Slots, nbytes  # noqa: E402
 from kvcli.settings.profile import load_profile  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402

@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from kvcli.build import view
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.mix import Mix
+from kvcli.drafts.model import Model
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafter import Drafter, Pair
 from kvcli.engine.engine import Engine, Ticket, drive, events
 from kvcli.engine.feed import Feed, Work
 from kvcli.engine.lm import LM
@@ -38,11 +39,12 @@ from kvcli.kv.index import Index
 from kvcli.kv.index_certified import Certified
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
-from kvcli.kv.ladder import Floor, Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
 from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
 from kvcli.kv.recall_store import RecallStore
+from kvcli.kv.rung import Floor, Rung
 from kvcli.kv.slots import Store
 from kvcli.kv.windows import Window, windows_of
 from kvcli.policies.random import Random
@@ -101,12 +103,23 @@ DRAFTERS: dict[str, Make] = {
         adaptive=False, view="quest", page=3, pages=2, sinks=1, local=4, refresh=4
     ).drafter(),
     "mix": lambda truth: Mix(adaptive=False, view="stream", sinks=2, local=9).drafter(),
+    # a second model, which names tokens that the other does not have; tests/drafts/test_model.py has more of them
+    "model": lambda truth: Model(
+        adaptive=False, depth=4, working=23, sinks=2, positions="contiguous", copies=False
+    ).drafter([STOP], Pair(lm("dense", "fp32"), sibling())),
     "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
     **{
         kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]
         for kind in drafters.ADVERSARIES
     },
 }
+
+
+@cache
+def sibling() -> LM:
+    found = LM.of(families.build("qwen2", vocab_size=131))
+    found.lay_out()
+    return found
 
 
 @cache
@@ -118,7 +131,7 @@ def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
     found = LM.of(model, **blocks)
     if dtype != "fp64":
         found.lay_out()
-        assert found.is_row_invariant or dtype != "bf16"
+        assert found.is_row_invariant or device != "cpu"
     return found
 
 

@@ -21,7 +21,8 @@ from tests.fit.test_runs import entry
 from tests.test_calibrate import made
 from tests.test_repl import Talk
 
-SHIPPED = load_config(Sources()).names()  # by what they are for
+# by what they are for; that of a model which drafts names none, and cannot be planned for
+SHIPPED = [name for name in load_config(Sources()).names() if name != "draft"]
 
 
 @pytest.fixture
@@ -203,6 +204,14 @@ def test_what_loading_would_refuse_is_not_planned(machine):
     assert "quantized already" in configured(machine, "--quant", "int8", quantization_config=packed).out
     assert "is for CUDA" in machine("fit", "demo", "--quant", "nf4").err
     assert machine("fit", "demo", "--quant", "nf4", "--vram", "12GiB").exit == 0
+
+
+def test_a_profile_that_names_no_model_to_draft_is_left_out_of_all(machine):
+    found = document(machine("fit", "demo", "--all", "--json"))
+    assert any(note.startswith("draft is left out: spec.method") for note in found["notes"])
+    assert machine("fit", "demo", "--profiles", "draft").exit == 9
+    drafted = document(machine("fit", "demo", "--profiles", "draft", "--set", "spec.model=demo", "--json"))
+    assert drafted["plans"][0]["draft"] > drafted["plans"][0]["weights"]
 
 
 def test_a_profile_that_the_device_refuses_is_left_out_of_all(machine):

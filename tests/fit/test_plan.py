@@ -20,10 +20,10 @@ from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS, working_bytes
 from kvcli.kernels.pack import LANES, pack_keys, pack_values
 from kvcli.kv.dense import Dense
+from kvcli.kv.footprint import POSITION, STEP, narrow, wide
 from kvcli.kv.room import EVERY
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, Sight, nbytes
-from kvcli.kv.tiers import POSITION, STEP, narrow, wide
 from kvcli.kv.windows import windows_of
 from kvcli.models import source
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime

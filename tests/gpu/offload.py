@@ -20,9 +20,10 @@ from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host
-from kvcli.kv.ladder import Ladder, Rung
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
 from kvcli.kv.recall_settings import Certified, MinMax, Sketch
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Store
 from tests import families
 from tests.exact import table as exactness

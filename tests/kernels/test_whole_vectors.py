@@ -39,3 +39,23 @@ def test_what_is_no_function_of_single_numbers_stays() -> None:
         nn.Linear(7, 7),
     ]
     assert activation_(nn.Sequential(*others)) == 0
+
+
+class Gated(nn.Module):
+    """As experts that compute their gate themselves."""
+
+    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., ::2] * torch.sigmoid(x[..., 1::2])
+
+
+@pytest.mark.parametrize("width", [2, 112, 128, 2 * PIECE])
+def test_a_gate_of_experts_is_the_same_alone_and_among_others(width: int) -> None:
+    x, root = torch.randn(7, width, generator=torch.Generator().manual_seed(0)), Gated()
+    want = root._apply_gate(x)
+    assert activation_(root) == 1
+    assert activation_(root) == 0
+    together = root._apply_gate(x)
+    torch.testing.assert_close(together, want)
+    for i in range(7):
+        assert torch.equal(root._apply_gate(x[i : i + 1]), together[i : i + 1])
+    assert root._apply_gate(x[:0]).shape == (0, width // 2)

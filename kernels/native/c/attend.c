@@ -98,6 +98,7 @@ static void tail(Job *j, Job *one, const Plan *p, int64_t at) {
   }
   Slots b = {.pos = a->window ? j->pos : 0};
   if (!is_hidden(one, &b)) block(&one->rows, &one->room, &b, at);
+  release(&one->room);
   close_span(one);
 }
 static int64_t whole(const Attend *a, int64_t h) { return (a->heads[a->K + h] + a->gone) / B * B; }

@@ -43,6 +43,7 @@ typedef struct {
   uint32_t *kt, *vt;  // keys turned [S, 64]; values in pairs [32, width], or [64, width]
   float *s, *shrink;  // scores [n, 64]; what sums shrink by [n]
   uint32_t *p;        // weights [n, 64], or in pairs [n, 32]
+  int64_t *shape;     // of tiles, see there
 } Room;
 
 typedef struct {
@@ -98,27 +99,28 @@ INLINE void weigh(int kind, int rows, int vecs, const Rows *a, const Room *room,
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) store(o + m * a->width + n * 16, fma_(load(F, o + m * a->width + n * 16), splat(room->shrink[r + m]), acc[m][n]));
 }
-// A stretch of memory that is read next, into the second cache. Tiles are soon done: this stands where the work takes longest.
-INLINE void ask_for(const char *next, int64_t bytes) {
-  for (int64_t i = 0; next && i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
-}
 #if HAS_TILES
 #define BY_TILES(kind) ((kind) == PAIRED)
 INLINE void scores_by_tiles(const Rows *a, const Room *room) {
   const int64_t S = a->D / 2;
-  products_by_tiles(1, a->n, B, room->kt, B, a->q, S, S, room->s, B);
+  products_by_tiles(room->shape, 1, a->n, B, room->kt, B, a->q, S, S, room->s, B);
 }
 INLINE void weigh_by_tiles(const Rows *a, const Room *room) {
   for (int64_t r = 0; r < a->n; r++)
     for (int64_t e = 0; e < a->width && room->shrink[r] != 1.f; e += 16)
       store(a->o + r * a->width + e, load(F, a->o + r * a->width + e) * room->shrink[r]);
-  products_by_tiles(0, a->n, a->width, room->vt, a->width, room->p, B / 2, B / 2, a->o, a->width);
-  _tile_release();
+  products_by_tiles(room->shape, 0, a->n, a->width, room->vt, a->width, room->p, B / 2, B / 2, a->o, a->width);
+}
+// Behind the last block: what follows may not know of tiles
+INLINE void release(const Room *room) {
+  if (*room->shape) _tile_release();
+  *room->shape = 0;
 }
 #else
 #define BY_TILES(kind) 0
 #define scores_by_tiles(a, room)
 #define weigh_by_tiles(a, room)
+#define release(room)
 #endif
 // Scores of a row -> its weights, top and mass, and what its sums shrink by. `at`: the first slot's place in the sequence.
 INLINE void soften(int kind, const Rows *a, const Room *room, const int32_t *pos, int64_t at, int64_t r) {

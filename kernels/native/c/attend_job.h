@@ -87,7 +87,7 @@ static char *lay_out(Job *j, const Plan *p, int64_t n, char *at) {
   j->starts = take(&at, p->a->chosen ? p->a->chosen->P * 8 : 0);
   j->pos = take(&at, B * 4), j->k = take(&at, B * p->a->D * p->size), j->v = take(&at, B * p->a->E * p->size);
   j->room.kt = take(&at, S * B * 4), j->room.vt = take(&at, words(kind, B) * W * 4);
-  j->room.s = take(&at, n * B * 4), j->room.p = take(&at, n * B * 4), j->room.shrink = take(&at, n * 4);
+  j->room.s = take(&at, n * B * 4), j->room.p = take(&at, n * B * 4), j->room.shrink = take(&at, n * 4), j->room.shape = take(&at, 8);
   j->rows.top = take(&at, n * 4), j->rows.mass = take(&at, n * sizeof(F)), j->rows.o = take(&at, n * W * 4);
   j->met_top = take(&at, n * 4), j->met_mass = take(&at, n * 4), j->met = take(&at, n * W * 4);
   return at;
@@ -121,6 +121,7 @@ static Job begin(const Plan *p, int64_t h, int64_t first, int64_t rows, char *ro
   const int kind = j.rows.kind;
   const int64_t S = words(kind, a->D);
   lay_out(&j, p, n, room);
+  *j.room.shape = 0;
   if (a->E != p->width) memset(j.room.vt, 0, words(kind, B) * p->width * 4);  // what lies behind a value's last channel
   j.seq = sequence_of(&j, a, h, first, p->size);
   j.rows.scale = a->cap > 0 ? a->scale / a->cap : a->scale * LOG2E, j.rows.cap = a->cap * LOG2E;
@@ -146,12 +147,18 @@ static Slots unpack(Job *j, const Plan *p, int64_t at) {
   const Attend *a = p->a;
   const Sequence *s = &j->seq;
   const int64_t left = s->length - at, n = left < B ? left : B, dk = a->D * p->size, dv = a->E * p->size;
-  const int is_paired = j->rows.kind == PAIRED && n == B && s->packed->v.bits == 8;
-  unpack_slots(s->packed, a->is_wide, a->D, a->E, at, n, j->k, is_paired ? 0 : j->v);
-  if (is_paired) pair_by_channels(&s->packed->v, a->E, at, j->room.vt, p->width);
+  const Packed *packed = s->packed;
+  const int is_whole = j->rows.kind == PAIRED && n == B;
+  const int is_turned = is_whole && at + B <= packed->full && can_turn_by_four(&packed->k, a->D);
+  const int is_paired = is_whole && (packed->v.bits == 8 || can_pair_by_four(&packed->v));
+  char *k = is_turned ? 0 : j->k, *v = is_paired ? 0 : j->v;
+  unpack_slots(packed, a->is_wide, a->D, a->E, at, n, k, v);
+  if (is_turned) turn_by_four(&packed->k, a->D, at, j->room.kt);
+  if (is_paired && packed->v.bits == 8) pair_by_channels(&packed->v, a->E, at, j->room.vt, p->width);
+  else if (is_paired) pair_by_four(&packed->v, a->E, at, j->room.vt, p->width);
   memset(j->k + n * dk, 0, (B - n) * dk), memset(j->v + n * dv, 0, (B - n) * dv);
   for (int64_t i = 0; a->window && i < B; i++) j->pos[i] = i < n ? s->pos[at + i] : INT32_MIN;
-  return (Slots){j->k, is_paired ? 0 : j->v, dk, dv, a->window ? j->pos : 0, 0, 0};
+  return (Slots){k, v, dk, dv, a->window ? j->pos : 0, 0, 0};
 }
 // How many slots from place `at` of what is stored on lie side by side, as far as a block may want them, and the first
 static int64_t stretch(const Sequence *s, int64_t at, int64_t *slot) {
@@ -163,9 +170,6 @@ static int64_t stretch(const Sequence *s, int64_t at, int64_t *slot) {
   *slot = s->starts[p] + at % s->page;
   for (; n < B && (p + 1) * s->page < s->paged && s->starts[p + 1] == s->starts[p] + s->page; p++) n += s->page;
   return n;
-}
-static void ask(const char *p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 // The block at place `at` of the sequence: where it lies, or gathered with zeros behind the end
 static Slots fetch(Job *j, const Plan *p, int64_t at) {
@@ -196,7 +200,7 @@ static Slots fetch(Job *j, const Plan *p, int64_t at) {
   }
   for (int64_t next = at + B; s->starts && next < at + 2 * B && next < s->length; next += n) {
     n = stretch(s, next, &slot), n = n < at + 2 * B - next ? n : at + 2 * B - next;
-    ask(s->k + slot * dk, n * dk), ask(s->v + slot * dv, n * dv);
+    ask_for(s->k + slot * dk, n * dk), ask_for(s->v + slot * dv, n * dv);
   }
   return (Slots){j->k, j->v, dk, dv, a->window ? j->pos : 0, 0, 0};
 }
@@ -221,4 +225,5 @@ static void blocks(Job *j, const Plan *p, int64_t from, int64_t to) {
     Slots b = fetch(j, p, at);
     if (!is_hidden(j, &b)) block(&j->rows, &j->room, &b, at);
   }
+  release(&j->room);
 }

@@ -8,6 +8,9 @@ typedef _Float16 X __attribute__((vector_size(32), aligned(2)));   // 16 x fp16
 typedef int8_t S8 __attribute__((vector_size(16), aligned(1)));    // 16 codes of 8 bits
 typedef uint8_t C16 __attribute__((vector_size(16), aligned(1)));  // 32 codes of 4 bits
 typedef uint16_t H32 __attribute__((vector_size(64), aligned(2)));  // 32 x bf16
+typedef uint32_t U4 __attribute__((vector_size(16), aligned(1)));
+typedef uint32_t U8 __attribute__((vector_size(32), aligned(1)));
+typedef uint16_t C32 __attribute__((vector_size(16), aligned(1)));  // the same, by four
 typedef uint8_t C8 __attribute__((vector_size(8), aligned(1)));    // 16 codes of 4 bits
 typedef uint8_t C4 __attribute__((vector_size(4), aligned(1)));    // 16 codes of 2 bits
 
@@ -102,9 +105,89 @@ INLINE void values_by_four(const Codes *c, int64_t D, int64_t at, int64_t n, bf1
       }
     }
 }
+// What a block multiplies in pairs, of 64 slots, without the numbers in between: the two codes of a pair are looked up at once, in
+// a table of the sixteen numbers that the first may stand for and the sixteen of the second. 5 bits are looked at.
+#define AS_IT_IS(where, x) __asm__("" : where(x))  // or the compiler finds a way that takes longer
+#define LOOK_UP(codes, table) (U)_mm512_permutexvar_epi16((__m512i)(codes), (__m512i)(table))
+INLINE H32 table_of(const float *zero, const float *scale, int64_t first, int64_t second) {
+  const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#define NUMBERS(i) (F)_mm512_set1_ps(zero[i]) + each * (F)_mm512_set1_ps(scale[i])  // `splat` would add
+  return narrow2(NUMBERS(first), NUMBERS(second));
+#undef NUMBERS
+}
+INLINE int can_turn_by_four(const Codes *c, int64_t D) { return c->bits == 4 && D % 32 == 0 && c->group % 16 == 0; }
+INLINE int can_pair_by_four(const Codes *c) { return c->bits == 4 && c->group % 32 == 0; }
+// Codes of 32 numbers, a: of each 16 slots 4 words of 4 pairs -> 16 rows of kt, for `parts` times 16 slots that share scales
+INLINE void look_up_keys(int parts, const Codes *c, int64_t at, const U *a, uint32_t *kt) {
+  float zero[32], scale[32];
+  for (int i = 0; i < 32; i += 16) store(zero + i, halves(c->zero, at + i)), store(scale + i, halves(c->scale, at + i));
+  AS_IT_IS("+m", zero); AS_IT_IS("+m", scale);
+#pragma clang loop unroll(full)
+  for (int word = 0; word < 4; word++, kt += 4 * 64) {
+    U first[4], second[4];
+    for (int part = 0; part < parts; part++) {
+      first[part] = a[part * 4 + word] & 0x0f0f0f0f, second[part] = (a[part * 4 + word] >> 4 & 0x0f0f0f0f) | 0x10101010;
+      AS_IT_IS("+v", first[part]); AS_IT_IS("+v", second[part]);
+    }
+#pragma clang loop unroll(full)
+    for (int byte = 0; byte < 4; byte++) {
+      const H32 table = table_of(zero, scale, 8 * word + 2 * byte, 8 * word + 2 * byte + 1);
+      for (int part = 0; part < parts; part++) {
+        const U high = byte < 2 ? second[part] << (16 - 8 * byte) : second[part] >> (8 * byte - 16);
+        store(kt + byte * 64 + part * 16, LOOK_UP((first[part] >> 8 * byte & 0xffff) | (high & 0xffff0000), table));
+      }
+    }
+  }
+}
+// Keys -> [D / 2][64]: a byte of codes is a pair
+INLINE void turn_by_four(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
+  ask_for(c->codes + (at + 64) * D / 2, 32 * D);
+  for (int64_t d = 0; d < D; d += 32) {
+    const char *codes = c->codes + (at * D + d) / 2;
+    U a[16];
+    for (int i = 0; i < 16; i++, codes += D / 2) {
+#define PART(i) load(U4, codes + (i) * 8 * D)
+      const U8 low = __builtin_shufflevector(PART(0), PART(1), 0, 1, 2, 3, 4, 5, 6, 7), high = __builtin_shufflevector(PART(2), PART(3), 0, 1, 2, 3, 4, 5, 6, 7);
+      a[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#undef PART
+    }
+    turn16(a);
+    if (c->group % 64 == 0) look_up_keys(4, c, at / c->group * D + d, a, kt + d * 32);
+    else
+      for (int part = 0; part < 4; part++) look_up_keys(1, c, (at + part * 16) / c->group * D + d, a + part * 4, kt + d * 32 + part * 16);
+  }
+}
+// Values -> [32][width]: of two slots the codes of a channel
+INLINE void pair_by_four(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
+  const H32 from = {0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12};
+  const H32 where = {0, 8, 0, 8, 0, 8, 0, 8, 1, 9, 1, 9, 1, 9, 1, 9, 2, 10, 2, 10, 2, 10, 2, 10, 3, 11, 3, 11, 3, 11, 3, 11};
+  const int64_t groups = E / c->group, pieces = c->group / 32;
+  const char *x = c->codes + at * E / 2, *y = x + E / 2;
+  ask_for(x + 32 * E, 32 * E);
+  float zero[64 * groups], scale[64 * groups];
+  for (int64_t i = 0; i < 64 * groups; i += 16) store(zero + i, halves(c->zero, at * groups + i)), store(scale + i, halves(c->scale, at * groups + i));
+  for (int64_t i = 0; i < 64 * groups; i += 2 * groups, x = y, y += E / 2, vt += width) {
+    uint32_t *to = vt;
+    for (int64_t g = i; g < i + groups; g++) {
+      const H32 table = table_of(zero, scale, g, g + groups);
+      for (int64_t piece = 0; piece < pieces; piece++, x += 16, y += 16, to += 32) {
+        __m256i both = (__m256i)__builtin_shufflevector(load(C32, x), load(C32, y), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        AS_IT_IS("+v", both);
+        for (int half = 0; half < 2; half++) {
+          const U codes = (U)((H32)_mm512_permutexvar_epi16((__m512i)(where + (uint16_t)(half * 4)), _mm512_castsi256_si512(both)) >> from);
+          store(to + half * 16, LOOK_UP((codes & 0xf000f) | 0x100000, table));
+        }
+      }
+    }
+  }
+}
 #else
 #define HAS_LOOKUP 0
 #define values_by_four(c, D, at, n, to)
+#define can_turn_by_four(c, D) 0
+#define can_pair_by_four(c) 0
+#define turn_by_four(c, D, at, kt)
+#define pair_by_four(c, D, at, vt, width)
 #endif
 // Values of 8 bits of 64 slots in pairs of bf16, [32][width]: where they lie by channels pairs need one turn
 INLINE void pair_by_channels(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
@@ -157,10 +240,10 @@ INLINE void unpack_values(const Packed *p, int is_wide, int64_t D, int64_t at, i
         put(is_wide, to + i * size, d, zero + codes_at(c->codes + (at + i) * D * c->bits / 8, c->bits, d) * scale);
       }
 }
-// Slots [at, at + n) -> keys of D and values of E numbers, or null: no values; up to 15 values more are written
+// Slots [at, at + n) -> keys of D and values of E numbers, or null: none; up to 15 values more are written
 static void unpack_slots(const Packed *p, int is_wide, int64_t D, int64_t E, int64_t at, int64_t n, char *k, char *v) {
-  if (is_wide) unpack_keys(p, 1, D, at, n, k);
-  else unpack_keys(p, 0, D, at, n, k);
+  if (k && is_wide) unpack_keys(p, 1, D, at, n, k);
+  else if (k) unpack_keys(p, 0, D, at, n, k);
   if (!v) return;
   if (is_wide) unpack_values(p, 1, E, at, n, v);
   else unpack_values(p, 0, E, at, n, v);

@@ -68,13 +68,13 @@ INLINE void rows_by_tiles(int is_new, int64_t rows, const uint32_t *w, const uin
   if (rows) wide_tiles(is_new, 4, asks, w, 64, x, ldx, rise, steps, part, 64);
 }
 // Any number of rows and of 16 outputs, over S words: part [rows][ldp] += x [rows][ldx] w [S][ldw], or = where it is new.
-// Shapes tiles itself.
-INLINE void products_by_tiles(int is_new, int64_t rows, int64_t outputs, const uint32_t *w, int64_t ldw, const uint32_t *x, int64_t ldx, int64_t S, float *part, int64_t ldp) {
+// `shape`: what tiles were last told, 0 = nothing: telling them takes as long as the products of a few rows.
+INLINE void products_by_tiles(int64_t *shape, int is_new, int64_t rows, int64_t outputs, const uint32_t *w, int64_t ldw, const uint32_t *x, int64_t ldx, int64_t S, float *part, int64_t ldp) {
   for (int64_t s = 0, words; s < S; s += words, is_new = 0) {
     words = S - s < 16 ? S - s : S / 16 * 16;
-    for (int64_t r = 0, shaped = 0; r < rows; r += 16) {
-      const int64_t here = rows - r < 16 ? rows - r : 16;
-      if (here != shaped) shape_tiles(shaped = here, words < 16 ? words : 16);
+    for (int64_t r = 0; r < rows; r += 16) {
+      const int64_t here = rows - r < 16 ? rows - r : 16, deep = words < 16 ? words : 16;
+      if (*shape != here * 16 + deep) shape_tiles(here, deep), *shape = here * 16 + deep;
       const uint32_t *xs = x + r * ldx + s, *ws = w + s * ldw;
       float *to = part + r * ldp;
       int64_t e = 0;

@@ -1,0 +1,195 @@
+"""A second model over the same text: what it has read of it, and what it thinks comes next.
+
+Of what it has read, first tokens and the newest stay, as in StreamingLLM (arXiv 2309.17453): drafts gain little from
+more, and a pass over few tokens is what makes them cheap (SpecExtend, arXiv 2505.20776). Positions are those of the
+text, or closed up where tokens went, so that a model made for short texts meets none beyond its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli.drafts.successors import top
+from kvcli.engine.commit import commit
+from kvcli.engine.feed import Asks, Feed
+from kvcli.engine.rope import rotaries
+from kvcli.engine.rows import Rows
+from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Slots, Usage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.lm import LM
+
+CHUNK = 512  # tokens read in one pass
+SPARE = 8  # of the newest tokens an eighth goes at once: letting them go copies the others
+
+
+class Sibling:
+    """Reads a text in a store of its own. What it stored of guesses goes as soon as the text says otherwise.
+
+    A token is covered if it is stored or was passed over. Stored positions are those of the text less `_gap`, from
+    `_solid` on without holes.
+    """
+
+    def __init__(self, lm: LM, working: int = 0, sinks: int = 0, *, closes: bool = False) -> None:
+        """`working`: tokens that stay, 0 = all, the first `sinks` of the text among them. `closes`: positions close up
+        where tokens went; raises BadModel where no fixed table says how its keys turn."""
+        self.lm = lm
+        self._sinks, self._newest = sinks, working - sinks if working else math.inf
+        self._turns: Sequence[Rotary | None] | None = rotaries(lm) if closes and working else None
+        self._layers = [layer for layer, shape in enumerate(lm.shapes) if shape.shares is None]
+        self._text: list[int] = []
+        self._guessed: list[int] = []  # stored behind the text
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is read of the text: what is stored may be torn."""
+        self._kv = Dense(self.lm.shapes, self.lm.dtype, self.lm.device)
+        self._n = self._solid = self._gap = 0
+
+    @property
+    def missing(self) -> int:
+        """Tokens of the text that are not covered."""
+        return len(self._text) - self._n
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text."""
+        return len(self._text)
+
+    def newest(self, n: int) -> list[int]:
+        """The last n of them."""
+        return self._text[-n:]
+
+    @property
+    def room(self) -> int:
+        """How many guesses have a position that the model was made for."""
+        return self.lm.limit - (len(self._text) - self._gap)
+
+    def usage(self) -> list[Usage]:
+        """What it stores, as a tier of its own."""
+        return [replace(use, tier="draft") for use in self._kv.usage()]
+
+    # ---- what the text is ----
+
+    def start(self, ids: Sequence[int]) -> None:
+        """The text is now this one."""
+        self._cut(min(_shared(self._text, ids), len(ids) - 1))
+        self._text = list(ids)
+
+    def extend(self, new: Sequence[int]) -> None:
+        """These joined it: guesses that were right have been read."""
+        right = _shared(self._guessed, new)
+        self._cut(min(len(self._text) + right, len(self._text) + len(new) - 1))
+        self._text += new
+
+    def _cut(self, n: int) -> None:
+        """Cover n tokens and no more; none at all, where what stands before them is gone."""
+        if n < self._n:
+            self._n = n if n >= self._solid else 0
+            self._kv.crop(self._n and self._n - self._gap)
+            if not self._n:
+                self._solid = self._gap = 0
+        self._guessed = []
+
+    # ---- passes ----
+
+    def study(self, sees: int | None) -> Asks[None]:
+        """Read the text but for its last token. `sees`: how many of the newest tokens each chunk finds, no fewer than
+        stay, 0 = all; None = what would not stay is not read."""
+        if sees is None:
+            yield from self._pass_over(self._newest)
+        most, step = self._newest if sees is None else sees or math.inf, CHUNK
+        if self._turns is not None:  # as far as it has positions
+            most = min(most, max(self._newest, self.lm.limit // 2))
+            step = min(step, self.lm.limit - self._sinks - int(most))
+        while self.missing > 1:
+            yield from self._feed(self._text[self._n : min(self._n + step, len(self._text) - 1)])
+            self._settle(most)
+        self._settle(self._newest)
+
+    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+        """Cover the text to its end, by reading `most` of its newest tokens -> what is gleaned of the last `want`."""
+        self._cut(len(self._text) - 1)  # it may be asked again, where the pass that was to check its guesses broke
+        yield from self._pass_over(min(most, self._newest))
+        while self.missing > max(CHUNK, want):
+            self._make_room(CHUNK)
+            yield from self._feed(self._text[self._n : self._n + CHUNK])
+        self._make_room(self.missing)
+        return (yield from self._feed(self._text[self._n :], want))
+
+    def go_on(self, guess: int) -> Asks[list[float]]:
+        """What is gleaned of the row of a guess behind the text, and behind those so far."""
+        self._guessed.append(guess)
+        (gleaned,) = yield from self._feed([guess], 1)
+        return gleaned
+
+    def _feed(self, ids: Sequence[int], want: int = 0) -> Asks[list[list[float]]]:
+        known = [min(i, self.lm.vocab - 1) for i in ids]  # padded tokens of the other model have no row in this one
+        rows = Rows.chain(known, self._n - self._gap)
+        n = rows.n_rows
+        wanted = range(n - want, n)
+        made = yield Feed(self.lm, rows, self._kv, want=wanted, glean=top if want else None, is_prompt=not want)
+        commit(self._kv, rows, made, range(n))
+        self._n += n
+        return [made.gleaned(i) for i in range(want)]
+
+    # ---- what stays ----
+
+    def _pass_over(self, most: float) -> Asks[None]:
+        """Leave out what is missing but for the first tokens of the text and `most` of the newest.
+
+        Where those are all that may stay, what was stored before goes, too.
+        """
+        if self.missing <= most:
+            return
+        if self._n < self._sinks:
+            yield from self._feed(self._text[self._n : min(self._sinks, len(self._text) - int(most))])
+        if most >= self._newest and self._n > self._sinks:
+            self._kv.crop(self._sinks)
+            self._n, self._gap = self._sinks, 0
+        hole = self.missing - int(most)
+        self._n += hole
+        self._solid = self._n
+        self._gap += hole if self._turns is not None else 0
+
+    def _make_room(self, n: int) -> None:
+        """Of the newest tokens only so many stay that n more may be stored."""
+        if self._kv.n_slots(self._layers[0]) + n > self._sinks + self._newest:
+            self._settle(max(0, self._newest - max(n, self._newest // SPARE)))
+
+    def _settle(self, newest: float) -> None:
+        """Of what is stored the first tokens stay and so many of the newest."""
+        stored = self._kv.n_slots(self._layers[0])
+        if (gone := stored - self._sinks - newest) <= 0:
+            return
+        at = torch.tensor([*range(self._sinks), *range(stored - int(newest), stored)], device=self.lm.device)
+        for layer in self._layers:
+            s = self._kv.slots(layer)
+            k, v, pos = s.k[:, at], s.v[:, at], s.pos[:, at]
+            if self._turns is not None:
+                k, pos = self._moved(k, pos, self._turns[layer], int(gone))
+            self._kv.put(layer, Slots(k, v, pos))
+        self._solid = max(self._solid, self._n - int(newest))
+        self._gap += int(gone) if self._turns is not None else 0
+
+    def _moved(self, k: Tensor, pos: Tensor, rotary: Rotary | None, by: int) -> tuple[Tensor, Tensor]:
+        """Keys behind the first tokens turned to where they now stand, `by` positions before."""
+        new = pos.where(pos < self._sinks, pos - by)
+        if rotary is None:
+            return k, new
+        wide = k.to(torch.promote_types(k.dtype, torch.float32))
+        return rotate(unrotate(wide, pos, rotary), new, rotary).to(k.dtype), new
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """With how many tokens both begin."""
+    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

@@ -1,0 +1,74 @@
+"""What keys and values take under `[kv]` and `[memory]`, for planning: bytes of slots, and which of them are packed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcli.kv.dense import Dense
+from kvcli.settings.schema import size_of
+
+if TYPE_CHECKING:
+    from kvcli.kv.slots import LayerShape
+    from kvcli.settings.schema import Kv, Memory
+
+STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
+POSITION = 4  # bytes
+
+
+def is_packed(kv: Kv) -> bool:
+    return min(kv.k_bits, kv.v_bits) < 16
+
+
+def packs_by_age(kv: Kv, memory: Memory) -> bool:
+    return is_packed(kv) and not memory.demotes
+
+
+def is_ladder(kv: Kv, memory: Memory) -> bool:
+    """Whether these keys ask for more than one dense tier that grows as it likes."""
+    is_plain = kv.k_bits == kv.v_bits == 16 and memory.device == "auto" and not memory.demotes
+    return not is_plain or memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
+
+
+def layer_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, slots: int, fresh: int) -> int:
+    """What a layer takes in memory with so many slots a head, for planning.
+
+    `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
+    """
+    step, top = (STEP if is_ladder(kv, memory) else Dense.STEP), in_top(kv, memory, slots, fresh)
+    return -(-top // step) * step * wide(shape, number) + (slots - top) * narrow(kv, shape, number)
+
+
+def lower_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
+    """What a slot that a policy moves down takes on the device, of all heads of a layer; 0 where it goes elsewhere."""
+    has_host = not is_cpu and (memory.host == "auto" or size_of(memory.host) > 0)
+    is_away = not is_packed(kv) and (has_host or size_of(memory.disk) > 0)
+    return 0 if is_away else narrow(kv, shape, number)
+
+
+def index_bytes(kv: Kv, memory: Memory, per_slot: float, heads: int, slots: int, fresh: int) -> int:
+    """What recall knows a layer by, for planning; layers that read everything have no index.
+
+    `per_slot`: bytes beside a slot of one KV head, `profile.recall.per_slot(head_dim, number)`.
+    """
+    below = slots - in_top(kv, memory, slots, fresh) if packs_by_age(kv, memory) else slots
+    return int(below * heads * per_slot)
+
+
+def in_top(kv: Kv, memory: Memory, slots: int, fresh: int) -> int:
+    """Of so many slots a head, those in full precision: where a policy says who goes down, all that it keeps."""
+    return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if packs_by_age(kv, memory) else slots
+
+
+def wide(shape: LayerShape, number: int) -> int:
+    """Bytes of a dense slot of all heads of a layer; none where it reads another's."""
+    return 0 if shape.shares is not None else shape.n_kv_heads * (shape.k_dim + shape.v_dim) * number + POSITION
+
+
+def narrow(kv: Kv, shape: LayerShape, number: int) -> int:
+    """Bytes of a slot of all heads below the top: with 8 bits a scale of 16 bit each, with fewer two per group."""
+    if not is_packed(kv):
+        return wide(shape, number)
+    bits = 0.0  # of all numbers of a key and a value
+    for b, dim, group in ((kv.k_bits, shape.k_dim, kv.group), (kv.v_bits, shape.v_dim, min(kv.group, shape.v_dim))):
+        bits += 8 * dim * number if b == 16 else 8 * dim + 16 if b == 8 else dim * (b + 32 / group)
+    return int(shape.n_kv_heads * bits / 8) + POSITION

@@ -1,0 +1,194 @@
+"""When a second model is asked, by a pretend clock: where that pays as far as it pays, elsewhere next to never."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli.drafts import chain, mixer
+from kvcli.drafts.chain import Chain
+from kvcli.drafts.copies import Copies
+from kvcli.drafts.mixer import Mixer
+from kvcli.drafts.model import Model
+from kvcli.engine.rows import Rows
+from kvcli.engine.stats import Step
+
+PLAIN = 0.02  # seconds of a pass with one row
+WRONG = 20000
+COSTS: dict[str, Callable[[int], float]] = {  # rows -> plain passes
+    "cheap": lambda rows: 1 + 0.02 * (rows - 1),
+    "cliff": lambda rows: 1.0 if rows == 1 else 1.1 if rows <= 8 else 2.5,
+    "steep": lambda rows: 1 + 0.35 * (rows - 1),
+}
+
+
+class Known:
+    """A sibling that says the right token as often as it is told to, surer where it is right."""
+
+    usage = list
+
+    def __init__(self, truth: Sequence[int], share: Callable[[int], float]) -> None:
+        self.truth, self.share, self.room = truth, share, 1 << 20
+        self.text: list[int] = []
+        self.n = self.asked = 0
+
+    def start(self, ids: Sequence[int]) -> None:
+        self.text = list(ids)
+
+    def extend(self, new: Sequence[int]) -> None:
+        self.text += new
+        self.n = min(self.n, len(self.text) - 1)
+
+    @property
+    def missing(self) -> int:
+        return len(self.text) - self.n
+
+    @property
+    def length(self) -> int:
+        return len(self.text)
+
+    def newest(self, n: int) -> list[int]:
+        return self.text[-n:]
+
+    def study(self, sees: int | None) -> Generator[int, None, None]:
+        self.n = len(self.text) - 1
+        yield from ()
+
+    def read(self, want: int = 1, most: float = math.inf) -> Generator[int, None, list[list[float]]]:
+        rows, self.n = int(min(self.missing, most)), len(self.text)
+        yield rows
+        return [self.said(len(self.text) - want + 1 + i) for i in range(want)]
+
+    def go_on(self, guess: int) -> Generator[int, None, list[float]]:
+        self.n += 1
+        yield 1
+        return self.said(self.n)
+
+    def said(self, at: int) -> list[float]:
+        """Of the row before position `at`."""
+        rng = Random(at)
+        is_right = rng.random() < self.share(at)
+        lead = rng.uniform(1.0, 6.0) if is_right else rng.uniform(0.1, 3.0)
+        return [self.truth[at] if is_right and at < len(self.truth) else WRONG, WRONG - 1, lead, 0.0]
+
+
+@dataclass
+class Run:
+    """Decodes a text whose tokens are its positions, and keeps the books."""
+
+    monkeypatch: pytest.MonkeyPatch
+    each: float  # plain passes that one of the second model takes
+    share: Callable[[int], float]
+    cost: Callable[[int], float] = COSTS["cheap"]
+    settings: dict[str, Any] = field(default_factory=dict)
+    now: float = 0.0
+    rows: list[int] = field(default_factory=list)  # verified, by pass
+    passes: list[int] = field(default_factory=list)  # of the second model, by pass
+
+    def __post_init__(self) -> None:
+        for module in (chain, mixer):
+            self.monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+        self.truth = list(range(12000))
+        config = Model(**self.settings, copies=False)
+        self.known = Known(self.truth, self.share)
+        own = Chain(self.known, depth=config.depth, sees=None, vocab=30000, share=self.each)  # type: ignore[arg-type]
+        self.drafter = Mixer(config, [own], chain=own)
+        self.at = 100
+        list(self.drafter.start(self.truth[: self.at]) or ())  # type: ignore[call-overload]
+
+    def run(self, passes: int) -> Run:
+        for _ in range(passes):
+            self.step()
+        return self
+
+    def step(self) -> None:
+        began, asked = self.now, 0
+        found = self.drafter.propose(self.truth[: self.at], 99)
+        if isinstance(found, Generator):
+            try:
+                while True:
+                    rows: Any = next(found)
+                    asked += 1
+                    self.now += PLAIN * self.each * (1 + 0.05 * (rows - 1))
+            except StopIteration as end:
+                found = end.value
+        rows = Rows.build(self.truth[self.at - 1], self.at - 1, found)
+        new = [self.truth[self.at]]
+        path, node = [0], -1
+        while (taken := [i for i, p in enumerate(found.parent) if p == node and found.ids[i] == new[-1]]) != []:
+            node = taken[0]
+            path.append(node + 1)
+            new.append(self.truth[self.at + len(new)])
+        self.now += PLAIN * self.cost(rows.tree)
+        self.at += len(new)
+        self.rows.append(rows.tree)
+        self.passes.append(asked)
+        self.drafter.observe(Step(rows, torch.empty(0), path, new, self.now - began))
+
+    @property
+    def gain(self) -> float:
+        return (self.at - 100) * PLAIN / self.now
+
+
+def fixed(each: float, share: float, cost: Callable[[int], float], depth: int) -> float:
+    """Speed over plain decoding with always so many guesses, each right as often as `share`, on average."""
+    return sum(share**i for i in range(depth + 1)) / (depth * each + cost(depth + 1))
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("each", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.8, 0.95])
+def test_it_is_never_slower_and_nearly_as_fast_as_the_best_depth(
+    share: float, each: float, cost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(monkeypatch, each, lambda at: share, COSTS[cost], {"branches": 1}).run(1200)
+    best = max(fixed(each, share, COSTS[cost], depth) for depth in range(9))
+    assert run.gain >= 0.98
+    assert run.gain >= 0.9 * best
+
+
+@pytest.mark.parametrize("each", [0.1, 0.3])
+def test_it_comes_back_when_the_text_turns_easy(each: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, each, lambda at: 0.95 if at > 1500 else 0.02).run(1400)
+    assert sum(run.passes[200:]) < 0.03 * 1200
+    before = len(run.rows)
+    while run.at < 1500:
+        run.step()
+    run.run(300)
+    assert sum(rows > 1 for rows in run.rows[before + 200 :]) > 60
+
+
+def test_a_pass_that_costs_more_than_it_can_bring_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, 1.1, lambda at: 0.9).run(600)
+    assert max(run.rows) == 1
+    assert sum(run.passes) <= 2  # looks
+
+
+def test_without_adapting_it_guesses_as_deep_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, 2.0, lambda at: 0.5, COSTS["steep"], {"adaptive": False, "depth": 3, "branches": 1})
+    run.run(50)
+    assert run.passes == [3] * 50
+    assert run.rows == [4] * 50
+
+
+def test_the_others_that_it_thought_of_are_tried_beside_its_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, 0.1, lambda at: 0.5, settings={"adaptive": False, "depth": 3, "branches": 2}).run(10)
+    assert run.rows == [7] * 10
+
+
+@pytest.mark.parametrize("phrase", [5, 40])
+def test_where_a_copy_is_all_but_sure_it_is_not_asked(phrase: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, 0.2, lambda at: 0.9)
+    run.truth = run.known.truth = [i % phrase for i in range(12000)]
+    own = run.drafter._sources[0]
+    run.drafter = Mixer(Model(), [Copies(1, 32), own], chain=own)  # type: ignore[list-item, arg-type]
+    list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
+    run.run(200)
+    assert sum(run.passes[50:]) <= 3  # looks
+    assert run.gain > 5
