@@ -56,6 +56,8 @@ RESULTS = {
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kept": f"python tests/bench/kept.py --model {LISTED}",
     "reuse": "python tests/bench/reuse.py",
+    "reuse-real": f"python tests/bench/reuse.py --model {LISTED} --tokens 2000 --texts 1"
+    " --tasks passkey,niah_single,mqar --changes swapped",
     "prune": "python tests/bench/prune.py",
     "prune-smollm2": f"python tests/bench/prune.py --model {LISTED} --n 12",
     "prune-16k": f"python tests/bench/prune.py --model {RANDOM} --tokens 16384 --n 3 --hf 0",

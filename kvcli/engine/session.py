@@ -106,13 +106,13 @@ class Session(Text):
         return True
 
     def _take_over(self, spare: Spare) -> Asks[None]:
-        """What begins here and was read behind another text, in place of a chunk."""
-        end, past = yield from spare.take(self.committed, self.chunk_rows, self.kv, self.ids)
-        if end == self.committed:  # it is gone, and read
-            return
-        self._own, start = min(self._own, self.committed), self.committed
-        self._append(past, end)
-        self.reused += end - start
+        """What begins here and was read behind another text, in place of a chunk; nothing where that is gone."""
+        at = self.committed
+        end, past = yield from spare.take(at, self.chunk_rows, self.kv, self.ids)
+        if end > at:
+            self._own = min(self._own, at)
+            self._append(past, end)
+            self.reused += end - at
 
     def _read_chunk(self, end: int) -> Asks[None]:
         rows = Rows.chain(self.ids[self.committed : end], self.committed)

@@ -1,6 +1,7 @@
 """A text behind another one: how much sooner it is read, and how often answers are still right.
 
-    python tests/bench/reuse.py [--model demo] [--tokens 3000] [--texts 3] [--changes 64,swapped] [--out FILE]
+    python tests/bench/reuse.py [--model demo] [--tokens 3000] [--texts 3] [--changes 64,swapped]
+        [--tasks passkey,mqar] [--out FILE]
 
 A text of a task is read and then changed: so many tokens of it, a tenth of the way in, give way to twice as many
 others, or its halves change places. Then the task's questions are asked of the changed text: read anew, and with what
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--texts", type=int, default=3)
+    parser.add_argument("--tasks", default=",".join(NAMES))
     parser.add_argument("--changes", default="64,swapped")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -70,7 +72,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for how in args.changes.split(","):
         found: dict[str, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
-        for n, (name, i) in enumerate(product(NAMES, range(args.texts))):
+        for n, (name, i) in enumerate(product(args.tasks.split(","), range(args.texts))):
             context = fitted(TASKS[name], Draw(name, 7, args.tokens, i, Prose()), prompts)
             ids, question = prompts.context(context.text), context.questions[0]
             behind, logits = prompts.question(question), dict[str, Tensor]()
@@ -100,12 +102,13 @@ def main() -> None:
     about = machine()
     result = {
         "title": f"A changed text of {args.tokens:,} tokens, read behind the old one",
-        "command": f"python tests/bench/reuse.py --model {args.model} --tokens {args.tokens} --texts {args.texts}",
+        "command": f"python tests/bench/reuse.py --model {Path(args.model).stem} --tokens {args.tokens}"
+        f" --texts {args.texts} --tasks {args.tasks} --changes {args.changes}",
         "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
         "columns": list(rows[0]),
         "rows": rows,
         "note": "So many tokens replaced by twice as many a tenth of the way in, or halves swapped. Right: share of "
-        f"answers, of {', '.join(NAMES)} in equal parts. Off: mean divergence (KL) of the first token from that of "
+        "answers, of all tasks in equal parts. Off: mean divergence (KL) of the first token from that of "
         "reading anew. Sooner: how many times sooner the changed text is read, least and most in brackets.",
     }
     if args.out:
