@@ -20,6 +20,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ class Chosen:
     left: Sequence[int]  # by KV head: slots from there on
 
 
+@cache  # asked in each layer of a pass
 def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
     """Why rows of this type, with keys of `d` numbers and values of `e`, are not served; "" if they are."""
     if built.native() is None:

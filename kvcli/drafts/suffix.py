@@ -149,7 +149,8 @@ class SuffixIndex:
     def _measured(self, ends: NDArray[np.int64]) -> Matches:
         """The same places with their match lengths, best first, too short ones left out."""
         ours = self._padded[self._n : self._n + self.longest][::-1]
-        differs = np.ones((len(ends), self.longest + 1), dtype=np.bool_)
+        differs = np.empty((len(ends), self.longest + 1), dtype=np.bool_)
+        differs[:, -1] = True
         np.not_equal(self._padded[ends[:, None] + self._back], ours, out=differs[:, :-1])
         lengths: list[int] = differs.argmax(axis=1).tolist()
         found = [(n, end) for n, end in zip(lengths, ends.tolist(), strict=True) if n >= self.shortest]

@@ -24,12 +24,16 @@ def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
         if id(fresh.rows) not in found:
             found[id(fresh.rows)] = _taken(rows.pos, fresh.rows, path, fresh.k.device)
         taken, pos = found[id(fresh.rows)]
-        k, v = (fresh.k, fresh.v) if taken is None else (fresh.k[:, taken], fresh.v[:, taken])
+        k, v = (fresh.k, fresh.v) if taken is None else (_picked(fresh.k, taken), _picked(fresh.v, taken))
         if pos and pos[-1] - pos[0] == len(pos) - 1:
             kv.append(layer, k, v, pos[0])
         elif pos:  # with gaps, of which a prompt that is pruned has hundreds
             at = torch.tensor(pos, dtype=torch.int32, device=k.device)
             kv.take(layer, Slots(k, v, at.expand(k.shape[0], -1)))
+
+
+def _picked(t: Tensor, rows: Tensor | slice) -> Tensor:
+    return t[:, rows] if isinstance(rows, slice) else t.index_select(1, rows)  # in half the time of an index
 
 
 def _taken(

@@ -63,15 +63,18 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
     ids, pos = feeds[0].rows.ids, feeds[0].rows.pos
     if len(feeds) > 1:
         ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
-    nothing = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
     is_narrowed = any(feed.pruner is not None for feed in feeds)  # by gates, which stand in the model's own loop
     try:
         if lm.straight is not None and not is_narrowed:
             gave = lm.straight(ids, pos, want, attends, attends.layers, attends.hidden)
-            return (nothing, gave) if is_below else (gave, None)
+            return (_no_logits(lm), gave) if is_below else (gave, None)
         return call(lm.model, ids, pos, want, device=lm.device, kvcli_pass=attends), None
     except Enough:
-        return nothing, attends.hidden if is_below else None
+        return _no_logits(lm), attends.hidden if is_below else None
+
+
+def _no_logits(lm: LM) -> Tensor:
+    return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
 
 
 def call(

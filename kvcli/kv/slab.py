@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class Slab:
     ordered: bool = True  # positions rise with the slot index
     gone: int = 0  # slots given back before the first: with native kernels the places of the others stay as they were
     noted: int = 0  # slots whose positions are in `pos`; those behind rise one by one to `highest`
+    lies: Run | None = None  # as `run` gave it last: views of the tensors, made anew once they are others
 
     @staticmethod
     def of(slots: Slots, step: int) -> Slab:
@@ -84,11 +85,14 @@ class Slab:
     @property
     def _pos(self) -> Tensor:
         """`pos`, all noted: in decoding nobody may ask for it but at boundaries."""
+        self._note()
+        return self.pos
+
+    def _note(self) -> None:
         if n := self.length - self.noted:
             end = self.highest + 1
             self.pos.numpy()[0, self.noted : self.length] = np.arange(end - n, end)
             self.noted = self.length
-        return self.pos
 
     def attend(
         self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
@@ -98,17 +102,21 @@ class Slab:
             return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
         if not self.length and own is None:
             return []
-        run = self.run(rotary, None if sight.window is None else self._pos) if self.length else None
+        if sight.window is not None:
+            self._note()
+        run = self.run(rotary) if self.length else None
         return [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
 
-    def run(self, rotary: Rotary | None = None, pos: Tensor | None = None) -> Run:
-        """The slots where they lie, their keys rotated first if they lie un-rotated; `pos` where it will be read."""
-        k = self.k if rotary is None else rotate(self.k, self._pos, rotary)
-        pos = self.pos if pos is None else pos
-        n_kv, cap, _ = k.shape
-        starts = range(0, n_kv * cap, cap)
-        heads = starts, [self.length] * n_kv, [0] * n_kv
-        return Run(k.flatten(0, 1), self.v.flatten(0, 1), pos[0], *heads, self.gone)
+    def run(self, rotary: Rotary | None = None) -> Run:
+        """The slots where they lie, their keys rotated first if they lie un-rotated; until the slab changes."""
+        if self.lies is None:
+            n_kv, cap, _ = self.k.shape
+            starts = range(0, n_kv * cap, cap)
+            self.lies = Run(self.k.flatten(0, 1), self.v.flatten(0, 1), self.pos[0], starts, [], [0] * n_kv)
+        self.lies.lengths, self.lies.gone = [self.length] * len(self.lies.starts), self.gone
+        if rotary is None:
+            return self.lies
+        return replace(self.lies, k=rotate(self.k, self._pos, rotary).flatten(0, 1))
 
     def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """Over the slots alone."""
@@ -208,14 +216,15 @@ class Slab:
         cap, n = -(-room // self.step) * self.step, self.length - first
 
         def moved(t: Tensor) -> Tensor:
-            new = t.new_zeros(t.shape[0], cap, t.shape[2])
+            new = t.new_empty(t.shape[0], cap, t.shape[2])
             new[:, :n] = t[:, first : self.length]
+            new[:, n:] = 0
             return new
 
         k, v = moved(self.k), moved(self.v)
         pos = self.pos.new_full((1, cap), -1)
         pos[:, :n] = self._pos[:, first : self.length]
-        self.k, self.v, self.pos = k, v, pos  # together: memory may have run out between them
+        self.k, self.v, self.pos, self.lies = k, v, pos, None  # together: memory may have run out between them
         self.length = self.noted = n
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.drafts.successors import TOP, Successors, likeliest, top
+from kvcli.drafts.successors import LARGE, TOP, WIDE, Successors, likeliest, top
 from kvcli.drafts.tree import grow
 from kvcli.engine.sample import Sampler
 from kvcli.kernels.gumbel import gumbel
@@ -94,3 +94,14 @@ def test_top_is_in_order_and_normalised():
     ids, logp = likeliest(top(torch.tensor([[0.0, 2.0, 1.0]]))[0].tolist())
     assert ids == [1, 2, 0]
     assert math.isclose(sum(map(math.exp, logp)), 1, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [LARGE, LARGE + 1])
+def test_the_likeliest_of_a_large_vocabulary_are_found_by_parts(vocab: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1, 640:704] = 9.0 + torch.arange(64) / 8  # more in one part than are asked for
+    ids, values = top(logits).split(WIDE, 1)
+    assert torch.equal(values, logits.topk(WIDE).values.double())
+    assert torch.equal(logits.gather(1, ids.long()).double(), values)
+    assert all(len(set(row)) == WIDE for row in ids.tolist())
