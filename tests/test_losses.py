@@ -25,7 +25,7 @@ SAID = {  # what each loses, in words of its note
     "fastgen-paper": "fastgen-paper keeps what holds 95% of its attention in each head, by what it looks at",
     "kvzip": "kvzip keeps 25% of a prompt, by what repeating it looks at",
     "lazy": "lazy reads 20% of a prompt of 1,024 tokens or more in the upper layers",
-    "lazy-fast": "lazy-fast reads 10% of a prompt of 1,024 tokens or more in the upper layers",
+    "lazy-fast": "lazy-fast reads 20% of a prompt of 1,024 tokens or more in the upper layers",
     "lazy-paper": "lazy-paper reads 10% of a prompt of 1,024 tokens or more in the upper layers",
     "lean": "lean holds keys in 4 and values in 2 bits",
     "max-context": "max-context holds keys and values in 4 bits, reads 3% of the text for each token",

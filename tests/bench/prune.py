@@ -76,10 +76,12 @@ def sides_of(budget: str, lm: Any, only: Sequence[str]) -> dict[str, Table]:
     n, cost = lm.n_layers, mean_kept(schedule, lm)
     below = max(1, round(ONE_CUT * n))
     once, upper = {"method": "cut", "layer": ONE_CUT}, cost * n - below
+    judged = schedule | {name: getattr(own, name) for name in ("score_queries", "pool")}
     found = {
-        "lazy": {"method": "lazy", **schedule},
-        "lazy, back": {"method": "lazy", **schedule, "scope": "prefill+decode"},
-        "chunked": {"method": "chunked", **schedule},
+        "lazy": {"method": "lazy", **judged},
+        "lazy, one row": {"method": "lazy", **schedule},
+        "lazy, back": {"method": "lazy", **judged, "scope": "prefill+decode"},
+        "chunked": {"method": "chunked", **judged},
         "random": {"method": "random", **schedule},
     }
     if upper > 0:
