@@ -147,7 +147,6 @@ def test_the_more_is_read_again_the_nearer_are_logits(demo, select: str) -> None
     values = [off(text, plain) for text in texts]
     want = logits(plain)
     said = [float((logits(text) - want).norm()) for text in texts]
-    print(values, said)
     assert all(more < less for less, more in pairwise(values)), values
     assert all(more < less for less, more in pairwise(said)), said
     assert said[-1] == 0 or not demo.lm.is_row_invariant
