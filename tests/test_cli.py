@@ -92,7 +92,7 @@ def test_help_shows_what_is_used_most_and_help_all_everything(machine, command):
                    for flag in ("--help", "--help-all"))  # fmt: skip
     assert {"--profile", "--set", "--json", "--help-all"} <= short < long
     assert {"--plain", "--config", "--no-input", "--log-file"} <= long - short
-    assert len(short) <= 22
+    assert len(short) <= 23
     short_again = machine(*command.split(), "--help").out
     assert "--log-file" not in short_again
 
@@ -385,7 +385,7 @@ def test_completion_scripts_are_printed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [("kvcli ch", ["chat"]), ("kvcli chat --dr", ["--dry-run"]), ("kvcli models l", ["list"])]
+    ("line", "words"), [("kvcli ch", ["chat"]), ("kvcli chat --dry", ["--dry-run"]), ("kvcli models l", ["list"])]
 )
 def test_completion_completes(tmp_path, line, words):
     at = str(line.count(" "))
