@@ -48,7 +48,7 @@ class Heard:
             alike = prompt.startswith(before.text[: end.text])
             return alike and list(self.ids[: end.ids]) == list(before.ids[: end.ids])
 
-        marks = before.marks if shares(Mark(len(before.text), len(before.ids))) else ()
+        marks = filter(shares, before.marks)
         begins = before.begins if shares(before.begins) else Mark(0, 0)
         return replace(self, marks=(*marks, Mark(len(prompt), n)), begins=begins)
 
@@ -60,14 +60,16 @@ class Heard:
             return self.text, self.ids
         return self.text[: self.begins.text], self.ids[: self.begins.ids]
 
-    def condensed(self, model: OpenText, detail: dict[str, Any]) -> Heard | None:
-        """With more of its beginning in fewer slots, so that a prompt fits its window; None = nothing helps.
+    def condensed(self, model: OpenText, text: str, detail: dict[str, Any]) -> Heard | None:
+        """With more of its beginning in fewer slots, so that a prompt of this text fits its window; None = nothing
+        helps.
 
         `detail`: of the error that said how far the prompt is too long.
         """
         room = detail["limit"] - detail["reserve"]
         left = {mark: round(room * FILLED) - (detail["prompt"] - mark.ids) for mark in self.marks}
-        able = [m for m in self.marks if LEAST <= left[m] < m.ids and model.has_read(self.ids[: m.ids])]
+        shared = [m for m in self.marks if text.startswith(self.text[: m.text])]
+        able = [m for m in shared if LEAST <= left[m] < m.ids and model.has_read(self.ids[: m.ids])]
         newest = [m for m in able if detail["prompt"] - m.ids >= room * NEWEST]
         if not able:
             return None

@@ -80,14 +80,18 @@ def leave_out(
     """
     if (how := chat.model.on_overflow) == "error":
         return False
-    if how == "compress" and (heard := chat.heard.condensed(chat.model, detail)) is not None:
-        n, fewer = heard.begins.ids, len(chat.heard.ids) - len(heard.ids)
-        chat.heard = heard
-        chat.note(f"longer than the window: its first {n + fewer:,} tokens go on as {n:,} a head; facts may be lost")
-        return True
+    asked = [*chat.messages, question]
+    if how == "compress":
+        heard = chat.heard.condensed(chat.model, chat.rendered(asked).text, detail)
+        if heard is not None:
+            n, fewer = heard.begins.ids, len(chat.heard.ids) - len(heard.ids)
+            chat.heard = heard
+            chat.note(
+                f"longer than the window: its first {n + fewer:,} tokens go on as {n:,} a head; facts may be lost"
+            )
+            return True
     of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0
     room = detail["limit"] - detail["reserve"] - of_notes
-    asked = [*chat.messages, question]
     now = shorter(chat.shown, len(chat.messages), lambda shown: len(chat.rendered(asked, shown).ids), room)
     if now is None:
         return False
