@@ -216,9 +216,8 @@ class Slab:
         cap, n = -(-room // self.step) * self.step, self.length - first
 
         def moved(t: Tensor) -> Tensor:
-            new = t.new_empty(t.shape[0], cap, t.shape[2])
+            new = t.new_zeros(t.shape[0], cap, t.shape[2])
             new[:, :n] = t[:, first : self.length]
-            new[:, n:] = 0
             return new
 
         k, v = moved(self.k), moved(self.v)
