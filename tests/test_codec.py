@@ -103,6 +103,8 @@ HOSTILE: Mapping[str, Mapping[str, object]] = {
     "endless": {"0": 1 << 62, "1": 1 << 62},
     "nothing of much": {"0": 0, "1": 1 << 40},
     "negative": {"0": -2, "1": -100},
+    "many sizes": {str(i): 1 for i in range(5000)},
+    "numbers that take long to multiply": {str(i): 10**4299 for i in range(2)},
     "no size": {"1": 0.5},
     "true": {"0": True},
     "no type": {"type": 9},

@@ -141,6 +141,12 @@ def goes_on(s: Session, more: list[int]) -> tuple[Tensor, list[int]]:
     return made.logits[0], s.ids[len(text) :]
 
 
+def test_a_tree_deeper_than_any_is_refused() -> None:
+    """Who walks it calls itself once a level."""
+    with pytest.raises(Misfit, match="trees within trees"):
+        tree_of({"a/" * 3000 + "x": 1})
+
+
 @pytest.mark.parametrize(("model", "store", "policy"), ROWS, ids=[" ".join(row) for row in ROWS])
 def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
     models: Callable[[str], LM], tmp_path: Path, model: str, store: str, policy: str

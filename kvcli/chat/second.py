@@ -48,7 +48,7 @@ def refuse_other_words(words: PreTrainedTokenizerBase, its: PreTrainedTokenizerB
     """Raises BadModel where an id is another token in either, but for tokens that were added to a vocabulary: of these,
     such as the marks of a chat template, siblings often have their own."""
     known, drafted = (_ordinary(tokenizer) for tokenizer in (words, its))
-    if known == drafted:
+    if known and known == drafted:
         return
     other = sum(drafted.get(word) != i for word, i in known.items())
     raise BadModel(

@@ -45,6 +45,7 @@ def fit(
     device: o.Device = None,
     dtype: o.Dtype = None,
     quant: o.Quant = None,
+    draft: o.Draft = None,
     allow_pickle: o.Pickle = False,
 ) -> int:
     """Whether a model, a profile and a context fit, before loading.

@@ -66,13 +66,14 @@ class Sibling:
         return len(self._text)
 
     def newest(self, n: int) -> list[int]:
-        """The last n of them."""
-        return self._text[-n:]
+        """The last n of them, or as many as may stay."""
+        return self._text[-int(min(n, self._newest)) :]
 
     @property
     def room(self) -> int:
-        """How many guesses have a position that the model was made for."""
-        return self.lm.limit - (len(self._text) - self._gap)
+        """How many guesses have a position that the model was made for, once the text is read."""
+        stays = self._sinks + self._newest if self._turns is not None else math.inf
+        return self.lm.limit - int(min(len(self._text) - self._gap, stays))
 
     def usage(self) -> list[Usage]:
         """What it stores, as a tier of its own."""
@@ -136,6 +137,7 @@ class Sibling:
         known = [min(i, self.lm.vocab - 1) for i in ids]  # padded tokens of the other model have no row in this one
         rows = Rows.chain(known, self._n - self._gap)
         n = rows.n_rows
+        assert want <= n, "what is asked for was not passed over"
         wanted = range(n - want, n)
         made = yield Feed(self.lm, rows, self._kv, want=wanted, glean=top if want else None, is_prompt=not want)
         commit(self._kv, rows, made, range(n))

@@ -16,6 +16,7 @@ from kvcli.kept.codec import Codec
 from kvcli.kv.state import Misfit, State, leaves, tree_of
 
 FEW = 1 << 12  # bytes that are worth coding
+SIZES = 8  # of a tensor, at most
 DTYPES = tuple(exponents.UNSIGNED)  # of a past, numbered in its file
 CODED, TYPE = "coded", "type"  # in place of a tensor: its bytes, beside its type and its sizes "0", "1", ..
 
@@ -62,9 +63,9 @@ def _decoded(part: State) -> State | Tensor:
     if not isinstance(t, Tensor):
         return decoded_state(part)
     sizes = [n for i in range(len(part) - 2) if type(n := part.get(str(i))) is int and n > 0]
-    if len(sizes) != len(part) - 2 or type(kind) is not int or not 0 <= kind < len(DTYPES):
+    if not len(part) - 2 == len(sizes) <= SIZES or type(kind) is not int or not 0 <= kind < len(DTYPES):
         raise Misfit("it is coded without its sizes")
-    if math.prod(sizes) * DTYPES[kind].itemsize > 2 * t.nbytes:
+    if max(sizes, default=1) > 2 * t.nbytes or math.prod(sizes) * DTYPES[kind].itemsize > 2 * t.nbytes:
         raise Misfit("it is coded in fewer bytes than can be")
     try:
         return decoded(t, sizes, DTYPES[kind])

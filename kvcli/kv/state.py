@@ -17,6 +17,8 @@ from torch import Tensor
 State: TypeAlias = "Mapping[str, Tensor | int | float | State]"
 Leaf: TypeAlias = "Tensor | int | float"
 
+DEEPEST = 16  # trees within trees
+
 
 class Misfit(Exception):
     """The tree is not of what was to be made from it."""
@@ -113,10 +115,12 @@ def leaves(state: State, where: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def tree_of(found: Mapping[str, Leaf]) -> State:
-    """The inverse of `leaves`. Raises Misfit where a name is a leaf and a tree."""
+    """The inverse of `leaves`. Raises Misfit where a name is a leaf and a tree, or trees lie in trees beyond reason."""
     tree: dict[str, object] = {}
     for path, leaf in found.items():
         *above, name = path.split("/")
+        if len(above) > DEEPEST:
+            raise Misfit("it has trees within trees")
         at = tree
         for each in above:
             at = at.setdefault(each, {})  # type: ignore[assignment]

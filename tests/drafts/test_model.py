@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvcli.drafts import sibling
+from kvcli.drafts.chain import Chain
 from kvcli.drafts.model import Model
 from kvcli.drafts.off import Off
 from kvcli.drafts.sibling import Sibling
@@ -164,8 +165,22 @@ def test_positions_of_the_text_end_where_the_model_does() -> None:
     assert report.reason == "model, which drafts, was made for 80 tokens"
     closed = text(drafter(short, working=20, positions="contiguous"))[1]
     assert closed.drafted_passes >= closed.passes - 1
+    session, stats = opened(drafter(short, working=20, positions="contiguous")), Stats()
+    drive(session.read(families.prompt(200)))  # more than the model was made for, before anything was read
+    for step in events(session.stream(NEW)):
+        stats.fold(step)
+    assert stats.drafted_passes >= stats.passes - 1
     with pytest.raises(BadConfig, match=r"spec.working = 100 is more than model"):
         drafter(short, working=100, positions="contiguous")
+
+
+@pytest.mark.parametrize("working", [6, 20, 70, 0])
+def test_a_look_is_at_no_more_than_stays(working: int) -> None:
+    chain = Chain(Sibling(lm(), working, 4 if working else 0), depth=4, sees=None, vocab=97, share=0.1)
+    chain.start(families.prompt(90))
+    drive(chain._take_a_look(0.0))
+    assert chain.sibling.missing == 0
+    assert chain.mean != Chain(chain.sibling, depth=4, sees=None, vocab=97, share=0.1).mean
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
