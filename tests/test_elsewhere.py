@@ -20,6 +20,7 @@ from kvcli.engine.spare import Reusing
 from kvcli.kept import elsewhere as finding
 from kvcli.kept.block import LENGTH, Block
 from kvcli.kept.block import read as read_block
+from kvcli.kept.codec import AsIs
 from kvcli.kept.shelf import WHOLE, Shelf
 from kvcli.kept.tree import Tree
 from kvcli.kv.dense import Dense
@@ -147,7 +148,7 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
         path.unlink()
     elif how == "layers":
         block = read_block(path, lm.shapes, lm.dtype)
-        Block(block.ids, {0: block.kv[0]}).write(path)
+        Block(block.ids, {0: block.kv[0]}).write(path, AsIs())
     elif how == "closed":
         path.unlink()
         path.mkdir()

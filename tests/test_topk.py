@@ -369,6 +369,7 @@ def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvcli.engine.rope._WITHIN", {torch.float32: -1.0})  # nothing is near enough
+    monkeypatch.setattr(TINY, "turns", None)  # as if nobody had asked
     with pytest.raises(KvcliError, match="does not find them") as refused:
         session("expected")
     assert refused.value.try_
