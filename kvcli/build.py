@@ -197,8 +197,11 @@ def session(
     import torch
 
     from kvcli.engine.drafter import Pair
+    from kvcli.engine.rope import rotaries
     from kvcli.engine.session import Session
 
+    if profile.context.on_overflow == "compress":
+        rotaries(lm)  # refused now, and not when the window is full
     kv = store(lm, profile)
     drafter: Drafter = profile.spec.drafter(lm.stop_ids, Pair(lm, draft) if draft is not None else None)
     if costs:
@@ -217,6 +220,13 @@ def session(
         by_layers=profile.prefill.order == "layers",
         reusing=profile.reuse.settings if profile.reuse.reuses else None,
     )
+
+
+def can_condense(session: Session, end: int) -> bool:
+    """Whether the model has room to judge so many tokens of a text."""
+    from kvcli.policies.condense import has_room
+
+    return has_room(session.lm.limit, end)
 
 
 def condense(session: Session, end: int, most: int) -> Asks[bool]:

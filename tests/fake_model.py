@@ -136,7 +136,7 @@ class FakeModel:
             yield Text(piece, tuple(map(ord, piece)))
         return said
 
-    def has_read(self, ids: Sequence[int]) -> bool:
+    def can_condense(self, ids: Sequence[int]) -> bool:
         return False
 
     def open(self) -> FakeModel:

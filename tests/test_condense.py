@@ -216,9 +216,60 @@ def test_ids_that_stand_for_nothing_any_more_are_never_read() -> None:
     chat.model.close()
     assert chat.send("What is the depth of well Bethden?").stats.cached == 0
     assert chat.shown.left
-    assert "not at hand to be made smaller" in chat.notes[-1]
+    assert "could not be made smaller" in chat.notes[-1]
     assert not chat.heard.begins.ids
     assert chat.model.session.ids[: len(stood)] != stood
+
+
+def test_what_stands_for_more_goes_to_no_profile_that_promises_all_of_it() -> None:
+    chat = chat_of("compress")
+    told(chat, 7)
+    text, n = chat.model, chat.model.session.condensed
+    drop: dict[str, Any] = {"context": {"on_overflow": "drop"}}
+    for changes in ({"exactness": "exact", **drop}, drop):
+        other = text.with_profile(text.profile.replace(**changes))
+        assert not other.take_past(text)
+        assert text.session.condensed == n > 0
+
+
+def test_cancelled_while_it_is_made_smaller_nothing_has_happened() -> None:
+    chat = chat_of("compress")
+    told(chat, 5)
+    before, notes = list(chat.messages), len(chat.notes)
+    asked, report = 0, write_report(Random(9), 700, fact_share=0.2).text
+
+    def cancel() -> bool:
+        nonlocal asked
+        asked += 1
+        return True
+
+    list(chat.stream(f"{report}\n\nWhat is the depth of well Bethden?", cancel=cancel))
+    assert asked
+    assert chat.messages == before
+    assert not chat.shown.left
+    assert len(chat.notes) == notes
+
+
+def test_where_the_model_has_no_room_to_judge_the_chat_goes_on_without() -> None:
+    limit = demo().lm.limit
+    over = {"context.limit": "auto", "context.reserve": 8, "context.on_overflow": "compress"}
+    chat = demo().open(set={**over, "sample.max_new_tokens": 4}).chat()
+    chat.send("well " * 3000, max_new_tokens=4)
+    assert not chat.model.can_condense(range(limit - 8))
+    prompt = len(chat.heard.ids)
+    long = "well " * int(3000 * (limit - 40 - prompt) / prompt)
+    chat.send(long, max_new_tokens=4)
+    chat.send(long, max_new_tokens=4)
+    assert len(chat.messages) == 6
+
+
+def test_the_context_by_message_says_what_is_in_fewer_slots() -> None:
+    chat = chat_of("compress")
+    told(chat, 7)
+    rows = dict(chat.tokens())
+    assert rows["template"] > 0
+    assert rows["its beginning, in fewer slots"] < 0
+    assert sum(rows.values()) == len(chat.rendered(chat.messages).ids)
 
 
 def test_it_is_kept_in_no_file(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_where_nothing_of_it_is_at_hand_it_goes_and_the_line_says_why(tmp_path):
     chat = chat_of("compress", tmp_path)
     ask(chat, 50)
     assert chat.shown.left
-    assert "not at hand to be made smaller" in chat.notes[0]
+    assert "could not be made smaller" in chat.notes[0]
 
 
 def test_documents_stay_with_what_is_left(chat):

@@ -40,6 +40,7 @@ class Rendered:
     contents: Messages
     text: str
     ids: list[int]
+    has_template: bool
 
 
 class Chat:
@@ -214,8 +215,11 @@ class Chat:
         rows += [(f"file {d.name}, next question", d.tokens(tokenizer)) for d in self.pending]
         if self.messages:
             pending = sum(d.tokens(tokenizer) for d in self.pending)
-            whole = len(self.rendered(self.messages).ids)
+            asked = self.rendered(self.messages)
+            whole = len(resume_ids(tokenizer, asked.text, ("", ()), special=not asked.has_template))
             rows.append(("template", whole - (sum(n for _, n in rows) - pending)))
+            if self.heard.begins.ids:
+                rows.append(("its beginning, in fewer slots", len(asked.ids) - whole))
         return rows
 
     # --- keeping
@@ -274,7 +278,7 @@ class Chat:
         contents += [{"role": m.role, "content": m.content} for m in (shown or self.shown).of(messages)]
         text, has_template = render_text(self.model.tokenizer, contents, note=self.note)
         ids = resume_ids(self.model.tokenizer, text, self.heard.of(text, self.model), special=not has_template)
-        return Rendered(contents, text, ids)
+        return Rendered(contents, text, ids, has_template)
 
     def note(self, note: str) -> None:
         """Have the user know of something, once."""

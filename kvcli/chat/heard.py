@@ -16,7 +16,7 @@ from kvcli.models.text import decode, special_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.api import Turn
+    from kvcli.api import Cancel, Turn
     from kvcli.chat.open_text import OpenText
 
 LEAST = 64  # slots a head below which the beginning is as good as dropped
@@ -60,7 +60,7 @@ class Heard:
             return self.text, self.ids
         return self.text[: self.begins.text], self.ids[: self.begins.ids]
 
-    def condensed(self, model: OpenText, text: str, detail: dict[str, Any]) -> Heard | None:
+    def condensed(self, model: OpenText, text: str, detail: dict[str, Any], cancel: Cancel) -> Heard | None:
         """With more of its beginning in fewer slots, so that a prompt of this text fits its window; None = nothing
         helps.
 
@@ -69,13 +69,13 @@ class Heard:
         room = detail["limit"] - detail["reserve"]
         left = {mark: round(room * FILLED) - (detail["prompt"] - mark.ids) for mark in self.marks}
         shared = [m for m in self.marks if text.startswith(self.text[: m.text])]
-        able = [m for m in shared if LEAST <= left[m] < m.ids and model.has_read(self.ids[: m.ids])]
+        able = [m for m in shared if LEAST <= left[m] < m.ids and model.can_condense(self.ids[: m.ids])]
         newest = [m for m in able if detail["prompt"] - m.ids >= room * NEWEST]
         if not able:
             return None
         mark = newest[-1] if newest else able[0]
         n = left[mark]
-        if (ids := model.condense(mark.ids, n)) is None:
+        if (ids := model.condense(mark.ids, n, cancel)) is None:
             return None
         later = tuple(Mark(m.text, m.ids - mark.ids + n) for m in self.marks if m.ids > mark.ids)
         return replace(self, ids=[*ids, *self.ids[mark.ids :]], marks=later, begins=Mark(mark.text, n))

@@ -82,11 +82,16 @@ class OpenText:
         """Whether these stand for more, as it condensed it."""
         return self.session.condensed == len(ids) and self.has_read(ids)
 
-    def condense(self, end: int, most: int) -> list[int] | None:
-        """Have the first `end` tokens take `most` slots a head; the ids that stand for them then. None: they cannot."""
+    def can_condense(self, ids: Sequence[int]) -> bool:
+        """Whether it has read these, and has room to judge what of them is to stay."""
+        return self.has_read(ids) and build.can_condense(self.session, len(ids))
+
+    def condense(self, end: int, most: int, cancel: Cancel) -> list[int] | None:
+        """Have the first `end` tokens take `most` slots a head; the ids that stand for them then. None: they cannot, or
+        `cancel()` said otherwise."""
         self._end()
         with lacking():
-            if drive(build.condense(self.session, end, most)):
+            if drive(until(build.condense(self.session, end, most), cancel)):
                 return self.session.ids[:most]
         return None
 
@@ -124,6 +129,8 @@ class OpenText:
         kept = [table for table in ORDER if table not in ("spec", "sample", "context")]  # these leave the past alone
         mine, its = self.profile, other.profile
         if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in kept):
+            return False
+        if other.session.condensed and (mine.exactness != "approx" or mine.context.on_overflow != "compress"):
             return False
         for text in (self, other):
             text._end()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.api import End, Event, Text
+from kvcli.api import Cancel, End, Event, Text
 from kvcli.chat.transcript import Message
 from kvcli.errors import ContextOverflow
 
@@ -81,8 +81,9 @@ def leave_out(
     if (how := chat.model.on_overflow) == "error":
         return False
     asked = [*chat.messages, question]
+    cancel: Cancel = options.get("cancel") or (lambda: False)
     if how == "compress":
-        heard = chat.heard.condensed(chat.model, chat.rendered(asked).text, detail)
+        heard = chat.heard.condensed(chat.model, chat.rendered(asked).text, detail, cancel)
         if heard is not None:
             n, fewer = heard.begins.ids, len(chat.heard.ids) - len(heard.ids)
             chat.heard = heard
@@ -99,8 +100,9 @@ def leave_out(
     chat.shown = replace(now, notes=notes)
     kept = "it wrote notes on them" if notes else "it knows nothing of them now"
     if how == "compress":
-        kept += ", as what was read of them is not at hand to be made smaller"
-    chat.note(f"longer than the window: the model is shown questions 1 to {now.left // 2} no more; {kept}")
+        kept += ", as what was read of them could not be made smaller"
+    if not cancel():  # then nothing is answered, and all is as before
+        chat.note(f"longer than the window: the model is shown questions 1 to {now.left // 2} no more; {kept}")
     return True
 
 

@@ -67,16 +67,18 @@ Asks = Generator[Feed, Made, T]  # work that may need passes, and what comes of 
 Work = Generator[Feed | E, Made, T]  # work that has something to say on the way, too
 
 
-def until(work: Asks[None], cancel: Callable[[], bool]) -> Asks[None]:
-    """Its passes, as long as `cancel()` does not say otherwise between two."""
+def until(work: Asks[T], cancel: Callable[[], bool]) -> Asks[T | None]:
+    """Its passes, as long as `cancel()` does not say otherwise between two; None where it did."""
     try:
         feed = next(work)
         while not cancel():
             feed = work.send((yield feed))
-    except StopIteration:
-        return
+    except StopIteration as end:
+        found: T = end.value
+        return found
     finally:
         work.close()
+    return None
 
 
 def asked(found: Asks[T] | T) -> Asks[T]:

@@ -8,7 +8,6 @@ Approximate: what is let go is gone, and distances within what is left are short
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,14 @@ if TYPE_CHECKING:
     from kvcli.engine.feed import Asks
     from kvcli.engine.text import Text
     from kvcli.kernels.rotate import Rotary
+
+
+PIECE = 64  # tokens repeated at once below which a long text would be repeated in hundreds of passes
+
+
+def has_room(limit: int, end: int) -> bool:
+    """Whether so many tokens can be repeated behind themselves, by a model that takes `limit`."""
+    return limit - end >= KVzip().lead + PIECE
 
 
 def condense(text: Text, end: int, most: int) -> Asks[bool]:
@@ -74,7 +81,7 @@ def condense(text: Text, end: int, most: int) -> Asks[bool]:
         moved.append((i, _turned(k, old, new, turns[i]), v, first))
     stand = sorted(votes.argsort(descending=True, stable=True)[:most].tolist())
     text.rewind(0)
-    text.adopt([*(ids[p] for p in stand), ids[end]], most, _given(moved))
+    text.adopt([*(ids[p] for p in stand), ids[end]], most, moved)
     text.condensed, text.worth = most, worth
     return True
 
@@ -96,7 +103,3 @@ def _turned(k: Tensor, old: Tensor, new: Tensor, rotary: Rotary | None) -> Tenso
         return k
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
     return rotate(unrotate(wide, old, rotary), new.expand_as(old), rotary).to(k.dtype)
-
-
-def _given(moved: Sequence[tuple[int, Tensor, Tensor, int]]) -> Iterator[tuple[int, Tensor, Tensor, int]]:
-    yield from moved
