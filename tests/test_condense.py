@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ import kvcli
 from kvcli.bench.workloads import facts_in
 from kvcli.chat.conversation import Chat
 from kvcli.chat.local import Model
+from kvcli.chat.transcript import Message
 from kvcli.demo.report import write_report
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
@@ -27,7 +29,7 @@ from kvcli.kept.shelf import Shelf
 from kvcli.kernels.rotate import rotate, unrotate
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
-from kvcli.policies.condense import condense
+from kvcli.policies.condense import condense, has_room
 from kvcli.settings.profile import Profile
 from tests import families
 
@@ -251,16 +253,19 @@ def test_cancelled_while_it_is_made_smaller_nothing_has_happened() -> None:
 
 
 def test_where_the_model_has_no_room_to_judge_the_chat_goes_on_without() -> None:
+    """A question that fills all the model takes: what repeats the text behind itself cannot, and says nothing."""
     limit = demo().lm.limit
-    over = {"context.limit": "auto", "context.reserve": 8, "context.on_overflow": "compress"}
+    assert has_room(limit, limit - 200)
+    assert not has_room(limit, limit - 40)
+    over = {"context.limit": "auto", "context.reserve": 1024, "context.on_overflow": "compress"}
     chat = demo().open(set={**over, "sample.max_new_tokens": 4}).chat()
-    chat.send("well " * 3000, max_new_tokens=4)
-    assert not chat.model.can_condense(range(limit - 8))
-    prompt = len(chat.heard.ids)
-    long = "well " * int(3000 * (limit - 40 - prompt) / prompt)
-    chat.send(long, max_new_tokens=4)
-    chat.send(long, max_new_tokens=4)
-    assert len(chat.messages) == 6
+    fills = (
+        bisect_right(range(limit), limit - 4, key=lambda n: len(chat.rendered([Message("user", "well " * n)]).ids)) - 1
+    )
+    assert chat.send("well " * fills, max_new_tokens=4).stats.prompt > limit - 40
+    chat.send("And the depth?", max_new_tokens=4)
+    assert chat.shown.left == 2
+    assert "could not be made smaller" in chat.notes[-1]
 
 
 def test_the_context_by_message_says_what_is_in_fewer_slots() -> None:
