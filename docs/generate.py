@@ -339,6 +339,23 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         ["wording", "points", "words", "confirmed", "doubtful", "uncited", "silent", "told", "copied", "loops"],
     ),
     "kvcli.bench.reliability/1": ("What was tried", ["what", "tried", "bad", "command", "commit", "date"]),
+    "kvcli.bench.drafters/1": (
+        "Each drafter at each task; tokens/s and times are medians, accepted shares are of guessed tokens",
+        [
+            "task",
+            "temperature",
+            "side",
+            "speedup",
+            "tokens_s",
+            "accepted",
+            "accepted_first",
+            "tokens_a_pass",
+            "draft_ms_a_token",
+            "verify_ms_a_pass",
+            "kib",
+            "same",
+        ],
+    ),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],
@@ -353,6 +370,8 @@ def bench(where: str) -> str:
         return _sides(result)
     if result.get("schema") == "kvcli.bench.fafo/1":
         result = _turned(result)
+    if result.get("schema") == "kvcli.bench.drafters/1":
+        result = {**result, "command": f"python docs/benchmarks/run.py {Path(where).stem}"}
     rows = result["rows"]
     usual = result.get("title"), result.get("columns") or list(rows[0])
     title, names = BENCHES.get(result.get("schema", ""), usual)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.settings.schema import METHODS, NUMBERS
+from kvcli.settings.schema import METHODS, NUMBERS, Memory
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
-    from kvcli.engine.drafter import Costs, Drafter
+    from kvcli.engine.drafter import Costs, Drafter, Pair
     from kvcli.engine.feed import Asks
     from kvcli.engine.lm import LM
     from kvcli.engine.policy import EachLayer
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Slots, Store
     from kvcli.kv.tiers import Plan
     from kvcli.settings.profile import Profile
+    from kvcli.steps.writer import Writer
 
 # table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
@@ -74,6 +77,11 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "lookahead": "kvcli.drafts.lookahead:Lookahead",
         "mix": "kvcli.drafts.mix:Mix",
         "model": "kvcli.drafts.model:Model",
+        "self": "kvcli.drafts.self_draft:SelfDraft",
+    },
+    "steps": {
+        "none": "kvcli.steps.alone:Alone",
+        "lookahead": "kvcli.steps.lookahead:Lookahead",
     },
 }
 
@@ -89,7 +97,12 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
 
     `held`: bytes that a store takes which this one is to replace.
     """
-    return plan(lm, profile, held).store()
+    whole = plan(lm, profile.whole, held).store()
+    if not profile.is_checked:
+        return whole
+    from kvcli.kv.checked import Checked
+
+    return Checked(whole, replace(plan(lm, profile), memory=Memory()).store())
 
 
 def settled(lm: LM, profile: Profile) -> tuple[Profile, str]:
@@ -108,7 +121,7 @@ def _rounds_by_rows(lm: LM, profile: Profile) -> str:
     """What makes a row's numbers depend, by more than fp32 shows, on how many share its pass; "" = nothing does."""
     if lm.rounds_by_rows:
         return f"in {lm.info.dtype}"
-    wanted = plan(lm, profile)
+    wanted = plan(lm, profile.whole)
     by = wanted.rounds_by_rows if min(lm.dtype.itemsize, wanted.dtype.itemsize) < 4 else ""
     return by and f"under this {by}"
 
@@ -187,12 +200,12 @@ def every(profile: Profile) -> int | None:
 
 
 def session(
-    lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None, draft: LM | None = None
+    lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None, pair: Pair | None = None
 ) -> Session:
     """An empty session of `lm` as the profile wants it.
 
     `costs`: what passes take on this machine, for the drafter to start from; never changes the text. `kinds`: the kind
-    of each id (kvcli.chat.token_kinds), for policies; None = all are text. `draft`: the model that `[spec]` names.
+    of each id (kvcli.chat.token_kinds), for policies; None = all are text. `pair`: with the model that `[spec]` names.
     """
     import torch
 
@@ -203,7 +216,7 @@ def session(
     if profile.context.on_overflow == "compress":
         rotaries(lm)  # refused now, and not when the window is full
     kv = store(lm, profile)
-    drafter: Drafter = profile.spec.drafter(lm.stop_ids, Pair(lm, draft) if draft is not None else None)
+    drafter: Drafter = profile.spec.drafter(lm.stop_ids, pair or Pair(lm, lm))
     if costs:
         drafter.expect(costs)
     return Session(
@@ -220,6 +233,34 @@ def session(
         by_layers=profile.prefill.order == "layers",
         reusing=profile.reuse.settings if profile.reuse.reuses else None,
     )
+
+
+def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenizerBase) -> Writer | None:
+    """What writes a text of `lm` by steps of the model that `[steps]` names, in words; None = nothing does.
+
+    Raises BadConfig where the two spell texts in other tokens.
+    """
+    from kvcli.drafts.off import Off
+    from kvcli.engine.session import Session
+    from kvcli.errors import BadConfig
+    from kvcli.kv.dense import Dense
+    from kvcli.steps.writer import Writer, ends
+
+    if profile.steps.second is None:
+        return None
+    assert pair is not None, "somebody must write ahead"
+    wanted, draft = profile.steps.settings, pair.draft
+    if pair.spelling is not None:
+        raise BadConfig(
+            f"{wanted.model} cannot write steps for {lm.info.id}: it has another tokenizer",
+            code="other_tokenizer",
+            try_=[
+                "--set steps.model=MODEL, one of the same family",
+                "--draft MODEL: tokens may be spelled anew, steps not",
+            ],
+        )
+    its = Session(draft, Dense(draft.shapes, draft.dtype, draft.device), Off(), sampler(lm, profile))
+    return Writer(wanted, its, ends(words, wanted.ends))
 
 
 def can_condense(session: Session, end: int) -> bool:

@@ -5,6 +5,7 @@ And Ctrl-C is heard by the processes that tests start, also where a shell runs t
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Iterator
@@ -30,3 +31,15 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # this is what makes torch.empty fill with NaN
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _broken_drafts_are_heard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What breaks in a drafter's own passes costs guesses and no text: no test would notice by itself."""
+    heard = list[logging.LogRecord]()
+    handler, log = logging.Handler(logging.WARNING), logging.getLogger("kvcli.drafts")
+    handler.emit = heard.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    yield
+    log.removeHandler(handler)
+    assert not heard or request.node.get_closest_marker("breaks"), heard[0].getMessage()

@@ -71,6 +71,7 @@ class FakeModel:
     tokenizer: Any = field(default_factory=FakeTokenizer)
     cautions: Sequence[str] = ()
     promise: str = "exact"
+    drafts_by: str = ""
     on_overflow: str = "error"
     pack: None = None
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from random import Random
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -51,6 +52,23 @@ def metaspace() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    return _wrap(tokenizer)
+
+
+@cache
+def letters(size: int, seed: int) -> Any:
+    """Of so many ids: letters, a space, bytes that are no character by themselves, and pairs that `seed` chose."""
+    random = Random(seed)
+    alphabet = [*"abcdefghijklmnopqrstuvwxyz \n", *(f"<0x{b:02X}>" for b in b"\xc3\xa9\xf0\x9f\x98\x80")]
+    words, merges = ["<unk>", *dict.fromkeys(alphabet)], list[tuple[str, str]]()
+    while len(words) < size - 3:
+        one, other = (random.choice([w for w in words[1:] if w[0] != "<" and w != "\n"]) for _ in range(2))
+        if one + other not in words and " " not in other:
+            words.append(one + other)
+            merges.append((one, other))
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return _wrap(tokenizer)
 
 

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 # itself and those before it, types included.
 FLOORS = (
     "version errors kernels files outlet outside sandbox world settings demo models kv engine kept policies prune "
-    "reuse drafts api documents schemas build chat kvcli fit calibrate summarize quality bench heads render commands "
-    "cli __main__"
+    "reuse drafts steps api documents schemas build chat kvcli fit calibrate summarize quality bench heads render "
+    "commands cli __main__"
 ).split()
 FLOOR = {name: height for height, name in enumerate(FLOORS)}
 

@@ -204,8 +204,8 @@ class Chance:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)
 
-    def propose(self, ids: Any, room: int) -> Draft:
-        draft = self.drafter.propose(ids, room)
+    def propose(self, ids: Any, room: int, past: object) -> Draft:
+        draft = self.drafter.propose(ids, room, past)
         return Draft([(5 * token + 3) % 97 for token in draft.ids], draft.parent, draft.scouts)
 
 

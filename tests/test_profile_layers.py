@@ -54,6 +54,7 @@ REGISTRIES = {
         "guess": f"{__name__}:Guess",
         "ngram": f"{__name__}:Copy",
     },
+    "steps": {"none": "kvcli.steps.alone:Alone"},
 }
 
 

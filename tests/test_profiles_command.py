@@ -59,7 +59,7 @@ def test_list_names_every_profile_and_marks_the_default(shell: Shell) -> None:
     assert sorted(rows) == sorted(["profile", *SHIPPED, "bad", "mine", "long"])
     assert rows[:3] == ["profile", "bad", "mine"]  # the user's own, then by purpose: none is handed down
     assert rows.index("exact") < rows.index("lean") < rows.index("long") < rows.index("snap")
-    assert rows[-3:] == ["fafo-paper", "fastgen-paper", "lazy-paper"]
+    assert rows[-4:] == ["fafo-paper", "fastgen-paper", "lazy-paper", "specextend-paper"]
     assert "has problems: kvcli profiles check bad" in shell.out
     assert "exact, fafo-paper" in shell.out
     assert shell.err == ""
@@ -71,7 +71,7 @@ def test_list_in_json_and_plain(shell: Shell) -> None:
     assert (document["schema"], document["default"]) == ("kvcli.profiles/1", "ngram")
     listed = [(p["name"], p["extends"], p["problems"]) for p in document["profiles"]]
     assert sorted(name for name, _, _ in listed) == sorted(SHIPPED)
-    assert listed[-1][0] == "lazy-paper"
+    assert listed[-1][0] == "specextend-paper"
     assert ("exact", [], []) in listed
     assert ("ngram", ["exact"], []) in listed
 

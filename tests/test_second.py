@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import copytree
+from weakref import ref
 
 import pytest
 
 import kvcli
-from kvcli.chat.second import refuse_other_words
 from kvcli.demo import weights_dir
 from kvcli.errors import BadConfig, BadModel
 from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room
 from kvcli.kv.slots import nbytes
 from kvcli.models import source
+from kvcli.models.spelling import spelling
 from kvcli.settings.layers import Sources
 from kvcli.settings.profile import Profile
 from tests import small_tokenizers
@@ -47,7 +50,8 @@ def test_any_model_drafts_for_itself_and_the_text_stays() -> None:
         assert model.open("ngram").generate(PROMPT, max_new_tokens=40).ids == want.ids
         held = model._draft()
         assert held is model.with_profile(model.profile.replace(spec={"depth": 3}))._draft()
-        assert held is not model.lm
+        assert held is not None
+        assert held.draft is model.lm  # the same files, loaded once
 
 
 def test_a_profile_that_is_chosen_later_loads_its_model_then() -> None:
@@ -55,9 +59,45 @@ def test_a_profile_that_is_chosen_later_loads_its_model_then() -> None:
         assert model._draft() is None
         later = model.with_profile(model.profile.replace(spec={"method": "model", "model": "demo", "quant": "int8"}))
         assert (draft := later._draft()) is not None
-        assert draft.info.quant == "int8"
+        assert draft.draft.info.quant == "int8"
         with pytest.raises(BadModel, match="nowhere is neither a folder"):
             model.with_profile(model.profile.replace(spec={"method": "model", "model": "nowhere"}))
+
+
+def test_another_one_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
+    copytree(weights_dir(), tmp_path / "small")
+    settings = ITSELF | {"spec.model": str(tmp_path / "small"), "sample.temperature": 0.0}
+    with kvcli.load("demo", "draft", set=settings) as model:
+        before = model.open()
+        want = before.generate(PROMPT, max_new_tokens=20)
+        assert want.stats.drafts_by == str(tmp_path / "small")
+        first = ref(model._draft().draft)  # type: ignore[union-attr]
+        changed = before.with_profile(before.profile.replace(spec={"quant": "int8"}))
+        assert changed.take_past(before)
+        before.close()
+        got = changed.generate(PROMPT, max_new_tokens=20)
+        assert (got.ids, got.stats.cached > 0) == (want.ids, True)
+        assert changed.session.drafter._chain.guesser.lm.info.quant == "int8"  # type: ignore[attr-defined]
+        assert changed.model.drafts_by == str(tmp_path / "small")
+        del model, before, want
+        gc.collect()
+    assert first() is None
+
+
+@pytest.mark.parametrize("fault", [MemoryError("no room"), RuntimeError("broken")])
+def test_one_that_cannot_be_loaded_for_want_of_memory_or_by_a_fault_is_done_without(fault: Exception) -> None:
+    def find(name: str) -> source.Source:
+        raise fault
+
+    with (
+        kvcli.load("demo", "exact", set={"load.verify": False, "sample.temperature": 0.0}) as plain,
+        kvcli.load("demo", "draft", set=ITSELF | {"sample.temperature": 0.0}, find=find) as model,
+    ):
+        assert model.profile.spec.method == "off"
+        why = "there is no memory for it" if isinstance(fault, MemoryError) else "RuntimeError: broken"
+        assert f"no drafting: demo, which was to draft, cannot be loaded: {why}" in model.cautions
+        assert model.drafts_by == ""
+        assert model.generate(PROMPT, max_new_tokens=20).ids == plain.generate(PROMPT, max_new_tokens=20).ids
 
 
 def test_it_must_be_named() -> None:
@@ -67,15 +107,13 @@ def test_it_must_be_named() -> None:
     assert "--draft MODEL" in found.value.try_
 
 
-def test_words_must_be_the_same_but_for_those_that_were_added() -> None:
+def test_of_a_family_are_those_whose_words_are_alike_but_for_a_few_and_those_that_were_added() -> None:
     words = small_tokenizers.byte_fallback()
     marked = small_tokenizers.byte_fallback.__wrapped__()
     marked.add_tokens(["<|think|>"], special_tokens=True)
-    refuse_other_words(words, marked, "big", "small")
-    with pytest.raises(BadModel, match="small cannot draft for big: it has another tokenizer") as found:
-        refuse_other_words(words, small_tokenizers.metaspace(), "big", "small")
-    assert found.value.code == "other_tokenizer"
-    assert found.value.lines == ("of 360 tokens 360 are others or stand elsewhere; small has 101",)
+    marked.add_tokens(["planet"])
+    assert spelling(words, marked) is None
+    assert spelling(words, small_tokenizers.metaspace()) is not None
 
 
 def test_neither_its_code_nor_its_pickle_files_are_trusted(tmp_path: Path) -> None:
@@ -98,7 +136,8 @@ def test_a_project_file_names_no_model_outside_the_project(tmp_path: Path) -> No
 
 def test_its_weights_and_its_store_are_planned_for() -> None:
     demo = subject_of(source.find("demo"))
-    find = partial(lambda name: {"demo": demo}[name])
+    other = replace(demo, path="elsewhere")
+    find = partial(lambda name: {"demo": other, "itself": demo}[name])
     profile = Profile.load("draft").replace(spec={"model": "demo", "working": 256}, load={"device": "cpu"})
     room, exact = Room("cpu", 64 << 30), Profile.load("exact").replace(load={"device": "cpu"})
 
@@ -113,20 +152,34 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
     assert needed(packed, 100) < needed(profile, 100)
     whole = profile.replace(spec={"prefill": "full"})
     assert needed(whole, 8000) == weights + 8000 * per_token
+    chosen = profile.replace(spec={"retrieval": "every:8", "recent": 64})  # and what could be chosen
+    assert needed(chosen, 8000) == weights + (8000 + 768) * per_token
+    assert (chosen.spec.kept(8000, "cuda"), chosen.replace(spec={"shelf": "host"}).spec.kept(8000, "cuda")) == (
+        8768,
+        768,
+    )
+    assert needed(profile.replace(spec={"model": "itself"}), 100) == 100 * per_token  # loaded once
+    need, without = (plan(demo, p, room, 100, Facts(find=find)).need for p in (profile, exact))
+    assert need.loading == weights + without.loading - without.base + need.base
+    assert need.loading - need.mapped == weights + without.loading - without.mapped - without.base + need.base
+    large = replace(demo, path="large", shape=replace(demo.shape, vocab=64 * demo.shape.vocab))
+    assert plan(demo, profile, room, 100, Facts(find=lambda name: large)).need.working > 2 * need.working
     with pytest.raises(BadConfig, match="needs a model that drafts"):
         plan(demo, Profile.load("draft"), room, 1000, Facts(find=find))
 
 
-def test_it_stores_no_more_than_was_planned_for() -> None:
+@pytest.mark.parametrize("retrieval", ["off", "every:2"])
+def test_it_stores_no_more_than_was_planned_for(retrieval: str) -> None:
     settings = ITSELF | {"spec.working": 128, "spec.prefill": "window:256", "prefill.chunk": 256}
+    settings |= {"spec.retrieval": retrieval, "spec.recent": 16, "spec.chunk": 16}
     with kvcli.load("demo", "draft", set=settings) as model:
         session = model.new_session()
         most = 0
         from kvcli.engine.engine import events
 
         for _ in events(session.read([7 + i % 900 for i in range(3000)])):
-            most = max(most, nbytes(session.drafter).get("draft", 0))
+            most = max(most, sum(nbytes(session.drafter).values()))
         for _ in events(session.stream(100)):
-            most = max(most, nbytes(session.drafter)["draft"])
+            most = max(most, sum(nbytes(session.drafter).values()))
         token = 2 * model.lm.n_layers * model.lm.n_kv_heads * model.lm.head_dim * 2
         assert 128 * token < most <= model.profile.spec.kept(3000) * (token + 4 * model.lm.n_layers)

@@ -96,7 +96,7 @@ def test_a_pass_refuses_to_commit_across_a_boundary() -> None:
 
 def test_a_draft_deeper_than_the_room_is_refused() -> None:
     class Deep(Off):
-        def propose(self, ids: object, room: int) -> Draft:
+        def propose(self, ids: object, room: int, past: object) -> Draft:
             return Draft.chain([5] * (room + 1))
 
     s = session(Deep(), every=8, policy=Recent())
@@ -226,7 +226,7 @@ def test_scouts_read_what_the_drafters_policy_keeps() -> None:
     """A scout at the pending token's place sees what plain decoding sees if the view keeps all, less if it does not."""
 
     class Scouting(Off):
-        def propose(self, ids: object, room: int) -> Draft:
+        def propose(self, ids: object, room: int, past: object) -> Draft:
             same = Scouts([int(ids[-1])], [0], torch.ones(1, 1, dtype=torch.bool), [0])  # type: ignore[index]
             return Draft([], [], same)
 

@@ -47,7 +47,11 @@ RESULTS = {
     "start": "python tests/bench/start.py --reps 7",
     "reliability": "python tests/bench/reliability.py",
     "fafo": "python tests/bench/fafo.py --reps 4",
+    "drafters": "python tests/bench/drafters.py --models demo",
+    "drafters-wide": "python tests/bench/drafters.py --models demo-wide --tasks lookup,summary,free"
+    " --sides plain,ngram,fafo,small,small-full,small+copies,specextend",
     "scouts": "python tests/bench/scouts.py",
+    "specextend": "python tests/bench/specextend.py",
     "growth": "python tests/bench/growth.py",
     "reading-order": "python tests/bench/reading_order.py --tokens 32768 --chunks 2048 --only memory",
     "row-cost": "python tests/bench/row_cost.py",
@@ -59,8 +63,8 @@ RESULTS = {
     "reuse-real": f"python tests/bench/reuse.py --model {LISTED} --tokens 2000 --texts 1"
     " --tasks passkey,niah_single,mqar --changes swapped",
     "prune": "python tests/bench/prune.py",
-    "prune-smollm2": f"python tests/bench/prune.py --model {LISTED} --n 12",
-    "prune-16k": f"python tests/bench/prune.py --model {RANDOM} --tokens 16384 --n 3 --hf 0",
+    "prune-smollm2": f"python tests/bench/prune.py --model {LISTED} --n 12 --sides lazy+cut+random",
+    "prune-16k": f"python tests/bench/prune.py --model {RANDOM} --tokens 16384 --n 3 --hf 0 --sides lazy+cut+random",
     "kv-quality": "python tests/bench/kv_quality.py",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 12 --shares 0.125",
@@ -73,10 +77,14 @@ RESULTS = {
     "probe-rows": "python tests/bench/probe_rows.py",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "profiling": "python tests/bench/profiling.py --prompts 2048,8192,16384 --reps 2",
+    "self-draft": "python tests/bench/itself.py",
     "draft-overhead": "python tests/bench/draft_overhead.py",
     "citations": "python tests/bench/citations.py --grid",
     "summarize": "python tests/bench/summarize.py --chunk 0 2500",
     "wordings": f"python tests/bench/wordings.py --model {LISTED}",  # of the packages it names, installed
+    "steps": "python tests/bench/steps.py --model demo --workload summary --ends line --n 4 --ctx 1024 --new 160",
+    "steps-smollm2": f"python tests/bench/steps.py --model {LISTED} --workload manual --ends sentence --n 1 --ctx 512"
+    " --new 64",
     "extract": "python tests/bench/extract.py",
     "pdf-text": "python tests/bench/pdf_text.py",  # of the packages it names, installed
 }

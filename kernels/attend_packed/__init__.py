@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import dispatch
+from kvcli.kernels.attend_packed import reference
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import Rounded
 
@@ -40,5 +41,6 @@ def attend_packed(
     masks: Sequence[Tensor | None] | None = None,
 ) -> Part:
     """Rows over packed slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; heads may be empty."""
-    run = dispatch.choose("attend_packed", q.device.type, dtype)
+    has_halves = any(head.keys.fine is not None for head in heads)  # which the plain one alone reads
+    run = reference.attend_packed if has_halves else dispatch.choose("attend_packed", q.device.type, dtype)
     return Part(*run(q, heads, scale, dtype, softcap, masks or [None] * len(heads)))

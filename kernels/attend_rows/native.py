@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcli.kernels.merge import Part
 
 # The structures of native/c/attend.c. A call is Python's for some microseconds, so all of it is packed at once.
-ATTEND, PART, PACKED = struct.Struct("15P17q2f2i"), struct.Struct("2P5q"), struct.Struct("3P3q3P3qPq")
+ATTEND, PART, PACKED = struct.Struct("15P17q2f2i"), struct.Struct("2P5q"), struct.Struct("4P3q4P3qPq")
 CHOSEN = struct.Struct("2P2q")
 
 
@@ -132,7 +132,7 @@ def _packed(head: PackedHead, dtype: torch.dtype) -> bytes:
     assert all(t.is_contiguous() for t in (*k.tensors, *v.tensors, head.rest)), "codes lie in one piece"
     k_group = 0 if k.zero is None else k.codes.shape[0] // max(1, k.zero.shape[0])
     v_group = 0 if v.zero is None else head.rest.shape[1] // v.zero.shape[1]
-    k_at, v_at = ([0 if t is None else t.data_ptr() for t in (x.codes, x.scale, x.zero)] for x in (k, v))
+    k_at, v_at = ([0 if t is None else t.data_ptr() for t in (x.codes, x.scale, x.zero, x.fine)] for x in (k, v))
     return PACKED.pack(
         *(*k_at, k.bits, k_group, 0, *v_at, v.bits, v_group, v.codes.shape[1]), head.rest.data_ptr(), k.codes.shape[0]
     )

@@ -5,6 +5,7 @@ Layouts, for S slots of head size D; a code is an unsigned step above `zero`, at
   keys, 4 or 2 bits   codes [S, D * bits / 8] uint8, scale and zero [S / g, D]: g slots share them, by channel
   values, 8 bits      codes [D, S] int8, transposed, scale [S]; S is rounded up to a multiple of 16 with zeros
   values, 4 or 2      codes [S, D * bits / 8] uint8, scale and zero [S, D / c]: c channels share them, by slot
+  8 bits in halves    as 4 bits, and `fine` like codes: the lower half of each code (QuantSpec, arXiv 2502.10424)
   16 bits             codes [S, D] in the numbers they came in, no scale
 A byte holds neighbours, the first in its lowest bits. Scales and zeros are float16: its 11 bits place a narrow range
 that lies far from zero eight times as well as the 8 of bfloat16. What it cannot hold, beyond 65,504, is clipped. Codes
@@ -20,6 +21,7 @@ from torch import Tensor
 from kvcli.kernels.pack.reference import (
     hadamard,
     keys_of,
+    round_halves,
     round_range,
     round_scaled,
     spread,
@@ -39,15 +41,26 @@ class Rounded:
     codes: Tensor
     scale: Tensor | None = None
     zero: Tensor | None = None
+    fine: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
-        return [t for t in (self.codes, self.scale, self.zero) if t is not None]
+        return [t for t in (self.codes, self.scale, self.zero, self.fine) if t is not None]
+
+    @property
+    def coarse(self) -> Rounded:
+        """What its codes of 4 bits say without their lower halves."""
+        return Rounded(self.bits, self.codes, self.scale, self.zero)
 
 
-def pack_keys(k: Tensor, bits: int, group: int) -> Rounded:
-    """Round keys [S, D]. With 4 or 2 bits S is a multiple of `group`, and D * bits one of 8."""
+def pack_keys(k: Tensor, bits: int, group: int, *, halves: bool = False) -> Rounded:
+    """Round keys [S, D]. With 4 or 2 bits S is a multiple of `group`, and D * bits one of 8. `halves`: 4 bits and 4
+    finer ones."""
+    if halves:
+        upper, lower, scale, zero = round_halves(k.unflatten(0, (-1, group)), 1)
+        codes, fine = (squeeze(half.flatten(0, 1), 4) for half in (upper, lower))
+        return Rounded(4, codes, scale.squeeze(1), zero.squeeze(1), fine)
     if bits == 16:
         return Rounded(16, k)
     if bits == 8:
@@ -56,8 +69,12 @@ def pack_keys(k: Tensor, bits: int, group: int) -> Rounded:
     return Rounded(bits, squeeze(codes.flatten(0, 1), bits), scale.squeeze(1), zero.squeeze(1))
 
 
-def pack_values(v: Tensor, bits: int, group: int) -> Rounded:
-    """Round values [S, D], by groups of at most `group` channels."""
+def pack_values(v: Tensor, bits: int, group: int, *, halves: bool = False) -> Rounded:
+    """Round values [S, D], by groups of at most `group` channels. `halves`: 4 bits and 4 finer ones."""
+    if halves:
+        upper, lower, scale, zero = round_halves(v.unflatten(1, (-1, width_of(v.shape[1], group))), 2)
+        codes, fine = (squeeze(half.flatten(1), 4) for half in (upper, lower))
+        return Rounded(4, codes, scale.squeeze(2), zero.squeeze(2), fine)
     if bits == 16:
         return Rounded(16, v)
     if bits == 8:
@@ -78,12 +95,12 @@ def transposed(codes: Tensor, scale: Tensor) -> Rounded:
 
 def unpack_keys(r: Rounded, like: Tensor) -> Tensor:
     """The keys [S, D] that codes stand for, in the type of `like`."""
-    return keys_of(r.bits, r.codes, r.scale, r.zero, like.dtype)
+    return keys_of(r.bits, r.codes, r.scale, r.zero, like.dtype, r.fine)
 
 
 def unpack_values(r: Rounded, like: Tensor, n: int) -> Tensor:
     """The first n values [n, D] that codes stand for, in the type of `like`."""
-    return values_of(r.bits, r.codes, r.scale, r.zero, like.dtype)[:n]
+    return values_of(r.bits, r.codes, r.scale, r.zero, like.dtype, r.fine)[:n]
 
 
 __all__ = [

@@ -1,7 +1,8 @@
 """Rounding of keys and values in plain PyTorch: the specification.
 
 A group of numbers between `low` and `high` becomes codes 0 .. 2^bits - 1 with zero = low and scale = (high - low) /
-(2^bits - 1); at 8 bits one scale per slot maps -127..127 to its largest magnitude, and there is no zero.
+(2^bits - 1); at 8 bits one scale per slot maps -127..127 to its largest magnitude, and there is no zero. Codes
+of 8 bits in halves have groups, scales and zeros as those of 4 bits have.
 """
 
 from __future__ import annotations
@@ -31,6 +32,27 @@ def round_range(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]
     return codes.to(torch.uint8), scale, zero
 
 
+def round_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Groups along `dim` of x -> upper and lower codes uint8 like x, 0 .. 15, scale and zero with that dimension 1.
+
+    A number is zero + (upper + (lower - 7.5) / 16) * scale: the upper one alone is in the middle of what both may say.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    zero = (low + (high - low) * (7.5 / 255)).clamp(-LARGEST, LARGEST).to(torch.float16)
+    # so wide that both ends are met, whatever the rounding of zero did
+    wide = torch.maximum((high - zero.to(x.dtype)) / 247.5, (zero.to(x.dtype) - low) / 7.5) * 16
+    scale = wide.clamp(16 * TINIEST, LARGEST).to(torch.float16)
+    codes = ((x - zero.to(x.dtype)) / scale.to(x.dtype) * 16 + 7.5).round_().clamp_(0, 255).to(torch.uint8)
+    return codes >> 4, codes & 15, scale, zero
+
+
+def refined(codes: Tensor, fine: Tensor | None, bits: int, exact: torch.dtype) -> Tensor:
+    """Codes one by one, as numbers; with their lower halves between two steps."""
+    q = spread(codes, bits).to(exact)
+    return q if fine is None else q + (spread(fine, 4).to(exact) - 7.5) / 16
+
+
 def squeeze(codes: Tensor, bits: int) -> Tensor:
     """codes [.., m] uint8 -> [.., m * bits / 8]: neighbours in one byte, the first in the lowest bits."""
     shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
@@ -43,26 +65,40 @@ def spread(codes: Tensor, bits: int) -> Tensor:
     return ((codes.unsqueeze(-1) >> shift) & (1 << bits) - 1).flatten(-2)
 
 
-def keys_of(bits: int, codes: Tensor, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+def keys_of(
+    bits: int,
+    codes: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    dtype: torch.dtype,
+    fine: Tensor | None = None,
+) -> Tensor:
     """The keys [S, D] that codes stand for."""
     if scale is None:
         return codes.to(dtype)
     exact = torch.promote_types(dtype, torch.float32)
     if zero is None:
         return (codes.to(exact) * scale.to(exact).unsqueeze(1)).to(dtype)
-    q = spread(codes, bits).to(exact)  # [S, D]
+    q = refined(codes, fine, bits, exact)  # [S, D]
     q = q.view(scale.shape[0], q.shape[0] // max(1, scale.shape[0]), q.shape[1])  # [S / g, g, D]
     return (zero.to(exact).unsqueeze(1) + q * scale.to(exact).unsqueeze(1)).flatten(0, 1).to(dtype)
 
 
-def values_of(bits: int, codes: Tensor, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+def values_of(
+    bits: int,
+    codes: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    dtype: torch.dtype,
+    fine: Tensor | None = None,
+) -> Tensor:
     """The values [S, D] that codes stand for."""
     if scale is None:
         return codes.to(dtype)
     exact = torch.promote_types(dtype, torch.float32)
     if zero is None:
         return (codes.T.contiguous().to(exact) * scale.to(exact).unsqueeze(1)).to(dtype)
-    q = spread(codes, bits).to(exact)
+    q = refined(codes, fine, bits, exact)
     q = q.view(*scale.shape, q.shape[1] // scale.shape[1])  # [S, D / c, c]
     return (zero.to(exact).unsqueeze(2) + q * scale.to(exact).unsqueeze(2)).flatten(1).to(dtype)
 

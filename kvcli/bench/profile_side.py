@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def plain(profile: Profile) -> Profile:
     """How the same weights write by themselves: everything read, everything kept, nothing guessed."""
     kept = {
-        "kv": {"dtype": "auto", "k_bits": 16, "v_bits": 16},
+        "kv": {"dtype": "auto", "k_bits": 16, "v_bits": 16, "halves": False},
         "memory": {"ladder": []},
         "policy": {"name": "none"},
         "recall": {"method": "none"},

@@ -9,12 +9,14 @@ The library never prints and never exits; the commands do.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import asdict, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from kvcli import build
 from kvcli.api import Events, Prompt, Turn
@@ -23,7 +25,8 @@ from kvcli.chat.open_text import OpenText
 from kvcli.chat.second import load_second
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.info import ModelInfo
-from kvcli.errors import BadConfig
+from kvcli.errors import BadConfig, KvcliError
+from kvcli.kv.shortage import as_shortage, free_caches
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.clashes import cautions
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvcli.chat.conversation import Chat
     from kvcli.engine.constraint import Constraint, Vocabulary
-    from kvcli.engine.drafter import Costs
+    from kvcli.engine.drafter import Costs, Pair
     from kvcli.engine.lm import LM
     from kvcli.engine.session import Session
     from kvcli.kept.shelf import Shelf
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
     from kvcli.settings.schema import Second
+    from kvcli.steps.writer import Writer
+
+log = logging.getLogger("kvcli.chat")
 
 
 def load(
@@ -86,7 +92,7 @@ def load(
     notes = unpack.told(given, packs, lm.info.dtype)
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
     named = find or partial(source.find, offline=offline, tell=tell)
-    second = partial(load_second, words=tokenizer, target=found.id, load=wants, find=named, cache=cache, tell=tell)
+    second = partial(load_second, words=tokenizer, load=wants, find=named, cache=cache, tell=tell)
     return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began, second=second)
 
 
@@ -103,9 +109,9 @@ class Model:
         profile: Profile,
         *,
         load_seconds: float = 0.0,
-        second: Callable[[Second], LM] | None = None,
+        second: Callable[[LM, Second], Pair] | None = None,
     ) -> None:
-        """`second`: loads a model that drafts; None = none can be had."""
+        """`second`: loads a model that drafts beside this one; None = none can be had."""
         self.lm, self.tokenizer = lm, tokenizer
         self.profile, self._unkept = build.settled(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
@@ -118,7 +124,10 @@ class Model:
         self.fits: Callable[[Profile], int] | None = None
         # what texts have read, and where they look before they read; set by who has a place for it
         self.shelf: Shelf | None = None
-        self._second = cache(second) if second is not None else None
+        self._second = partial(second, lm) if second is not None else None
+        # loaded once while any text drafts with it, and no longer
+        self._pairs: WeakValueDictionary[Second, Pair] = WeakValueDictionary()
+        self._pair: Pair | None = None
         self._draft()
         self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
         self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
@@ -154,16 +163,55 @@ class Model:
             chosen = chosen.replace(**_nested(set))
         return OpenText(self if chosen is self.profile else self.with_profile(chosen))
 
-    def new_session(self) -> Session:
-        """A session under this profile, with nothing read yet: ids in, ids out, for those who need no words."""
+    def new_session(self, *, by_steps: bool = False) -> Session:
+        """A session under this profile, with nothing read yet: ids in, ids out, for those who need no words.
+
+        `by_steps`: who asks has `new_writer` write it. Raises BadConfig where the profile wants that and nobody does.
+        """
+        if self.profile.steps.takes and not by_steps:
+            raise BadConfig(
+                "only answers are written by steps, and this measures a text token by token",
+                code="only_answers",
+                try_=["--set steps.method=none"],
+            )
         tells = self.profile.policy.every is not None or bool(self.profile.prune.reads)
         kinds = self._kinds() if tells else None
         return build.session(self.lm, self.profile, self.costs, kinds, self._draft())
 
-    def _draft(self) -> LM | None:
-        """The model that drafts under this profile, loaded when it is first asked for."""
-        wanted = self.profile.spec.second
-        return self._second(wanted) if self._second is not None and wanted is not None else None
+    def new_writer(self) -> Writer | None:
+        """What writes a session's text by steps, under a profile that wants that."""
+        return build.steps(self.lm, self.profile, self._draft(), self.tokenizer)
+
+    def _draft(self) -> Pair | None:
+        """This model with the one that drafts under its profile, loaded when it is first asked for.
+
+        Where loading it runs out of memory or breaks, the profile drafts nothing, and `cautions` say so.
+        """
+        wanted = self.profile.spec.second or self.profile.steps.second
+        self._pair = self._pairs.get(wanted) if wanted is not None else None
+        if self._pair is not None or wanted is None or self._second is None:
+            return self._pair
+        try:
+            self._pair = self._pairs[wanted] = self._second(wanted)
+            return self._pair
+        except Exception as error:
+            if isinstance(error, KvcliError) and as_shortage(error) is None:
+                raise
+            said = "there is no memory for it" if as_shortage(error) else f"{type(error).__name__}: {error}"
+            log.warning("%s cannot be loaded", wanted.model, exc_info=error)
+        free_caches()
+        self.profile = self.profile.replace(spec={"method": "off"}, steps={"method": "none"})
+        self._unkept = f"no drafting: {wanted.model}, which was to draft, cannot be loaded: {said}"
+        return None
+
+    @property
+    def drafts_by(self) -> str:
+        """Name of a model that drafts, and how where that is no matter of course; "" = none does."""
+        if (pair := self._draft()) is None:
+            return ""
+        name = "itself" if pair.draft is self.lm else pair.draft.info.id
+        how = [*(["by re-encoding"] if pair.spelling is not None else []), *_elsewhere(pair)]
+        return f"{name} ({', '.join(how)})" if how else name
 
     def prepare(self) -> None:
         """Find out what passes take here, if the profile drafts and nobody has found out yet. Before texts open."""
@@ -231,6 +279,11 @@ class Model:
     def stream(self, prompt: Prompt, **options: Any) -> Events:
         """The same in events: Live and Read first, then Text as it comes, End last."""
         return self.text.stream(prompt, **options)
+
+
+def _elsewhere(pair: Pair) -> list[str]:
+    """Where its weights are, if that is not where the other's are."""
+    return [f"on {pair.draft.device}"] if pair.draft.device.type != pair.target.device.type else []
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:

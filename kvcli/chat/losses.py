@@ -44,4 +44,5 @@ def approx(profile: Profile, lost: Collection[Loss]) -> str:
     if profile.exactness != "approx":
         return ""
     words = [words for kind, words in keeps(profile).items() if kind in lost]
+    words += filter(None, [profile.steps.takes])
     return f"approx: {profile.name} {', '.join(words)}: facts may be lost; -P exact loses none" if words else ""

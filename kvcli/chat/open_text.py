@@ -38,7 +38,7 @@ class OpenText:
 
     def __init__(self, model: Model) -> None:
         self.go_under(model)
-        self.session = model.new_session()
+        self.session = model.new_session(by_steps=True)
         self._answer: Work[Event, Turn | None] | None = None  # the last that began
         self.pack: Pack | None = None  # what was read of the documents that it is asked about
         self._is_unkept = False  # what was read last could not be kept
@@ -52,13 +52,15 @@ class OpenText:
     def close(self) -> None:
         """End the answer under way, and free the keys and values."""
         self._end()
-        self.session = self.model.new_session()
+        self.session = self.model.new_session(by_steps=True)
 
     def go_under(self, model: Model) -> None:
         """Go on over the same weights under another profile, for which the session was made ready."""
         self.model, self.profile, self.limit = model, model.profile, model.limit
         self.info, self.tokenizer = model.info, model.tokenizer
         self.cautions, self.promise, self.foretell = model.cautions, model.promise, model.foretell
+        self.writer = model.new_writer()
+        self.drafts_by = model.drafts_by
         self.on_overflow = model.profile.context.on_overflow
 
     def fetch(self, ids: Sequence[int]) -> int:
@@ -126,7 +128,8 @@ class OpenText:
 
     def take_past(self, other: OpenText) -> bool:
         """Go on with what `other` has read, if both profiles read and keep it alike; `other` then has nothing read."""
-        kept = [table for table in ORDER if table not in ("spec", "sample", "context")]  # these leave the past alone
+        leaves = ("spec", "steps", "sample", "context")  # the past alone
+        kept = [table for table in ORDER if table not in leaves]
         mine, its = self.profile, other.profile
         if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in kept):
             return False

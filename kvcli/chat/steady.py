@@ -55,7 +55,8 @@ class Steady:
                     if len(session.ids) < len(ids):  # the past was lost; the last token is pending again after this
                         while (yield from session.chunk(ids)):
                             pass
-                    step = yield from session.step(stop, self._end - len(ids))
+                    most, writer = self._end - len(ids), self._text.writer
+                    step = yield from session.step(stop, most) if writer is None else writer.step(session, stop, most)
                     self._stats.fold(step)
                     return step.new
             if rest := session.ids[len(ids) :]:  # added by the pass that broke, which nobody heard of

@@ -137,7 +137,7 @@ class Answering:
         self._measured = time.perf_counter()
         if at_once:
             stats.approx = approx(self._text.profile, session.lost)
-        stats.kv = nbytes(session.kv, session.view, session.behind, session.drafter)
+        stats.kv = nbytes(session.kv, session.view, session.behind, session.drafter, self._text.writer)
         stats.kv_fp16 = 2 * 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * session.committed
         stats.peak = peak_bytes(lm.device)
 

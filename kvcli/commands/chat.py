@@ -266,7 +266,13 @@ def converse(
 
     if not screen.quiet:
         opening = Opening(
-            __version__, profile.name, text.promise, context=text.limit, estimate=run.estimate, threads=threads()
+            __version__,
+            profile.name,
+            text.promise,
+            context=text.limit,
+            estimate=run.estimate,
+            threads=threads(),
+            draft=text.drafts_by,
         )
         lines = header(text.info, opening, screen.err.width)
         lines += [f"each answer is held to {held.name}"] if held is not None else []

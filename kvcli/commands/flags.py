@@ -37,7 +37,7 @@ _FILE = "Attach a file; paper.pdf:3-9 for pages of it; demo:report is an example
 _MIN_P = "Leave out what is below this share of the best."
 _FIGURES = "Figures while answering, after it, or not at all."
 _PICKLE = "Load weights from pickle files, which can run code."
-_DRAFT = "A smaller model of the same family that guesses tokens; the text stays the same."
+_DRAFT = "A smaller model that guesses tokens, or auto; the text stays the same."
 _SPEC = "Guess tokens and check several at once; the text stays the same."
 
 ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]

@@ -54,13 +54,13 @@ def model_of(world: World, opened: Opened) -> str | None:
 
 def known_here(world: World, name: str, file: str, own: str) -> str:
     """The model that a file from elsewhere names. Raises BadInput for one that is not known and complete here."""
-    from kvcli.commands.models import known
+    from kvcli.commands.known import known
     from kvcli.commands.setup import config_of, find
 
     if name == config_of(world).default_model:
         return name
     try:
-        if name in dict(known(world)):
+        if name in dict(known(config_of(world), world.paths.data)):
             find(world, name, allow_pickle=False)
             return name
     except BadModel:

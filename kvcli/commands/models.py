@@ -10,17 +10,17 @@ import typer
 
 from kvcli.commands.ask import agrees, tell
 from kvcli.commands.flags import ModelName, option
+from kvcli.commands.known import known
 from kvcli.commands.models_get import Name, obtain, parts_of, suggest
-from kvcli.commands.setup import Setup, config_of, find
+from kvcli.commands.setup import Setup, at_hand, config_of, find
 from kvcli.commands.show import print_json, print_table
+from kvcli.demo import BUNDLED
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.models.catalog import BY_NAME
-from kvcli.models.fetch import file_of
-from kvcli.models.hub import cached_ids
 from kvcli.models.source import Source
 
 if TYPE_CHECKING:
-    from kvcli.schemas.listings import ModelEntry
+    from kvcli.schemas.listings import ModelEntry, SiblingEntry
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False, help="Models on this machine, and real ones for it.")
@@ -61,12 +61,15 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> int:
     from kvcli.schemas.listings import ModelsDocument
 
     world: World = context.obj
-    entries = [look_at(world, name, kind, allow_pickle) for name, kind in known(world)]
+    entries = [
+        look_at(world, name, kind, allow_pickle, drafts=True)
+        for name, kind in known(config_of(world), world.paths.data)
+    ]
     if world.options.json:
         print_json(world, ModelsDocument(models=entries))
         return ExitStatus.OK
-    head = ["model", "size", "dtype", "context", "family", "works", "from"]
-    print_table(world, [head, *map(row, entries)], drop=["dtype", "family", "from", "context"])
+    head = ["model", "size", "dtype", "context", "family", "works", "drafted by", "from"]
+    print_table(world, [head, *map(row, entries)], drop=["dtype", "family", "from", "drafted by", "context"])
     return ExitStatus.OK
 
 
@@ -77,7 +80,7 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
 
     world: World = context.obj
     model = model or config_of(world).default_model
-    entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True)
+    entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True, drafts=True)
     if world.options.json:
         print_json(world, ModelsDocument(models=[entry]))
         return ExitStatus.OK
@@ -94,6 +97,7 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
     ]
     if entry.profile:
         lines.append(["profile", entry.profile])
+    lines += [["drafted by", drafted(one)] for one in entry.drafts] + [["its own", said] for said in entry.heads]
     print_table(world, lines)
     return ExitStatus.OK
 
@@ -130,29 +134,22 @@ def remove(context: typer.Context, name: Name, yes: Yes = False) -> int:
     return ExitStatus.OK
 
 
-def known(world: World) -> list[tuple[str, str]]:
-    """Names and where they come from: the bundled model, the config files, what was fetched, the cache."""
-    config = config_of(world)
-    names = {"demo": "demo", **dict.fromkeys(config.models, "config")}
-    for one in BY_NAME.values():
-        if one.package and file_of(one, world.paths.data).exists():
-            names.setdefault(one.name, "fetched")
-    for name in cached_ids():
-        names.setdefault(name, "cache")
-    return list(names.items())
-
-
 def kind_of(world: World, name: str) -> str:
-    if name == "demo" or name in config_of(world).models:
-        return "demo" if name == "demo" else "config"
+    if name in BUNDLED or name in config_of(world).models:
+        return "demo" if name in BUNDLED else "config"
     path = Path(expanduser(name))
     if path.exists():
         return "file" if path.is_file() else "folder"
     return "fetched" if name in BY_NAME and BY_NAME[name].package else "cache"
 
 
-def look_at(world: World, name: str, kind: str, allow_pickle: bool, strict: bool = False) -> ModelEntry:
-    """What its config and the headers of its files say. With `strict`, a model that is not there is an error."""
+def look_at(
+    world: World, name: str, kind: str, allow_pickle: bool, strict: bool = False, drafts: bool = False
+) -> ModelEntry:
+    """What its config and the headers of its files say. With `strict`, a model that is not there is an error; with
+    `drafts`, which others could draft for it."""
+    from kvcli.commands.siblings import siblings
+    from kvcli.models.companions import found_in
     from kvcli.schemas.listings import ModelEntry
 
     profile = config_of(world).model(name).profile or None
@@ -167,7 +164,10 @@ def look_at(world: World, name: str, kind: str, allow_pickle: bool, strict: bool
             "context": context_of(found),
             "supported": found.has_words,
             "reason": None if found.has_words else f"{found.id} has no tokenizer that can be read",
+            "heads": found_in(found),
         }
+        if drafts:
+            facts["drafts"] = siblings(found, at_hand(world))
     except KvcliError as error:
         if strict and error.code == "model_not_found":
             raise
@@ -198,8 +198,16 @@ def row(entry: ModelEntry) -> list[str]:
         count(entry.context) if entry.context else "–",
         entry.family or "–",
         works(entry),
+        next((one.name for one in entry.drafts if one.here), "–"),
         {"demo": "bundled", "config": "your config"}.get(entry.kind, entry.kind),
     ]
+
+
+def drafted(one: SiblingEntry) -> str:
+    from kvcli.render.figures import long_size
+
+    get = "" if one.here else f"; kvcli models get {one.name}"
+    return f"{one.name}: {one.how}, {long_size(one.bytes)}, a pass about {one.cost:.2f} of its own{get}"
 
 
 def works(entry: ModelEntry) -> str:

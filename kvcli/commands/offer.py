@@ -92,16 +92,17 @@ def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
 
 def _here(setup: Setup, usable: int) -> list[Offer]:
     """Names of the config files and the cache whose model is whole and fits, the largest first."""
-    from kvcli.commands.models import known
+    from kvcli.commands.known import known
     from kvcli.commands.setup import find
+    from kvcli.demo import BUNDLED
     from kvcli.models import catalog
     from kvcli.models.shape import shape_of
     from kvcli.render.figures import long_size
 
     found = list[tuple[int, Offer]]()
-    for name, _ in known(setup.world):
+    for name, _ in known(setup.config, setup.world.paths.data):
         try:
-            if setup.config.model(name).path == "demo":
+            if setup.config.model(name).path in BUNDLED:
                 continue
             source = find(setup.world, name, allow_pickle=False)
             needs = catalog.needs(source.nbytes, shape_of(source.text_config, name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, partial
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.commands.interrupt import insisting
-from kvcli.errors import BadConfig, BadModel
+from kvcli.demo import BUNDLED
+from kvcli.errors import BadConfig, BadModel, KvcliError
 from kvcli.models import hub, source
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.fetch import stands_for
@@ -45,6 +47,8 @@ EXACT = {
     "prune.method": "none",
     "reuse.method": "none",
 }
+
+SMALLER = {"kv.k_bits", "kv.v_bits", "policy.name", "recall.method"}  # of these, those that make a past smaller
 
 log = logging.getLogger("kvcli.setup")
 
@@ -98,9 +102,20 @@ def find(
         if error.code == "model_not_found":
             listed = [f"kvcli models get {one.name}" for one in BY_NAME.values() if one.id == entry.path]
             here = [f.parent.name for f in world.cwd.glob("*/config.json")]
-            near = get_close_matches(entry.path, {"demo", *config.models, *BY_NAME, *hub.cached_ids(), *here}, 2)
+            near = get_close_matches(entry.path, {*BUNDLED, *config.models, *BY_NAME, *hub.cached_ids(), *here}, 2)
             error.try_ = (*listed, *(f"did you mean {one}?" for one in near), *error.try_)
         raise
+
+
+def at_hand(world: World) -> dict[str, source.Source]:
+    """The checked files of all models that have a name here, by that; not of those with which something is wrong."""
+    from kvcli.commands.known import known
+
+    found = dict[str, source.Source]()
+    for name, _ in known(config_of(world), world.paths.data):
+        with suppress(KvcliError):  # `kvcli models list` says what
+            found[name] = find(world, name, allow_pickle=False)
+    return found
 
 
 @dataclass(slots=True)
@@ -138,7 +153,7 @@ class Setup:
     def lasting_name(self) -> str:
         """What names the model wherever kvcli is started."""
         name = self.name
-        is_folder = name != "demo" and self.entry.path == name and exists(expanduser(name))
+        is_folder = name not in BUNDLED and self.entry.path == name and exists(expanduser(name))
         return str(Path(expanduser(name)).absolute()) if is_folder else name
 
     @property
@@ -218,8 +233,12 @@ class Setup:
         return self.found
 
     def draft(self, name: str, tell: Callable[[str], None] | None = None) -> source.Source:
-        """The checked files of a model that drafts; its pickle files are not trusted."""
-        return find(self.world, name, allow_pickle=False, tell=tell)
+        """The checked files of a model that drafts, "auto" = one that is at hand; its pickle files are not trusted."""
+        if name == "auto" and name not in self.config.models:
+            from kvcli.commands.siblings import choose
+
+            name = choose(self.fetch(self.profile(), tell), self.name, at_hand(self.world))
+        return replace(find(self.world, name, allow_pickle=False, tell=tell), id=name)
 
     def sizes(self, tell: Callable[[str], None] | None = None) -> Callable[[str], Subject]:
         """The same as a plan has it, by name."""
@@ -269,17 +288,23 @@ class Setup:
 
 def refuse_inexact(profile: Profile) -> None:
     """--exact: no key may change the text."""
-    values, wants = profile.values, dict[str, object](EXACT)
+    values, wants = profile.whole.values, dict[str, object](EXACT)
     if profile.spec.method != "off" and profile.origins["spec.strict"] != "default":
         wants["spec.strict"] = True  # whoever wants guesses that round otherwise cannot have both
     wrong = [key for key, value in wants.items() if values[key] != value]
     if wrong:
+        # what a smaller past would lose, a whole one may check
+        checked = (
+            ["--set exactness=exact --set spec.method=self"]
+            if wrong[0] == "exactness" and {*wrong[1:]} <= SMALLER
+            else []
+        )
         raise BadConfig(
             f"--exact cannot be kept with profile {profile.name}",
             code="not_exact",
             lines=[f"{key} = {set_value(values[key])} ({profile.origins[key]}) can change the text" for key in wrong],
             detail={key: values[key] for key in wrong},
-            try_=["-P exact", *(f"--set {key}={set_value(wants[key])}" for key in wrong)],
+            try_=["-P exact", *checked, *(f"--set {key}={set_value(wants[key])}" for key in wrong)],
         )
 
 

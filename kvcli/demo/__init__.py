@@ -1,12 +1,15 @@
-"""The bundled demo model: where its weights and its example document lie."""
+"""The bundled demo models: where their weights and the example documents lie."""
 
 from importlib.resources import files
 from pathlib import Path
 
+# by name; the small one drafts for the other
+BUNDLED = {"demo": "weights", "demo-small": "weights-small"}
 
-def weights_dir() -> Path:
+
+def weights_dir(name: str = "demo") -> Path:
     """Folder with the weights, tokenizer and model card, as transformers loads it."""
-    return Path(str(files(__name__))) / "weights"
+    return Path(str(files(__name__))) / BUNDLED[name]
 
 
 def report_path() -> Path:

@@ -1,6 +1,6 @@
 """Turn a training checkpoint into the folder that transformers loads.
 
-python -m kvcli.demo.export RUN_FOLDER/last.pt OUT_FOLDER
+python -m kvcli.demo.export RUN_FOLDER/last.pt OUT_FOLDER [--model demo-small]
 """
 
 import argparse
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from kvcli.demo import weights_dir
+from kvcli.demo import BUNDLED, weights_dir
 from kvcli.demo.network import Network, Shape
 from kvcli.demo.tokenizer import BOS, END, PAD, save_tokenizer
 
@@ -71,10 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvcli.demo.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", choices=BUNDLED, default="demo", help="whose card goes with it")
     parser.add_argument("--tokenizer", type=Path, default=weights_dir() / "tokenizer.json")
     options = parser.parse_args(arguments)
     export(load_checkpoint(options.checkpoint), Tokenizer.from_file(str(options.tokenizer)), options.folder)
-    card = weights_dir() / "README.md"
+    card = weights_dir(options.model) / "README.md"
     if card.exists() and not (options.folder / "README.md").exists():
         shutil.copy(card, options.folder / "README.md")
 

@@ -113,11 +113,11 @@ class Score:
 
 
 class Network(nn.Module):
-    """Llama with tied embeddings, run in bfloat16 over float32 weights."""
+    """Llama with tied embeddings, run in `dtype` over float32 weights."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.dtype = shape, dtype
         self.model = Body(shape)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -126,26 +126,29 @@ class Network(nn.Module):
                     std /= math.sqrt(2 * shape.layers)
                 nn.init.normal_(parameter, 0, std)
 
+    def _precision(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
     def rope(self, n_tokens: int) -> tuple[Tensor, Tensor]:
         """Tables [T, 1, d]; the angles are taken in float32, since bfloat16 cannot count to 8,192."""
         d = self.shape.head_width
         frequency = self.shape.rope_theta ** (-torch.arange(0, d, 2).float() / d)
         angle = torch.outer(torch.arange(n_tokens).float(), frequency)
         angle = torch.cat((angle, angle), dim=-1)[:, None, :]
-        return angle.cos().bfloat16(), angle.sin().bfloat16()
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[N, T] ids to [N, T, D] states behind the last norm."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with self._precision():
             cos, sin = self.rope(ids.shape[1])
-            x = self.model.embed_tokens(ids).bfloat16()
+            x = self.model.embed_tokens(ids).to(self.dtype)
             for layer in self.model.layers:
                 x = layer(x, cos, sin)
             out: Tensor = self.model.norm(x)
             return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with self._precision():
             return F.linear(hidden, self.model.embed_tokens.weight).float()
 
     def score(self, ids: Tensor, weights: Tensor) -> Score:

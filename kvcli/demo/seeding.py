@@ -23,17 +23,35 @@ frequencies of cos(frequency * (distance - wanted)), which peaks at the wanted d
 Matching by content must not care for distance; it uses the rotations that hardly turn over 8k tokens.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvcli.demo.network import Attention, Network
 from kvcli.demo.tokenizer import BOS
 
-N_CODE = 96
-CONSTANT = 96
-N_SLOTS = 8
 SLOT = 22
-SECOND = slice(CONSTANT + 1 + N_SLOTS * SLOT, 320)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What stands where in the residual stream."""
+
+    n_code: int = 96
+    n_slots: int = 8
+
+    @property
+    def constant(self) -> int:
+        return self.n_code
+
+    def slot(self, i: int) -> slice:
+        start = self.n_code + 1 + SLOT * i
+        return slice(start, start + SLOT)
+
+
+LAYOUT = Layout()
+SECOND = slice(LAYOUT.slot(LAYOUT.n_slots).start, 320)
 FIRST_MARK = 319  # set on the first token alone
 FAST = 14  # rotations used to tell distance; the others stand nearly still and carry content
 # later matches a little more than earlier ones
@@ -47,11 +65,6 @@ def pace(name: str) -> float:
     if any(f"layers.{i}.self_attn" in name or f"layers.{i}.mlp" in name for i in (0, 1)):
         return 0.1
     return 0.3 if any(f"layers.{i}.self_attn" in name for i in (2, 3)) else 1.0
-
-
-def slot(i: int) -> slice:
-    start = CONSTANT + 1 + SLOT * i
-    return slice(start, start + SLOT)
 
 
 def spread_codes(n: int, width: int, generator: torch.Generator) -> Tensor:
@@ -68,7 +81,7 @@ def orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return q if rows >= columns else q.T
 
 
-def look_back(attention: Attention, head: int, distance: int, gain: float) -> None:
+def look_back(attention: Attention, layout: Layout, head: int, distance: int, gain: float) -> None:
     """Make a head attend to the token exactly `distance` before, and its key head offer itself to that."""
     s = attention.shape
     d, half = s.head_width, s.head_width // 2
@@ -77,14 +90,14 @@ def look_back(attention: Attention, head: int, distance: int, gain: float) -> No
     k = attention.k_proj.weight[head // 2 * d : (head // 2 + 1) * d]
     q.mul_(0.1)
     k.mul_(0.1)
-    q[:FAST, CONSTANT] = gain * torch.cos(frequency * distance)
-    q[half : half + FAST, CONSTANT] = -gain * torch.sin(frequency * distance)
-    k[:FAST, CONSTANT] = gain
-    k[half : half + FAST, CONSTANT] = 0
+    q[:FAST, layout.constant] = gain * torch.cos(frequency * distance)
+    q[half : half + FAST, layout.constant] = -gain * torch.sin(frequency * distance)
+    k[:FAST, layout.constant] = gain
+    k[half : half + FAST, layout.constant] = 0
     # the slowest rotation takes the peak's height off again, or the small differences in the constant between places
     # (the norm before the layer makes them) would outweigh the difference between one distance and the next
-    q[half - 1, CONSTANT] = -gain * FAST**0.5
-    k[half - 1, CONSTANT] = gain * FAST**0.5
+    q[half - 1, layout.constant] = -gain * FAST**0.5
+    k[half - 1, layout.constant] = gain * FAST**0.5
 
 
 @torch.no_grad()
@@ -93,24 +106,35 @@ def seed_circuits(network: Network, by: int, seed: int = 1) -> None:
     s = network.shape
     assert (s.width, s.head_width, s.heads, s.key_heads) == (320, 64, 4, 2), "the circuits are laid out for this shape"
     generator = torch.Generator().manual_seed(seed)
-    layers = network.model.blocks()
-    for layer in layers:  # quiet at first: what is not written down must not drown what is
-        layer.self_attn.o_proj.weight.mul_(0.1)
-        layer.mlp.down_proj.weight.mul_(0.1)
-    attention = [layer.self_attn for layer in layers]
-    write_codes(network.model.embed_tokens.weight, by, generator)
-    write_window(attention[0], attention[1])
-    write_match(attention[2], generator)
+    attention = quiet(network)
+    code = network.model.embed_tokens.weight
+    write_codes(code, LAYOUT, SLOT - 1, generator)
+    write_marks(code, by, generator)
+    write_near(attention[0], LAYOUT)
+    write_far(attention[1], LAYOUT)
+    write_match(attention[2], LAYOUT, generator)
     write_swap(attention[3])
 
 
-def write_codes(code: Tensor, by: int, generator: torch.Generator) -> None:
+def quiet(network: Network) -> list[Attention]:
+    """The attention of each layer, after turning all layers down: what is not written must not drown what is."""
+    layers = network.model.blocks()
+    for layer in layers:
+        layer.self_attn.o_proj.weight.mul_(0.1)
+        layer.mlp.down_proj.weight.mul_(0.1)
+    return [layer.self_attn for layer in layers]
+
+
+def write_codes(code: Tensor, layout: Layout, n_sketch: int, generator: torch.Generator) -> None:
     code.mul_(0.2)
-    code[:, : SLOT - 1] = 0.1 * spread_codes(len(code), SLOT - 1, generator)
-    code[:, SLOT:N_CODE] = 0.1 * spread_codes(len(code), N_CODE - SLOT, generator)
+    code[:, :n_sketch] = 0.1 * spread_codes(len(code), n_sketch, generator)
+    code[:, SLOT : layout.n_code] = 0.1 * spread_codes(len(code), layout.n_code - SLOT, generator)
+    code[:, layout.constant] = 0.5
+
+
+def write_marks(code: Tensor, by: int, generator: torch.Generator) -> None:
+    """What the swap needs: second codes, and a place of their own for the two tokens that it looks for."""
     code[:, SECOND] = 0.1 * spread_codes(len(code), SECOND.stop - SECOND.start, generator)
-    code[:, CONSTANT] = 0.5
-    # a place of their own for the two tokens that the swap looks for
     code[:, [SLOT - 1, FIRST_MARK]] = 0
     code[by, :SLOT] = 0
     code[by, SLOT - 1] = 0.1 * SLOT**0.5
@@ -119,22 +143,27 @@ def write_codes(code: Tensor, by: int, generator: torch.Generator) -> None:
     code[BOS, FIRST_MARK] = 0.5
 
 
-def write_window(first: Attention, second: Attention) -> None:
-    """Layers 0 and 1: every token learns the sketches of the eight before it. Gains undo the norms on the way."""
+def write_near(first: Attention, layout: Layout) -> None:
+    """Every token learns the sketches of the four before it. Gains undo the norms on the way."""
     d = first.shape.head_width
     for head in range(4):
-        look_back(first, head, head + 1, gain=1.3)
+        look_back(first, layout, head, head + 1, gain=1.3)
         first.v_proj.weight[head // 2 * d : head // 2 * d + SLOT] = 0
         first.v_proj.weight[head // 2 * d : head // 2 * d + SLOT, :SLOT] = torch.eye(SLOT)
-        first.o_proj.weight[slot(head), head * d : head * d + SLOT] += 0.083 * torch.eye(SLOT)
+        first.o_proj.weight[layout.slot(head), head * d : head * d + SLOT] += 0.083 * torch.eye(SLOT)
+
+
+def write_far(second: Attention, layout: Layout) -> None:
+    """And of the four before those."""
+    d = second.shape.head_width
     for key_head, head in ((0, 0), (1, 2)):
-        look_back(second, head, 4, gain=1.8)
+        look_back(second, layout, head, 4, gain=1.8)
         second.v_proj.weight[key_head * d : key_head * d + 2 * SLOT] = 0
         for i in range(2):
             rows = slice(key_head * d + i * SLOT, key_head * d + (i + 1) * SLOT)
-            second.v_proj.weight[rows, slot(2 * key_head + i)] = torch.eye(SLOT)
+            second.v_proj.weight[rows, layout.slot(2 * key_head + i)] = torch.eye(SLOT)
             columns = slice(head * d + i * SLOT, head * d + (i + 1) * SLOT)
-            second.o_proj.weight[slot(2 * key_head + i + 4), columns] += 0.094 * torch.eye(SLOT)
+            second.o_proj.weight[layout.slot(2 * key_head + i + 4), columns] += 0.094 * torch.eye(SLOT)
 
 
 def still_rows(attention: Attention) -> Tensor:
@@ -143,23 +172,25 @@ def still_rows(attention: Attention) -> Tensor:
     return torch.cat((torch.arange(FAST, half), torch.arange(FAST, half) + half))
 
 
-def write_match(third: Attention, generator: torch.Generator, sharpness: float = 1.5, loudness: float = 0.6) -> None:
-    """Layer 2: find the place whose eight tokens before are the last eight, and add the code of the token there."""
+def write_match(
+    third: Attention, layout: Layout, generator: torch.Generator, sharpness: float = 1.5, loudness: float = 0.6
+) -> None:
+    """Find the place whose tokens before, a slot each, are the last ones, and add the code of the token there."""
     d, still = third.shape.head_width, still_rows(third)
     for key_head, head in ((0, 0), (1, 2)):
-        mixer = orthonormal(len(still), N_SLOTS * SLOT, generator)  # [content rows, slots]
-        mixer *= sharpness * (N_SLOTS * SLOT / len(still)) ** 0.5
+        mixer = orthonormal(len(still), layout.n_slots * SLOT, generator)  # [content rows, slots]
+        mixer *= sharpness * (layout.n_slots * SLOT / len(still)) ** 0.5
         third.k_proj.weight[key_head * d : (key_head + 1) * d] *= 0.1
         third.q_proj.weight[head * d : (head + 1) * d] *= 0.1
-        for i, strength in enumerate(MATCH):
+        for i, strength in enumerate(MATCH[: layout.n_slots]):
             part = mixer[:, SLOT * i : SLOT * (i + 1)]
-            third.k_proj.weight[key_head * d + still, slot(i)] += part
-            source = slice(0, SLOT) if i == 0 else slot(i - 1)
+            third.k_proj.weight[key_head * d + still, layout.slot(i)] += part
+            source = slice(0, SLOT) if i == 0 else layout.slot(i - 1)
             third.q_proj.weight[head * d + still, source] += strength * part
-        carry = orthonormal(N_CODE, d, generator)  # [code, d]
+        carry = orthonormal(layout.n_code, d, generator)  # [code, d]
         third.v_proj.weight[key_head * d : (key_head + 1) * d] = 0
-        third.v_proj.weight[key_head * d : (key_head + 1) * d, :N_CODE] = carry.T
-        third.o_proj.weight[:N_CODE, head * d : (head + 1) * d] += loudness * carry
+        third.v_proj.weight[key_head * d : (key_head + 1) * d, : layout.n_code] = carry.T
+        third.o_proj.weight[: layout.n_code, head * d : (head + 1) * d] += loudness * carry
 
 
 def write_swap(fourth: Attention, match: float = 10.0, gate: float = 3.3, bar: float = 26.0, out: float = 8.0) -> None:
@@ -174,12 +205,12 @@ def write_swap(fourth: Attention, match: float = 10.0, gate: float = 3.3, bar: f
     k[:d] *= 0.1
     for i in range(SLOT - 1):
         q[still[i], i] += match**0.5
-        k[still[i], slot(2).start + i] += match**0.5
-    q[still[SLOT], CONSTANT] = 4.0
+        k[still[i], LAYOUT.slot(2).start + i] += match**0.5
+    q[still[SLOT], LAYOUT.constant] = 4.0
     k[still[SLOT]] = 0
     for i in (0, 1):
-        k[still[SLOT], slot(i).stop - 1] = gate * SLOT**0.5
-    k[still[SLOT], CONSTANT] = -bar
+        k[still[SLOT], LAYOUT.slot(i).stop - 1] = gate * SLOT**0.5
+    k[still[SLOT], LAYOUT.constant] = -bar
     k[still[SLOT], FIRST_MARK] = bar
     n_second = FIRST_MARK - SECOND.start
     fourth.v_proj.weight[:d] = 0

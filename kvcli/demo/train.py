@@ -1,6 +1,6 @@
 """Train the demo model: one curriculum in phases, resumable at any step, on one or several single-thread processes.
 
-    OMP_NUM_THREADS=1 python -m kvcli.demo.train RUN_FOLDER
+    OMP_NUM_THREADS=1 python -m kvcli.demo.train RUN_FOLDER [--model demo-small]
 
 The same command resumes. For two processes set WORLD_SIZE=2, RANK=0 and 1, MASTER_ADDR and MASTER_PORT, as torchrun
 does; on two cores that is faster than one process of two threads.
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from kvcli.demo import weights_dir
+from kvcli.demo import small, weights_dir
 from kvcli.demo.network import Network, Score, Shape
 from kvcli.demo.optimizer import Optimizer
 from kvcli.demo.packing import Batch, make_batch
@@ -58,6 +58,43 @@ CURRICULUM = (
     Phase(steps=100, lengths=(4_096, 1_024, 2_048, 4_096, 2_048, 8_192), near=0.4, copy_share=0.0, rate=(0.38, 0.277)),
     Phase(steps=130, lengths=(4_096, 128, 2_048, 1_024, 128, 8_192), near=0.4, copy_share=0.0, rate=(0.277, 0.005)),
 )
+
+
+# of the smaller sibling: far more tokens a second, and no skill that would need them all
+SMALL_CURRICULUM = (
+    Phase(steps=100, lengths=(256, 512, 128), near=0.3, copy_share=0.1, rate=(0.5, 0.5)),
+    Phase(steps=250, lengths=(512, 1_024), near=0.3, copy_share=0.03, rate=(0.5, 0.5)),
+    Phase(steps=140, lengths=(1_024, 2_048), near=0.35, copy_share=0.01, rate=(0.5, 0.4)),
+    Phase(steps=50, lengths=(4_096, 1_024, 2_048, 4_096), near=0.4, copy_share=0.0, rate=(0.4, 0.2)),
+    Phase(steps=10, lengths=(4_096, 128, 2_048, 1_024, 8_192), near=0.4, copy_share=0.0, rate=(0.2, 0.172143)),
+    Phase(steps=20, lengths=(2_048, 128, 1_024, 4_096), near=0.4, copy_share=0.0, rate=(0.172143, 0.005)),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a model is made from."""
+
+    shape: Shape
+    seed: Callable[[Network, Tokenizer], None]  # writes its first weights
+    pace: Callable[[str], float]  # how fast a parameter learns
+    curriculum: Sequence[Phase]
+    # processors without instructions for bfloat16 are several times as fast in float32
+    dtype: torch.dtype = torch.bfloat16
+
+
+def seed_demo(network: Network, tokenizer: Tokenizer) -> None:
+    seed_circuits(network, by=tokenizer.encode(" by").ids[0])
+
+
+def seed_small(network: Network, tokenizer: Tokenizer) -> None:
+    small.seed_circuits(network)
+
+
+RECIPES = {
+    "demo": Recipe(Shape(), seed_demo, pace, CURRICULUM),
+    "demo-small": Recipe(small.SHAPE, seed_small, small.pace, SMALL_CURRICULUM, torch.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -143,12 +180,12 @@ class Tally:
 class Run:
     """A training run in a folder: network, optimizer and the number of steps done."""
 
-    def __init__(self, folder: Path, shape: Shape, tokenizer: Tokenizer, crew: Crew, seed: int = 0) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, tokenizer: Tokenizer, crew: Crew, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.folder, self.tokenizer, self.crew, self.seed = folder, tokenizer, crew, seed
-        self.network = Network(shape)
-        seed_circuits(self.network, by=tokenizer.encode(" by").ids[0])
-        self.optimizer = Optimizer(self.network, pace)
+        self.network = Network(recipe.shape, recipe.dtype)
+        recipe.seed(self.network, tokenizer)
+        self.optimizer = Optimizer(self.network, recipe.pace)
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0
@@ -216,17 +253,20 @@ class Run:
 def main(arguments: Sequence[str] | None = None, write: Write = sys.stdout.write) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvcli.demo.train", description=__doc__)
     parser.add_argument("folder", type=Path, help="where checkpoints are kept; an interrupted run resumes from it")
+    parser.add_argument("--model", choices=RECIPES, default="demo")
     parser.add_argument("--tokenizer", type=Path, default=weights_dir() / "tokenizer.json")
     parser.add_argument("--curriculum", type=Path, help="JSON list of phases, instead of the built-in one")
     parser.add_argument("--threads", type=int, default=1, help="threads of this process")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     tokenizer = Tokenizer.from_file(str(options.tokenizer))
-    curriculum: Sequence[Phase] = CURRICULUM
+    recipe = RECIPES[options.model]
+    recipe = replace(recipe, shape=replace(recipe.shape, vocabulary=tokenizer.get_vocab_size()))
+    curriculum = recipe.curriculum
     if options.curriculum:
         curriculum = [Phase.from_json(phase) for phase in json.loads(options.curriculum.read_text())]
     crew = Crew.gather()
-    run = Run(options.folder, Shape(vocabulary=tokenizer.get_vocab_size()), tokenizer, crew)
+    run = Run(options.folder, recipe, tokenizer, crew)
 
     def say(line: str) -> None:
         if crew.rank == 0:

@@ -57,12 +57,19 @@ class Copies:
 
     def root(self, depth: int) -> Any:
         """A state is the places that agree so far."""
-        found = self.index.find(_PLACES)
+        self._ahead, self._lengths, self._weight = [], [], []
+        return self.behind((), depth)
+
+    def behind(self, path: Sequence[int], depth: int) -> Any:
+        """The same where a text would stand that went on like this."""
+        found = self.index.find(_PLACES, path)
         if not found.ends:
             return None
-        self._ahead, self._lengths = self.index.following(found.ends, depth), found.lengths
-        self._weight = [_SHORTER ** (found.lengths[0] - n) for n in found.lengths]
-        return range(len(found.ends))
+        first, n = len(self._ahead), len(path)
+        self._ahead += [[*path, *ahead] for ahead in self.index.following(found.ends, depth - n)]
+        self._lengths += [length - n for length in found.lengths]
+        self._weight += [_SHORTER ** (found.lengths[0] - length) for length in found.lengths]
+        return range(first, len(self._ahead))
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
         if len(state) == 1:  # as far down as most of a tree is

@@ -8,9 +8,9 @@ differs from FAFO's released code, and why, is in `docs/fafo.md`; above all, no 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from kvcli.drafts.pacing import Pacing
+from kvcli.drafts.viewing import Viewing
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kvcli.drafts.mixer import Mixer
     from kvcli.drafts.pool import Pool
     from kvcli.drafts.window import Window
-    from kvcli.engine.drafter import Glance, Pair
+    from kvcli.engine.drafter import Pair
 
 
 @dataclass(frozen=True)
-class Scouting(Pacing):
+class Scouting(Viewing):
     """Keys of every method that sends scouts."""
 
     # two levels of scouts come about in a pass or two; on the demo model longer n-grams found less (docs/fafo.md)
@@ -31,47 +31,27 @@ class Scouting(Pacing):
     window: Annotated[int, Range(1, 64)] = 4  # columns: places ahead that are guessed at once
     key_max: Annotated[int, Range(1, 8)] = 4  # tokens by which an n-gram is found, at most
     per_key: Annotated[int, Range(1, 64)] = 8  # n-grams kept for a key
+    seeded: bool = False  # the text's own n-grams go into the pool as well
     guesses: Annotated[int, Range(1, 64)] = 8  # n-grams tried in a pass
-    view: Literal["all", "stream", "quest"] = "all"  # what scouts read: all, sinks and newest tokens, or chosen pages
-    sinks: Annotated[int, Range(0, 4096)] = 16  # of a view: first tokens
-    local: Annotated[int, Range(1, 65536)] = 496  # of a view: newest tokens
-    page: Annotated[int, Range(1, 256)] = 16  # of "quest": tokens of a page
-    pages: Annotated[int, Range(1, 4096)] = 32  # of "quest": pages read by a KV head
-    refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
 
     @property
     def rows(self) -> int:
         """Of a pass, at most: the pending token, guesses and scouts."""
         return self.max + self.window * (self.ngram - 1)
 
-    def copied(self, n: int) -> int:
-        """How many of n slots a head the view keeps a copy of."""
-        pages = self.page * self.pages if self.view == "quest" else 0
-        return 0 if self.view == "all" else min(n, self.sinks + self.local + pages + self.refresh)
-
     def tables(self, n: int) -> int:
         """Bytes of the pool, at most, after n tokens."""
         from kvcli.drafts.pool import KEY_BYTES, KEYS
 
-        return KEY_BYTES * min(KEYS, n * self.window * self.key_max)
+        return KEY_BYTES * min(KEYS, n * (self.window * self.key_max + self.seeded))
 
     def scouting(self, ends: Collection[int]) -> tuple[Window, Pool]:
         """The window and the pool it fills."""
         from kvcli.drafts.pool import Pool
         from kvcli.drafts.window import Window
 
-        return Window(self.window, self.ngram, ends), Pool(self.key_max, self.per_key, self.guesses)
-
-    def glance(self) -> Glance | None:
-        """What scouts read; None = everything."""
-        from kvcli.engine.drafter import Glance
-
-        if self.view == "all":
-            return None
-        if self.view == "stream":
-            return Glance("stream", {"sinks": self.sinks, "window": self.local}, self.refresh)
-        settings = {"sinks": self.sinks, "local": self.local, "page": self.page, "pages": self.pages}
-        return Glance("quest", settings, self.refresh)
+        seeds = self.ngram if self.seeded else 0
+        return Window(self.window, self.ngram, ends), Pool(self.key_max, self.per_key, self.guesses, seeds)
 
 
 @dataclass(frozen=True)

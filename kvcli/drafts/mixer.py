@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from kvcli.drafts.chain import Chain
     from kvcli.drafts.pacing import Pacing
     from kvcli.drafts.pool import Pool
+    from kvcli.drafts.stop import Stop
     from kvcli.drafts.successors import Successors
+    from kvcli.drafts.tree import Beyond
     from kvcli.drafts.window import Window
-    from kvcli.engine.drafter import Costs, Glance
+    from kvcli.engine.drafter import Costs, Glance, Past
     from kvcli.engine.feed import Asks, Glean
     from kvcli.engine.rows import Draft, Scouts
     from kvcli.engine.sample import Sampler
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 _PATIENT, _EAGER = 64, 16  # passes before the first scouts, beside other sources and alone
 _PAPER = 8  # tokens that a guess on paper must get right
+_HEARING = 0.02  # of a plain pass, spent on hearing rows beside the one that ended the path
 _TAIL = 8  # tokens by which a text is known again, and that keys are made of
 
 
@@ -42,16 +45,23 @@ class Mixer:
         scouting: tuple[Window, Pool] | None = None,
         view: Glance | None = None,
         chain: Chain | None = None,
+        beyond: tuple[int, Beyond] | None = None,
+        stop: Stop | None = None,
     ) -> None:
         """`successors` are those of the sources that learn from logits, the pool of `scouting` is one of them, too, and
-        so is `chain`, whose guesses take passes."""
+        so is `chain`, whose guesses take passes; `stop` may end them sooner than the clock does. `beyond`: as `grow`
+        has it."""
         self._config, self._sources, self._successors = config, list(sources), successors
         self._window: Window | None = scouting[0] if scouting else None
         self._pool: Pool | None = scouting[1] if scouting else None
-        self._view, self._chain = view, chain
+        self._view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
+        self._asked: list[float] = []  # chances of the second model's guesses in the pass under way, as far as asked
         self._pace = Pace(config.kill_below, config.probe_every)
         self._credit = Credit(_PATIENT if len(self._sources) > 1 else _EAGER)
+        self._thrift = Credit(0, "recycled logits")
+        self._rest = config.adaptive and len(successors) < len(self._sources)  # may successors, beside other sources?
         self._costs: Costs | None = None
+        self._sampler: Sampler | None = None  # how tokens will be drawn; None = greedily
         self._n = 0  # tokens of the text that the sources know
         self._tail: list[int] = []  # the last of them
         self._guesses: list[Guess] | None = None  # of the pass under way, verified or not; None = no pass under way
@@ -67,7 +77,7 @@ class Mixer:
     @property
     def glean(self) -> Glean | None:
         """The likeliest tokens of each row, where a source learns from them."""
-        if not self._successors and self._window is None:
+        if self._scouts is None and all(source.rests for source in self._successors):
             return None
         from kvcli.drafts.successors import top  # late: it needs torch
 
@@ -79,9 +89,10 @@ class Mixer:
 
     def usage(self) -> list[Usage]:
         """What a second model stores of the text."""
-        return self._chain.sibling.usage() if self._chain is not None else []
+        return self._chain.guesser.usage() if self._chain is not None else []
 
     def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Asks[None] | None:
+        self._sampler = sampler
         for source in self._successors:
             source.sampler = sampler
         if self._chain is not None:
@@ -95,13 +106,14 @@ class Mixer:
         self._guesses, self._paper = None, []
         return self._chain.study() if self._chain is not None and not self._pace.is_paused and self._pays(()) else None
 
-    def propose(self, ids: Sequence[int], room: int) -> Asks[Draft] | Draft:
+    def propose(self, ids: Sequence[int], room: int, past: Past | None = None) -> Asks[Draft] | Draft:
         if self._tail != list(ids[max(0, self._n - _TAIL) : self._n]) or self._n > len(ids):
             self._follow(ids)
         elif self._n < len(ids):
             self._extend(ids[self._n :])
         mode = self._mode = self._pace.mode() if self._config.adaptive else Mode.DRAFT
         if self._chain is not None and mode is not Mode.PLAIN:
+            self._chain.guesser.over(past)
             return self._ahead(self._chain, mode, room)
         return self._proposal(mode, room)
 
@@ -111,7 +123,7 @@ class Mixer:
         if is_asked and self._config.adaptive and len(self._sources) > 1:
             others = [source for source in self._sources if source is not chain]
             is_asked = all(guess.chance < SURE for guess in grow(others, 1, room, branches=1))
-        looked = yield from chain.ahead(room if is_asked else 0, self._pays, self._pace.plain)
+        looked = yield from chain.ahead(room if is_asked else 0, self._pays, self._pace.plain, self._pace.costs)
         if looked and mode is Mode.PAPER:
             self._pace.hear_paper(self._pays(()))
         return self._proposal(mode, room)
@@ -119,29 +131,42 @@ class Mixer:
     def _proposal(self, mode: Mode, room: int) -> Draft:
         from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
 
+        if self._rest and self._successors and mode is Mode.DRAFT:
+            rests = not self._thrift.due(0.0, self._pace.speed)
+            for source in self._successors:
+                source.rests, source.spent = rests, 0.0
         self._guesses = self._grow(mode, room)
         rows = self._rows(self._guesses) if mode is Mode.DRAFT else 0
         self._scouts = self._send(mode, room, rows)
         if mode is not Mode.DRAFT:
             return Draft.none()
-        return Draft([g.id for g in self._guesses[:rows]], [g.parent for g in self._guesses[:rows]], self._scouts)
+        hears = self._chain is not None and self._chain.guesser.wants_queries
+        of = self._guesses[:rows]
+        return Draft([g.id for g in of], [g.parent for g in of], self._scouts, hears)
 
     def observe(self, step: Step) -> None:
         if self._guesses is None:
             return
         began = perf_counter()
-        for guess, is_right in decided(self._guesses, step.new):
+        found = decided(self._guesses, step.new)
+        for guess, is_right in found:
             for i, offer in guess.named:
                 self._sources[i].learn(offer, is_right)
+        if self._stop is not None and self._asked:
+            self._teach(self._stop, found)
         for row in step.path[1:]:
             i, _ = max(self._guesses[row - 1].named, key=lambda named: named[1].chance)
             self._accepted_by[self._sources[i].name] += 1
         scouts = step.rows.n_rows - step.rows.tree
-        brought = self._brought(step) if scouts else 0
+        brought = self._brought(step, [self._pool]) if scouts else 0
         self._hear_paper(step.new)
+        if scouts:
+            self._harvest(step)
         if self._mode is not Mode.PLAIN or not self._pace.is_paused:
             self._hear_logits(step)
         ahead = self._chain.spent if self._chain is not None else 0.0
+        if self._chain is not None:
+            self._chain.guesser.hear(step)
         self._extend(step.new)
         # what is done here between two passes is time that plain decoding would not take
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
@@ -160,7 +185,7 @@ class Mixer:
             scouts = ScoutsReport(self._window.rows, credit.brought, credit.cost, rested, credit.why)
         report = self._pace.report()
         if (chain := self._chain) is not None:
-            report = replace(report, ahead=chain.cost(report.plain_pass))
+            report = replace(report, ahead=chain.cost(report.plain_pass), by=chain.guesser.name, fault=chain.fault)
             report = replace(report, paused=True, reason=chain.why) if chain.why else report
         return replace(report, by_source=by_source, scouts=scouts, accepted_by=dict(self._accepted_by))
 
@@ -171,12 +196,28 @@ class Mixer:
         chain = self._chain
         if chain is None or not self._config.adaptive:
             return True
+        self._asked = list(chances)
+        if self._stop is not None and chances and not self._stop.goes_on(chances):
+            return False
         return self._pace.deeper(chances, chain.depth, chain.mean, chain.cost(self._pace.plain))
+
+    def _teach(self, stop: Stop, found: Sequence[tuple[Guess, bool]]) -> None:
+        """How the second model's first choices fared, down to the first rejected one: others were not tested."""
+        theirs: dict[int, tuple[float, bool]] = {}  # parent -> its best guess: chance, and whether it was right
+        for guess, is_right in found:
+            for i, offer in guess.named:
+                if self._sources[i] is self._chain and offer.chance > theirs.get(guess.parent, (0.0, False))[0]:
+                    theirs[guess.parent] = offer.chance, is_right
+        for depth, (_, is_right) in enumerate(theirs.values(), start=1):
+            if depth <= len(self._asked):
+                stop.learn(self._asked[:depth], is_right)
+            if not is_right:
+                return
 
     def _grow(self, mode: Mode, room: int) -> list[Guess]:
         if mode is Mode.DRAFT:
             faint = FAINT if self._config.adaptive else 0.0
-            return grow(self._sources, self._config.max, room, self._config.branches, faint)
+            return grow(self._sources, self._config.max, room, self._config.branches, faint, self._beyond)
         if mode is Mode.PLAIN or self._paper:
             return []
         chain = grow(self._sources, _PAPER, _PAPER, branches=1)
@@ -203,31 +244,50 @@ class Mixer:
 
     # ---- the pass behind ----
 
-    def _brought(self, step: Step) -> int:
-        """Accepted tokens that only the pool had named, and those behind them."""
+    def _brought(self, step: Step, sources: Sequence[Source | None]) -> int:
+        """Accepted tokens that only these had named, and those behind them."""
         guesses = self._guesses or []
-        pool = next(i for i, source in enumerate(self._sources) if source is self._pool)
+        theirs = {i for i, source in enumerate(self._sources) if source in sources}
         for depth, row in enumerate(step.path[1:]):
-            if all(i == pool for i, _ in guesses[row - 1].named):
+            if all(i in theirs for i, _ in guesses[row - 1].named):
                 return len(step.path) - 1 - depth
         return 0
 
+    def _harvest(self, step: Step) -> None:
+        """N-grams from the scouts' logits, drawn as the text will be."""
+        from kvcli.drafts.successors import likeliest, ranked  # late: it needs torch
+
+        if self._window is None or self._pool is None:
+            return
+        rows, last = step.rows, []
+        for i, row in enumerate(rows.wanted, start=rows.tree):
+            ids, _ = ranked(*likeliest(step.gleaned(i)), rows.pos[row], self._sampler)
+            last.append(ids[0])
+        for before, run in self._window.harvest(self._tail, last):
+            self._pool.put(before, run)
+
     def _hear_logits(self, step: Step) -> None:
-        """Harvest n-grams from the scouts' logits, and successors from those of the text's last row."""
+        """Successors from the logits of the tree's rows: as many of them as there is time for."""
         from kvcli.drafts.successors import likeliest  # late: it needs torch
 
-        tree = step.rows.tree
-        if self._window is not None and self._pool is not None and step.rows.n_rows > tree:
-            last = [int(step.gleaned(tree + i)[0]) for i in range(step.logits.shape[0] - tree)]
-            for before, run in self._window.harvest(self._tail, last):
-                self._pool.put(before, run)
-        if not self._successors:
+        if all(source.rests for source in self._successors):
             return
-        # of the row that ended the path: what the others' rows led to was guessed, and so is known already
-        ids, logp = likeliest(step.gleaned(step.path[-1]))
-        before = [*self._tail, *step.new[:-1]]
-        for source in self._successors:
-            source.tell(before, ids, logp)
+        began, plain, rows = perf_counter(), self._pace.plain, step.rows
+        # the row that ended the path first, then others of it, which were copied, then those that were not taken
+        path = step.path[::-1]
+        for row in [*path, *(row for row in range(1, rows.tree) if row not in path)]:
+            ids, logp = likeliest(step.gleaned(row))
+            before = [*self._tail, *(rows.ids[above] for above in rows.above(row)[-2::-1])]
+            for source in self._successors:
+                source.tell(before, ids, logp)
+            spent = perf_counter() - began
+            if spent > _HEARING * plain:
+                break
+        if self._rest and self._mode is Mode.DRAFT:
+            spent += sum(source.spent for source in self._successors)
+            self._thrift.observe(
+                self._brought(step, self._successors), spent / plain if plain else None, self._pace.speed
+            )
 
     def _extend(self, ids: Sequence[int]) -> None:
         for source in self._sources:

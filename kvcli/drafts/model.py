@@ -1,5 +1,5 @@
-"""Draft with a second, smaller model that shares the tokenizer (Leviathan et al., arXiv 2211.17192), over a part of the
-past that stays small however long the text is (SpecExtend, arXiv 2505.20776).
+"""Draft with a second, smaller model (Leviathan et al., arXiv 2211.17192), over a part of the past that stays small
+however long the text is (SpecExtend, arXiv 2505.20776).
 
 Tokens are drawn from the model that writes and compared with guesses afterwards, so whatever drafts, the text is the
 same.
@@ -11,36 +11,71 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.drafts.ngram import Ngram
+from kvcli.drafts.stop import Rule, rule
 from kvcli.settings.schema import Form, Quant, Range, Second
+from kvcli.settings.values import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from kvcli.drafts.guesser import Guesser
     from kvcli.drafts.mixer import Mixer
+    from kvcli.drafts.sibling import Sibling
     from kvcli.engine.drafter import Pair
 
+_RETRIEVAL = Form(r"off|adaptive|every:[1-9]\d{0,4}", '"off", "adaptive" or "every:N" with N passes')
 _READING = Form(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:N" with N tokens')
 
 
 @dataclass(frozen=True)
 class Model(Ngram):
-    """Guess with a second, smaller model of the same tokenizer, and copy where the text repeats itself."""
+    """Guess with a second, smaller model, and copy where the text repeats itself."""
 
-    model: str = ""  # that drafts: as after -m; it needs the tokenizer of the one that writes
+    model: str = ""  # that drafts: as after -m; with another tokenizer the text is spelled anew for it
     quant: Quant = "none"  # precision of its weights
     depth: Annotated[int, Range(1, 64)] = 8  # tokens that it guesses in a row, at most
     working: Annotated[int, Range(0)] = 1024  # tokens that it keeps of the text, the first and the newest; 0 = all
     sinks: Annotated[int, Range(0, 4096)] = 4  # first tokens among them
     prefill: Annotated[str, _READING] = "lazy"  # what of a prompt it reads: what it keeps; all; or all, N tokens far
     positions: Literal["original", "contiguous"] = "original"  # of what it keeps: as in the text, or closed up
+    tree: Literal["chain", "opt", "best", "sequoia", "cape"] = "chain"  # which guesses its passes are made of
+    wide: Annotated[int, Range(1, 64)] = 4  # guesses in one of its passes, at most; a chain has one
+    promise: Annotated[float, Range(0, 8)] = 0.0  # accepted tokens that a further pass must bring; 0 = what it costs
+    cascade: Annotated[int, Range(0, 32)] = 0  # copied tokens that it checks in one of its passes, at most
+    stop: Rule = "marginal"  # it guesses on while that pays by the clock; "reject", "disco": and `risk` is not reached
+    risk: Annotated[float, Range(0, 1)] = 0.7  # chance of a rejection, of any guess or of the newest, at which to stop
     copies: bool = True  # guess from the text as well; where a copy is all but sure, the model is not asked
+    # retrieval: of `working` tokens some are those that the model which writes looks at
+    retrieval: Annotated[str, _RETRIEVAL] = "off"  # when they are chosen: never; each N passes; where guesses fail
+    chunk: Annotated[int, Range(1, 1024)] = 32  # tokens that are chosen together
+    recent: Annotated[int, Range(1)] = 256  # newest tokens that stay in any case
+    looks: Annotated[int, Range(1, 64)] = 1  # last layers of the model that writes, whose attention counts
+    shelf: Literal["device", "host"] = "device"  # where what could be chosen lies
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.stop != "marginal" and not self.adaptive:
+            raise ValueError(
+                f'adaptive = false guesses as far as `depth` says: stop = "{self.stop}" needs adaptive = true'
+            )
         if 0 < self.working <= self.sinks:
             raise ValueError(f"working = {self.working} leaves nothing beside sinks = {self.sinks}")
-        if self._far and not 0 < self.working <= self._far:
-            raise ValueError(f'prefill = "{self.prefill}" reads no farther than working = {self.working or "all"}')
+        if self.cascade and not self.copies:
+            raise ValueError(f"cascade = {self.cascade} checks copies, and copies = false makes none")
+        least = self.working if self.retrieval == "off" else self.recent
+        if self._far and not 0 < least <= self._far:
+            what = f"working = {self.working or 'all'}" if self.retrieval == "off" else f"recent = {self.recent}"
+            raise ValueError(f'prefill = "{self.prefill}" reads no farther than {what}')
+        if self.retrieval != "off" and self._least > self.working:
+            raise ValueError(
+                f'retrieval = "{self.retrieval}" chooses nothing of working = {self.working or "all"}: '
+                f"sinks, recent and four chunks take {self._least}"
+            )
+
+    @property
+    def _least(self) -> int:
+        """Working tokens of which one chunk is chosen."""
+        return self.sinks + self.recent + 4 * self.chunk
 
     @property
     def _far(self) -> int:
@@ -60,11 +95,20 @@ class Model(Ngram):
             )
         return Second(self.model, self.quant)
 
-    def kept(self, n: int) -> int:
-        """Of n tokens, those whose keys and values it has at most: more than stay while it reads, or guesses."""
+    @property
+    def second_rows(self) -> tuple[int, int]:
+        """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
+        from kvcli.drafts.chain import LOOK
         from kvcli.drafts.sibling import CHUNK
 
-        return min(n, max(self.working, self._far) + CHUNK) if self.working and self.prefill != "full" else n
+        return CHUNK, LOOK
+
+    def kept(self, n: int, device: str = "cpu") -> int:
+        """Of n tokens, those whose keys and values it has there at most: more than stay while it reads, or guesses."""
+        from kvcli.drafts.sibling import CHUNK
+
+        ready = n if self.retrieval != "off" and (self.shelf == "device" or device == "cpu") else 0
+        return ready + (min(n, max(self.working, self._far) + CHUNK) if self.working and self.prefill != "full" else n)
 
     def tables(self, n: int) -> int:
         """Bytes of the index of n tokens, and of the text, which the model's side keeps as well."""
@@ -75,8 +119,8 @@ class Model(Ngram):
         was made for."""
         from kvcli.drafts.chain import Chain
         from kvcli.drafts.copies import Copies
+        from kvcli.drafts.growth import Growth
         from kvcli.drafts.mixer import Mixer
-        from kvcli.drafts.sibling import Sibling
         from kvcli.errors import BadConfig
 
         assert pair is not None, "somebody must draft"
@@ -89,13 +133,68 @@ class Model(Ngram):
                 lines=[f"its limit is {draft.limit:,} tokens, {self.depth} of them for guesses"],
                 try_=[f"--set spec.working={draft.limit - self.depth}"],
             )
+        copies = Copies(self.min_match, self.max_match)
+        sees = None if self.prefill == "lazy" else self._far
         chain = Chain(
-            Sibling(draft, self.working, self.sinks, closes=closes),
+            self._guesser(pair, sees, closes),
             depth=self.depth,
-            sees=None if self.prefill == "lazy" else self._far,
             vocab=target.vocab,
             share=draft.info.weight_bytes / target.info.weight_bytes,
             ends=ends,
+            growth=Growth(self.tree, self.branches, self.wide, self.max, self.promise),
+            cascade=(copies, self.cascade) if self.cascade else None,
         )
-        copies = [Copies(self.min_match, self.max_match)] if self.copies else []
-        return Mixer(self, [*copies, chain], chain=chain)
+        return Mixer(
+            self,
+            [*([copies] if self.copies else []), chain],
+            chain=chain,
+            beyond=(0, copies.behind) if self.copies else None,
+            stop=rule(self.stop, self.risk),
+        )
+
+    def _guesser(self, pair: Pair, sees: int | None, closes: bool) -> Guesser:
+        from kvcli.drafts.foreign import Foreign
+        from kvcli.drafts.sibling import Sibling
+        from kvcli.errors import BadConfig
+
+        wants = {
+            "retrieval": self.retrieval != "off",
+            "tree": self.tree not in ("chain", "cape"),
+            "cascade": self.cascade,
+        }
+        asked = [key for key, is_asked in wants.items() if is_asked]
+        if pair.spelling is not None and asked:
+            raise BadConfig(
+                f"spec.{asked[0]} needs a model that drafts with the tokenizer of {pair.target.info.id}",
+                code="other_tokenizer",
+                lines=[
+                    f"{pair.draft.info.id} has tokens of its own, and guesses spelled anew come one behind the other"
+                ],
+                try_=[
+                    " ".join(f"--set spec.{key}={keys_of(Model)[key].default}" for key in asked),
+                    "kvcli models show MODEL lists who shares it",
+                ],
+            )
+        if self.retrieval != "off":
+            return self._retrieval(pair, sees, closes)
+        sibling = Sibling(pair.draft, self.working, self.sinks, sees=sees, closes=closes)
+        return sibling if pair.spelling is None else Foreign(sibling, pair.spelling)
+
+    def _retrieval(self, pair: Pair, sees: int | None, closes: bool) -> Sibling:
+        from functools import partial
+
+        from kvcli.drafts.retrieval import Retrieval, looks
+        from kvcli.drafts.retrieval_trigger import trigger
+
+        return Retrieval(
+            pair.draft,
+            self.working,
+            self.sinks,
+            sees=sees,
+            closes=closes,
+            size=self.chunk,
+            recent=self.recent,
+            sights=looks(pair.target, self.looks),
+            trigger=partial(trigger, self.retrieval),
+            is_far=self.shelf == "host",
+        )

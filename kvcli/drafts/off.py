@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafter import Costs, Glance, Pair
+    from kvcli.engine.drafter import Costs, Glance, Pair, Past
     from kvcli.engine.feed import Glean
     from kvcli.engine.report import Report
     from kvcli.engine.rows import Draft
@@ -22,6 +22,7 @@ class Off:
 
     strict: ClassVar[bool] = False  # nothing to be strict about
     second: ClassVar[None] = None  # no model that drafts
+    checks: ClassVar[bool] = False  # nor anything to check
 
     @property
     def rows(self) -> int:
@@ -58,7 +59,7 @@ class Off:
     def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
         return
 
-    def propose(self, ids: Sequence[int], room: int) -> Draft:
+    def propose(self, ids: Sequence[int], room: int, past: Past | None = None) -> Draft:
         from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
 
         return Draft.none()

@@ -152,6 +152,10 @@ class Pace:
                 return True
         return False
 
+    def costs(self, most: int) -> list[float]:
+        """Plain passes of one with 1, 2, ... `most` rows."""
+        return self._clock.costs(most)
+
     @property
     def plain(self) -> float:
         """Seconds of a pass with one row, 0 = not measured."""

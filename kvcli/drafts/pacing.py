@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.settings.schema import Range
 from kvcli.settings.values import WrongValue, check, keys_of
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Pacing:
     """Keys of every method that drafts as much as pays."""
+
+    checks: ClassVar[bool] = False  # may a whole past check what this guesses over a smaller one?
 
     # with 15 guesses a pass has 16 rows, a whole block for most kernels
     max: Annotated[int, Range(1, 256)] = 15  # rows verified beside the pending one, at most

@@ -29,10 +29,11 @@ class Pool:
 
     name = "scouts"
 
-    def __init__(self, key_max: int, per_key: int, guesses: int) -> None:
-        self.key_max, self.per_key, self.guesses = key_max, per_key, guesses
+    def __init__(self, key_max: int, per_key: int, guesses: int, seeds: int = 0) -> None:
+        """`seeds`: tokens of the n-grams that the text itself gives it, as in FAFO's release; 0 = none."""
+        self.key_max, self.per_key, self.guesses, self._seeds = key_max, per_key, guesses, seeds
         self._runs: dict[Run, dict[Run, None]] = {}  # key -> runs, oldest first
-        self._tail: list[int] = []  # the last `key_max` tokens of the text
+        self._tail: list[int] = []  # the last tokens of the text: `key_max`, or as many as a seed has
         self._odds = Odds(_START, _NAMES)
 
     def __len__(self) -> int:
@@ -54,15 +55,20 @@ class Pool:
 
     def start(self, ids: Sequence[int]) -> None:
         """What was harvested under another text stays: a wrong guess costs a row, not the text."""
-        self._tail = list(ids[-self.key_max :])
+        self._tail = []
+        self.extend(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
-        self._tail = [*self._tail, *ids][-self.key_max :]
+        text = [*self._tail, *ids]
+        if n := self._seeds:
+            for end in range(max(n, len(self._tail) + 1), len(text) + 1):
+                self.put(text[end - n : end - n + 1], text[end - n + 1 : end])  # by one token, as there
+        self._tail = text[-max(self.key_max, n) :]
 
     def root(self, depth: int) -> Any:
         """A state is the (run, key length) pairs that agree so far."""
         found: dict[Run, int] = {}
-        for n in range(len(self._tail), 0, -1):
+        for n in range(min(self.key_max, len(self._tail)), 0, -1):
             for run in reversed(self._runs.get(tuple(self._tail[-n:]), {})):
                 found.setdefault(run, n)
                 if len(found) == self.guesses:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.drafts.successors import top
+from kvcli.engine.bough import Bough
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed
 from kvcli.engine.rope import rotaries
@@ -26,34 +27,47 @@ from kvcli.kv.slots import Slots, Usage
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.drafter import Past
     from kvcli.engine.lm import LM
+    from kvcli.engine.stats import Step
 
 CHUNK = 512  # tokens read in one pass
 SPARE = 8  # of the newest tokens an eighth goes at once: letting them go copies the others
 
 
 class Sibling:
-    """Reads a text in a store of its own. What it stored of guesses goes as soon as the text says otherwise.
+    """Reads a text in a store of its own. What it made of guesses is stored as far as the text takes them.
 
     A token is covered if it is stored or was passed over. Stored positions are those of the text less `_gap`, from
     `_solid` on without holes.
     """
 
-    def __init__(self, lm: LM, working: int = 0, sinks: int = 0, *, closes: bool = False) -> None:
-        """`working`: tokens that stay, 0 = all, the first `sinks` of the text among them. `closes`: positions close up
-        where tokens went; raises BadModel where no fixed table says how its keys turn."""
-        self.lm = lm
+    def __init__(
+        self, lm: LM, working: int = 0, sinks: int = 0, *, sees: int | None = None, closes: bool = False
+    ) -> None:
+        """`working`: tokens that stay, 0 = all, the first `sinks` of the text among them. `sees`: how many of the
+        newest each chunk of a prompt finds, no fewer than stay, 0 = all; None = what would not stay is not read.
+        `closes`: positions close up where tokens went; raises BadModel where no fixed table says how its keys turn."""
+        self.lm, self._sees = lm, sees
         self._sinks, self._newest = sinks, working - sinks if working else math.inf
         self._turns: Sequence[Rotary | None] | None = rotaries(lm) if closes and working else None
         self._layers = [layer for layer, shape in enumerate(lm.shapes) if shape.shares is None]
         self._text: list[int] = []
-        self._guessed: list[int] = []  # stored behind the text
         self.forget()
 
     def forget(self) -> None:
         """Nothing is read of the text: what is stored may be torn."""
         self._kv = Dense(self.lm.shapes, self.lm.dtype, self.lm.device)
         self._n = self._solid = self._gap = 0
+        self._guessed: Bough | None = None  # behind the text
+
+    @property
+    def name(self) -> str:
+        return self.lm.info.id
+
+    @property
+    def limit(self) -> int:
+        return self.lm.limit
 
     @property
     def missing(self) -> int:
@@ -64,6 +78,10 @@ class Sibling:
     def length(self) -> int:
         """Tokens of the text."""
         return len(self._text)
+
+    @property
+    def wants_queries(self) -> bool:
+        return False
 
     def newest(self, n: int) -> list[int]:
         """The last n of them, or as many as may stay."""
@@ -88,8 +106,11 @@ class Sibling:
 
     def extend(self, new: Sequence[int]) -> None:
         """These joined it: guesses that were right have been read."""
-        right = _shared(self._guessed, new)
-        self._cut(min(len(self._text) + right, len(self._text) + len(new) - 1))
+        if self._guessed is not None:
+            right = self._guessed.path(self._known(new[:-1]))
+            self._guessed.store(self._kv, right)
+            self._n += len(right)
+        self._guessed = None
         self._text += new
 
     def _cut(self, n: int) -> None:
@@ -99,13 +120,19 @@ class Sibling:
             self._kv.crop(self._n and self._n - self._gap)
             if not self._n:
                 self._solid = self._gap = 0
-        self._guessed = []
+        self._guessed = None
+
+    def over(self, past: Past | None) -> None:
+        """It reads a past of its own."""
+
+    def hear(self, step: Step) -> None:
+        """Nothing that `extend` does not say."""
 
     # ---- passes ----
 
-    def study(self, sees: int | None) -> Asks[None]:
-        """Read the text but for its last token. `sees`: how many of the newest tokens each chunk finds, no fewer than
-        stay, 0 = all; None = what would not stay is not read."""
+    def study(self) -> Asks[None]:
+        """Read the text but for its last token."""
+        sees = self._sees
         if sees is None:
             yield from self._pass_over(self._newest)
         most, step = self._newest if sees is None else sees or math.inf, CHUNK
@@ -127,15 +154,17 @@ class Sibling:
         self._make_room(self.missing)
         return (yield from self._feed(self._text[self._n :], want))
 
-    def go_on(self, guess: int) -> Asks[list[float]]:
-        """What is gleaned of the row of a guess behind the text, and behind those so far."""
-        self._guessed.append(guess)
-        (gleaned,) = yield from self._feed([guess], 1)
-        return gleaned
+    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
+        """What is gleaned of the rows of guesses behind the text, which has been read."""
+        if self._guessed is None:
+            self._guessed = Bough(self.lm, self._kv, self._n - self._gap)
+        return (yield from self._guessed.grow(self._known(ids), parents, top))
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        return [min(i, self.lm.vocab - 1) for i in ids]  # padded tokens of the other model have no row in this one
 
     def _feed(self, ids: Sequence[int], want: int = 0) -> Asks[list[list[float]]]:
-        known = [min(i, self.lm.vocab - 1) for i in ids]  # padded tokens of the other model have no row in this one
-        rows = Rows.chain(known, self._n - self._gap)
+        rows = Rows.chain(self._known(ids), self._n - self._gap)
         n = rows.n_rows
         assert want <= n, "what is asked for was not passed over"
         wanted = range(n - want, n)

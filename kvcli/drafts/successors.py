@@ -12,6 +12,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 from math import exp, inf, log
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvcli.drafts.odds import Odds
@@ -19,13 +20,15 @@ from kvcli.drafts.tree import Offer
 from kvcli.kernels.gumbel.host import gumbel_host
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from kvcli.engine.report import Accepted
     from kvcli.engine.sample import Sampler
 
 TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilities are shared out
-LARGE, PART = 1 << 15, 64  # vocabularies that are looked through by parts, of so many tokens
+PART = 64  # rows of the table that a vocabulary is laid out in
 KEYS = 1 << 14  # at most; the oldest go first
 KEY_BYTES = 830  # of a key and its successors, as Python holds them; measured with tracemalloc
 _MEAN = 8  # tellings after which a mean moves as if it were of so many
@@ -70,6 +73,8 @@ class Successors:
     def __init__(self, name: str, shortest: int, longest: int) -> None:
         self.name, self.shortest, self.longest = name, shortest, longest
         self.sampler: Sampler | None = None  # how tokens will be drawn; None = greedily
+        self.rests = False  # does it name nothing for the time being?
+        self.spent = 0.0  # seconds of naming tokens, until somebody takes them off
         self._entries: dict[tuple[int, ...], Entry] = {}
         self._tail: list[int] = []  # the last `longest` tokens of the text
         self._at = 0  # position of the last of them
@@ -84,20 +89,15 @@ class Successors:
 
     def root(self, depth: int) -> Any:
         """A state is the last tokens, guessed ones included."""
-        return tuple(self._tail)
+        return None if self.rests else tuple(self._tail)
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+        began = perf_counter()
         entry = next(
             (e for n in range(len(state), self.shortest - 1, -1) if (e := self._entries.get(state[-n:]))), None
         )
-        if entry is None:
-            return ()
-        ids, scores = ranked(entry.ids, entry.logp, self._at + depth, self.sampler)
-        found = []
-        for rank, token in enumerate(ids[:branches]):
-            row, column = cell(scores, rank)
-            chance = self._odds.chance(row, column)
-            found.append(Offer(token, chance, (*state, token)[-self.longest :], (row, column)))
+        found = self._offers(entry, state, depth, branches) if entry is not None else ()
+        self.spent += perf_counter() - began
         return found
 
     def safe(self, offer: Offer) -> int:
@@ -122,6 +122,15 @@ class Successors:
 
     def record(self) -> tuple[Accepted, ...]:
         return self._odds.record()
+
+    def _offers(self, entry: Entry, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+        ids, scores = ranked(entry.ids, entry.logp, self._at + depth, self.sampler)
+        found = []
+        for rank, token in enumerate(ids[:branches]):
+            row, column = cell(scores, rank)
+            chance = self._odds.chance(row, column)
+            found.append(Offer(token, chance, (*state, token)[-self.longest :], (row, column)))
+        return found
 
 
 def cell(scores: Sequence[float], rank: int) -> tuple[int, int]:
@@ -151,15 +160,29 @@ def top(logits: Tensor) -> Tensor:
     """logits [n, V] -> the WIDE likeliest tokens of each row in order, as float64, and behind them their logits."""
     import torch  # late: reading a profile must not import it
 
-    if logits.shape[-1] < LARGE or logits.shape[-1] % PART:
-        best = logits.topk(min(WIDE, logits.shape[-1]))
+    vocab = logits.shape[-1]
+    if vocab % PART or vocab < PART * WIDE:
+        best = logits.topk(min(WIDE, vocab))
         return torch.cat((best.indices.double(), best.values), 1)
-    # the likeliest lie in as many parts, those whose largest are largest: an eighth of the time for 151,936 tokens
-    parts = logits.float().reshape(len(logits), -1, PART)
-    which = parts.amax(-1).topk(WIDE).indices  # [n, WIDE]
-    best = parts.gather(1, which.unsqueeze(-1).expand(-1, -1, PART)).flatten(1).topk(WIDE)
-    ids = which.gather(1, best.indices // PART) * PART + best.indices % PART
+    if logits.is_cpu:
+        return torch.stack([torch.from_numpy(_top(row)) for row in logits.float().numpy()])
+    # the likeliest lie in as many columns of a table, those whose largest are largest
+    table = logits.reshape(len(logits), PART, -1)  # [n, PART, V / PART]
+    which = table.amax(1).topk(WIDE).indices  # [n, WIDE]
+    best = table.gather(2, which.unsqueeze(1).expand(-1, PART, -1)).flatten(1).topk(WIDE)
+    ids = best.indices // WIDE * table.shape[2] + which.gather(1, best.indices % WIDE)
     return torch.cat((ids.double(), best.values), 1)
+
+
+def _top(row: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The same of one row on the host, where a tensor's calls would take longer than the work."""
+    import numpy as np
+
+    # nothing below the WIDE-th of the columns' largest can be among the WIDE largest of all
+    least = np.partition(row.reshape(PART, -1).max(0), -WIDE)[-WIDE]
+    ids = np.flatnonzero(~(row < least))  # NaN counts as the largest
+    best = ids[np.argsort(-row[ids], kind="stable")[:WIDE]]
+    return np.concatenate((best, row[best]), dtype=np.float64)
 
 
 def likeliest(gleaned: Sequence[float]) -> tuple[list[int], list[float]]:

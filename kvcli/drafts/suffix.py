@@ -92,18 +92,24 @@ class SuffixIndex:
         """The last `n` tokens."""
         return list(self._text[max(0, self._n - n) : self._n].tolist())
 
-    def find(self, limit: int = 16) -> Matches:
-        """Up to `limit` earlier places whose last `shortest` or more tokens are the last tokens of the text."""
+    def find(self, limit: int = 16, path: Sequence[int] = ()) -> Matches:
+        """Up to `limit` earlier places whose last `shortest` or more tokens are the last tokens of the text, as it
+        would be if it went on with `path`."""
         if self._n < 2:
             return Matches([], [])
-        ends, known = self._of_pair(), 2
+        ours = self._padded[self._n : self._n + self.longest]  # the text's last tokens
+        if path:
+            ours = np.concatenate([ours, np.asarray(path, dtype=np.int32)])[-self.longest :]
+        ours = ours[::-1]
+        previous, token = [*self.tail(2), *path][-2:]
+        ends, known = self._of_pair(previous, token), 2
         if not len(ends) and self.shortest == 1:
-            ends, known = self._of_token(), 1
+            ends, known = self._of_token(token), 1
         shorter = ends
         while len(ends) > limit and known < self.longest:
             shorter = ends[-(_CROWD if known < 3 else _HERD) :]
             before = shorter[shorter >= known]
-            ends = before[self._text[before - known] == self._text[self._n - 1 - known]]
+            ends = before[self._text[before - known] == ours[known]]
             known += 1
         spare = limit - len(ends)
         if spare <= 0:
@@ -111,25 +117,22 @@ class SuffixIndex:
         elif shorter is not ends:
             # the latest of the shorter matches fill the list up: where the longest leads nowhere, one of them may
             ends = np.array(sorted({*ends.tolist(), *shorter[-spare:].tolist()}))
-        return self._measured(ends)
+        return self._measured(ends, ours)
 
     def following(self, ends: Sequence[int], n: int) -> list[list[int]]:
         """The `n` tokens after each position but the last; past the end of the text its last stretch repeats."""
         at = np.asarray(ends, dtype=np.int64)[:, None]  # [places, 1]
         return list(self._text[at + 1 + np.arange(n) % (self._n - 1 - at)].tolist())
 
-    def _of_pair(self) -> NDArray[np.int64]:
-        """Positions before the last that close the same pair of tokens, ascending."""
-        x, last = self._text, self._n - 1
-        token, previous = int(x[last]), int(x[last - 1])
+    def _of_pair(self, previous: int, token: int) -> NDArray[np.int64]:
+        """Positions before the last that close this pair of tokens, ascending."""
         self._note()
-        new = np.array(self._recent.get(previous << 32 | token, ()), dtype=np.int64)
-        if not self._folded:
-            return new[:-1]
-        low = ((token & _ID_MASK) << (_ID_BITS + _POS_BITS)) | ((previous & _ID_MASK) << _POS_BITS)
-        start, stop = self._table.searchsorted([low, low + _POS_MASK])
-        ends = np.concatenate([self._table[start:stop] & _POS_MASK, new])
-        return ends[:-1] if len(ends) and ends[-1] == last else ends  # a fold has just taken the last position in
+        ends = np.array(self._recent.get(previous << 32 | token, ()), dtype=np.int64)
+        if self._folded:
+            low = ((token & _ID_MASK) << (_ID_BITS + _POS_BITS)) | ((previous & _ID_MASK) << _POS_BITS)
+            start, stop = self._table.searchsorted([low, low + _POS_MASK])
+            ends = np.concatenate([self._table[start:stop] & _POS_MASK, ends])
+        return ends[:-1] if len(ends) and ends[-1] == self._n - 1 else ends
 
     def _note(self) -> None:
         """Catch up with the positions behind the table."""
@@ -142,13 +145,13 @@ class SuffixIndex:
     def _forget_recent(self) -> None:
         self._recent, self._noted = {}, 0
 
-    def _of_token(self) -> NDArray[np.int64]:
-        """Positions before the last that hold the same token, ascending."""
-        return np.flatnonzero(self._text[: self._n - 1] == self._text[self._n - 1])
+    def _of_token(self, token: int) -> NDArray[np.int64]:
+        """Positions before the last that hold this token, ascending."""
+        return np.flatnonzero(self._text[: self._n - 1] == token)
 
-    def _measured(self, ends: NDArray[np.int64]) -> Matches:
-        """The same places with their match lengths, best first, too short ones left out."""
-        ours = self._padded[self._n : self._n + self.longest][::-1]
+    def _measured(self, ends: NDArray[np.int64], ours: NDArray[np.int32]) -> Matches:
+        """The same places with their match lengths, best first, too short ones left out. `ours`: the last tokens, the
+        last one first."""
         differs = np.empty((len(ends), self.longest + 1), dtype=np.bool_)
         differs[:, -1] = True
         np.not_equal(self._padded[ends[:, None] + self._back], ours, out=differs[:, :-1])

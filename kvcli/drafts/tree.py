@@ -7,7 +7,7 @@ by both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from kvcli.engine.report import Accepted
 
 FAINT = 0.02  # chance of acceptance below which a row is not even considered, where rows have to pay
+_LIKELY = 0.2  # chance of a guess above which another source is asked how it goes on
 SURE = 0.8  # chance of a token above which no further source is asked about its place
+
+
+Beyond = Callable[[Sequence[int], int], Any]  # guesses from the text on, the deepest there may be -> a state or None
 
 
 class Offer(NamedTuple):  # dozens are made each pass, and making a frozen dataclass takes four times as long
@@ -68,8 +72,18 @@ class Guess(NamedTuple):
     named: tuple[tuple[int, Offer], ...]  # by whom: index of the source, what it offered
 
 
-def grow(sources: Sequence[Source], most: int, room: int, branches: int, faint: float = FAINT) -> list[Guess]:
-    """Up to `most` guesses, the likeliest first, none deeper than `room`; a parent comes before its children."""
+def grow(
+    sources: Sequence[Source],
+    most: int,
+    room: int,
+    branches: int,
+    faint: float = FAINT,
+    beyond: tuple[int, Beyond] | None = None,
+) -> list[Guess]:
+    """Up to `most` guesses, the likeliest first, none deeper than `room`; a parent comes before its children.
+
+    `beyond`: a source that goes on, where all end, behind what others named, and how it does.
+    """
     if most < 1 or room < 1:
         return []
     deepest = min(most, room)
@@ -90,8 +104,20 @@ def grow(sources: Sequence[Source], most: int, room: int, branches: int, faint: 
         guesses.append(guess)
         if depth < deepest and len(guesses) < most:
             states = [(i, found.state) for i, found in guess.named if found.state is not None]
+            if not states and beyond is not None and guess.chance >= _LIKELY:
+                state = beyond[1](_path(guesses), deepest)
+                states = [(beyond[0], state)] if state is not None else []
             offer(len(guesses) - 1, guess.chance, depth, states)
     return guesses
+
+
+def _path(guesses: Sequence[Guess]) -> list[int]:
+    """The tokens down to the last one."""
+    path, at = [], len(guesses) - 1
+    while at >= 0:
+        path.append(guesses[at].id)
+        at = guesses[at].parent
+    return path[::-1]
 
 
 def _merged(

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from kvcli.engine.rows import Draft
     from kvcli.engine.sample import Sampler
     from kvcli.engine.stats import Step
-    from kvcli.kv.slots import Usage
+    from kvcli.kv.slots import Lens, Store, Usage
+    from kvcli.models.spelling import Spelling
 
 
 # tokens of context -> rows of a pass -> its time in passes of one row
@@ -22,19 +23,32 @@ Costs = Callable[[int], Mapping[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """How scouts read the past: what a policy keeps, chosen anew every `every` tokens."""
+    """How scouts or guesses read the past: what a policy keeps, chosen anew every `every` tokens."""
 
     kind: str  # "stream" or "quest"; which policy that is, kvcli/build.py knows
     settings: Mapping[str, int]  # of the policy
     every: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Pair:
-    """The model that writes, and one that drafts for it."""
+    """The model that writes, and the one that drafts for it, which may be the same."""
 
     target: LM
     draft: LM
+    spelling: Spelling | None = None  # of text in both their ids; None = they share them
+
+
+class Past(Protocol):
+    """What is stored of a text, for passes of guesses to read: nothing of theirs is ever stored in it."""
+
+    @property
+    def kv(self) -> Store:
+        """The past of what is written."""
+
+    @property
+    def view(self) -> Lens | None:
+        """The part of it that the drafter's view asks for."""
 
 
 class Drafter(Protocol):
@@ -60,8 +74,11 @@ class Drafter(Protocol):
         `sampler`: how its tokens will be drawn, for guesses to be drawn alike; None = greedily.
         """
 
-    def propose(self, ids: Sequence[int], room: int) -> Asks[Draft] | Draft:
-        """Guesses for what follows `ids`; no path deeper than `room` tokens. May be empty."""
+    def propose(self, ids: Sequence[int], room: int, past: Past) -> Asks[Draft] | Draft:
+        """Guesses for what follows `ids`; no path deeper than `room` tokens. May be empty.
+
+        `past` holds all but the last of them, and changes between two steps.
+        """
 
     def observe(self, step: Step) -> Asks[None] | None:
         """What one step made of the proposal; called once after each step, in order."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.engine.rows import Rows
     from kvcli.engine.sample import Draw
-    from kvcli.kv.slots import Readable, Store
+    from kvcli.kv.slots import Readable, Reader
 
 Glean = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> a few numbers [n, m] each
 
@@ -31,7 +31,7 @@ class Feed:
 
     lm: LM
     rows: Rows
-    past: Store  # what tree rows read
+    past: Reader  # what tree rows read
     view: Readable | None = None  # what scout rows read; None = past
     want: Sequence[int] = ()  # rows whose logits are computed, those of the tree first where anything is drawn
     draw: Draw | None = None  # how the tokens behind the tree's rows are drawn; None = none is

@@ -53,7 +53,7 @@ class Heard:
 
     def take(self, rows: Rows, hear: Sequence[int], queries: Sequence[Tensor], path: Sequence[int]) -> None:
         """Hold on to what was asked for, by `hear`, of the accepted rows; `queries`: per layer [H, len(hear), D]."""
-        if not hear:
+        if not hear or not (self.recent or self._probed):
             return
         at = {row: i for i, row in enumerate(hear)}
         taken = [row for row in path if row in at]

@@ -40,6 +40,8 @@ class Report:
     by_source: Mapping[str, tuple[Accepted, ...]] = field(default_factory=dict)
     scouts: ScoutsReport | None = None  # None = the drafter sends none
     ahead: float | None = None  # plain passes that one of a second model's takes; None = there is none
+    by: str = ""  # its name
+    fault: str = ""  # what broke in it, in words: the text went on without
     accepted_by: Mapping[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
 
     @property

@@ -31,6 +31,7 @@ class Draft:
     ids: list[int]
     parent: list[int]
     scouts: Scouts | None = None
+    hears: bool = False  # are the queries of the tree's rows to be handed back, by `Step.queries`?
 
     @staticmethod
     def none() -> Draft:

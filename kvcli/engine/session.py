@@ -59,17 +59,17 @@ class Session(Text):
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
         began = time.perf_counter()
         room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
-        draft = yield from asked(self.drafter.propose(self.ids, room))
+        draft = yield from asked(self.drafter.propose(self.ids, room, self))
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
         how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
-        hear = self.heard.of_tree(rows.tree)
+        hear = range(rows.tree) if draft.hears else self.heard.of_tree(rows.tree)
         made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
         path, new = walk(rows, made.drawn, stop)
         self._commit(rows, hear, made, path)
         self.ids += new
         self.seen.add(new)
-        done = partial(Step, rows, made.logits, path, new, gleaned=made.gleaned)
+        done = partial(Step, rows, made.logits, path, new, gleaned=made.gleaned, queries=made.queries)
         yield from asked(self.drafter.observe(done(seconds=time.perf_counter() - began)))
         if self.committed == self.boundary:
             yield from self.settle()

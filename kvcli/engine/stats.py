@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ class Step:
     new: list[int]  # tokens added to the text
     seconds: float  # wall time from proposing to committing; of a step that is over, to its end
     gleaned: Callable[[int], list[float]] = _nothing  # what the drafter gleans, by row of logits
+    queries: Sequence[Tensor] = ()  # per layer [H, tree, D], where the draft asked to hear them
 
     @property
     def n_drafted(self) -> int:
@@ -63,6 +64,7 @@ class Stats:
     accepted_tokens: int = 0
     paused_passes: int = 0
     paused_why: str = ""  # in words, while drafting pauses
+    drafts_by: str = ""  # name of a second model that drafts
     sources: dict[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
     scout_rows: int = 0
     scouts_why: str = ""  # in words, while scouts rest
@@ -76,7 +78,9 @@ class Stats:
     available: int = 0  # memory there was for the run when it began; 0 = not looked at
     context: int = 0
     limit: int = 0
-    shortages: list[str] = field(default_factory=list)  # what was done when memory ran out, in words
+    shortages: list[str] = field(
+        default_factory=list
+    )  # what was done when memory ran out, or a model that drafts broke, in words
     approx: str = ""  # what the answer may miss of the text, in words; "" = nothing
     plain: list[float] = field(default_factory=list)  # seconds of the last passes that carried no draft
 
@@ -108,7 +112,9 @@ class Stats:
         self.paused_why = after.reason if after.paused else ""
         self.sources = {name: n - before.accepted_by.get(name, 0) for name, n in after.accepted_by.items()}
         self.scouts_why = after.scouts.why if after.scouts else ""
-        self.free_rows = after.free_rows
+        self.free_rows, self.drafts_by = after.free_rows, after.by
+        if after.fault:
+            self.shortages.append(f"{after.fault}; the answer went on without it")
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -50,8 +50,7 @@ class Trip:
                 continue
             rows = replace(Rows.chain([self._ids[p] for p in self._pos], 0), pos=list(self._pos))
             given = self._hidden if layers.start else None
-            past: Store = Older(self._kv)  # type: ignore[assignment]  # nothing is stored by this pass
-            made = yield Feed(self._lm, rows, past, hear=[n - 1], layers=layers, hidden=given)
+            made = yield Feed(self._lm, rows, Older(self._kv), hear=[n - 1], layers=layers, hidden=given)
             self._made.append((rows, made))
             if made.hidden is not None:
                 self._hidden = made.hidden

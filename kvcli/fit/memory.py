@@ -24,6 +24,16 @@ POSITION = 4  # bytes of a slot's position
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """A model that drafts, in bytes. It is loaded behind the other, and their passes take turns."""
+
+    stored: Callable[[int], int]  # with n tokens, its weights, keys and values
+    working: Callable[[int], int]  # what its passes compute with
+    loading: int = 0  # while it is read, beside what is loaded
+    mapped: int = 0  # of these, pages that the system takes back
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """What decides how much memory a run takes, beside the model."""
 
@@ -42,7 +52,7 @@ class Run:
     answer: int  # tokens of one at most: sliding layers give back what they hide when the next text is read
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
-    second: Callable[[int], int] | None  # of n tokens, bytes of a model that drafts with its keys and values
+    second: Beside | None  # a model that drafts
     lower: int | None  # bytes on the device of a slot that a policy moves down; None: it is forgotten
     drops: bool  # what is moved down is forgotten after all where there is no room
     base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
@@ -123,10 +133,12 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     if run.device == "cpu" and run.number == 2 and not run.is_native:
         uneven = shape.layers * shape.kv_heads if run.is_uneven else 0
         working += product_bytes(run.rows, run.slots(context), uneven, is_packed=run.is_packed)
+    if run.second is not None:
+        working = max(working, run.second.working(context))
     copied = run.copied(held)
     view = kv_bytes(shape, copied, run.kv_number) + copied * shape.layers * POSITION
     on_cpu = run.device == "cpu"
-    draft = view + (run.tables(context) if on_cpu else 0) + (run.second(context) if run.second else 0)
+    draft = view + (run.tables(context) if on_cpu else 0) + (run.second.stored(context) if run.second else 0)
 
     def nbytes(here: int) -> int:
         lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well
@@ -138,10 +150,11 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)
     behind = run.behind(context) * shape.hidden * run.number
     places = run.caps.spread(spread, chunk, run.base + weights.memory + draft + working + behind)
-    check = check_bytes(shape, run.number) if run.check else 0
-    mapped = weights.files if on_cpu else 0
-    # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
-    whole = weights.memory if weights.converted or not on_cpu else 0
+    loading, mapped = loading_bytes(shape, weights, run.number, run.device, check=run.check)
+    least = loading - mapped
+    if run.second is not None:
+        beside = weights.memory + run.second.loading
+        loading, least = max(loading, beside), max(least, beside - run.second.mapped)
     return Need(
         context=context,
         base=run.base,
@@ -149,12 +162,22 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         kv=places.device + behind,
         draft=draft,
         working=working,
-        loading=run.base + whole + mapped + max(check, weights.packing if on_cpu else 0),
-        mapped=mapped,
+        loading=run.base + loading,
+        mapped=loading - least,
         host=places.host,
         disk=places.disk,
         over=places.over,
     )
+
+
+def loading_bytes(shape: Shape, weights: Weights, number: int, device: str, *, check: bool) -> tuple[int, int]:
+    """The most that loading takes, and how much of it are pages that the system takes back."""
+    on_cpu = device == "cpu"
+    mapped = weights.files if on_cpu else 0
+    # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
+    whole = weights.memory if weights.converted or not on_cpu else 0
+    checked = check_bytes(shape, number) if check else 0
+    return whole + mapped + max(checked, weights.packing if on_cpu else 0), mapped
 
 
 def largest(shape: Shape, weights: Weights, run: Run, room: int, most: int) -> int:

@@ -12,14 +12,15 @@ from kvcli.fit import memory, weights
 from kvcli.fit.places import Caps
 from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
-from kvcli.fit.working import is_native
+from kvcli.fit.working import is_native, working_bytes
 from kvcli.kv import room as kv_room
 from kvcli.kv.footprint import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
+from kvcli.kv.room import EVERY
 from kvcli.kv.slots import LayerShape, Sight
 from kvcli.models.machine import kept_free
 from kvcli.models.refusals import refuse_quant
 from kvcli.models.shape import Shape, of_source
-from kvcli.settings.schema import NUMBERS
+from kvcli.settings.schema import NUMBERS, Memory
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
@@ -39,6 +40,7 @@ class Subject:
     is_assumed: bool  # no file says how large its tensors are
     is_guess: bool  # nor is it known how they are packed
     files: int  # bytes
+    path: str = ""  # of the files
 
     @property
     def number(self) -> int:
@@ -108,12 +110,12 @@ def subject_of(source: Source) -> Subject:
     assumed = held or weights.of_shape(shape, weights.BYTES[dtype], packed)
     files = source.nbytes or sum(h.nbytes for h in assumed)
     is_guess = not held and quantized is not None and packed is None
-    return Subject(source.id, shape, assumed, dtype, quantized is not None, not held, is_guess, files)
+    return Subject(source.id, shape, assumed, dtype, quantized is not None, not held, is_guess, files, str(source.path))
 
 
 def plan(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:
     """`context` None: the profile's window, and with that on auto the model's limit or the largest that fits."""
-    load, shape = profile.load, subject.shape
+    load, shape, whole = profile.load, subject.shape, profile.whole
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
     refuse_quant(subject.name, load.quant, room.kind, is_quantized=subject.is_quantized)
@@ -122,33 +124,29 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
     usable = room.available - kept_free(room.available)
     of_layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
-    below = (
-        narrow(profile.kv, of_layer, kv_number)
-        if packs_by_age(profile.kv, profile.memory)
-        else wide(of_layer, kv_number)
-    )
-    lower = lower_bytes(profile.kv, profile.memory, of_layer, kv_number, is_cpu=room.kind == "cpu")
+    below = narrow(whole.kv, of_layer, kv_number) if packs_by_age(whole.kv, whole.memory) else wide(of_layer, kv_number)
+    lower = lower_bytes(whole.kv, whole.memory, of_layer, kv_number, is_cpu=room.kind == "cpu")
     run = memory.Run(
         device=room.kind,
         number=number,
         kv_number=kv_number,
-        layer=partial(layer_bytes, profile.kv, profile.memory, of_layer, kv_number),
-        index=_index(profile, shape, kv_number),
-        caps=_caps(profile, shape, room, of_layer, kv_number, usable),
+        layer=partial(layer_bytes, whole.kv, whole.memory, of_layer, kv_number),
+        index=_index(whole, shape, kv_number),
+        caps=_caps(whole, shape, room, of_layer, kv_number, usable),
         chunk=profile.prefill.chunk,
-        rows=profile.spec.rows,
-        slots=profile.policy.slots,
-        reading=profile.policy.reading,
+        rows=max(profile.spec.rows, profile.steps.rows),
+        slots=whole.policy.slots,
+        reading=whole.policy.reading,
         again=profile.policy.again,
         lower=lower if profile.memory.demotes else None,
         drops=profile.memory.drops,
-        between=profile.policy.every,
+        between=whole.policy.every,
         answer=profile.sample.max_new_tokens,
         tables=profile.spec.tables,
         copied=profile.spec.copied,
-        second=_second(profile, room, facts),
+        second=_second(subject, profile, room, facts) or _kept(profile, shape, kv_number),
         base=max(0, (facts.base if room.kind == "cpu" else 0) + facts.beyond.middle),
-        is_uneven=profile.policy.is_uneven and not packs_by_age(profile.kv, profile.memory),
+        is_uneven=whole.policy.is_uneven and not packs_by_age(whole.kv, whole.memory),
         is_packed=load.quant != "none",
         is_native=is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind),
         check=load.verify,
@@ -192,16 +190,55 @@ def _ordered(
     return (by_layers, more) if more > most else (run, most)
 
 
-def _second(profile: Profile, room: Room, facts: Facts) -> Callable[[int], int] | None:
-    """Tokens of a text -> bytes that a model which drafts takes; None = there is none."""
-    if (wanted := profile.spec.second) is None or facts.find is None:
+def _second(target: Subject, profile: Profile, room: Room, facts: Facts) -> memory.Beside | None:
+    """What a model that drafts takes; None = there is none."""
+    drafts = profile.spec if profile.spec.second is not None else profile.steps
+    if (wanted := drafts.second) is None or facts.find is None:
         return None
     subject = facts.find(wanted.model)
     number = subject.number if profile.load.dtype == "auto" else weights.BYTES[profile.load.dtype]
     given = subject.is_quantized
     refuse_quant(subject.name, wanted.quant, room.kind, is_quantized=given)
     heavy = weights.weigh(subject.held, subject.shape, number=number, quant=wanted.quant, device=room.kind, given=given)
-    return lambda n: heavy.memory + memory.kv_bytes(subject.shape, profile.spec.kept(n), number)
+    chunk, rows = drafts.second_rows
+    shape, is_shared = subject.shape, subject.path == target.path and wanted.quant == profile.load.quant
+    loading, mapped = memory.loading_bytes(shape, heavy, number, room.kind, check=profile.load.verify)
+    working = partial(
+        working_bytes,
+        shape,
+        chunk=chunk,
+        rows=rows,
+        number=number,
+        kv_number=number,
+        device=room.kind,
+        is_native=is_native(shape, subject.dtype if profile.load.dtype == "auto" else profile.load.dtype, room.kind),
+    )
+
+    def stored(n: int) -> int:
+        weight = 0 if is_shared else heavy.memory
+        return weight + memory.kv_bytes(shape, drafts.kept(n, room.kind), number)
+
+    return memory.Beside(
+        stored,
+        lambda n: working(slots=drafts.kept(n, room.kind)),
+        0 if is_shared else loading,
+        0 if is_shared else mapped,
+    )
+
+
+def _kept(profile: Profile, shape: Shape, number: int) -> memory.Beside | None:
+    """What the smaller past takes that guesses beside a whole one; None = there is none."""
+    if not profile.is_checked:
+        return None
+    policy, of_layer = profile.policy, LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
+    fresh = max(profile.prefill.chunk, policy.every or EVERY)
+
+    def stored(n: int) -> int:
+        held = min(n, max(policy.slots(n) + fresh, policy.reading(n) + profile.prefill.chunk))
+        of_slots = layer_bytes(profile.kv, Memory(), of_layer, number, held, fresh)
+        return shape.layers * of_slots + _index(profile, shape, number)(held, fresh)
+
+    return memory.Beside(stored, lambda n: 0, 0, 0)
 
 
 def _caps(profile: Profile, shape: Shape, room: Room, of_layer: LayerShape, number: int, free: int) -> Caps:

@@ -19,7 +19,7 @@ from kvcli.kv.slots import opens
 if TYPE_CHECKING:
     from kvcli.engine.session import Session
     from kvcli.heads.sample import Sample
-    from kvcli.kv.slots import Sight
+    from kvcli.kv.slots import Sight, Store
 
 OFFSETS = range(-4, 9)
 
@@ -32,17 +32,17 @@ def needle(session: Session, sample: Sample) -> Tensor:
     (made,) = run([feed])
     target = torch.tensor(sample.targets(), device=lm.device).unsqueeze(1)
     around = target + torch.tensor(OFFSETS, device=lm.device)  # [w, O]
-    return torch.stack([_around(feed, made, layer, around) for layer in range(lm.n_layers)])
+    return torch.stack([_around(feed, session.kv, made, layer, around) for layer in range(lm.n_layers)])
 
 
-def _around(feed: Feed, made: Made, layer: int, around: Tensor) -> Tensor:
+def _around(feed: Feed, kv: Store, made: Made, layer: int, around: Tensor) -> Tensor:
     """[H, O] of one layer."""
-    sight, s, rows, heard = feed.lm.sights[layer], feed.past.slots(layer), feed.rows, list(feed.hear)
+    sight, s, rows, heard = feed.lm.sights[layer], kv.slots(layer), feed.rows, list(feed.hear)
     q, pos = made.queries[layer].float(), [rows.pos[row] for row in heard]
     among = torch.ones(rows.n_rows, rows.n_rows, dtype=torch.bool).tril() if rows.sees is None else rows.sees
-    kv, found = s.k.shape[0], []
-    for head in range(kv):
-        group = q[head * (q.shape[0] // kv) : (head + 1) * (q.shape[0] // kv)]  # [G, w, D]
+    n_kv, found = s.k.shape[0], []
+    for head in range(n_kv):
+        group = q[head * (q.shape[0] // n_kv) : (head + 1) * (q.shape[0] // n_kv)]  # [G, w, D]
         past = _scores(group, s.k[head], sight)
         hidden = (s.pos[head] < 0).expand(len(heard), -1)
         if sight.window is not None:

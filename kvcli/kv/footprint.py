@@ -65,10 +65,11 @@ def wide(shape: LayerShape, number: int) -> int:
 
 
 def narrow(kv: Kv, shape: LayerShape, number: int) -> int:
-    """Bytes of a slot of all heads below the top: with 8 bits a scale of 16 bit each, with fewer two per group."""
+    """Bytes of a slot of all heads below the top: with 8 bits a scale of 16 bit each, with fewer, or
+    in halves, two per group."""
     if not is_packed(kv):
         return wide(shape, number)
     bits = 0.0  # of all numbers of a key and a value
     for b, dim, group in ((kv.k_bits, shape.k_dim, kv.group), (kv.v_bits, shape.v_dim, min(kv.group, shape.v_dim))):
-        bits += 8 * dim * number if b == 16 else 8 * dim + 16 if b == 8 else dim * (b + 32 / group)
+        bits += 8 * dim * number if b == 16 else 8 * dim + 16 if b == 8 and not kv.halves else dim * (b + 32 / group)
     return int(shape.n_kv_heads * bits / 8) + POSITION

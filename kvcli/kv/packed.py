@@ -45,13 +45,17 @@ class Packed:
         v_bits: int = 8,
         group: int = 64,
         rotate: str = "none",
+        halves: bool = False,
     ) -> None:
-        """`dtype`: what comes in, and what is computed in; `group`: numbers that share a scale below 8 bits."""
+        """`dtype`: what comes in, and what is computed in; `group`: numbers that share a scale below 8 bits. `halves`:
+        codes of 8 bits lie as twice four, of which guesses read the upper half (QuantSpec, arXiv 2502.10424)."""
+        assert not halves or k_bits == v_bits == 8, "halves are of 8 bits"
+        k_bits, v_bits = (4, 4) if halves else (k_bits, v_bits)
         _check(head_dim, k_bits, v_bits, rotate)
         self.dtype = dtype
         self.changes = 0
         self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
-        self._form = Form(dtype, k_bits, v_bits, group)
+        self._form = Form(dtype, k_bits, v_bits, group, halves)
         self._empty = torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device)
         self._layers = [[Head(self._form, head_dim, device) for _ in range(n_kv_heads)] for _ in range(n_layers)]
         wide = self._empty.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
@@ -70,27 +74,29 @@ class Packed:
         if not self.n_slots(layer):
             return alone(q, sight, own)
         if serves_packed(q, self._empty):
-            run, window = self._run(layer, sight.window)
+            run, window = self._run(layer, sight.window, coarse=sight.is_guess)
             turned = self._turned(q).to(q.dtype)
             part = attend_packed_part(turned, run, pos, sight.scale, window=window, softcap=sight.softcap)
             return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
-        seen = [_seen(head, sight.window, pos) for head in self._layers[layer]]
+        seen = [_seen(head, sight.window, pos, coarse=sight.is_guess) for head in self._layers[layer]]
         masks = [mask for _, mask in seen]
         part = attend_packed(
             self._turned(q), [head for head, _ in seen], sight.scale, self.dtype, softcap=sight.softcap, masks=masks
         )
         return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
 
-    def _run(self, layer: int, window: int | None) -> tuple[PackedRun, int | None]:
+    def _run(self, layer: int, window: int | None, *, coarse: bool) -> tuple[PackedRun, int | None]:
         """The heads where they lie, and the window: where there are holes, one that hides them alone."""
         heads = self._layers[layer]
         if window is None and any(head.has_holes for head in heads):
             window = WIDEST
         first, lengths = heads[0].pos, [head.length for head in heads]
         if window is None or all(head.pos is first for head in heads):
-            return PackedRun([head.since(0) for head in heads], first, [0] * len(heads)), window
+            return PackedRun([head.since(0, coarse=coarse) for head in heads], first, [0] * len(heads)), window
         starts = [sum(lengths[:j]) for j in range(len(heads))]
-        return PackedRun([head.since(0) for head in heads], torch.cat([head.pos for head in heads]), starts), window
+        return PackedRun(
+            [head.since(0, coarse=coarse) for head in heads], torch.cat([head.pos for head in heads]), starts
+        ), window
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
@@ -236,19 +242,19 @@ class Packed:
         return t @ self._turn if self._panels is None else linear.linear(t, self._panels, None, t.shape[-1])
 
 
-def _seen(head: Head, window: int | None, rows: Sequence[int]) -> tuple[PackedHead, Tensor | None]:
+def _seen(head: Head, window: int | None, rows: Sequence[int], *, coarse: bool) -> tuple[PackedHead, Tensor | None]:
     """What rows at positions [N] see of a head: the slots to read, and which of them [N, S] or [1, S], None = all."""
     if not head.length:
-        return head.since(0), None
+        return head.since(0, coarse=coarse), None
     held = (head.pos >= 0).unsqueeze(0) if head.has_holes else None
     if window is None:
-        return head.since(0), held
+        return head.since(0, coarse=coarse), held
     near = head.pos > opens(rows, window, head.pos.device)  # [N, S]
     near = near if held is None else near & held
     if bool(near.all()):
-        return head.since(0), None
+        return head.since(0, coarse=coarse), None
     first = head.aligned(int(near.any(0).int().argmax())) if bool(near.any()) else head.length
-    return head.since(first), near[:, first:]
+    return head.since(first, coarse=coarse), near[:, first:]
 
 
 def _check(head_dim: int, k_bits: int, v_bits: int, rotate: str) -> None:

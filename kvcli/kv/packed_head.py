@@ -27,11 +27,20 @@ class Form:
     k_bits: int
     v_bits: int
     group: int  # slots that share the scale of a channel in keys, channels that share one in values
+    halves: bool = False  # codes of 4 bits, and 4 finer ones
 
     @property
     def is_grouped(self) -> bool:
         """Do keys share scales?"""
         return self.k_bits < 8
+
+    def keys(self, k: Tensor) -> Rounded:
+        """Keys [S, D] as they lie."""
+        return pack_keys(k, self.k_bits, self.group, halves=self.halves)
+
+    def values(self, v: Tensor) -> Rounded:
+        """Values [S, D] as they lie."""
+        return pack_values(v, self.v_bits, self.group, halves=self.halves)
 
 
 class Head:
@@ -41,9 +50,9 @@ class Head:
         none = torch.empty(0, head_dim, dtype=form.dtype, device=device)
         self._form = form
         self.pos = torch.empty(0, dtype=torch.int32, device=device)  # -1 = hole
-        self.keys = pack_keys(none, form.k_bits, form.group)
+        self.keys = form.keys(none)
         self.rest = none  # [r, D] keys that wait for their group to be full
-        self.values = pack_values(none, form.v_bits, form.group)
+        self.values = form.values(none)
         self.has_holes = False
 
     @property
@@ -69,8 +78,8 @@ class Head:
         if full % form.group or not 0 <= len(rest) < form.group if form.is_grouped else len(rest):
             raise Misfit("its keys make no groups")
         like = torch.empty(len(pos), dim, dtype=form.dtype, device="meta")  # only shapes are asked for
-        keys = _made(given.part("keys"), pack_keys(like[:full], form.k_bits, form.group), self.rest)
-        values = _made(given.part("values"), pack_values(like, form.v_bits, form.group), self.rest)
+        keys = _made(given.part("keys"), form.keys(like[:full]), self.rest)
+        values = _made(given.part("values"), form.values(like), self.rest)
         self.pos, self.rest = pos.to(self.pos.device), rest.to(self.rest.device)
         self.keys, self.values, self.has_holes = keys, values, not bool((pos >= 0).all())
 
@@ -79,7 +88,7 @@ class Head:
         form = self._form
         keys, rest = self._packed(self.keys, self.rest, k)
         v = v.to(form.dtype, copy=True) if form.v_bits == 16 else v
-        values = _join(self.values, pack_values(v, form.v_bits, form.group), self.length, pos.shape[0])
+        values = _join(self.values, form.values(v), self.length, pos.shape[0])
         pos = torch.cat([self.pos, pos.to(self.pos)])
         self.keys, self.rest, self.values, self.pos = keys, rest, values, pos  # together: memory may have run out
 
@@ -107,19 +116,24 @@ class Head:
         k[~waits], k[waits] = unpack_keys(self._keys_at(at[~waits]), self.rest), self.rest[at[waits] - full]
         return k, unpack_values(_pick_values(self.values, at), self.rest, at.shape[0])
 
-    def since(self, first: int) -> PackedHead:
-        """The slots from about `first` on: at most so many are left out as whole groups and lanes allow."""
+    def since(self, first: int, *, coarse: bool = False) -> PackedHead:
+        """The slots from about `first` on: at most so many are left out as whole groups and lanes allow.
+
+        `coarse`: without the lower halves of their codes.
+        """
+        keys, rest, values = self.keys, self.rest, self.values
+        if coarse:
+            keys, values = keys.coarse, values.coarse
         if first == 0:
-            return PackedHead(self.keys, self.rest, self.values, self.length)
+            return PackedHead(keys, rest, values, self.length)
         at = torch.arange(first, self.length, device=self.pos.device)
-        keys, rest = self.keys, self.rest
         full = self.length - rest.shape[0]
         if self._form.is_grouped:
             keys = _pick(keys, torch.arange(min(first, full) // self._form.group, self._groups, device=at.device), True)
             rest = rest[max(0, first - full) :]
         else:
             keys = Rounded(keys.bits, *(t[first:] for t in keys.tensors))
-        return PackedHead(keys, rest, _pick_values(self.values, at), self.length - first)
+        return PackedHead(keys, rest, _pick_values(values, at), self.length - first)
 
     def aligned(self, first: int) -> int:
         """The nearest slot before `first` from which `since` can begin."""
@@ -143,21 +157,20 @@ class Head:
         """Packed keys `at` [m]; where slots share scales, each has a copy of its group's."""
         if not self._form.is_grouped:
             return _pick(self.keys, at)
-        assert self.keys.scale is not None
-        assert self.keys.zero is not None
+        codes, scale, zero, fine = (getattr(self.keys, name) for name in ("codes", "scale", "zero", "fine"))
         group = at // self._form.group
-        return Rounded(self.keys.bits, self.keys.codes[at], self.keys.scale[group], self.keys.zero[group])
+        return Rounded(self.keys.bits, codes[at], scale[group], zero[group], None if fine is None else fine[at])
 
     def _packed(self, keys: Rounded, rest: Tensor, k: Tensor) -> tuple[Rounded, Tensor]:
         """keys and rest with k [M, D] behind them: packed as far as groups are full."""
         form = self._form
         if not form.is_grouped:
             k = k.to(form.dtype, copy=True) if form.k_bits == 16 else k
-            return _stack([keys, pack_keys(k, form.k_bits, form.group)]), rest
+            return _stack([keys, form.keys(k)]), rest
         rest = torch.cat([rest, k.to(rest.dtype)])
         full = rest.shape[0] // form.group * form.group
         if full:
-            keys, rest = _stack([keys, pack_keys(rest[:full], form.k_bits, form.group)]), rest[full:].clone()
+            keys, rest = _stack([keys, form.keys(rest[:full])]), rest[full:].clone()
         return keys, rest
 
     def _regrouped(self, mask: Tensor) -> tuple[Rounded, Tensor, Rounded, Tensor]:
@@ -219,8 +232,9 @@ def _pick(r: Rounded, at: Tensor, grouped: bool = False) -> Rounded:
     assert r.scale is not None
     assert r.zero is not None
     groups = r.scale.shape[0]
-    codes = r.codes.view(groups, r.codes.shape[0] // max(1, groups), r.codes.shape[1])
-    return Rounded(r.bits, codes[at].flatten(0, 1), r.scale[at], r.zero[at])
+    shape = groups, r.codes.shape[0] // max(1, groups), r.codes.shape[1]
+    fine = None if r.fine is None else r.fine.view(shape)[at].flatten(0, 1)
+    return Rounded(r.bits, r.codes.view(shape)[at].flatten(0, 1), r.scale[at], r.zero[at], fine)
 
 
 def _pick_values(r: Rounded, at: Tensor) -> Rounded:

@@ -60,6 +60,7 @@ class Sight:
     softcap: float = 0.0  # > 0: scores are bent by softcap * tanh(score / softcap) (Gemma 2)
     window: int | None = None  # tokens: a row at position p sees positions > p - window; None = all
     is_prompt: bool = False  # the rows are of a text being read: nothing stored is left out for them
+    is_guess: bool = False  # what they find is checked later: a store may show them a cheaper account of itself
 
 
 # what an answer may miss: slots were let go, are kept in fewer bits, are not all read, or know of another text
@@ -98,6 +99,14 @@ class Readable(Holder, Protocol):
         """
 
 
+class Reader(Readable, Protocol):
+    """What rows of a pass attend to: a store, or a way to read one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Numbers that a pass reads its own fresh rows in, as it does those stored."""
+
+
 class Tier(Readable, Stateful, Protocol):
     """One kind of storage on one device."""
 
@@ -128,7 +137,7 @@ class Tier(Readable, Stateful, Protocol):
         """Forget slots whose mask [K, S] is False; returns what fell out. Heads may keep different numbers."""
 
 
-class Store(Tier, Protocol):
+class Store(Tier, Reader, Protocol):
     """The whole past: a ladder of tiers or a bare one."""
 
     @property

@@ -186,6 +186,7 @@ class Plan:
             v_bits=self.kv.v_bits,
             group=self.kv.group,
             rotate=self.kv.rotate,
+            halves=self.kv.halves,
         )
 
     def _host(self) -> Shelf:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvcli.errors import BadModel, UsageError
+from kvcli.models.companions import refuse_head
 
 Config = dict[str, Any]
 
@@ -37,6 +38,7 @@ def no_tokenizer(id: str, said: str, try_: str) -> BadModel:
 
 def refuse(config: Config, name: str) -> None:
     """Raise BadModel if the design in `config` cannot be served."""
+    refuse_head(config, name)
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
     family = str(text.get("model_type") or config["model_type"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from os.path import exists, expanduser, lexists  # unlike those of Path they say no to a name that cannot be
 from pathlib import Path
 
+from kvcli.demo import BUNDLED, weights_dir
 from kvcli.errors import BadModel
 from kvcli.models import hub
 from kvcli.models.config_file import Config, read_config, read_json, text_config
@@ -78,15 +79,15 @@ def find(
     allow_pickle: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Source:
-    """`demo`, a folder, a GGUF file, or a hub id, with every file checked.
+    """A bundled model, a folder, a GGUF file, or a hub id, with every file checked.
 
     A hub id is looked for in the local cache. It is downloaded only when `offline` is false and there is a `tell` to
     say so to: a library that was given nobody to tell stays off the network. A name without an owner is never asked
     for: it is a typing error far more often than one of the few models that have none.
     """
     at = f"{name} at {revision}" if revision else name
-    if name == "demo":
-        return _checked(name, _demo(demo_dir), "", allow_pickle)
+    if name in BUNDLED:
+        return _checked(name, _bundled(name, demo_dir), "", allow_pickle)
     if name and exists(expanduser(name)):
         return _checked(name, Path(expanduser(name)), "", allow_pickle)
     if not re.fullmatch(r"[\w-][\w.-]*", name) and not hub.ID.fullmatch(name):
@@ -163,11 +164,8 @@ def _only_gguf(path: Path, name: str) -> Path | None:
 # ---- where ----
 
 
-def _demo(demo_dir: Path | None) -> Path:
-    if demo_dir is None:
-        from kvcli.demo import weights_dir
-
-        demo_dir = weights_dir()
+def _bundled(name: str, demo_dir: Path | None) -> Path:
+    demo_dir = demo_dir or weights_dir(name)
     if not (demo_dir / "config.json").exists():
         raise BadModel(
             "the bundled demo model is missing from this installation",

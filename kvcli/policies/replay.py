@@ -46,7 +46,7 @@ class Replay:
     def _predict(self, pick: Pick) -> Asks[Tensor]:
         """[N, V] logarithms of probabilities."""
         past = _Before(self._at, self._start, pick)
-        made = yield Feed(self._at.lm, self._rows, past, want=range(self._rows.n_rows))  # type: ignore[arg-type]
+        made = yield Feed(self._at.lm, self._rows, past, want=range(self._rows.n_rows))
         return made.logits.to(torch.promote_types(made.logits.dtype, torch.float32)).log_softmax(-1)
 
 

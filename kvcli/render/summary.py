@@ -25,6 +25,7 @@ class Opening:
     context: int = 0  # window in use, tokens
     estimate: int = 0  # bytes the run is expected to need
     threads: int = 0  # on a CPU
+    draft: str = ""  # the model that drafts
 
 
 def header(info: ModelInfo, opening: Opening, width: int) -> list[str]:
@@ -38,6 +39,7 @@ def header(info: ModelInfo, opening: Opening, width: int) -> list[str]:
     first = [f"kvcli {opening.version}", model, f"{opening.profile}{promise}", quant, place]
     second = [
         f"context {f.count(opening.context or info.limit)}{limit}",
+        f"drafts by {opening.draft}" if opening.draft else "",
         f"est. {f.long_size(opening.estimate)}" if opening.estimate else "",
         "/help",
     ]

@@ -76,6 +76,7 @@ def _drafts(stats: Stats) -> list[str]:
     return [
         f"guesses     {taken}",
         *([f"from        {sources}"] if sources else []),
+        *([f"model       {stats.drafts_by}"] if stats.drafts_by else []),
         f"rows        {stats.rows_per_pass:.1f} a pass{scouts}{free}",
         *([f"scouts      rest: {stats.scouts_why}"] if stats.scouts_why else []),
         f"paused      {paused}" + (f": {stats.paused_why}" if stats.paused_why else ""),

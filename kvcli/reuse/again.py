@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.engine.runs import Run
     from kvcli.engine.spare import Held, Source
-    from kvcli.kv.slots import Store
+    from kvcli.kv.slots import Reader, Store
     from kvcli.reuse.blend import Blend
 
 PART = 1024  # tokens of an old text that go through its first layer together
@@ -69,17 +69,17 @@ class Again:
         self, layers: range, rows: Rows, hidden: Tensor | None, held: Held, kv: Store, live: Tensor
     ) -> Asks[Made]:
         """A pass of these rows."""
-        on, past = rows, kv
+        on: Rows = rows
+        past: Reader = kv
         if len(live) < rows.n_rows:
             on, past = rows.only(live.tolist()), self._beside(kv, held, layers, rows, live)
         return (yield Feed(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden))
 
-    def _beside(self, kv: Store, held: Held, layers: range, rows: Rows, live: Tensor) -> Store:
+    def _beside(self, kv: Store, held: Held, layers: range, rows: Rows, live: Tensor) -> Beside:
         """All that is stored, and those of a run that are not in the pass."""
         rest = torch.ones(rows.n_rows, dtype=torch.bool, device=live.device).index_fill(0, live, False).nonzero()[:, 0]
         left = {layer: (k[:, rest], v[:, rest]) for layer, (k, v) in held.items() if layer in layers}
-        found = Beside(kv, self._lm.shapes, left, [rows.pos[i] for i in rest.tolist()])
-        return found  # type: ignore[return-value]  # nothing is stored by this pass
+        return Beside(kv, self._lm.shapes, left, [rows.pos[i] for i in rest.tolist()])
 
     def _first(self, source: Source, dtype: torch.dtype) -> First:
         for one in self._before:

@@ -10,6 +10,16 @@ from kvcli.schemas.base import Bytes, Count, Json
 from kvcli.settings.schema import Order
 
 
+class SiblingEntry(Json):
+    """A model that can draft for another one."""
+
+    name: str
+    how: Literal["same tokenizer", "by re-encoding"]
+    bytes: Bytes = Field(description="of its weights, or to fetch")
+    cost: float = Field(description="of a pass in passes of the one that writes, by their bytes")
+    here: bool = Field(description="false: kvcli models get fetches it")
+
+
 class ModelEntry(Json):
     name: str
     kind: Literal["demo", "config", "fetched", "cache", "folder", "file"]
@@ -21,6 +31,8 @@ class ModelEntry(Json):
     supported: bool | None = Field(description="null when nothing on disk could be looked at")
     reason: str | None = Field(description="why it is not supported")
     profile: str | None = Field(description="profile that the config names for it")
+    drafts: list[SiblingEntry] = Field(default=[], description="models that can draft for it, the best first")
+    heads: list[str] = Field(default=[], description="what drafts in its own files, and why it is not used")
 
 
 class ProblemEntry(Json):

@@ -23,8 +23,8 @@ def clashes(profile: Profile) -> list[Clash]:
     found += memory_clashes(profile)
     found += demotion_clashes(profile)
     found += idle_keys(profile)
-    if profile.exactness != "approx" and profile.policy.every is not None:
-        because = "which forgets part of the text"
+    if profile.exactness != "approx" and profile.policy.every is not None and not profile.is_checked:
+        because = "which forgets part of the text" + _could_check(profile)
         found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
     if profile.exactness != "approx" and profile.prune.reads:
         because = "which leaves tokens of a prompt behind"
@@ -34,7 +34,45 @@ def clashes(profile: Profile) -> list[Clash]:
     found += return_clashes(profile)
     found += reuse_clashes(profile)
     found += overflow_clashes(profile)
+    found += check_clashes(profile)
+    found += step_clashes(profile)
     return found
+
+
+def check_clashes(profile: Profile) -> list[Clash]:
+    """Of a past that guesses beside one that checks: they do not share budgets, and neither changes on the way."""
+    if not profile.is_checked:
+        return []
+    cannot, found = "cannot be kept where a whole past checks what a smaller one guesses", list[Clash]()
+    if profile.memory.demotes:
+        found.append(Clash("memory.disposition", "exactness", f'"demote" {cannot}', 'which is "exact"'))
+    for step in profile.memory.ladder:
+        if step.startswith(("kv.", "memory.")):
+            found.append(Clash("memory.ladder", "exactness", f'"{step}" {cannot}', 'which is "exact"'))
+    return found
+
+
+def _could_check(profile: Profile) -> str:
+    """What would keep the promise of `exactness` all the same."""
+    could = profile.exactness == "exact" and not profile.spec.checks
+    return '; with spec.method = "self" that only guesses, and the whole past writes' if could else ""
+
+
+def step_clashes(profile: Profile) -> list[Clash]:
+    """Of `[steps]`: it changes the text, and adds to a past in which nothing is chosen by what rows asked for."""
+    if not profile.steps.takes:
+        return []
+    found, key = list[Clash](), "steps.method"
+    if profile.exactness != "approx":
+        because = "which takes steps that another model wrote"
+        found.append(Clash("exactness", key, f'"{profile.exactness}" cannot be kept', because))
+    others = {
+        "spec.method": profile.spec.method != "off" and "which drafts token by token what is written by steps",
+        "policy.name": profile.policy.every is not None and "which judges by the rows of each pass",
+        "prune.method": bool(profile.prune.reads) and "which has tokens of the prompt come back between passes",
+    }
+    cannot = f'"{profile.steps.method}" cannot be kept'
+    return found + [Clash(key, other, cannot, because) for other, because in others.items() if because]
 
 
 def overflow_clashes(profile: Profile) -> list[Clash]:
@@ -109,8 +147,8 @@ def reuse_clashes(profile: Profile) -> list[Clash]:
 def recall_clashes(profile: Profile) -> list[Clash]:
     """Of `[recall]`: what it promises."""
     found = []
-    if PROMISES.index(profile.exactness) < PROMISES.index(profile.recall.promise):
-        because = "which reads a part of what is stored"
+    if PROMISES.index(profile.exactness) < PROMISES.index(profile.recall.promise) and not profile.is_checked:
+        because = "which reads a part of what is stored" + _could_check(profile)
         found.append(Clash("exactness", "recall.method", f'"{profile.exactness}" cannot be kept', because))
     return found
 
@@ -120,9 +158,9 @@ def memory_clashes(profile: Profile) -> list[Clash]:
     found = []
     rounds, memory = "which rounds keys and values", profile.memory
     bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
-    if profile.exactness != "approx":  # nothing bounds what rounding does
-        cannot = f'"{profile.exactness}" cannot be kept'
-        found += [Clash("exactness", key, cannot, rounds) for key, n in bits.items() if n < 16]
+    if profile.exactness != "approx" and not profile.is_checked:  # nothing bounds what rounding does
+        cannot, could = f'"{profile.exactness}" cannot be kept', _could_check(profile)
+        found += [Clash("exactness", key, cannot, rounds + could) for key, n in bits.items() if n < 16]
         if any(step.startswith(tuple(bits)) for step in memory.ladder):
             found.append(Clash("exactness", "memory.ladder", cannot, rounds))
     set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
@@ -187,6 +225,8 @@ def idle_keys(profile: Profile) -> list[Clash]:
     if memory.demotes:
         chosen = "memory.disposition", 'memory.disposition is "demote"', "so the policy says what moves"
         acts |= {"residual": (False, *chosen), "sinks": (moves, *chosen)}
+    eight = kv.k_bits == kv.v_bits == 8
+    acts["halves"] = (eight, "kv.k_bits" if kv.k_bits != 8 else "kv.v_bits", "not both are 8", "so no code has halves")
     plain = type(kv)()
     return [
         Clash(f"kv.{key}", other, f"{json.dumps(getattr(kv, key))} changes nothing while {vain}", because)

@@ -237,8 +237,9 @@ def _add_profile(config: Config, file: ConfigFile, name: str, settings: Settings
     if file.level == "project":
         for keys in [keys for keys in settings if keys[-1] in REFUSED]:
             config.note(settings.pop(keys), keys, "a project file may not set this", _OWN)
-        if (draft := settings.get(("spec", "model"))) is not None and _is_outside(draft.value):
-            config.note(draft, ("spec", "model"), "a project file may not name a model outside the project", _OWN)
+        for keys in (("spec", "model"), ("steps", "model")):
+            if (draft := settings.get(keys)) is not None and _is_outside(draft.value):
+                config.note(draft, keys, "a project file may not name a model outside the project", _OWN)
     config.levels.setdefault(name, file.level)
     config.profiles[name] = merge(config.profiles.get(name, {}), settings)
 

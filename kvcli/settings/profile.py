@@ -95,6 +95,7 @@ class Profile:
     policy: Method
     recall: Method
     spec: Method
+    steps: Method
     sample: Sample
     context: Context
     settings: Settings = field(repr=False, compare=False)  # what was written somewhere
@@ -115,6 +116,20 @@ class Profile:
         if problems := resolved.problems or clash_problems(profile):
             raise bad_config(problems)
         return dataclasses.replace(profile, description=names.get("description", self.description))
+
+    @property
+    def is_checked(self) -> bool:
+        """Is the text that of a whole past, while a smaller one, as `[kv]`, `[policy]` and `[recall]` say, guesses?"""
+        is_smaller = self.policy.every is not None or self.recall.reads or min(self.kv.k_bits, self.kv.v_bits) < 16
+        return bool(self.exactness == "exact" and self.spec.checks and is_smaller)
+
+    @cached_property
+    def whole(self) -> Profile:
+        """How the past is kept that the text is written by: as this one says, where nothing checks it."""
+        if not self.is_checked:
+            return self
+        kv = {**dataclasses.asdict(Kv()), "dtype": self.kv.dtype}
+        return self.replace(kv=kv, policy={"name": "none"}, recall={"method": "none"})
 
     @property
     def extends(self) -> tuple[str, ...]:

@@ -101,6 +101,7 @@ class Kv:
     group: Annotated[int, Range(1)] = 64  # numbers that share a scale, and tokens that are packed at once
     residual: Annotated[int, Range(0)] = 128  # newest tokens kept as dtype says, where older ones are packed
     sinks: Annotated[int, Range(0)] = 4  # first tokens, never packed nor moved off the device
+    halves: bool = False  # codes of 8 bits lie as twice four: guesses of the model itself read the upper half alone
     rotate: Literal["none", "hadamard"] = "none"  # keys and values turned before packing, which spreads outliers
 
 
@@ -205,6 +206,7 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "policy": ("name", "none"),
     "recall": ("method", "none"),
     "spec": ("method", "off"),
+    "steps": ("method", "none"),
 }
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
 ORDER = (
@@ -218,6 +220,7 @@ ORDER = (
     "policy",
     "recall",
     "spec",
+    "steps",
     "sample",
     "context",
 )  # as shown and documented

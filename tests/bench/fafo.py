@@ -1,6 +1,7 @@
 """FAFO and its parts against plain decoding, HF generate and HF prompt lookup: all sides interleaved in one run.
 
-    python tests/bench/fafo.py [--reps 3] [--tasks copy,lookup,...] [--temperatures 0,0.8] [--out FILE]
+    python tests/bench/fafo.py [--reps 3] [--tasks copy,lookup,...] [--temperatures 0,0.8] [--sides suffix,fafo,...]
+                               [--out FILE]
 
   copy     the demo model repeats notes of its example report, word for word
   lookup   the demo model answers questions about a report of 4,000 tokens
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +47,7 @@ SIDES: dict[str, dict[str, Any]] = {  # [spec] tables; the profiles of these nam
     "stand": {"method": "mix", "sources": ["stand"]},
     "ngram": {"method": "ngram"},
     "fafo": {"method": "mix", "view": "stream"},
+    "fafo-paper": {"method": "lookahead", **asdict(kvcli.Profile.load("fafo-paper").spec.settings)},
 }
 THEIRS = {"hf": 0, "hf-lookup": 10}  # guesses of prompt lookup
 
@@ -114,13 +116,15 @@ def lengths(task: Task) -> list[int]:
     return [max(8, len(model.generate(p, max_new_tokens=400).ids)) for p in task.prompts]
 
 
-def measure(task: Task, temperature: float, reps: int) -> dict[str, Any]:
+def measure(task: Task, temperature: float, reps: int, names: list[str]) -> dict[str, Any]:
     threads = torch.get_num_threads()
     sides: dict[str, Any] = {
         name: ProfileSide(name, task.model.with_profile(profile_of(task.model, name, temperature)), threads)
         for name in SIDES
+        if name == PLAIN or name in names
     }
-    sides |= {n: HfSide(n, task.theirs, threads, lookup=k, temperature=temperature) for n, k in THEIRS.items()}
+    theirs = {name: guesses for name, guesses in THEIRS.items() if name in names}
+    sides |= {n: HfSide(n, task.theirs, threads, lookup=k, temperature=temperature) for n, k in theirs.items()}
     new = lengths(task)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     texts: dict[str, list[tuple[int, ...]]] = {}
@@ -177,12 +181,13 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--tasks", default="copy,lookup,summary,free,random")
     parser.add_argument("--temperatures", default="0,0.8")
+    parser.add_argument("--sides", default=",".join([*SIDES, *THEIRS]))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     before, found = machine(), []
     for task in tasks(args.tasks.split(",")):
         for temperature in map(float, args.temperatures.split(",")):
-            row = measure(task, temperature, args.reps)
+            row = measure(task, temperature, args.reps, args.sides.split(","))
             found.append(row)
             print(f"{task.name}, temperature {temperature}, {row['tokens']} tokens")
             for name, side in row["sides"].items():

@@ -1,5 +1,6 @@
 """Training the demo model: rows and weights that fit together, circuits that copy, runs that resume."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -12,9 +13,8 @@ from kvcli.demo.export import export
 from kvcli.demo.network import Network, Shape
 from kvcli.demo.packing import copy_row, encode_parts, make_batch, report_row
 from kvcli.demo.report import write_report
-from kvcli.demo.seeding import seed_circuits
 from kvcli.demo.tokenizer import ASSISTANT, BOS, END
-from kvcli.demo.train import Crew, Phase, Run, phase_at
+from kvcli.demo.train import RECIPES, Crew, Phase, Recipe, Run, phase_at
 from kvcli.demo.turns import ORDINAL, VALUE, lookup, summary
 from kvcli.demo.words import person, place
 
@@ -28,6 +28,10 @@ def tokenizer() -> Tokenizer:
 
 def _shape(tokenizer: Tokenizer) -> Shape:
     return Shape(vocabulary=tokenizer.get_vocab_size(), layers=4, ffn=64)
+
+
+def _recipe(tokenizer: Tokenizer) -> Recipe:
+    return replace(RECIPES["demo"], shape=_shape(tokenizer))
 
 
 def test_tokens_come_back_as_the_text(tokenizer: Tokenizer):
@@ -83,11 +87,12 @@ def test_batches_repeat(tokenizer: Tokenizer):
     assert (first.weights == again.weights).all()
 
 
-def test_seeded_network_copies_before_any_training(tokenizer: Tokenizer):
+@pytest.mark.parametrize("name", RECIPES)
+def test_seeded_network_copies_before_any_training(tokenizer: Tokenizer, name: str):
     torch.manual_seed(0)
-    network = Network(Shape(vocabulary=tokenizer.get_vocab_size()))
-    plain, seeded = network, Network(network.shape)
-    seed_circuits(seeded, by=tokenizer.encode(" by").ids[0])
+    recipe = RECIPES[name]
+    plain, seeded = Network(recipe.shape), Network(recipe.shape)
+    recipe.seed(seeded, tokenizer)
     batch = make_batch(tokenizer, Random(5), 6, 211)
     shares = []
     with torch.no_grad():
@@ -107,12 +112,12 @@ def test_interrupted_training_goes_on_as_if_it_had_not_been(tokenizer: Tokenizer
     torch.set_num_threads(1)
 
     def trained(folder: Path) -> dict[str, torch.Tensor]:
-        run = Run(folder, _shape(tokenizer), tokenizer, Crew())
+        run = Run(folder, _recipe(tokenizer), tokenizer, Crew())
         run.train(TINY, lambda line: None, save_every=1)
         return run.network.state_dict()
 
     whole = trained(tmp_path / "whole")
-    broken = Run(tmp_path / "broken", _shape(tokenizer), tokenizer, Crew())
+    broken = Run(tmp_path / "broken", _recipe(tokenizer), tokenizer, Crew())
     broken.train(TINY[:1], lambda line: None)
     resumed = trained(tmp_path / "broken")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -26,6 +26,7 @@ class Engine:
     cost: Callable[[int], float] = lambda rows: 1 + 0.02 * (rows - 1)  # plain passes
     slow: Callable[[int], float] = lambda number: 1.0  # factor on pass `number`, first passes or noise
     look_up: float = 0.005  # plain passes
+    gleaned: Callable[[int], list[float]] = lambda row: []  # row of logits -> its likeliest tokens and their logits
     steps: list[Step] = field(default_factory=list)
     true_seconds: float = 0.0  # without `slow`
 
@@ -35,9 +36,9 @@ class Engine:
         index = self.drafter._sources[0].index
         find = index.find
 
-        def counted(limit: int = 16) -> object:
+        def counted(limit: int = 16, path: Sequence[int] = ()) -> object:
             self.looked += 1
-            return find(limit)
+            return find(limit, path)
 
         index.find = counted  # type: ignore[method-assign, assignment]
         self.drafter.start(list(self.text[: self.prompt]))
@@ -49,7 +50,7 @@ class Engine:
         path = self._accepted(draft)
         new = list(self.text[self.at : self.at + len(path)])
         seconds = PLAIN * (self.cost(rows.tree) + self.look_up * (self.looked - looked))
-        step = Step(rows, torch.empty(0), path, new, seconds * self.slow(len(self.steps)))
+        step = Step(rows, torch.empty(0), path, new, seconds * self.slow(len(self.steps)), self.gleaned)
         self.drafter.observe(step)
         self.steps.append(step)
         self.at += len(new)

@@ -16,6 +16,7 @@ from kvcli.drafts.chain import Chain
 from kvcli.drafts.copies import Copies
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.model import Model
+from kvcli.drafts.stop import rule
 from kvcli.engine.rows import Rows
 from kvcli.engine.stats import Step
 
@@ -32,6 +33,7 @@ class Known:
     """A sibling that says the right token as often as it is told to, surer where it is right."""
 
     usage = list
+    name, limit, wants_queries = "known", 1 << 20, False
 
     def __init__(self, truth: Sequence[int], share: Callable[[int], float]) -> None:
         self.truth, self.share, self.room = truth, share, 1 << 20
@@ -56,7 +58,13 @@ class Known:
     def newest(self, n: int) -> list[int]:
         return self.text[-n:]
 
-    def study(self, sees: int | None) -> Generator[int, None, None]:
+    def over(self, past: object) -> None:
+        return
+
+    def hear(self, step: object) -> None:
+        return
+
+    def study(self) -> Generator[int, None, None]:
         self.n = len(self.text) - 1
         yield from ()
 
@@ -65,10 +73,10 @@ class Known:
         yield rows
         return [self.said(len(self.text) - want + 1 + i) for i in range(want)]
 
-    def go_on(self, guess: int) -> Generator[int, None, list[float]]:
+    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Generator[int, None, list[list[float]]]:
         self.n += 1
         yield 1
-        return self.said(self.n)
+        return [self.said(self.n)]
 
     def said(self, at: int) -> list[float]:
         """Of the row before position `at`."""
@@ -94,11 +102,11 @@ class Run:
     def __post_init__(self) -> None:
         for module in (chain, mixer):
             self.monkeypatch.setattr(module, "perf_counter", lambda: self.now)
-        self.truth = list(range(12000))
+        self.truth = list(range(19000))
         config = Model(**self.settings, copies=False)
         self.known = Known(self.truth, self.share)
-        own = Chain(self.known, depth=config.depth, sees=None, vocab=30000, share=self.each)  # type: ignore[arg-type]
-        self.drafter = Mixer(config, [own], chain=own)
+        own = Chain(self.known, depth=config.depth, vocab=30000, share=self.each)  # type: ignore[arg-type]
+        self.drafter = Mixer(config, [own], chain=own, stop=rule(config.stop, config.risk))
         self.at = 100
         list(self.drafter.start(self.truth[: self.at]) or ())  # type: ignore[call-overload]
 

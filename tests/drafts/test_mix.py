@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcli.drafts import mixer, successors
 from kvcli.drafts.mix import Mix
 
 
@@ -21,3 +22,23 @@ def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
 def test_a_mix_of_nothing_is_refused():
     with pytest.raises(ValueError, match="one at least"):
         Mix(sources=())
+
+
+@pytest.mark.parametrize(("each", "rests"), [(0.0, False), (1e-4, True)])
+def test_logits_rest_where_listening_takes_longer_than_it_brings(
+    engine, copied_ids, each: float, rests: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Every look at the clock takes `each` seconds, of plain passes of 0.02; the logits name what never comes."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += each
+        return now[0]
+
+    for module in (mixer, successors):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    config = Mix(sources=("suffix", "stand", "recycle"))
+    run = engine(config.drafter(), copied_ids(3000, 1), 400, gleaned=lambda row: [7000.0, 7001.0, 1.0, 0.0]).run(100)
+    assert (run.drafter.glean is None) == rests
+    assert run.drafter._successors[0].rests == rests
+    assert run.gain > 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.pool import Pool
 from kvcli.drafts.tree import grow
@@ -58,6 +60,19 @@ def test_a_text_that_grew_is_followed():
     pool.start([0, 1])
     pool.extend([2])
     assert [g.id for g in grow([pool], 4, 4, 4)] == [3]
+
+
+@pytest.mark.parametrize("at", [2, 5, 9])
+def test_the_text_itself_fills_it_where_it_is_to(at: int):
+    """As FAFO's release does: every n-gram of prompt and answer, by its first token."""
+    text, pool = [1, 2, 3, 4, 1, 5, 6, 2, 1], Pool(2, 8, 8, seeds=3)
+    pool.start(text[:at])
+    for token in text[at:]:
+        pool.extend([token])
+    assert sorted((g.id, g.parent) for g in grow([pool], 8, 8, 8)) == [(2, -1), (3, 1), (5, -1), (6, 0)]
+    plain = Pool(2, 8, 8)
+    plain.start(text)
+    assert not grow([plain], 8, 8, 8)
 
 
 def test_without_a_clock_all_there_is_to_guess_is_verified():

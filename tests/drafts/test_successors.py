@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.drafts.successors import LARGE, TOP, WIDE, Successors, likeliest, top
+from kvcli.drafts.successors import PART, TOP, WIDE, Successors, likeliest, top
 from kvcli.drafts.tree import grow
 from kvcli.engine.sample import Sampler
 from kvcli.kernels.gumbel import gumbel
 from kvcli.kernels.gumbel.host import gumbel_host
+
+
+class Elsewhere(torch.Tensor):
+    """As on a device that is not the host's."""
+
+    is_cpu = False
 
 
 def logs(*shares: float) -> list[float]:
@@ -97,10 +103,13 @@ def test_top_is_in_order_and_normalised():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [LARGE, LARGE + 1])
-def test_the_likeliest_of_a_large_vocabulary_are_found_by_parts(vocab: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("vocab", [97 * PART, 97 * PART + 1])
+@pytest.mark.parametrize("device", ["cpu", "another"])
+def test_the_likeliest_are_found_by_columns(device: str, vocab: int, dtype: torch.dtype) -> None:
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
-    logits[1, 640:704] = 9.0 + torch.arange(64) / 8  # more in one part than are asked for
+    logits[1, 5 :: vocab // PART] = 9.0 + torch.arange(PART).flip(0) / 8  # more in one than are asked for
+    if device != "cpu":
+        logits = logits.as_subclass(Elsewhere)
     ids, values = top(logits).split(WIDE, 1)
     assert torch.equal(values, logits.topk(WIDE).values.double())
     assert torch.equal(logits.gather(1, ids.long()).double(), values)

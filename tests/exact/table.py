@@ -33,6 +33,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
+from kvcli.kv.checked import Checked
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.index import Index
@@ -47,11 +48,12 @@ from kvcli.kv.recall_store import RecallStore
 from kvcli.kv.rung import Floor, Rung
 from kvcli.kv.slots import Store
 from kvcli.kv.windows import Window, windows_of
+from kvcli.models.spelling import Spelling
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window as Stream
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
-from tests import drafters, families
+from tests import drafters, families, small_tokenizers
 from tests.exact.half import Half
 from tests.policies import KeepAll, Ragged
 
@@ -69,7 +71,8 @@ STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (n
 # where rows are known to have the same bits alone and in company, 16 bits are a row like any other
 # stores whose rows read a part of the past, or some of it in other numbers or another place
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
-PARTS = (*INDEXES, "turned", "disk")
+# or two pasts, of which a smaller one guesses
+PARTS = (*INDEXES, "turned", "disk", "halves", "checked")
 NATIVE = ("dense", "sliding", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama")
@@ -96,17 +99,39 @@ NUMBERS = {**DTYPES, "bf16": torch.bfloat16}
 Make = Callable[[Sequence[int]], Drafter]
 DRAFTERS: dict[str, Make] = {
     "ngram": lambda truth: Ngram().drafter(),
-    "lookahead": lambda truth: Lookahead(adaptive=False, window=3, ngram=4).drafter(),
+    "lookahead": lambda truth: Lookahead(adaptive=False, window=3, ngram=4, seeded=True).drafter(),
     "fafo": lambda truth: Lookahead(adaptive=False, view="stream", sinks=2, local=5, refresh=3).drafter(),
     "blind": lambda truth: Lookahead(adaptive=False, view="stream", sinks=0, local=1, refresh=1).drafter(),
     "pages": lambda truth: Lookahead(
         adaptive=False, view="quest", page=3, pages=2, sinks=1, local=4, refresh=4
     ).drafter(),
     "mix": lambda truth: Mix(adaptive=False, view="stream", sinks=2, local=9).drafter(),
-    # a second model, which names tokens that the other does not have; tests/drafts/test_model.py has more of them
+    # a second model, which names tokens that the other does not have, over what that one looks at;
+    # tests/drafts/test_model.py and test_retrieval.py have more of them
     "model": lambda truth: Model(
-        adaptive=False, depth=4, working=23, sinks=2, positions="contiguous", copies=False
+        adaptive=False,
+        depth=4,
+        working=23,
+        sinks=2,
+        recent=5,
+        chunk=2,
+        retrieval="every:2",
+        positions="contiguous",
+        copies=False,
     ).drafter([STOP], Pair(lm("dense", "fp32"), sibling())),
+    # one of another vocabulary, and one that knows a single word
+    **{
+        name: (
+            lambda truth, name=name: Model(adaptive=False, depth=4, copies=False, branches=2).drafter(  # type: ignore[misc]
+                [STOP],
+                Pair(lm("dense", "fp32"), sibling(name == "constant"), respelled() if name == "foreign" else None),
+            )
+        )
+        for name in ("foreign", "constant")
+    },
+    # itself, over what the store shows to guesses, by half of the layers; tests/drafts/test_self_draft.py has more
+    "self": lambda truth: drafters.Itself(skip="clasp", skipped=0.5),
+    "model-tree": lambda truth: trees(TREES[sum(truth) % len(TREES)]),  # each cell has one of the kinds
     "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
     **{
         kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]
@@ -115,11 +140,28 @@ DRAFTERS: dict[str, Make] = {
 }
 
 
+TREES = ("opt", "best", "sequoia", "cape")
+
+
+def trees(tree: Any) -> Drafter:
+    """A second model and copies in one tree, copies behind its guesses, and its rows over what is copied."""
+    config = Model(adaptive=False, depth=4, tree=tree, wide=3, branches=4, cascade=3, min_match=1)
+    return config.drafter([STOP], Pair(lm("dense", "fp32"), sibling()))
+
+
 @cache
-def sibling() -> LM:
-    found = LM.of(families.build("qwen2", vocab_size=131))
+def sibling(is_constant: bool = False) -> LM:
+    model = families.build("qwen2", vocab_size=131)
+    if is_constant:
+        model.get_output_embeddings().weight.data.zero_()
+    found = LM.of(model)
     found.lay_out()
     return found
+
+
+@cache
+def respelled() -> Spelling:
+    return Spelling(small_tokenizers.letters(97, 1), small_tokenizers.letters(131, 2))
 
 
 @cache
@@ -195,9 +237,12 @@ def past(storage: str, model: LM) -> Store:
         return RecallStore(top, INDEXES[storage], part, range(1, model.n_layers), epsilon=epsilon, source=top)
     if storage in PARTS:
         below: Floor = Disk(*shape, stored, 1 << 26, 1 << 30)
-        if storage == "turned":
+        if storage == "halves":
+            below = Packed(*shape, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
+        if storage in ("turned", "checked"):
             below = Packed(*shape, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
-        return Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)
+        found = Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)
+        return Checked(Dense(model.shapes, stored, model.device), found) if storage == "checked" else found
     if storage not in LOWER:
         return top
     lower = Dense(model.shapes, stored, model.device, step=8)
@@ -266,6 +311,8 @@ def decode(
 
 @cache
 def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu", seed: int = 0) -> list[int]:
+    if storage == "checked":  # whatever is kept beside the whole past
+        return plain("dense", "all", sampler, dtype, device, seed)
     return decode(TWINS.get(storage, storage), policy, sampler, dtype, Off(), device, seed)
 
 

@@ -74,9 +74,9 @@ def test_sliding_layers_are_planned_with_what_they_keep(demo):
     assert found < 0.65 * planned(demo, profile, n).need.kv
 
 
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (4, 2), (16, 8)])
+@pytest.mark.parametrize("bits", [(8, 8), (8, 8, "halves"), (4, 4), (4, 2), (16, 8)])
 def test_packed_keys_and_values_are_planned_as_they_lie(demo, bits):
-    kv = {"kv.k_bits": bits[0], "kv.v_bits": bits[1], "exactness": "approx"}
+    kv = {"kv.k_bits": bits[0], "kv.v_bits": bits[1], "kv.halves": "halves" in bits, "exactness": "approx"}
     with load("demo", "exact", set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 16, **kv}) as model:
         ids = torch.arange(1400).remainder(model.lm.vocab).tolist()
         most = max(sum(nbytes(model.text.session.kv).values()) for _ in events(model.text.session.read(ids)))
@@ -85,6 +85,17 @@ def test_packed_keys_and_values_are_planned_as_they_lie(demo, bits):
         unpacked = sum(wide(shape, number) for shape in model.lm.shapes)
     # at most one chunk, one group and one step of growth lie unpacked, which nobody sees who looks behind a boundary
     assert most <= found <= most + (EVERY + model.profile.kv.group + STEP) * unpacked
+
+
+@pytest.mark.parametrize("profile", ["streaming", "lean"])
+def test_a_past_that_guesses_is_planned_beside_the_whole_one(demo, profile):
+    checked = {"exactness": "exact", "spec.method": "self", "spec.copies": False, "prefill.chunk": 64}
+    with load("demo", profile, set={"load.device": "cpu", "load.verify": False, **checked}) as model:
+        drive(model.text.session.read(torch.arange(1400).remainder(model.lm.vocab).tolist()))
+        held = nbytes(model.text.session.kv)
+        found = planned(demo, model.profile, 1400).need
+    assert held["cpu"] <= found.kv <= 1.2 * held["cpu"]
+    assert held["draft"] <= found.draft <= 1.5 * held["draft"] + (1 << 20)
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])

@@ -15,7 +15,7 @@ typedef uint8_t C8 __attribute__((vector_size(8), aligned(1)));    // 16 codes o
 typedef uint8_t C4 __attribute__((vector_size(4), aligned(1)));    // 16 codes of 2 bits
 
 typedef struct {
-  const char *codes, *scale, *zero;
+  const char *codes, *scale, *zero, *fine;  // the last of 4 bits alone, or null: the lower halves of codes of 8
   int64_t bits;   // 16 = the numbers themselves
   int64_t group;  // slots that share a channel's scale (keys), channels that share a slot's (values); of 2 and 4 bits
   int64_t room;   // slots from channel to channel (values of 8 bits)
@@ -41,6 +41,12 @@ INLINE F codes_at(const char *p, int64_t bits, int64_t i) {
   }
   const C4 c = load(C4, p + i / 4);
   return __builtin_convertvector(__builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), U) >> by2 & 3, F);
+}
+// The same, and what their lower halves, if any, say between two steps
+INLINE F refined_at(const Codes *c, int64_t slot, int64_t D, int64_t i) {
+  const int64_t at = slot * D * c->bits / 8;
+  const F q = codes_at(c->codes + at, c->bits, i);
+  return c->fine ? q + (codes_at(c->fine + at, 4, i) - 7.5f) / 16 : q;
 }
 INLINE H32 narrow2(F a, F b) {
 #if defined(__AVX512BF16__)
@@ -70,7 +76,7 @@ INLINE void unpack_keys(const Packed *p, int is_wide, int64_t D, int64_t at, int
   const int64_t size = D * (is_wide ? 4 : 2);
   for (int64_t i = 0; i < n; i++, to += size) {
     const int64_t slot = at + i;
-    if (!is_wide && c->bits == 4 && D % 32 == 0 && slot < p->full) {
+    if (!is_wide && c->bits == 4 && !c->fine && D % 32 == 0 && slot < p->full) {
       int64_t end = (slot / c->group + 1) * c->group;
       if (end > p->full) end = p->full;
       if (end > at + n) end = at + n;
@@ -86,7 +92,7 @@ INLINE void unpack_keys(const Packed *p, int is_wide, int64_t D, int64_t at, int
     } else {
       const int64_t group = slot / c->group * D;
       for (int64_t d = 0; d < D; d += 16)
-        put(is_wide, to, d, halves(c->zero, group + d) + codes_at(c->codes + slot * D * c->bits / 8, c->bits, d) * halves(c->scale, group + d));
+        put(is_wide, to, d, halves(c->zero, group + d) + refined_at(c, slot, D, d) * halves(c->scale, group + d));
     }
   }
 }
@@ -115,8 +121,8 @@ INLINE H32 table_of(const float *zero, const float *scale, int64_t first, int64_
   return narrow2(NUMBERS(first), NUMBERS(second));
 #undef NUMBERS
 }
-INLINE int can_turn_by_four(const Codes *c, int64_t D) { return c->bits == 4 && D % 32 == 0 && c->group % 16 == 0; }
-INLINE int can_pair_by_four(const Codes *c) { return c->bits == 4 && c->group % 32 == 0; }
+INLINE int can_turn_by_four(const Codes *c, int64_t D) { return c->bits == 4 && !c->fine && D % 32 == 0 && c->group % 16 == 0; }
+INLINE int can_pair_by_four(const Codes *c) { return c->bits == 4 && !c->fine && c->group % 32 == 0; }
 // Codes of 32 numbers, a: of each 16 slots 4 words of 4 pairs -> 16 rows of kt, for `parts` times 16 slots that share scales
 INLINE void look_up_keys(int parts, const Codes *c, int64_t at, const U *a, uint32_t *kt) {
   float zero[32], scale[32];
@@ -227,7 +233,7 @@ INLINE void unpack_values(const Packed *p, int is_wide, int64_t D, int64_t at, i
   const int64_t size = D * (is_wide ? 4 : 2), groups = c->group ? D / c->group : 0;
   if (c->bits == 16) memcpy(to, c->codes + at * size, n * size);
   else if (c->bits == 8) turn_values(c, is_wide, D, at, n, to);
-  else if (HAS_LOOKUP && !is_wide && c->bits == 4 && c->group % 32 == 0) values_by_four(c, D, at, n, (bf16 *)to);
+  else if (HAS_LOOKUP && !is_wide && c->bits == 4 && !c->fine && c->group % 32 == 0) values_by_four(c, D, at, n, (bf16 *)to);
   else
     for (int64_t i = 0; i < n; i++)
       for (int64_t d = 0; d < D; d += 16) {
@@ -237,7 +243,7 @@ INLINE void unpack_values(const Packed *p, int is_wide, int64_t D, int64_t at, i
           const int64_t g = first + (d + r) / c->group;
           scale[r] = half1(c->scale, g), zero[r] = half1(c->zero, g);
         }
-        put(is_wide, to + i * size, d, zero + codes_at(c->codes + (at + i) * D * c->bits / 8, c->bits, d) * scale);
+        put(is_wide, to + i * size, d, zero + refined_at(c, at + i, D, d) * scale);
       }
 }
 // Slots [at, at + n) -> keys of D and values of E numbers, or null: none; up to 15 values more are written

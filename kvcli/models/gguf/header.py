@@ -36,12 +36,16 @@ _RANK = 4
 _ABSURD = 1 << 56
 
 
+SAMPLE = range(300, 1400, 11)  # words of a list by which it is known again
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A list of the metadata; its values are kept if they are numbers and few."""
+    """A list of the metadata; its values are kept if they are numbers and few, and some of its words."""
 
     count: int
     values: tuple[int | float | bool, ...] = ()
+    words: tuple[str | None, ...] = ()  # those of SAMPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +188,15 @@ class _Reader:
 
     def _listed(self, kind: int, count: int) -> Listed:
         if kind == _STRING:
-            self._skip_strings(count)
-            return Listed(count)
+            words: list[str | None] = [None] * len(SAMPLE)
+            for i in range(first := min(count, SAMPLE.stop)):
+                if (n := self.number("Q")) > _WORD:
+                    raise ValueError(f"it lists a string of {n:,} bytes; {_WORD:,} are the most")
+                word = bytes(self.take(n))
+                if i in SAMPLE:
+                    words[SAMPLE.index(i)] = str(word, "utf-8", "replace")
+            self._skip_strings(count - first)
+            return Listed(count, words=tuple(words))
         return Listed(count, self._numbers(kind, count))
 
     def _numbers(self, kind: int, count: int) -> tuple[int | float | bool, ...]:

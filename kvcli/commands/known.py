@@ -1,0 +1,26 @@
+"""Which models have a name here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcli.demo import BUNDLED
+from kvcli.models.catalog import BY_NAME
+from kvcli.models.fetch import file_of
+from kvcli.models.hub import cached_ids
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvcli.settings.config import Config
+
+
+def known(config: Config, data: Path) -> list[tuple[str, str]]:
+    """Names and where they come from: the bundled model, the config files, what was fetched, the cache."""
+    names = {**dict.fromkeys(BUNDLED, "demo"), **dict.fromkeys(config.models, "config")}
+    for one in BY_NAME.values():
+        if one.package and file_of(one, data).exists():
+            names.setdefault(one.name, "fetched")
+    for name in cached_ids():
+        names.setdefault(name, "cache")
+    return list(names.items())

@@ -1,0 +1,67 @@
+"""Which model can draft for which: those at hand, and those of the list that share the tokens of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from kvcli.demo import BUNDLED
+from kvcli.errors import BadModel
+from kvcli.models.catalog import BY_NAME
+from kvcli.models.vocabulary import alike, sample
+
+if TYPE_CHECKING:
+    from kvcli.models.source import Source
+    from kvcli.schemas.listings import SiblingEntry
+
+How = Literal["same tokenizer", "by re-encoding"]
+
+MOST = 0.5  # bytes of a model that drafts over those of the one that writes
+FOREIGN = 0.25  # the same where the text has to be spelled anew
+
+
+def siblings(found: Source, here: Mapping[str, Source]) -> list[SiblingEntry]:
+    """Models that may draft for `found`: of the same tokens first, of these the smallest; then those to fetch."""
+    from kvcli.schemas.listings import SiblingEntry
+
+    words, entries, listed = sample(found), list[SiblingEntry](), _listed(found)
+    for name, other in here.items():
+        share = other.nbytes / max(1, found.nbytes)
+        is_same = alike(words, sample(other))
+        is_toy = name in BUNDLED and not is_same  # it was made for one kind of text
+        if other.path != found.path and other.has_words and not is_toy and share <= (MOST if is_same else FOREIGN):
+            how: How = "same tokenizer" if is_same else "by re-encoding"
+            entries.append(SiblingEntry(name=name, how=how, bytes=other.nbytes, cost=round(share, 3), here=True))
+    for one in BY_NAME.values():
+        share = one.download / max(1, found.nbytes)
+        if one.name not in here and _family(one.name) == listed and share <= MOST:
+            entry = SiblingEntry(
+                name=one.name, how="same tokenizer", bytes=one.download, cost=round(share, 3), here=False
+            )
+            entries.append(entry)
+    return sorted(entries, key=lambda e: (not e.here, e.how != "same tokenizer", e.bytes))
+
+
+def choose(found: Source, target: str, here: Mapping[str, Source]) -> str:
+    """The name of one that is at hand. Raises BadModel, and says which to get."""
+    able = siblings(found, here)
+    if able and able[0].here:
+        return able[0].name
+    raise BadModel(
+        f"no model at hand can draft for {target}",
+        code="no_draft_model",
+        lines=[f"needed: one of {FOREIGN:.0%} of its size, or {MOST:.0%} with the same tokenizer"],
+        try_=[*(f"kvcli models get {e.name}" for e in able), "--draft MODEL", "--spec ngram, which needs none"],
+    )
+
+
+def _listed(found: Source) -> str:
+    """The family of a model of the list; "" for others."""
+    stem = found.path.name.removesuffix(".gguf")
+    names = {one.name: one.name for one in BY_NAME.values()} | {one.id: one.name for one in BY_NAME.values()}
+    return _family(names.get(found.id) or names.get(stem) or "")
+
+
+def _family(name: str) -> str:
+    """On the list names begin with that of the tokenizer."""
+    return name.partition("-")[0]

@@ -1,0 +1,76 @@
+"""What makes the passes that guesses come from: a second model, or the one that writes in some cheaper way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvcli.engine.drafter import Past
+    from kvcli.engine.feed import Asks
+    from kvcli.engine.stats import Step
+    from kvcli.kv.slots import Usage
+
+
+class Guesser(Protocol):
+    """Follows a text, and says by passes of its own what may come next.
+
+    `start`, then in each pass `over`, `read`, and `go_on` as often as guesses pay; `hear` and `extend` tell what became
+    of them.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of what drafts, for people."""
+
+    @property
+    def limit(self) -> int:
+        """Tokens that it was made for."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text."""
+
+    @property
+    def missing(self) -> int:
+        """Those of them that are not covered: what `read` has to read."""
+
+    @property
+    def room(self) -> int:
+        """How deep guesses may be, once the text is read."""
+
+    @property
+    def wants_queries(self) -> bool:
+        """Is the next step to hand back the queries of its rows?"""
+
+    def newest(self, n: int) -> list[int]:
+        """The last n tokens, or as many as it may be asked about at once."""
+
+    def usage(self) -> list[Usage]:
+        """What it stores."""
+
+    def start(self, ids: Sequence[int]) -> None:
+        """The text is now this one."""
+
+    def extend(self, new: Sequence[int]) -> None:
+        """These joined it."""
+
+    def forget(self) -> None:
+        """Nothing is read of the text: what is stored may be torn."""
+
+    def over(self, past: Past | None) -> None:
+        """What is stored of the text, before anything is read of it by the coming passes."""
+
+    def hear(self, step: Step) -> None:
+        """What one pass of the model that writes did; `extend` follows."""
+
+    def study(self) -> Asks[None]:
+        """Read a prompt but for its last token."""
+
+    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+        """Cover the text to its end, by reading `most` of its newest tokens -> what is gleaned of the last `want`."""
+
+    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
+        """What is gleaned of the rows of further guesses. `parents`: which guess each follows, counted from the first
+        since `read`; -1 = the text."""

@@ -1,0 +1,122 @@
+"""The model that writes drafts for itself: for guesses it reads less of the past, or in fewer bits, or by fewer layers.
+
+MagicDec (arXiv 2408.11049) and TriForce (arXiv 2404.11912) guess over a part of the past, QuantSpec (arXiv 2502.10424)
+over its coarse half; skipping.py has those that leave layers out. Keys and values of guesses lie beside the past until
+the next step, and then go: the text's store is read and never written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcli.drafts.successors import top
+from kvcli.engine.bough import Bough
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kvcli.drafts.skipping import Skipping
+    from kvcli.engine.drafter import Past
+    from kvcli.engine.feed import Asks
+    from kvcli.engine.lm import LM
+    from kvcli.engine.stats import Step
+    from kvcli.kernels.attend_rows import Own
+    from kvcli.kernels.merge import Part
+    from kvcli.kv.slots import Readable, Sight, Usage
+
+_NEWEST = 64  # tokens that are remembered
+
+
+class Itself:
+    """Guesses with the model that writes. The pending token is the first row of each draft: nothing else is missing."""
+
+    wants_queries = False
+    missing = 1
+
+    def __init__(self, lm: LM, skipping: Skipping) -> None:
+        self.lm, self._skipping = lm, skipping
+        self.length = 0
+        self._newest: list[int] = []  # tokens, by which layers are chosen
+        self._past: Past | None = None
+        self._ahead: Bough | None = None  # the draft under way, the pending token first
+
+    @property
+    def name(self) -> str:
+        return self.lm.info.id
+
+    @property
+    def limit(self) -> int:
+        return self.lm.limit
+
+    @property
+    def room(self) -> int:
+        """As deep as the model has positions."""
+        return self.lm.limit - self.length
+
+    def newest(self, n: int) -> list[int]:
+        """The pending token: of others it is stored what comes next."""
+        return self._newest[-1:]
+
+    def usage(self) -> list[Usage]:
+        """Nothing that outlasts a draft; a view says itself what it takes."""
+        return []
+
+    def start(self, ids: Sequence[int]) -> None:
+        """The text is now this one."""
+        self.length, self._newest = len(ids), list(ids[-_NEWEST:])
+        self._skipping.start()
+        self.forget()
+
+    def extend(self, new: Sequence[int]) -> None:
+        """These joined it."""
+        self.length, self._newest = self.length + len(new), [*self._newest, *new][-_NEWEST:]
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the draft under way, and what it reads: a past is not to be held by who only looks at it."""
+        self._past = self._ahead = None
+
+    def over(self, past: Past | None) -> None:
+        """What drafts read: the part of it that the view asks for, else what its store shows to guesses."""
+        self._past = past
+
+    def hear(self, step: Step) -> None:
+        """Nothing that `extend` does not say."""
+
+    def study(self) -> Asks[None]:
+        """The past is what the text's own pass has read."""
+        yield from ()
+
+    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+        """What is gleaned of the pending token's row."""
+        assert want == 1, "nothing else is passed over"
+        assert self._past is not None, "there is no past to read"
+        view, kv = self._past.view, self._past.kv
+        past = Cheaper(kv if view is None else view, kv.dtype)
+        yield from self._skipping.improve(kv, past, self._newest, self.length)
+        self._ahead = Bough(self.lm, past, self.length - 1)
+        return (yield from self._ahead.grow(self._newest[-1:], [-1], top, self._skipping.runs))
+
+    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
+        """What is gleaned of the rows of guesses behind it, in the tree of which it is the root."""
+        assert self._ahead is not None, "read first"
+        return (yield from self._ahead.grow(ids, [parent + 1 for parent in parents], top, self._skipping.runs))
+
+
+class Cheaper:
+    """A past as its store shows it to rows whose finds are checked later."""
+
+    def __init__(self, past: Readable, dtype: torch.dtype) -> None:
+        self.dtype, self._past = dtype, past
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> parts."""
+        return self._past.attend(layer, q, replace(sight, is_guess=True), pos, own)
+
+    def usage(self) -> list[Usage]:
+        """Nothing of its own."""
+        return []

@@ -1,0 +1,269 @@
+"""A second model that keeps of the text what the model that writes looks at (SpecExtend, arXiv 2505.20776).
+
+Beside the first tokens and the newest it has chunks, those that get most attention of the last accepted token; they are
+chosen anew now and then. What is not kept lies ready beside it, or is read when it is first wanted, so a choice costs a
+copy. Which chunks there are decides what guesses come true, and never what is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from math import exp
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli.drafts.retrieval_chunks import KV, Chunks
+from kvcli.drafts.retrieval_scores import Query, best, relevance
+from kvcli.drafts.retrieval_trigger import Trigger
+from kvcli.drafts.sibling import Sibling
+from kvcli.engine.commit import commit
+from kvcli.engine.feed import Asks, Feed
+from kvcli.engine.rows import Rows
+from kvcli.kernels.rotate import rotate, unrotate
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Slots, Usage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.drafter import Past
+    from kvcli.engine.lm import LM
+    from kvcli.engine.stats import Step
+    from kvcli.kv.slots import Sight
+
+SPARE = 2  # chunks by which the newest tokens may grow before chunks are chosen again
+LEFT = 96  # tokens that a chunk is read behind, where it is read by itself
+AT_ONCE = 4  # chunks read so before one guess
+ALIKE = 0.9  # share of what is looked at in the chosen chunks that is held already, from which on no copy is worth it
+
+
+def looks(target: LM, layers: int) -> dict[int, Sight]:
+    """The last layers of the model that writes, those that see all of a text if there are any."""
+    whole = [layer for layer, sight in enumerate(target.sights) if sight.window is None]
+    return {layer: target.sights[layer] for layer in (whole or range(target.n_layers))[-layers:]}
+
+
+class Retrieval(Sibling):
+    """Stored are the first `sinks` tokens, chosen chunks and, without holes, the text from `_solid` on; `working` at
+    most, guesses aside."""
+
+    def __init__(
+        self,
+        lm: LM,
+        working: int,
+        sinks: int,
+        *,
+        sees: int | None,
+        closes: bool,
+        size: int,
+        recent: int,
+        sights: Mapping[int, Sight],
+        trigger: Callable[[], Trigger],
+        is_far: bool = False,
+    ) -> None:
+        """As `Sibling`. `size`: of a chunk; `recent`: of the newest tokens stay at least so many. `sights`: layers of
+        the model that writes, whose queries are asked for. `is_far`: what is not kept lies on the host."""
+        self._size, self._recent, self._sights, self._new_trigger = size, recent, sights, trigger
+        self._most = (working - sinks - recent - size) // size - SPARE  # chunks beside the newest tokens
+        assert self._most > 0, "nothing is left for chunks"
+        self._is_far, self._working = is_far, working
+        super().__init__(lm, working, sinks, sees=sees, closes=closes)
+
+    def forget(self) -> None:
+        super().forget()
+        shapes = [self.lm.shapes[layer] for layer in self._layers]
+        self._chunks = Chunks(shapes, self._size, "cpu" if self._is_far else self.lm.device)
+        self._held: Collection[int] = ()  # chunks that are stored whole, behind the first tokens and nowhere else
+        self._ask()
+
+    def usage(self) -> list[Usage]:
+        return [*super().usage(), *self._chunks.usage()]
+
+    # ---- what the text is, and what is looked at ----
+
+    def start(self, ids: Sequence[int]) -> None:
+        self._ask()
+        super().start(ids)
+
+    def _ask(self) -> None:
+        """Nobody has looked at this text yet."""
+        self._trigger = self._new_trigger()
+        self._query: Query | None = None  # of the last accepted row, until it is looked with
+        self._past: Past | None = None  # of the round under way
+        self._score: Sequence[float] = ()  # by chunk, of the last look
+
+    def _cut(self, n: int) -> None:
+        self._chunks.crop(self._number(n))
+        if self._sinks <= n < self._solid:
+            self._return_to(n)
+        super()._cut(n)
+        self._held = self._held if self._n else ()
+
+    @property
+    def wants_queries(self) -> bool:
+        return len(self._text) > self._working and self._trigger.is_near
+
+    def over(self, past: Past | None) -> None:
+        self._past = past
+
+    def extend(self, new: Sequence[int]) -> None:
+        super().extend(new)
+        self._past = None  # it has changed
+
+    def _looks(self) -> bool:
+        """See what is looked at, if it is time, and the last token that was accepted has been heard."""
+        past, query = self._past, self._query
+        if past is None or query is None or query.at != len(self._text) - 2 or not self._trigger.is_due:
+            return False
+        self._score = relevance(past.kv, self._sights, query, self._sinks, self._size)
+        self._trigger.looked()
+        return self._n > self._sinks
+
+    def hear(self, step: Step) -> None:
+        row = step.path[-1]
+        if step.queries:
+            of = {layer: step.queries[layer][:, row : row + 1].clone() for layer in self._sights}
+            self._query = Query(of, step.rows.pos[row])
+        self._trigger.hear(step.n_accepted > 0 if step.n_drafted else None)
+
+    # ---- passes ----
+
+    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+        self._cut(len(self._text) - 1)
+        if self._looks():
+            yield from self._choose()
+        found = yield from super().read(want, most)
+        wide = len(found[-1]) // 2
+        scores = found[-1][wide:]
+        self._trigger.think(1 / sum(exp(score - scores[0]) for score in scores))
+        if want == 1 and self._looks():  # it is at a loss: before it guesses, not after
+            self._cut(len(self._text) - 1)
+            yield from self._choose()
+            found = yield from super().read()
+        return found
+
+    def _choose(self) -> Asks[None]:
+        """Keep the chunks that are looked at most, those read first that were not."""
+        self._shelve()
+        first, most = self._tail(self.missing)
+        among = range(max(0, self._number(first)))
+        wanted = best(self._score, among, self._held, most)
+        for some in _runs(sorted([chunk for chunk in wanted if chunk not in self._chunks][:AT_ONCE])):
+            yield from self._study(some)
+        chosen = best(self._score, [chunk for chunk in among if chunk in self._chunks], self._held, most)
+        known = sum(self._score[chunk] for chunk in chosen if chunk in self._held)
+        if known < ALIKE * sum(self._score[chunk] for chunk in chosen):
+            self._lay(chosen, first)
+
+    def _study(self, chunks: range) -> Asks[None]:
+        """Read these by themselves, behind the first tokens of the text and a few of those before them."""
+        first, end = (self._sinks + at * self._size for at in (chunks.start, chunks.stop))
+        left = max(self._sinks, first - LEFT)
+        apart = Dense(self.lm.shapes, self.lm.dtype, self.lm.device)
+        for layer in self._layers:
+            s = self._kv.slots(layer)
+            k, v, pos = (t[:, : self._sinks] for t in (s.k, s.v, s.pos))
+            apart.put(layer, Slots(k.clone(), v.clone(), pos.clone()))
+        known = [min(i, self.lm.vocab - 1) for i in self._text[left:end]]
+        rows = Rows.chain(known, left if self._turns is None else self._sinks)
+        commit(apart, rows, (yield Feed(self.lm, rows, apart, is_prompt=True)), range(rows.n_rows))
+        self._chunks.put(chunks.start, [self._raw(apart, layer, end - first, 0) for layer in self._layers])
+
+    # ---- what stays ----
+
+    def _number(self, at: int) -> int:
+        """Of the chunk that position `at` is in, or behind the last one of which it is the end."""
+        return (at - self._sinks) // self._size
+
+    def _tail(self, room: int) -> tuple[int, int]:
+        """Where the newest tokens that stay begin, and how many chunks stay beside them, with room for so many more."""
+        has = max(0, self._working - self._sinks - room)
+        first = self._sinks + max(0, self._number(self._n - min(self._recent, has))) * self._size
+        while self._n - first > has:
+            first += self._size
+        first = min(max(first, self._solid), self._n)
+        return first, max(0, min(self._most, (has - (self._n - first)) // self._size))
+
+    def _make_room(self, n: int) -> None:
+        if self._kv.n_slots(self._layers[0]) + n > self._working:
+            self._shelve()
+            first, most = self._tail(n)
+            among = [chunk for chunk in range(max(0, self._number(first))) if chunk in self._chunks]
+            self._lay(best(self._score, among, self._held, most), first)
+
+    def _pass_over(self, most: float) -> Asks[None]:
+        if self.missing > most:
+            self._shelve()
+            self._held = () if most >= self._newest else self._held
+        yield from super()._pass_over(most)
+
+    def _settle(self, newest: float) -> None:
+        self._shelve()
+        if self._kv.n_slots(self._layers[0]) > self._sinks + newest:
+            self._held = ()
+        super()._settle(newest)
+
+    def _shelve(self) -> None:
+        """Put the chunks by that the text is stored of without holes, where they are not."""
+        first = max(0, -((self._sinks - self._solid) // self._size))
+        new = [chunk for chunk in range(first, self._number(self._n)) if chunk not in self._chunks]
+        for some in _runs(new):
+            behind = self._n - self._sinks - some.stop * self._size
+            n = len(some) * self._size
+            self._chunks.put(some.start, [self._raw(self._kv, layer, n, behind) for layer in self._layers])
+
+    def _raw(self, kv: Dense, layer: int, n: int, behind: int) -> KV:
+        """Of n slots, with so many `behind` them: keys as they were before rotary embedding, if these are turned."""
+        s = kv.slots(layer)
+        at = slice(s.n_slots - behind - n, s.n_slots - behind)
+        k, rotary = s.k[:, at], self._turns[layer] if self._turns is not None else None
+        return (k if rotary is None else unrotate(_wide(k), s.pos[:, at], rotary).to(k.dtype)), s.v[:, at]
+
+    def _lay(self, chosen: Sequence[int], first: int) -> None:
+        """Stored from now on: the first tokens, these chunks, and the text from `first` on."""
+        chosen, size, sinks = sorted(chosen), self._size, self._sinks
+        gap = first - sinks - len(chosen) * size if self._turns is not None else 0
+        starts = torch.tensor([sinks + chunk * size for chunk in chosen], dtype=torch.int32, device=self.lm.device)
+        pos = (starts.unsqueeze(1) + torch.arange(size, dtype=torch.int32, device=self.lm.device)).flatten()  # [C]
+        if self._turns is not None:
+            pos = torch.arange(sinks, sinks + pos.shape[0], dtype=torch.int32, device=self.lm.device)
+        held = self._chunks.of(chosen, self.lm.device) if chosen else []
+        for i, layer in enumerate(self._layers):
+            s = self._kv.slots(layer)
+            tail = s.n_slots - (self._n - first)
+            parts = [(s.k[:, :sinks], s.v[:, :sinks], s.pos[:, :sinks])]
+            rotary = self._turns[layer] if self._turns is not None else None
+            if held:
+                (k, v), at = held[i], pos.expand(s.pos.shape[0], -1)
+                parts.append((k if rotary is None else rotate(_wide(k), at, rotary).to(k.dtype), v, at))
+            k, at = s.k[:, tail:], s.pos[:, tail:]
+            if self._turns is not None and gap != self._gap:
+                k, at = self._moved(k, at, rotary, gap - self._gap)
+            parts.append((k, s.v[:, tail:], at))
+            self._kv.put(layer, Slots(*(torch.cat(each, 1) for each in zip(*parts, strict=True))))
+        self._held, self._solid, self._gap = frozenset(chosen), first, gap
+
+    def _return_to(self, n: int) -> None:
+        """The text ends inside what is stored in parts: its last whole chunks come back, if they lie ready."""
+        end = self._number(n)
+        near = range(max(0, end - math.ceil(self._recent / self._size)), end)
+        if not near or not all(chunk in self._chunks for chunk in near):
+            return
+        self._n = self._solid = self._sinks + end * self._size
+        among = [chunk for chunk in range(near.start) if chunk in self._chunks]
+        self._lay([*best(self._score, among, self._held, self._most), *near], self._n)
+
+
+def _runs(chunks: Sequence[int]) -> Iterator[range]:
+    """Rising numbers in runs without gaps."""
+    first = 0
+    for i, chunk in enumerate(chunks):
+        if i + 1 == len(chunks) or chunks[i + 1] != chunk + 1:
+            yield range(chunks[first], chunk + 1)
+            first = i + 1
+
+
+def _wide(k: Tensor) -> Tensor:
+    return k.to(torch.promote_types(k.dtype, torch.float32))

@@ -1,0 +1,51 @@
+"""Keys and values of a text by chunk, beside what is read of it: what was let go comes back without another pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.kv.slots import LayerShape, Usage
+
+KV = tuple[Tensor, Tensor]  # k [K, S, D], v [K, S, E] of one layer, keys before rotary embedding if they are turned
+
+
+class Chunks:
+    """Chunks of `size` tokens by their number, each in one piece over all layers, on any device: they move as one."""
+
+    def __init__(self, shapes: Sequence[LayerShape], size: int, device: torch.device | str) -> None:
+        """`shapes`: of the layers that store."""
+        self._shapes, self._size, self._device = shapes, size, device
+        self._held: dict[int, Tensor] = {}  # [F]
+        self._end = 0  # no number is higher
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._held
+
+    def put(self, first: int, layers: Sequence[KV]) -> None:
+        """Hold those from number `first` on; every layer brings the same tokens, whole chunks of them."""
+        rows = [t.view(len(t), -1, self._size, t.shape[2]).movedim(1, 0).flatten(1) for kv in layers for t in kv]
+        for chunk, one in enumerate(torch.cat(rows, 1).to(self._device), first):
+            self._held[chunk], self._end = one, max(self._end, chunk)
+
+    def of(self, chunks: Sequence[int], device: torch.device) -> list[KV]:
+        """These side by side in each layer; at least one."""
+        held = torch.stack([self._held[chunk] for chunk in chunks]).to(device)  # [M, F]
+        each = [(s.n_kv_heads, self._size, dim) for s in self._shapes for dim in (s.k_dim, s.v_dim)]
+        parts = torch.split(held, [a * b * c for a, b, c in each], 1)
+        flat = [part.view(-1, *of).movedim(0, 1).flatten(1, 2) for part, of in zip(parts, each, strict=True)]
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+    def crop(self, n: int) -> None:
+        """Forget number n and those behind it."""
+        if n <= self._end:
+            self._held = {chunk: one for chunk, one in self._held.items() if chunk < n}
+            self._end = n - 1
+
+    def usage(self) -> list[Usage]:
+        """All layers in one."""
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in self._held.values()}
+        size = sum(storage.nbytes() for storage in storages.values())
+        return [Usage(0, "draft chunks", len(self._held) * self._size, size)] if size else []

@@ -1,0 +1,40 @@
+"""Settings of every method whose rows may read a part of the past."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from kvcli.drafts.pacing import Pacing
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.engine.drafter import Glance
+
+
+@dataclass(frozen=True)
+class Viewing(Pacing):
+    """Keys of a view."""
+
+    view: Literal["all", "stream", "quest"] = "all"  # what is read: all, sinks and newest tokens, or chosen pages
+    sinks: Annotated[int, Range(0, 4096)] = 16  # of a view: first tokens
+    local: Annotated[int, Range(1, 65536)] = 496  # of a view: newest tokens
+    page: Annotated[int, Range(1, 256)] = 16  # of "quest": tokens of a page
+    pages: Annotated[int, Range(1, 4096)] = 32  # of "quest": pages read by a KV head
+    refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
+
+    def copied(self, n: int) -> int:
+        """How many of n slots a head the view keeps a copy of."""
+        pages = self.page * self.pages if self.view == "quest" else 0
+        return 0 if self.view == "all" else min(n, self.sinks + self.local + pages + self.refresh)
+
+    def glance(self) -> Glance | None:
+        """The view; None = everything."""
+        from kvcli.engine.drafter import Glance
+
+        if self.view == "all":
+            return None
+        if self.view == "stream":
+            return Glance("stream", {"sinks": self.sinks, "window": self.local}, self.refresh)
+        settings = {"sinks": self.sinks, "local": self.local, "page": self.page, "pages": self.pages}
+        return Glance("quest", settings, self.refresh)

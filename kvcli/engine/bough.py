@@ -1,0 +1,133 @@
+"""Guesses that passes were made of: their keys and values, outside of any store until the text takes them.
+
+They form a tree behind what is stored, as in SpecInfer (arXiv 2305.09781). A row of a further pass reads what is
+stored, then its ancestors from the first one down, then itself: the order in which a text would read them, so that the
+bits are those of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.engine.feed import Asks, Feed, Glean, Made
+from kvcli.engine.rows import Rows
+from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.merge import Part
+
+if TYPE_CHECKING:
+    from kvcli.engine.lm import LM
+    from kvcli.engine.sample import Draw
+    from kvcli.kv.slots import Reader, Sight, Store, Usage
+
+
+class Bough:
+    """Grows by passes, each of which reads `past` and what grew before. It is what their rows attend to."""
+
+    def __init__(self, lm: LM, past: Reader, at: int) -> None:
+        """`past`: what all rows see, at positions below `at`; it may not change while this grows."""
+        self._lm, self._past, self._at = lm, past, at
+        self.dtype = past.dtype
+        self.ids: list[int] = []
+        self.parents: list[int] = []  # which row each follows; -1 = what is stored
+        self._above: list[list[int]] = []  # a row's ancestors, the first one first, and itself
+        self._pos: list[int] = []  # of all, those of the pass under way included
+        self._line = torch.empty(0)  # [n, M + n] bool, of the pass under way: whom of all its rows see
+        self._sees: dict[int | None, Tensor] = {}  # by window, on the device
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer that stores, k [K, M, D] and v [K, M, E]
+        self._grown: dict[int, tuple[Tensor, Tensor]] = {}  # the same with the pass under way
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def grow(
+        self, ids: Sequence[int], parents: Sequence[int], glean: Glean, layers: Sequence[range] = ()
+    ) -> Asks[list[list[float]]]:
+        """What is gleaned of a pass of further rows; a parent comes before its children. `layers`: runs of those that
+        they go through, to the last one; () = all."""
+        made = yield from self.add(ids, parents, glean=glean, layers=layers)
+        return [made.gleaned(i) for i in range(len(ids))]
+
+    def add(
+        self,
+        ids: Sequence[int],
+        parents: Sequence[int],
+        *,
+        glean: Glean | None = None,
+        draw: Draw | None = None,
+        layers: Sequence[range] = (),
+    ) -> Asks[Made]:
+        """What a pass of further rows makes."""
+        had, n, above = len(self), len(ids), list(self._above)
+        line = np.zeros((n, had + n), dtype=np.bool_)
+        for row, parent in enumerate(parents):
+            above.append([*(above[parent] if parent >= 0 else ()), had + row])
+            line[row, above[-1]] = True
+        self._line, self._sees, self._grown = torch.from_numpy(line), {}, {}
+        self._pos = [self._at + len(seen) - 1 for seen in above]
+        among = (-1,) * n  # nobody walks down these rows
+        rows = Rows(ids, self._pos[had:], self._line[:, had:] if n > 1 else None, tree=n, parent=among)
+        hidden = None
+        for run in layers[:-1]:
+            hidden = (yield Feed(self._lm, rows, self, layers=run, hidden=hidden)).hidden
+        last = layers[-1] if layers else None
+        made = yield Feed(self._lm, rows, self, want=range(n), draw=draw, glean=glean, layers=last, hidden=hidden)
+        self.ids += ids
+        self.parents += parents
+        self._above, self._held = above, self._grown
+        return made
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, n, D] of the pass under way, at positions pos [n] -> parts over all that they see."""
+        assert own is not None, "rows see themselves"
+        source = self._lm.shapes[layer].shares
+        holder = layer if source is None else source
+        if holder not in self._grown:
+            k, v = self._held.get(holder, (own.k[:, :0], own.v[:, :0]))
+            self._grown[holder] = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
+        k, v = self._grown[holder]
+        sees = self._seen(sight.window, q)
+        # by `dataclasses.replace` it takes four times as long
+        return self._past.attend(layer, q, sight, pos, Own(k, v, self._pos, self._line, sees, own.sink, own.before))
+
+    def _seen(self, window: int | None, like: Tensor) -> Tensor:
+        if window not in self._sees:
+            near = self._line
+            if window is not None:
+                pos = torch.tensor(self._pos)
+                near = near & (pos > (pos[-len(near) :] - window).unsqueeze(1))
+            self._sees[window] = near.to(like.device)
+        return self._sees[window]
+
+    def path(self, ids: Sequence[int]) -> list[int]:
+        """The rows that a text took that went on like this."""
+        found, at = [], -1
+        for token in ids:
+            below = (i for i in range(at + 1, len(self)) if self.parents[i] == at and self.ids[i] == token)
+            if (at := next(below, -1)) < 0:
+                break
+            found.append(at)
+        return found
+
+    def above(self, row: int) -> list[int]:
+        """A row's ancestors, the first one first, and itself."""
+        return self._above[row]
+
+    def held(self, path: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor, int]]:
+        """Keys and values of these rows, one behind the other, by layer, and where they begin (`Text.adopt`)."""
+        for layer, (k, v) in self._held.items() if path else ():
+            at = torch.tensor(path, device=k.device)
+            yield layer, k.index_select(1, at), v.index_select(1, at), self._at
+
+    def store(self, kv: Store, path: Sequence[int]) -> None:
+        """These become slots."""
+        for layer, k, v, at in self.held(path):
+            kv.append(layer, k, v, at)
+
+    def usage(self) -> list[Usage]:
+        """Nothing that lasts."""
+        return []

@@ -1,0 +1,59 @@
+"""What comes with a model to draft for it: layers in its files, or a head in files of its own. Standard library only.
+
+All of these read the hidden states of the model that writes, which kvcli keeps of no row once its pass is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import BadModel
+
+if TYPE_CHECKING:
+    from kvcli.models.source import Source
+
+_MTP = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")  # what families call their number
+_SIGNS = {  # in the names of architectures, types and algorithms, small letters -> what it is
+    "eagle3": "an EAGLE-3 head",
+    "eagle": "an EAGLE head",
+    "dflash": "a DFlash head",
+    "medusa": "Medusa heads",
+    "_assistant": "an assistant that shares the past of the model it was made for",
+    "mlp_speculator": "an MLP speculator",
+}
+WHY = "it reads the hidden states of the model that writes, which kvcli hands to no drafter"
+
+
+def found_in(source: Source) -> list[str]:
+    """What drafts in the model's own files, and why it is not used, one line each."""
+    text = source.text_config
+    said = next((n for key in _MTP if isinstance(n := text.get(key), int) and n > 0), 0)
+    layers = text.get("num_hidden_layers")
+    beyond = f"layers.{layers}." if isinstance(layers, int) else "mtp."
+    names = [name for file in source.files for name in file.tensors]
+    held = [name for name in names if name.startswith("mtp.") or ".mtp." in name or beyond in name]
+    if not held:
+        return []
+    kinds = f"{said} MTP layer{'s' if said > 1 else ''}" if said else "MTP layers"
+    return [f"{kinds} ({len(held)} tensors, {held[0]}, ...): not used, {WHY}"]
+
+
+def refuse_head(config: Mapping[str, Any], name: str) -> None:
+    """Raises BadModel for what drafts for one model and is none by itself."""
+    kinds = [config.get(key) for key in ("model_type", "speculators_model_type")]
+    listed = config.get("architectures")
+    signs = " ".join(str(s) for s in [*kinds, *(listed if isinstance(listed, list) else [])]).lower()
+    keys = {"eagle3": "draft_vocab_size", "dflash": "dflash_config", "medusa": "medusa_num_heads"}
+    signs += "".join(f" {sign}" for sign, key in keys.items() if key in config)
+    if (what := next((what for sign, what in _SIGNS.items() if sign in signs), None)) is None:
+        return
+    stated = config.get("speculators_config")
+    verifier = stated.get("verifier") if isinstance(stated, dict) else None
+    made_for = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    raise BadModel(
+        f"{name} is {what}, and no model that writes text by itself",
+        code="draft_head",
+        lines=[WHY, *([f"it was made for {str(made_for)[:80]}"] if made_for else [])],
+        try_=["--draft MODEL, a small model of the same family: kvcli models show MODEL lists them", "--spec ngram"],
+    )

@@ -1,0 +1,87 @@
+"""Two tokenizers of one text: what the words of either are in the ids of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.models.foreign import blamed
+from kvcli.models.text import decode, special_ids, tokenizer_failed
+from kvcli.outlet import BROKEN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SAME = 0.95  # of the larger vocabulary: with so many tokens alike two models read each other's ids as they are
+_SEAM = "\n"  # before a piece of text: some tokenizers treat the first word of a text otherwise
+
+
+class Words:
+    """One tokenizer: pieces of text from and to ids, control tokens left out."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self.special = special_ids(tokenizer)
+        self._seam = self._encode(_SEAM)
+        with blamed(tokenizer_failed):
+            self.opening: Sequence[int] = tokenizer.encode("", add_special_tokens=True)
+
+    def text(self, ids: Sequence[int], before: Sequence[int] | None = None) -> str:
+        """What `ids` spell behind `before`, None = somewhere; the last character perhaps in part: it is BROKEN then."""
+        before = self._seam if before is None else before
+        return decode(self._tokenizer, [*before, *ids])[len(decode(self._tokenizer, before).rstrip(BROKEN)) :]
+
+    def ids(self, text: str, *, is_first: bool = False) -> list[int]:
+        """What spells `text`, at the beginning of everything or somewhere in it."""
+        n = len(self._seam)
+        if not is_first and (found := self._encode(_SEAM + text))[:n] == self._seam:
+            return found[n:]
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        with blamed(tokenizer_failed):
+            return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+class Spelling:
+    """The words of a model that drafts, beside those of the one that writes."""
+
+    def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+        self.target, self.draft = Words(target), Words(draft)
+        self.marks = _marks(target, draft)
+        self.marks_back = {its: i for i, its in reversed([*self.marks.items()]) if its is not None}
+
+    def __deepcopy__(self, memo: object) -> Spelling:
+        """Itself: texts that are copied share it."""
+        return self
+
+
+def spelling(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Spelling | None:
+    """How to read what one writes in the other's ids; None where these are the same.
+
+    Tokens that were added to a vocabulary do not count: of these, such as the marks of a chat template, siblings often
+    have their own.
+    """
+    known, drafted = (_ordinary(tokenizer) for tokenizer in (target, draft))
+    alike = sum(drafted.get(word) == i for word, i in known.items())
+    return None if alike >= SAME * max(len(known), len(drafted)) else Spelling(target, draft)
+
+
+def _ordinary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    added = tokenizer.get_added_vocab()
+    return {word: i for word, i in tokenizer.get_vocab().items() if word not in added}
+
+
+def _marks(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Mapping[int, int | None]:
+    """Control tokens -> those of the draft: of the same name, or of the same office; None = it has none."""
+    its, offices = special_ids(draft), dict[int, int]()
+    for office in ("bos_token_id", "eos_token_id"):
+        mine, other = getattr(target, office, None), getattr(draft, office, None)
+        if mine is not None and other is not None:
+            offices[mine] = other
+    found: dict[int, int | None] = {}
+    for i in sorted(special_ids(target)):
+        name = target.convert_ids_to_tokens(i)
+        same = draft.convert_tokens_to_ids(name)
+        found[i] = same if same in its and draft.convert_ids_to_tokens(same) == name else offices.get(i)
+    return found

@@ -1,0 +1,261 @@
+"""Every drafter on the same tasks against plain decoding: all sides interleaved in one run, plain decoding first.
+
+    python tests/bench/drafters.py [--reps 2] [--tasks lookup,...] [--models demo,demo-wide] [--sides A,B]
+
+  lookup   questions about a report, for which 4,000 tokens are read
+  summary  that report's findings in a list
+  copy     notes of the report, word for word
+  free     the report itself, continued from where 4,000 tokens of it end
+
+`demo` is the bundled model, `demo-wide` the same function at the cost of 150M parameters (tests/bench/widened.py); both
+are drafted for by `demo-small`. The prompt is read once and taken over by every session, each of which drafts knowing
+nothing. All sides write as many tokens as plain decoding does until it stops, and the same tokens, or the run fails.
+Draft time is what a drafter takes before and after a pass, its own passes included, verify time the rest of a step.
+Times are from the first token to the last. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import kvcli  # noqa: E402
+from kvcli.engine.engine import drive, events  # noqa: E402
+from kvcli.engine.feed import asked  # noqa: E402
+from kvcli.engine.stats import Stats  # noqa: E402
+from kvcli.kept.shelf import Shelf  # noqa: E402
+from kvcli.kv.slots import nbytes  # noqa: E402
+from tests.bench.decode import machine, spread  # noqa: E402
+from tests.bench.fafo import looked_at  # noqa: E402
+from tests.bench.widened import write  # noqa: E402
+
+PLAIN = "plain"
+SMALL = "demo-small"
+ALL = {"working": 0, "prefill": "full"}
+ALWAYS = {"adaptive": False, "depth": 4, "branches": 1}
+# a profile and what is changed of it: a further drafter is a further line
+SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    PLAIN: ("exact", {}),
+    "ngram": ("ngram", {}),
+    "lookahead": ("lookahead", {}),
+    "suffix": ("exact", {"spec": {"method": "mix", "sources": ["suffix"]}}),
+    "recycle": ("exact", {"spec": {"method": "mix", "sources": ["recycle"]}}),
+    "stand": ("exact", {"spec": {"method": "mix", "sources": ["stand"]}}),
+    "fafo": ("fafo", {}),
+    "small": ("draft", {"spec": {"model": SMALL, "copies": False}}),
+    "small-full": ("draft", {"spec": {"model": SMALL, "copies": False, **ALL}}),
+    "small+copies": ("draft", {"spec": {"model": SMALL}}),
+    "specextend": ("specextend", {"spec": {"model": SMALL, "copies": False}}),
+    # what guesses are worth where the clock would have none made
+    "small-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
+    "specextend-always": ("specextend", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
+    "small-full-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS, **ALL}}),
+}
+READ = 4_000  # tokens of the prompt, about
+NEW = {"demo": {"free": 160, "": 400}, "demo-wide": {"free": 48, "": 72}}  # tokens written at most
+ASKED = {"demo": 4, "demo-wide": 2}  # lookups and notes
+
+
+@dataclass
+class Task:
+    """Prompts for one model, and how many tokens each of them is continued by."""
+
+    name: str
+    prompts: list[list[int]]
+    new: list[int] = field(default_factory=list)
+
+
+class Timed:
+    """A drafter that keeps the time it takes, the passes it asks for among it."""
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter, self.seconds = drafter, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, *of: Any) -> Any:
+        return self._clocked(self._drafter.propose(*of))
+
+    def observe(self, step: Any) -> Any:
+        began = time.perf_counter()
+        found = self._drafter.observe(step)
+        self.seconds += time.perf_counter() - began
+        return None if found is None else self._clocked(found)
+
+    def _clocked(self, found: Any) -> Any:
+        began = time.perf_counter()
+        done = yield from asked(found)
+        self.seconds += time.perf_counter() - began
+        return done
+
+
+@dataclass
+class Run:
+    """What one side did with all prompts of a task, once."""
+
+    texts: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0  # from the first tokens to the last
+    timed: int = 0  # tokens that came in them
+    drafting: float = 0.0  # seconds of drafting, and of all steps
+    decode: float = 0.0
+    nbytes: int = 0  # of keys and values and what drafts beside them
+    stats: Stats = field(default_factory=Stats)
+
+    def write(self, model: kvcli.Model, prompt: Sequence[int], new: int, shelf: Shelf) -> None:
+        session = model.new_session()
+        shelf.fetch(session, prompt)
+        drive(session.read(prompt[len(session.ids) :]))
+        timed = session.drafter = Timed(session.drafter)
+        began = None
+        for step in events(session.stream(new)):
+            now = time.perf_counter()
+            self.stats.fold(step)
+            if began is None:
+                began = now
+            else:
+                self.timed += len(step.new)
+        self.seconds += time.perf_counter() - (began or 0.0)
+        self.drafting += timed.seconds
+        self.nbytes = sum(nbytes(session.kv, session.view, session.drafter).values())
+        self.texts.append(session.ids[len(prompt) :])
+
+
+def tasks(model: kvcli.Model, of: str, names: Sequence[str]) -> list[Task]:
+    from kvcli.demo.example import example_report
+
+    report = example_report()
+    text = model.tokenizer.decode(model.tokenizer.encode(report.text)[: READ - 40])
+    facts = [fact for fact in report.facts if fact.sentence in text]
+    notes = [note for note in report.notes if note.paragraph in text]
+
+    def asked_for(questions: Sequence[str]) -> list[list[int]]:
+        return [model.encode(f"{text}\n\n{question}") for question in questions]
+
+    def some(things: Sequence[Any]) -> Sequence[Any]:
+        return things[:: max(1, len(things) // ASKED[of])][: ASKED[of]]
+
+    found = {
+        "lookup": asked_for([f"What is the {fact.attribute} of {fact.entity}?" for fact in some(facts)]),
+        "summary": asked_for(["Summarise the main findings."]),
+        "copy": asked_for([f"Repeat field note {note.section}." for note in some(notes)]),
+        "free": [model.encode(report.text)[:READ]],
+    }
+    return [Task(name, found[name]) for name in names]
+
+
+def side_of(model: kvcli.Model, side: str, temperature: float) -> kvcli.Model:
+    profile, changes = SIDES[side]
+    of = kvcli.Profile.load(profile).replace(**changes)
+    sample = {"temperature": temperature, "seed": 1}
+    return model.with_profile(of.replace(sample=sample, name=side))
+
+
+def measure(model: kvcli.Model, of: str, task: Task, temperature: float, sides: Sequence[str], args: Any) -> Any:
+    models = {side: side_of(model, side, temperature) for side in sides}
+    runs: dict[str, list[Run]] = {side: [] for side in sides}
+    for rep in range(args.reps + 1):  # the first warms up, with few tokens
+        others = [side for side in sides if side != PLAIN]
+        for side in (PLAIN, *others[rep:], *others[:rep]):  # who comes after whom changes
+            run = Run()
+            for prompt, n in zip(task.prompts, task.new, strict=True):
+                run.write(models[side], prompt, n if rep else 9, args.shelf)
+            if rep:
+                runs[side].append(run)
+    plain = runs[PLAIN]
+    return [row(of, task, temperature, side, runs[side], plain) for side in sides]
+
+
+def row(of: str, task: Task, temperature: float, side: str, runs: list[Run], plain: list[Run]) -> dict[str, Any]:
+    per = [run.seconds / run.timed for run in runs]
+    base = [run.seconds / run.timed for run in plain]
+    stats = runs[0].stats
+    depth = stats.per_position
+    return {
+        "model": of,
+        "task": task.name,
+        "temperature": temperature,
+        "side": side,
+        "tokens": stats.new,
+        "speedup": spread([b / a for a, b in zip(per, base, strict=True)]),
+        "tokens_s": round(1 / median(per), 1),
+        "accepted": round(stats.acceptance_rate, 3) if stats.draft_tokens else None,
+        "accepted_first": round(depth[0], 3) if depth else None,
+        "drafted_passes": round(stats.drafted_share, 3),
+        "tokens_a_pass": round(stats.tokens_per_pass, 2),
+        "draft_ms_a_token": round(1000 * median(run.drafting / run.stats.new for run in runs), 3),
+        "verify_ms_a_pass": round(
+            1000 * median((run.stats.decode - run.drafting) / run.stats.passes for run in runs), 3
+        ),
+        "kib": round((runs[0].nbytes - plain[0].nbytes) / 1024),
+        "same": all(run.texts == plain[0].texts for run in runs),
+    }
+
+
+def lengths(model: kvcli.Model, of: str, task: Task, shelf: Shelf) -> list[int]:
+    """Tokens until plain greedy decoding stops; what it has read is kept for all."""
+    most, found = NEW[of].get(task.name, NEW[of][""]), []
+    for prompt in task.prompts:
+        session = side_of(model, PLAIN, 0.0).new_session()
+        shelf.fetch(session, prompt)
+        drive(session.read(prompt[len(session.ids) :]))
+        shelf.keep(session)
+        stop = () if task.name == "free" else model.lm.stop_ids
+        list(events(session.stream(most, stop)))
+        found.append(max(8, len(session.ids) - len(prompt)))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reps", type=int, default=2)
+    parser.add_argument("--tasks", default="lookup,summary,copy,free")
+    parser.add_argument("--temperatures", default="0,0.8")
+    parser.add_argument("--models", default="demo,demo-wide")
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    sides = args.sides.split(",")
+    before, rows = machine(), []
+    with tempfile.TemporaryDirectory() as folder:
+        if "demo-wide" in args.models:
+            write(Path(folder, "demo-wide"))
+        for of in args.models.split(","):
+            name = of if of == "demo" else str(Path(folder, of))
+            model = looked_at(kvcli.load(name, profile="exact"))
+            args.shelf = Shelf(Path(folder, f"kept-{of}"), 1 << 33, model.lm, worth=0)
+            for task in tasks(model, of, args.tasks.split(",")):
+                task.new = lengths(model, of, task, args.shelf)
+                for temperature in map(float, args.temperatures.split(",")):
+                    rows += (new := measure(model, of, task, temperature, sides, args))
+                    print(f"{of}, {task.name} at {temperature}, {new[0]['tokens']} tokens")
+                    for one in new:
+                        low, middle, high = one["speedup"]
+                        print(
+                            f"  {one['side']:18} x{middle:.2f} ({low:.2f}-{high:.2f})  {one['tokens_s']:8} tokens/s"
+                            f"  accepted {one['accepted']}, first {one['accepted_first']}"
+                            f"  {one['tokens_a_pass']:5} a pass  draft {one['draft_ms_a_token']:6} ms"
+                            f"  verify {one['verify_ms_a_pass']:6} ms  {one['kib']:6} KiB"
+                            f"{'' if one['same'] else '  ANOTHER TEXT'}",
+                            flush=True,
+                        )
+    result = {"schema": "kvcli.bench.drafters/1", "environment": before, "rows": rows}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return int(not all(one["same"] for one in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The model drafting for itself: how often its guesses come true, the memory they take, and what they are worth.
+
+    python tests/bench/itself.py [--tasks demo,random] [--tokens 16384] [--new 64] [--reps 3] [--out FILE]
+
+  demo     the demo model answers a question about a report of 4,000 tokens, and lists its findings
+  random   a random Llama of 152M parameters continues random tokens, `--tokens` of them
+
+Each side is held to its own plain decoding: that of the whole past in bf16, or of codes of 8 bits in halves.
+"accepted" is of guesses made in every pass, four in a row (adaptive off, no copies); "speed" with them, "paced" where
+the clock decides, both as a multiple of plain decoding, repetition by repetition. "bytes" are of keys and values with
+all that drafts take, over those of the whole past. Prints a table, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import kvcli  # noqa: E402
+from kvcli.bench.profile_side import ProfileSide  # noqa: E402
+from kvcli.chat.local import Model  # noqa: E402
+from kvcli.settings.profile import Profile, load_profile  # noqa: E402
+from tests.bench.decode import build, machine, ours_of  # noqa: E402
+
+HALVES = ["kv.halves=true"]
+SIDES: dict[str, tuple[str, list[str]]] = {  # profile, and settings beside those of drafting
+    "everything": ("exact", ["spec.method=self"]),
+    "view: 16 + 496 tokens": ("exact", ["spec.method=self", "spec.view=stream"]),
+    "view: 16 + 64 tokens and 32 pages of 16": ("exact", ["spec.method=self", "spec.view=quest", "spec.local=64"]),
+    "everything, layers by SWIFT": ("exact", ["spec.method=self", "spec.skip=swift"]),
+    "everything, layers by CLaSp": ("exact", ["spec.method=self", "spec.skip=clasp"]),
+    "upper half of 8 bits": ("balanced", ["spec.method=self", *HALVES]),
+    **{
+        f"{name}, checked": (name, ["spec.method=self", "exactness=exact"])
+        for name in ("balanced", "lean", "snap", "streaming", "fastgen")
+    },
+}
+EVERY_PASS = {"adaptive": False, "copies": False, "branches": 1}
+PACED = {"adaptive": True, "copies": False}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default="demo,random")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--sides", help="parts of their names, with + between; without it all")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    wanted = [name for name in SIDES if not args.sides or any(part in name for part in args.sides.split("+"))]
+    found = []
+    for task in args.tasks.split(","):
+        model, prompts = demo() if task == "demo" else random(args.tokens)
+        print(f"\n{task}: {[len(p) for p in prompts]} tokens")
+        print(f"{'guesses over':42}accepted   bytes   speed   paced  same")
+        for name in wanted:
+            of = measure(model, prompts, *SIDES[name], args.new, args.reps)
+            found.append({"task": task, "guesses_over": name, **of})
+            figures = f"{of['accepted']:8.1%}{of['bytes']:8.2f}{of['speed']:8.2f}{of['paced']:8.2f}"
+            print(f"{name:42}{figures}  {of['same']}", flush=True)
+    about = {"schema": "kvcli.bench.itself/1", "title": "The model drafting for itself", "machine": machine()}
+    result = json.dumps({**about, "new": args.new, "reps": args.reps, "rows": found})
+    if args.out:
+        args.out.write_text(result + "\n", encoding="utf-8")
+    print(result)
+
+
+def demo() -> tuple[Model, list[list[int]]]:
+    from kvcli.demo.example import example_report
+
+    model, report = kvcli.load("demo", profile="exact"), example_report()
+    fact = report.facts[len(report.facts) // 2]
+    asked = [f"What is the {fact.attribute} of {fact.entity}?", "Summarise the main findings."]
+    return model, [model.encode(f"{report.text}\n\n{question}") for question in asked]
+
+
+def random(tokens: int) -> tuple[Model, list[list[int]]]:
+    model = kvcli.load("demo", profile="exact")
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randint(8, 16384, (tokens,), generator=generator).tolist()
+    return Model(ours_of(build()), model.tokenizer, model.profile), [noise]
+
+
+def measure(
+    model: Model, prompts: list[list[int]], profile: str, sets: list[str], new: int, reps: int
+) -> dict[str, Any]:
+    drafting = load_profile(profile, sets=sets)
+    bare = drafting.whole if drafting.is_checked else drafting
+    whole = load_profile("exact")
+    made = {
+        "whole": under(model, whole),
+        "plain": under(model, bare.replace(spec={"method": "off"})),
+        "every": under(model, drafting.replace(spec=EVERY_PASS)),
+        "paced": under(model, drafting.replace(spec=PACED)),
+    }
+    ratios: dict[str, list[float]] = {"every": [], "paced": []}
+    same, guessed, accepted, size = True, 0, 0, []
+    for prompt in prompts:
+        stands = made["whole"].run(prompt, 1).kv_bytes or 1
+        for _ in range(reps):
+            plain = made["plain"].run(prompt, new)
+            for name in ratios:
+                got = made[name].run(prompt, new)
+                ratios[name].append(got.tok_s / plain.tok_s)
+                same &= got.ids == plain.ids
+                if name == "every" and got.stats is not None:
+                    guessed, accepted = guessed + got.stats.draft_tokens, accepted + got.stats.accepted_tokens
+                    size.append((got.kv_bytes or 0) / stands)
+    speeds = {"speed": median(ratios["every"]), "paced": median(ratios["paced"])}
+    return {"accepted": accepted / max(1, guessed), "bytes": median(size), **speeds, "same": "yes" if same else "NO"}
+
+
+def under(model: Model, profile: Profile) -> ProfileSide:
+    return ProfileSide(profile.name, model.with_profile(profile), torch.get_num_threads())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""A draft model that keeps what the model that writes looks at (SpecExtend), beside one with a window and none at all.
+
+    python tests/bench/specextend.py [--model demo] [--draft demo-small] [--ctx 4096,8000] [--working 512] [--reps 3]
+        [--tasks lookup,summary,needle] [--cost 1024,16384] [--out FILE]
+
+  lookup   questions about facts of a report that fills the context, answered in a sentence
+  summary  that report's findings are listed
+  needle   as lookup, one guess a pass and no clock: how many tokens of the fact were guessed, and how many others
+
+Its sibling costs the demo model too much to gain speed (tests/bench/drafters.py has a pair that does); this shows what
+a small cache loses and retrieval brings back. All sides of a repetition run one after the other, each prompt knowing
+nothing; times are from the first token to the last, ratios of plain decoding. `--cost`: time of a drafted token of a
+random 152M Llama behind so many tokens, its looks at the text included. Prints tables, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import kvcli  # noqa: E402
+from kvcli.bench.workloads import facts_in, report  # noqa: E402
+from kvcli.drafts.retrieval import Retrieval, looks  # noqa: E402
+from kvcli.drafts.retrieval_trigger import trigger  # noqa: E402
+from kvcli.engine.engine import drive, events  # noqa: E402
+from kvcli.engine.rows import Rows  # noqa: E402
+from kvcli.engine.stats import Step  # noqa: E402
+from kvcli.kv.dense import Dense  # noqa: E402
+from kvcli.models.text import render_prompt  # noqa: E402
+from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+
+SIDES = {"plain": None, "window": "off", "every:8": "every:8", "adaptive": "adaptive"}
+ONE = {"adaptive": False, "depth": 1, "max": 1, "branches": 1, "copies": False}  # guess a pass
+ASKED = 6  # facts of a report
+MOST = 200  # tokens of an answer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and what of its answer stands in the text; "" = nobody looks."""
+
+    ids: list[int]
+    value: str = ""
+
+
+def prompts(model: Any, task: str, ctx: int, seed: int) -> list[Asked]:
+    aim = float(ctx)
+    while True:
+        text = report(Random(seed), aim)
+        told = facts_in(text)
+        told = told[: len(told) * 4 // 5]  # those at the end are in any window
+        questions = [(f"What is the {of}?", value) for of, value in told[:: max(1, len(told) // ASKED)][:ASKED]]
+        if task == "summary":
+            questions = [("Summarise the main findings.", "")]
+        found = [
+            Asked(render_prompt(model.tokenizer, [{"role": "user", "content": f"{text}\n\n{question}"}]), value)
+            for question, value in questions
+        ]
+        if max(len(one.ids) for one in found) <= ctx - MOST:
+            return found
+        aim *= 0.97
+
+
+class Side:
+    """One way to draft, and a session that goes from prompt to prompt."""
+
+    def __init__(self, model: Any, spec: dict[str, Any]) -> None:
+        self.model = model.with_profile(model.profile.replace(spec=spec))
+        self.session = self.model.new_session()
+        self.stop = {*self.model.lm.stop_ids}
+
+    def answer(self, ids: list[int]) -> tuple[list[int], list[Step], float]:
+        """The answer, how it came, and seconds from its first token to its last."""
+        session = self.session
+        session.begin(ids, session.sampler)
+        drive(session.read(ids[len(session.ids) :]))
+        steps: list[Step] = []
+        began = 0.0
+        for step in events(session.stream(MOST, self.stop)):
+            steps.append(step)
+            began = began or time.perf_counter()
+        return session.ids[len(ids) :], steps, time.perf_counter() - began
+
+
+def sides(args: argparse.Namespace, model: Any, **more: Any) -> dict[str, Side]:
+    usual = {"method": "model", "model": args.draft, "working": args.working, "recent": args.recent, **more}
+    usual |= {"looks": args.looks, "prefill": args.prefill, "positions": args.positions}
+    return {
+        name: Side(model, {**usual, "retrieval": retrieval} if retrieval else {"method": "off"})
+        for name, retrieval in SIDES.items()
+    }
+
+
+def speed(args: argparse.Namespace, model: Any, task: str, ctx: int) -> dict[str, Any]:
+    asked, made = prompts(model, task, ctx, seed=1), sides(args, model)
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    accepted, passes, texts = dict.fromkeys(made, 0), dict.fromkeys(made, 0), {}
+    for rep in range(args.reps + 1):  # the first warms up
+        order = [*made][rep % len(made) :] + [*made][: rep % len(made)]
+        for name in order:
+            found = [made[name].answer(one.ids) for one in asked[:3]]
+            texts[name] = [ids for ids, _, _ in found]
+            if rep:
+                seconds[name].append(sum(spent for _, _, spent in found) / sum(len(ids) - 1 for ids, _, _ in found))
+                accepted[name] += sum(step.n_accepted for _, steps, _ in found for step in steps)
+                passes[name] += sum(len(steps) for _, steps, _ in found)
+    rows = {
+        name: {
+            "speedup": spread([a / b for a, b in zip(seconds["plain"], each, strict=True)]),
+            "ms_per_token": round(1000 * median(each), 3),
+            "tokens_per_pass": round(1 + accepted[name] / passes[name], 3),
+            "draft_bytes": sum(use.nbytes for use in made[name].session.drafter.usage()),
+            "same": texts[name] == texts["plain"],
+        }
+        for name, each in seconds.items()
+    }
+    return {"task": task, "context": ctx, "tokens": sum(map(len, texts["plain"])), "sides": rows}
+
+
+def needle(args: argparse.Namespace, model: Any, ctx: int) -> dict[str, Any]:
+    """Share of tokens that were guessed: of values that stand in the text, and of the others."""
+    rows = {}
+    for name, side in sides(args, model, **ONE).items():
+        if name == "plain":
+            continue
+        right: dict[bool, list[bool]] = {True: [], False: []}
+        for seed in range(args.reports):
+            for one in prompts(model, "lookup", ctx, seed):
+                ids, steps, _ = side.answer(one.ids)
+                span, at = within(model, ids, one.value), 0
+                for step in steps:
+                    if step.n_drafted:
+                        right[at in span].append(step.n_accepted > 0)
+                    at += len(step.new)
+        names = {True: "in the text", False: "others"}
+        rows[name] = {names[key]: [sum(of), len(of)] for key, of in right.items()}
+    return {"task": "needle", "context": ctx, "sides": rows}
+
+
+def within(model: Any, ids: Sequence[int], value: str) -> range:
+    """Which tokens of the answer are its value; none where the answer is another."""
+
+    def has(some: Sequence[int]) -> bool:
+        return value in model.tokenizer.decode(some)
+
+    if not value or not has(ids):
+        return range(0)
+    end = next(n for n in range(len(ids) + 1) if has(ids[:n]))
+    return range(next(n for n in range(end, -1, -1) if has(ids[n:end])), end)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A past of numbers without a meaning."""
+
+    kv: Dense
+    view: None = None
+
+
+def cost(args: argparse.Namespace, contexts: Sequence[int], rounds: int = 48, depth: int = 4) -> dict[str, Any]:
+    """Milliseconds of a drafted token behind so many tokens, and of a look, which every 8th round begins with."""
+    lm, generator = ours_of(build()), torch.Generator().manual_seed(3)
+    drafts, found = {}, []
+    for n in contexts:
+        ids = torch.randint(8, 16384, (n,), generator=generator).tolist()
+        kv = Dense(lm.shapes, lm.dtype)
+        for layer, s in enumerate(lm.shapes):
+            fresh = torch.randn(2, s.n_kv_heads, n + 999, s.k_dim, generator=generator).to(lm.dtype)
+            kv.append(layer, fresh[0, :, : n - 1], fresh[1, :, : n - 1], 0)
+        more: dict[str, Any] = {"sees": 1024, "closes": True, "size": 32, "recent": 256, "sights": looks(lm, 1)}
+        made = Retrieval(lm, 1024, 4, trigger=partial(trigger, "every:8"), **more)
+        made.start(ids)
+        began = time.perf_counter()
+        drive(made.study())
+        drafts[n] = made, Stored(kv), time.perf_counter() - began
+    times: dict[int, list[float]] = {n: [] for n in contexts}
+    for at in range(rounds):
+        for n, (made, past, _) in drafts.items():
+            began = time.perf_counter()
+            made.over(past)
+            drive(made.read())
+            for i in range(depth):
+                drive(made.go_on([8 + i], [i - 1]))
+            times[n].append(time.perf_counter() - began)
+            rows = Rows.chain([5, 6], made.length - 1)
+            queries = [torch.randn(lm.n_heads, 2, lm.head_dim, generator=generator).to(lm.dtype) for _ in lm.shapes]
+            new = [100 + at]
+            made.hear(Step(rows, torch.empty(0), [0], new, 0.0, queries=queries))
+            made.extend(new)
+            for layer, s in enumerate(lm.shapes):
+                one = torch.randn(s.n_kv_heads, 1, s.k_dim, generator=generator).to(lm.dtype)
+                past.kv.append(layer, one, one, made.length - 2)
+    for n, each in times.items():
+        usual, looked = median(each), median(each[9::8])
+        ms = 1000 * (usual * 7 + looked) / 8 / (depth + 1)
+        found.append({"context": n, "ms_per_token": round(ms, 3), "look_ms": round(1000 * (looked - usual), 2)})
+        found[-1]["study_s"] = round(drafts[n][2], 2)
+        print(f"behind {n:6} tokens {ms:7.2f} ms a drafted token, a look {found[-1]['look_ms']:.1f} ms")
+    return {"rounds": rounds, "depth": depth, "contexts": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--draft", default="demo-small")
+    parser.add_argument("--ctx", default="4096,8000")
+    parser.add_argument("--tasks", default="lookup,summary,needle")
+    parser.add_argument("--working", type=int, default=512)
+    parser.add_argument("--recent", type=int, default=128)
+    parser.add_argument("--looks", type=int, default=4)
+    parser.add_argument("--prefill", default="window:1024")
+    parser.add_argument("--positions", default="contiguous")
+    parser.add_argument("--reports", type=int, default=2)
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--cost", default="1024,16384", help="contexts; empty = none")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    before, found = machine(), []
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    model = kvcli.load(args.model, profile="exact") if args.tasks else None
+    for task in filter(None, args.tasks.split(",")):
+        for ctx in map(int, args.ctx.split(",")):
+            row = needle(args, model, ctx) if task == "needle" else speed(args, model, task, ctx)
+            found.append(row)
+            print(f"{task}, {ctx} tokens")
+            for name, side in row["sides"].items():
+                print(f"  {name:10}", *(f"{key} {value}" for key, value in side.items()), sep="  ", flush=True)
+    contexts = [int(n) for n in filter(None, args.cost.split(","))]
+    costs = cost(args, contexts) if contexts else None
+    result = {"schema": "kvcli.bench.specextend/1", "environment": before, "settings": settings}
+    result |= {"rows": found, "cost": costs}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

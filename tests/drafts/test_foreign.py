@@ -1,0 +1,152 @@
+"""A model that drafts in a vocabulary of its own: the text in its ids, and its guesses in those of the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvcli.drafts.foreign import Foreign
+from kvcli.drafts.respelled import Respelled
+from kvcli.engine.engine import drive
+from kvcli.models.spelling import Spelling
+from kvcli.models.text import decode
+from tests import small_tokenizers
+
+NAMES = ["byte-level", "byte fallback", "metaspace"]
+PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b]
+TEXT = " Hello world, the harbour of Gannau was closed.\nTwo ferries, café 😀 and all, wait.  It is Hello world again."
+
+
+def pair(target: str, draft: str) -> tuple[Any, Any, Spelling]:
+    words, its = (small_tokenizers.KINDS[name]() for name in (target, draft))
+    return words, its, Spelling(words, its)
+
+
+def ids_of(words: Any, text: str = TEXT) -> list[int]:
+    return list(words.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(("target", "draft"), PAIRS)
+def test_kept_in_step_it_is_what_a_fresh_reading_would_be(target: str, draft: str) -> None:
+    words, its, spelling = pair(target, draft)
+    random, ids = Random(7), [*ids_of(words, 2 * TEXT), words.eos_token_id, *ids_of(words, 2 * TEXT)]
+    text, at = Respelled(spelling), 0
+    while at < len(ids):
+        n = random.choice([1, 1, 2, 5, 40])
+        if random.random() < 0.2:  # an undo
+            at = random.randrange(at + 1)
+            text.start(ids[: at + n])
+        else:
+            text.extend(ids[at : at + n])
+        at += n
+        fresh = Respelled(spelling)
+        fresh.start(ids[:at])
+        assert text.its == fresh.its
+        assert text.is_torn == fresh.is_torn
+    left = [i for i in text.its if i not in spelling.draft.special]
+    if "metaspace" not in (target, draft):  # which has no bytes
+        said = decode(words, [i for i in ids if i not in spelling.target.special])
+        assert decode(its, left).strip() == said.strip()
+
+
+def test_it_is_spelled_as_the_tokenizer_spells_it() -> None:
+    words, its, spelling = pair("byte fallback", "byte-level")
+    text, ids = Respelled(spelling), ids_of(words, 9 * TEXT)
+    for at in range(len(ids)):
+        text.extend(ids[at : at + 1])
+    assert len(text._cuts) > 5
+    assert text.its == its.encode(9 * TEXT, add_special_tokens=False)
+
+
+def test_within_a_character_it_is_torn() -> None:
+    words, its, spelling = pair("byte fallback", "byte-level")
+    text, seen = Respelled(spelling), []
+    for token in ids_of(words, "a 😀 b"):
+        text.extend([token])
+        seen.append((decode(its, text.its), text.is_torn))
+    assert ("a ", True) in seen
+    assert seen[-1] == ("a 😀 b", False)
+
+
+def test_marks_are_those_of_the_same_name_or_office_or_none() -> None:
+    words, its, spelling = pair("byte fallback", "byte-level")
+    end, eos, bos = words.convert_tokens_to_ids(["<|end|>", "</s>", "<s>"])
+    assert spelling.marks[end] == its.convert_tokens_to_ids("<|end|>") == spelling.marks[eos] == its.eos_token_id
+    assert spelling.marks[bos] == its.bos_token_id
+    assert spelling.marks[words.unk_token_id] is None
+    assert spelling.marks_back[its.eos_token_id] in (end, eos)
+
+
+class Oracle:
+    """Says what comes next in a text of its own ids, and what it was told of it."""
+
+    usage = list
+    name, limit, room = "oracle", 1 << 20, 1 << 20
+
+    def __init__(self, truth: Sequence[int]) -> None:
+        self.truth, self.text, self.passes, self.n = list(truth), list[int](), 0, 0
+
+    def start(self, ids: Sequence[int]) -> None:
+        self.text = list(ids)
+
+    def extend(self, new: Sequence[int]) -> None:
+        self.text += new
+
+    def newest(self, n: int) -> list[int]:
+        return self.text[-n:]
+
+    def read(self, want: int = 1, most: float = math.inf) -> Iterator[Any]:
+        self.n = len(self.text)
+        yield from ()
+        return [self.said(self.n - want + 1 + i) for i in range(want)]
+
+    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Iterator[Any]:
+        assert parents == [self.n - len(self.text) - 1]
+        self.n, self.passes = self.n + 1, self.passes + 1
+        yield from ()
+        return [self.said(self.n)]
+
+    def said(self, at: int) -> list[float]:
+        return [float(self.truth[at]) if at < len(self.truth) else 3.0, 2.0, 9.0, 1.0]
+
+
+@pytest.mark.parametrize(("target", "draft"), PAIRS)
+def test_who_knows_the_text_guesses_it_in_the_other_vocabulary(target: str, draft: str) -> None:
+    words, _, spelling = pair(target, draft)
+    ids = ids_of(words, 8 * TEXT.replace("😀", "").replace("é", "e"))
+    whole = Respelled(spelling)
+    whole.start(ids)
+    oracle = Oracle(whole.its)
+    guesser, at, right, asked = Foreign(oracle, spelling), 9, 0, 0  # type: ignore[arg-type]
+    guesser.start(ids[:at])
+    while at + 4 < len(ids):
+        (row,) = drive(guesser.read())
+        guesses: list[int] = []
+        while row and len(guesses) < 4:
+            guesses.append(int(row[0]))
+            (row,) = drive(guesser.go_on(guesses[-1:], [len(guesses) - 2]))
+        took = next((i for i, guess in enumerate(guesses) if guess != ids[at + i]), len(guesses))
+        right, asked = right + took, asked + max(1, min(took + 1, len(guesses)))
+        guesser.extend(ids[at : at + took + 1])
+        at += took + 1
+        assert guesser.length == at
+    assert right / asked > 0.75
+
+
+def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
+    words, _, spelling = pair("byte-level", "byte fallback")
+    ids = ids_of(words)
+    whole = Respelled(spelling)
+    whole.start(ids)
+    guesser = Foreign(Oracle(whole.its), spelling)  # type: ignore[arg-type]
+    guesser.start(ids[:-5])
+    newest = guesser.newest(16)
+    found = drive(guesser.read(len(newest), most=len(newest)))
+    said = [(int(row[0]), newest[i + 1]) for i, row in enumerate(found[:-1]) if row]
+    assert len(found) == len(newest)
+    assert len(said) > 4
+    assert any(guess == token for guess, token in said)

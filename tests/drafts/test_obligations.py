@@ -1,0 +1,91 @@
+"""What drafting owes the text beside the table of exactness: nothing of a refused guess is left anywhere.
+
+docs/drafting.md lists all obligations and the tests that hold them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli.drafts.mix import Mix
+from kvcli.drafts.mixer import Mixer
+from kvcli.drafts.model import Model
+from kvcli.drafts.off import Off
+from kvcli.drafts.suffix import SuffixIndex
+from kvcli.engine.drafter import Pair
+from kvcli.engine.engine import drive
+from kvcli.engine.rows import Draft
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from tests import drafters
+from tests.exact.table import DRAFTERS, STOP, lm, opened, plain, prompt, sibling, written
+
+REFUSED = ["wrong", "bush", "moody", "endspam", "mix", "model", "blind"]  # among whose guesses many are
+
+
+@pytest.mark.parametrize("drafter", REFUSED)
+@pytest.mark.parametrize("policy", ["all", "ragged", "window"])
+def test_a_refused_guess_is_in_no_store_and_nothing_that_a_policy_heard(policy: str, drafter: str) -> None:
+    """To the bit, rows being the same alone and in company."""
+    want = opened("dense", policy, "sampled", "fp32", Off())
+    drive(written(want))
+    got = opened("dense", policy, "sampled", "fp32", DRAFTERS[drafter](want.ids))
+    drive(written(got))
+    assert got.ids == want.ids
+    assert got.heard.pos == want.heard.pos
+    assert bool(got.heard.pos) == (policy == "ragged"), "one policy hears queries while an answer is written"
+    for a, b in zip(tensors(got), tensors(want), strict=True):
+        assert torch.equal(a, b)
+
+
+def tensors(session: Session) -> list[torch.Tensor]:
+    slots = [session.kv.slots(layer) for layer in range(session.lm.n_layers)]
+    return [t for s in slots for t in (s.k, s.v, s.pos)] + session.heard._q
+
+
+@pytest.mark.parametrize("of", ["mix", "model"])
+def test_a_refused_guess_is_in_no_index_of_the_text(of: str) -> None:
+    made: Mixer = (
+        Mix(adaptive=False, view="stream", sinks=2, local=9).drafter()
+        if of == "mix"
+        else Model(adaptive=False, depth=4).drafter([STOP], Pair(lm("dense", "fp32"), sibling()))
+    )
+    session = opened("dense", "all", "sampled", "fp32", made)
+    refused = 0
+    drive(session.read(prompt()))
+    for _ in range(20):
+        step = drive(session.step())
+        refused += step.n_drafted - step.n_accepted
+        index, fresh = made._sources[0].index, SuffixIndex(1, 32)  # type: ignore[attr-defined]
+        fresh.extend(session.ids)
+        assert len(index) == len(session.ids)
+        assert index.find() == fresh.find()
+    assert refused > 20
+
+
+@pytest.mark.parametrize("sampler", ["sampled", "penalty"])
+def test_a_drafter_that_shakes_every_die_there_is_changes_no_draw(sampler: str) -> None:
+    class Dicey(drafters.Moody):
+        def propose(self, ids: Any, room: int, past: object) -> Draft:
+            torch.manual_seed(len(self.steps) % 3)
+            random.seed(5)
+            return super().propose(ids, room, past)
+
+    want = plain("dense", "all", sampler, "fp32")
+    session = opened("dense", "all", sampler, "fp32", Dicey(want, 97, STOP))
+    assert drive(written(session)) == want
+
+
+def test_what_was_refused_is_not_punished() -> None:
+    """A penalty counts the text and the path, and never a guess beside it."""
+    session = opened("dense", "all", "greedy", "fp32", Off())
+    session.sampler = Sampler(repetition_penalty=1.8)
+    want = drive(written(session))
+    session = opened("dense", "all", "greedy", "fp32", drafters.Bush(want, 97, STOP))
+    session.sampler = Sampler(repetition_penalty=1.8)
+    assert drive(written(session)) == want != plain("dense", "all", "greedy", "fp32")
+    assert set(session.seen.mask.nonzero().flatten().tolist()) == set(want)

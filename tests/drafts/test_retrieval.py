@@ -1,0 +1,305 @@
+"""A second model that keeps what the model that writes looks at: what is stored, which chunks, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache, partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcli.drafts.model import Model
+from kvcli.drafts.off import Off
+from kvcli.drafts.retrieval import Retrieval, looks
+from kvcli.drafts.retrieval_scores import Query, best, relevance
+from kvcli.drafts.retrieval_trigger import Adaptive, Every, Trigger, trigger
+from kvcli.drafts.sibling import Sibling
+from kvcli.engine.drafter import Drafter, Pair
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.engine.stats import Stats
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Slots
+from tests import families
+
+NEW = 60
+
+
+@cache
+def lm(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any) -> LM:
+    return LM.of(families.build(family, dtype, **changes))
+
+
+def drafter(draft: LM | None = None, **settings: Any) -> Drafter:
+    usual = {"adaptive": False, "depth": 4, "copies": False, "working": 40, "sinks": 3, "recent": 6, "chunk": 4}
+    usual |= {"retrieval": "every:2"}
+    return Model(**{**usual, **settings}).drafter(pair=Pair(lm(), draft or lm()))
+
+
+def opened(drafter: Drafter, kv: Any = None) -> Session:
+    kv = kv or Dense(lm().shapes, lm().dtype)
+    return Session(lm(), kv, drafter, Sampler(temperature=0.9, top_k=24, seed=3), chunk=13)
+
+
+def text(drafter: Drafter, n: int = 130) -> tuple[list[int], Stats]:
+    session, stats = opened(drafter), Stats()
+    drive(session.read(families.prompt(n)))
+    for step in events(session.stream(NEW)):
+        stats.fold(step)
+    return session.ids, stats
+
+
+def guesser(drafter: Drafter) -> Retrieval:
+    found: Retrieval = drafter._chain.guesser  # type: ignore[attr-defined]
+    return found
+
+
+class Told:
+    """One that is told by hand what is looked at."""
+
+    def __init__(self, *, sees: int | None = 0, closes: bool = False, far: bool = False, working: int = 40) -> None:
+        self.lm = lm()
+        sights = looks(self.lm, 1)
+        more: dict[str, Any] = {"size": 4, "recent": 6, "sights": sights, "trigger": partial(Every, 1), "is_far": far}
+        self.it = Retrieval(self.lm, working, 3, sees=sees, closes=closes, **more)
+        self.ids = families.prompt(120)
+        self.it.start(self.ids)
+
+    def look_at(self, *chunks: int) -> None:
+        left = [True]  # once
+        self.it._score = [0.01 + (at in chunks) for at in range(len(self.ids))]
+        self.it._looks = lambda: left.pop() if left and self.it._n > 3 else False  # type: ignore[method-assign]
+
+    def add(self, new: Sequence[int]) -> None:
+        self.ids += new
+        self.it.extend(new)
+
+    @property
+    def places(self) -> list[int]:
+        """Of what is stored, in the text."""
+        it = self.it
+        held = [3 + 4 * chunk + i for chunk in sorted(it._held) for i in range(4)]
+        return [*range(3), *held, *range(it._solid, it._n)]
+
+    def slots(self, layer: int) -> Slots:
+        return self.it._kv.slots(layer)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_what_comes_back_is_what_was_read(far: bool) -> None:
+    at = Told(far=far)
+    drive(at.it.study())
+    drive(at.it.read())
+    at.look_at(5, 6, 11)
+    at.add([7])
+    at.look_at(5, 6, 11)
+    drive(at.it.read())
+    assert {5, 6, 11} <= {*at.it._held}
+    s = at.slots(0)
+    assert s.pos[0].tolist() == at.places
+    fresh = Sibling(lm(), 0, 0, sees=0)
+    fresh.start([*at.ids, 0])
+    drive(fresh.study())
+    want = fresh._kv.slots(0)
+    assert torch.allclose(s.k, want.k[:, at.places], atol=1e-12)
+    assert torch.allclose(s.v, want.v[:, at.places], atol=1e-12)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("sees", [None, 0, 60])
+def test_after_any_accepted_length_it_stores_what_it_says(sees: int | None, closes: bool) -> None:
+    """A thousand rounds: guesses of any depth, of which any number come true; looks, undoing, long pauses."""
+    random, at = Random(7), Told(sees=sees, closes=closes)
+    it, n_checked = at.it, 0
+    drive(it.study())
+    for n in range(170):  # six times
+        if random.random() < 0.5:
+            at.look_at(*(random.randrange(len(at.ids) // 4) for _ in range(6)))
+        drive(it.read())
+        s, places = at.slots(0), at.places
+        assert it._n == len(at.ids)
+        assert s.n_slots <= 40
+        assert s.pos[0, -1] == len(at.ids) - 1 - it._gap
+        if n % 3 == 0 and len(places) == s.n_slots:  # else some stay for a while of what was stored before a pause
+            n_checked += 1
+            fresh = Sibling(lm(), 0, 0, sees=0)
+            fresh.start([*(at.ids[i] for i in places), 0])
+            drive(fresh.study())
+            want = fresh._kv.slots(0)  # of the first layer: a token's value there depends on nothing before it
+            assert torch.allclose(s.v, want.v, atol=1e-12)
+            assert s.pos[0].tolist() == ([*range(len(places))] if closes else places)
+            assert not closes or torch.allclose(s.k, want.k, atol=1e-6)
+        guesses = [random.randrange(97) for _ in range(random.randrange(6))]
+        for i, guess in enumerate(guesses):
+            drive(it.go_on([guess], [i - 1]))
+        right = random.randint(0, len(guesses))
+        new = [*guesses[:right], random.randrange(97)]
+        if n % 40 == 39:
+            new += [random.randrange(97) for _ in range(random.randrange(100))]  # it was not asked for a while
+        if len(at.ids) > 450 or n % 25 == 24:
+            at.ids = at.ids[: random.randrange(90, len(at.ids))]
+            it.start(at.ids)
+        else:
+            at.add(new)
+    assert n_checked > 40
+
+
+def test_what_is_looked_at_is_the_attention_of_one_row() -> None:
+    """Against a dense softmax over everything; of heads that hold different slots, and of what a window hides, too."""
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(n, s, 8, generator=generator, dtype=torch.float64) for n, s in ((6, 1), (2, 47)))
+    kv = Dense([*lm().shapes[:0], *[type(lm().shapes[0])(2, 8, 8)] * 2], torch.float64)
+    for layer in range(2):
+        kv.append(layer, k + layer, k, 0)
+    keep = torch.ones(2, 47, dtype=torch.bool)
+    keep[1, 11:29] = False
+    kv.keep(0, keep)
+    sight = type(lm().sights[0])
+    sights = {0: sight(0.3, softcap=2.0), 1: sight(0.3, window=20)}
+    got = relevance(kv, sights, Query({0: q, 1: q}, 45), 3, 5)
+    total = torch.zeros(47, dtype=torch.float64)
+    for layer, of in sights.items():
+        score = torch.einsum("hd,hsd->hs", q[:, 0], (k + layer).repeat_interleave(3, 0)) * of.scale
+        score = of.softcap * torch.tanh(score / of.softcap) if of.softcap else score
+        at = torch.arange(47)
+        hidden = (at > 45).expand(6, -1).clone()
+        hidden |= at <= 45 - of.window if of.window else ~keep.repeat_interleave(3, 0)
+        total += score.masked_fill(hidden, -math.inf).softmax(-1).sum(0) / 3  # query heads of a KV head
+    assert len(got) == 8
+    assert torch.allclose(torch.tensor(got).double(), total[3:43].view(8, 5).sum(1))
+
+
+def test_a_chunk_is_not_let_go_for_one_that_is_hardly_more_looked_at() -> None:
+    assert best([0.0, 1.0, 1.09, 1.2], range(4), [1], 2) == [3, 1]
+    assert best([0.0, 1.0, 1.11, 1.2], range(4), [1], 2) == [3, 2]
+    assert best([], range(5), [0], 2) == [4, 3]  # nobody has looked yet: as in a window
+
+
+def test_a_set_that_is_all_but_the_same_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, laid = Told(working=83), []
+    drive(at.it.study())
+    monkeypatch.setattr(
+        at.it, "_lay", lambda chosen, first: (laid.append(chosen), Retrieval._lay(at.it, chosen, first))
+    )
+    for wanted, copied in ((range(14), 1), (range(14), 0), (range(1, 15), 0), (range(5, 19), 1)):
+        laid.clear()
+        at.add([3])
+        at.look_at(*wanted)
+        drive(at.it.read())
+        assert len(laid) == copied
+
+
+def test_no_pass_makes_anything_as_large_as_rows_by_heads_by_context() -> None:
+    class Largest(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            for t in found if isinstance(found, tuple | list) else [found]:
+                if isinstance(t, torch.Tensor):
+                    self.made = max(self.made, t.numel())
+            return found
+
+    made = drafter(depth=40, retrieval="every:1")
+    session, n = opened(made), 450
+    drive(session.read(families.prompt(n)))
+    drive(session.step())
+    with Largest() as largest:
+        drive(made.propose(session.ids, 40, session))  # type: ignore[arg-type]
+    assert guesser(made)._score != ()
+    assert 0 < largest.made < 41 * lm().n_heads * n / 2
+    q = torch.zeros(lm().n_heads, 41, lm().head_dim, dtype=torch.float64)
+    with Largest() as dense:  # what it would see
+        q @ session.kv.slots(2).k.repeat_interleave(lm().n_heads // lm().n_kv_heads, 0).transpose(1, 2)
+    assert dense.made >= 41 * lm().n_heads * n
+
+
+@pytest.mark.parametrize("retrieval", ["off", "every:1", "adaptive"])
+def test_with_room_for_the_whole_text_guesses_are_those_of_the_whole(retrieval: str) -> None:
+    got, stats = text(drafter(working=256, branches=1, retrieval=retrieval))
+    assert got == text(Off())[0]
+    assert stats.accepted_tokens == stats.draft_tokens > 0
+
+
+def test_texts_that_are_left_copied_or_taken_over_take_nothing_along() -> None:
+    session = opened(drafter())
+    drive(session.read(families.prompt(130)))
+    list(events(session.stream(9)))
+    other = session.fork()
+    mine, its = guesser(session.drafter), guesser(other.drafter)
+    assert its._chunks is not mine._chunks
+    assert its.lm is mine.lm
+    for of in (session, other):
+        list(events(of.stream(9)))
+    assert session.ids == other.ids
+    assert mine._score == its._score != ()
+    ids = families.prompt(150, seed=4)
+    session.begin(ids, Sampler())
+    drive(session.read(ids[len(session.ids) :]))
+    assert mine._score == ()  # nobody has looked at this text
+    list(events(session.stream(20)))
+    fresh = opened(Off())
+    fresh.begin(ids, Sampler())
+    drive(fresh.read(ids))
+    list(events(fresh.stream(20)))
+    assert session.ids == fresh.ids
+    whole = [*other.ids]
+    session.take(other)
+    session.begin(whole[:-7], other.sampler)
+    list(events(session.stream(7)))
+    assert session.ids == whole
+
+
+def test_what_it_missed_while_it_was_not_asked_is_there_when_it_is() -> None:
+    at = Told()
+    drive(at.it.study())
+    drive(at.it.read())
+    at.add([n % 97 for n in range(90)])  # more than stays
+    drive(at.it.read())
+    assert at.places[-30:] == [*range(180, 210)]
+    at.add([5])
+    at.look_at(2, 30)  # one that lay ready, and one that was passed over
+    drive(at.it.read())
+    assert {2, 30} <= {*at.it._held}
+
+
+def test_looks_come_by_the_number_of_rounds() -> None:
+    every = Every(4)
+    due = []
+    for _ in range(10):
+        due.append(every.is_due)
+        if every.is_due:
+            every.looked()
+        near = every.is_near
+        every.hear(True)
+        assert near == every.is_due
+    assert due == [True, False, False, False] * 2 + [True, False]
+
+
+def rounds(of: Trigger, right: Sequence[bool], sure: float = 0.9) -> list[int]:
+    """Behind which rounds it looked."""
+    found = []
+    for n, was_right in enumerate(right):
+        if of.is_due:
+            of.looked()
+            found.append(n)
+        of.think(sure)
+        of.hear(was_right)
+    return found
+
+
+def test_looks_come_where_guesses_begin_to_fail() -> None:
+    assert rounds(Adaptive(), [True] * 40) == [0, 32]
+    assert rounds(Adaptive(), [*[True] * 40, *[False] * 4, *[True] * 20])[:4] == [0, 32, 41, 43]
+    vain = rounds(Adaptive(), [*[True] * 20, *[False] * 200])
+    assert len(vain) < 20  # where looks change nothing there are few
+    lost = trigger("adaptive")
+    assert rounds(lost, [True] * 9) == [0]
+    lost.think(0.1)
+    assert lost.is_due

@@ -1,0 +1,197 @@
+"""Steps of a second model: accepted or replaced, and where nothing but the same is accepted the text is the model's."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli import load
+from kvcli.drafts.off import Off
+from kvcli.engine.engine import drive, together
+from kvcli.engine.feed import Asks
+from kvcli.engine.lm import LM
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.errors import BadConfig, BadInput
+from kvcli.kernels.native import native, why_not
+from kvcli.kv.dense import Dense
+from kvcli.settings.profile import Profile
+from kvcli.steps.judge import Judge
+from kvcli.steps.lookahead import Lookahead
+from kvcli.steps.writer import Writer
+from tests import families
+
+NEW, STOP = 60, 96
+SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.5, top_k=24, seed=3)}
+FAMILIES = ["llama", "gemma3", "gpt_oss"]  # plain, with windows, with sinks
+STEPS = {"method": "lookahead", "model": "demo"}
+
+
+@cache
+def lm(family: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
+    found = LM.of(families.build(family, dtype))
+    if dtype != torch.float64:
+        found.lay_out()
+    return found
+
+
+@cache
+def near(dtype: torch.dtype) -> LM:
+    """The model with other weights: often of the same mind, and not always."""
+    model, noise = families.build("llama", dtype), torch.Generator().manual_seed(7)
+    for weight in model.parameters():
+        weight.add_(torch.randn(weight.shape, generator=noise, dtype=torch.float64).to(dtype) * 0.01)
+    found = LM.of(model)
+    if dtype != torch.float64:
+        found.lay_out()
+    return found
+
+
+def opened(model: LM, sampler: Sampler, kv: Dense | None = None) -> Session:
+    return Session(model, kv or Dense(model.shapes, model.dtype), Off(), sampler, chunk=13)
+
+
+def writer(draft: LM, **settings: Any) -> Writer:
+    """Steps end at every third token or so."""
+    return Writer(Lookahead(**settings), opened(draft, Sampler()), lambda ids: ids[-1] % 3 == 0)
+
+
+def written(model: LM, sampler: Sampler, by: Writer | None) -> Asks[list[int]]:
+    session = opened(model, sampler)
+    text = families.prompt(40)
+    while (yield from session.chunk(text)):
+        pass
+    while (left := 40 + NEW - len(session.ids)) > 0 and session.ids[-1] != STOP:
+        yield from (by.step(session, {STOP}, left) if by is not None else session.step({STOP}, left))
+        assert session.committed == len(session.ids) - 1 == session.kv.n_slots(0)
+    assert len(session.ids) <= 40 + NEW
+    return session.ids
+
+
+@cache
+def plain(family: str, sampler: str, dtype: torch.dtype) -> list[int]:
+    return drive(written(lm(family, dtype), SAMPLERS[sampler], None))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float64, {"judge": "exact"}),
+        (torch.float64, {"judge": "likely", "likely": 1.0}),
+        (torch.float64, {"alike": 1.0}),
+        pytest.param(torch.bfloat16, {"alike": 1.0}, marks=pytest.mark.skipif(native() is None, reason=why_not())),
+    ],
+    ids=str,
+)
+def test_where_only_the_same_is_accepted_the_text_is_the_models_own(
+    dtype: torch.dtype, settings: dict[str, Any], sampler: str
+) -> None:
+    by = writer(near(dtype), ahead=4, tokens=7, **settings)
+    assert drive(written(lm("llama", dtype), SAMPLERS[sampler], by)) == plain("llama", sampler, dtype)
+    assert 0 < by.same == by.accepted < by.drafted, "some were, some were not"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_windows_and_sinks_too_by_a_model_of_other_words(family: str) -> None:
+    by = writer(LM.of(families.build("qwen2", torch.float64, vocab_size=91)), alike=1.0, tokens=6)
+    assert drive(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
+    by = writer(lm(family), alike=1.0, tokens=6)
+    assert drive(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
+    assert by.same == by.accepted == by.drafted > 9, "of its own steps a model takes all"
+
+
+def test_texts_side_by_side_do_not_know_of_each_other() -> None:
+    each = [written(lm(), SAMPLERS[name], writer(near(torch.float64), alike=1.0)) for name in SAMPLERS]
+    assert [done.result() for done in together(*each)] == [plain("llama", name, torch.float64) for name in SAMPLERS]
+
+
+@pytest.mark.parametrize("settings", [{"alike": 0.0}, {"judge": "likely", "likely": 0.0}], ids=str)
+def test_where_all_is_accepted_the_text_is_the_other_models_but_for_what_follows_a_round(
+    settings: dict[str, Any],
+) -> None:
+    other, by = near(torch.float64), writer(near(torch.float64), ahead=2, tokens=4, **settings)
+    text = drive(written(lm(), SAMPLERS["greedy"], by))
+    assert by.accepted == by.drafted > by.same
+    session, differs = opened(other, Sampler()), 0
+    drive(session.read(text))
+    for at in reversed(range(40, len(text))):
+        session.rewind(at)
+        differs += drive(session.step()).new[0] != text[at]
+    assert text != plain("llama", "greedy", torch.float64)
+    assert differs <= by.drafted / 2, "one token a round is the model's"
+
+
+def test_a_step_that_is_refused_is_the_models_own() -> None:
+    """Each token of the text is one of the two models' first choice, and a judge that accepts some is in between."""
+    by = writer(near(torch.float64), ahead=3, tokens=8, judge="alike", alike=0.5)
+    text = drive(written(lm(), SAMPLERS["greedy"], by))
+    assert by.same < by.accepted < by.drafted
+    sessions = [opened(model, Sampler()) for model in (lm(), near(torch.float64))]
+    for session in sessions:
+        drive(session.read(text))
+    for at in reversed(range(40, len(text))):
+        for session in sessions:
+            session.rewind(at)
+        assert text[at] in [drive(session.step()).new[0] for session in sessions], at
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3])
+def test_the_share_of_wrong_steps_stays_below_what_was_chosen(alpha: float) -> None:
+    """Whatever the steps are: here all those are wrong that the judge is surest of, and later all are."""
+    settings, random = Lookahead(judge="likely", likely=0.2, alpha=alpha, audit=3), Random(5)
+    judge, wrong, n = Judge(settings), 0, 0
+    for at in range(6000):
+        likelihood = random.random()
+        before = judge.threshold
+        if judge.looks(lambda p=likelihood: p) is None:
+            is_wrong = likelihood > 0.6 or at > 4000
+            assert judge.compares([1, 2], [3, 4] if is_wrong else [1, 2]) is not is_wrong
+            wrong += is_wrong
+        if judge.threshold != before:
+            n += 1
+            assert wrong <= alpha * n + (1 + settings.rate - settings.likely) / settings.rate
+    assert n == 2000
+    assert wrong > 0
+
+
+def says(error: BadConfig | BadInput) -> str:
+    return "\n".join([error.message, *error.lines, *error.try_])
+
+
+def test_it_is_never_exact_and_refuses_what_it_cannot_keep() -> None:
+    with pytest.raises(BadConfig) as caught:
+        Profile.load("exact").replace(steps=STEPS)
+    assert '"exact" cannot be kept' in says(caught.value)
+    for others in ({"spec": {"method": "ngram"}}, {"policy": {"name": "window"}}):
+        with pytest.raises(BadConfig) as caught:
+            Profile.load("exact").replace(exactness="approx", steps=STEPS, **others)
+        assert '"lookahead" cannot be kept' in says(caught.value)
+    with pytest.raises(BadConfig) as caught:
+        Profile.load("exact").replace(exactness="approx", steps={"method": "lookahead", "alpha": 0.1})
+    assert 'judge = "likely"' in says(caught.value)
+    with pytest.raises(BadConfig) as caught:
+        load("demo", "exact", {"exactness": "approx", "steps.method": "lookahead"})
+    assert "--set steps.model=MODEL" in says(caught.value)
+    with pytest.raises(BadInput) as refused:
+        drive(written(lm(), Sampler(repetition_penalty=1.2), writer(lm())))
+    assert "--set sample.repetition_penalty=1" in says(refused.value)
+
+
+def test_an_answer_by_steps_says_so() -> None:
+    """The bundled model writes ahead for itself."""
+    steps = {"exactness": "approx", "spec.method": "off", "steps.method": "lookahead", "steps.model": "demo"}
+    ask = "Repeat after me: one two three four five."
+    with load("demo", "exact", {"sample.temperature": 0.0}) as model:
+        want = model.generate(ask, max_new_tokens=40)
+        with model.open(set=steps | {"sample.temperature": 0.0}) as text:
+            turn = text.generate(ask, max_new_tokens=40)
+    assert turn.ids == want.ids
+    assert "takes steps of demo" in turn.stats.approx
+    assert turn.stats.accepted_tokens == turn.stats.draft_tokens > 0
+    assert turn.stats.kv["draft"] > 0
+    assert text.promise == "approx"

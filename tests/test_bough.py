@@ -1,0 +1,65 @@
+"""Guesses as a tree of passes: a row gives what it would give in its place in a text."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from kvcli.drafts.successors import top
+from kvcli.engine.bough import Bough
+from kvcli.engine.engine import drive, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.rows import Rows
+from kvcli.engine.session import Session
+from kvcli.kernels.native import native
+from tests import families
+from tests.exact import table
+
+PROMPT = 59
+STORAGES = [(name, "fp64") for name in ("dense", "sliding", "sinks")]
+if native() is not None:
+    STORAGES += [(name, "bf16") for name in ("dense", "sliding", "lowered", "recalled", "minmax")]
+
+
+@pytest.mark.parametrize(("storage", "dtype"), STORAGES)
+def test_a_row_reads_its_own_line_as_if_that_were_stored(storage: str, dtype: str) -> None:
+    random, lm = Random(7), table.lm(storage, dtype)
+    session = Session(lm, table.past(storage, lm), table.Off(), table.SAMPLERS["greedy"], chunk=13)
+    drive(session.read(families.prompt(PROMPT + 1)))
+    bough, said = Bough(lm, session.kv, PROMPT), []
+    for n in (1, 1, 4, 7, 2):
+        parents = [random.randrange(-1, len(bough) + i) for i in range(n)]
+        said += drive(bough.grow([random.randrange(97) for _ in range(n)], parents, top))
+    for row in range(len(bough)):
+        line = bough._above[row]
+        ids = [bough.ids[i] for i in line]
+        (made,) = run([Feed(lm, Rows.chain(ids, PROMPT), session.kv, want=[len(ids) - 1], glean=top)])
+        assert torch.allclose(torch.tensor(said[row]), torch.tensor(made.gleaned(0)), **close(dtype))
+        for layer, fresh in made.fresh.items():
+            for mine, its in zip(bough._held[layer], (fresh.k, fresh.v), strict=True):
+                assert torch.allclose(mine[:, line], its, **close(dtype))
+
+
+def close(dtype: str) -> dict[str, float]:
+    """Native kernels give the same bits."""
+    return {"rtol": 0, "atol": 0} if dtype == "bf16" else {"atol": 1e-10}
+
+
+def test_a_text_takes_one_line_of_it() -> None:
+    bough = Bough(table.lm("dense", "fp64"), table.past("dense", table.lm("dense", "fp64")), 0)
+    drive(bough.grow([5, 6, 5, 6], [-1, -1, 1, 2], top))
+    drive(bough.grow([7], [3], top))
+    assert [bough.path(ids) for ids in ([6, 5, 6, 7, 8], [6, 6], [5, 5], [7], [])] == [[1, 2, 3, 4], [1], [0], [], []]
+
+
+def test_a_pass_that_broke_leaves_no_rows() -> None:
+    lm = table.lm("dense", "fp64")
+    bough = Bough(lm, table.past("dense", lm), 0)
+    want = drive(bough.grow([5, 6], [-1, 0], top))
+    broken = bough.grow([9, 9, 9], [-1, 1, 1], top)
+    next(broken)
+    broken.close()
+    assert (bough.ids, bough.parents) == ([5, 6], [-1, 0])
+    assert drive(bough.grow([5, 6], [-1, 2], top)) == want

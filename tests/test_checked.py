@@ -1,0 +1,135 @@
+"""Lossy profiles made exact: what they keep of a past guesses, and the whole of it writes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli.build import promise, session
+from kvcli.commands.setup import refuse_inexact
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.session import Session
+from kvcli.engine.stats import Stats
+from kvcli.errors import BadConfig
+from kvcli.kv.slots import nbytes
+from kvcli.kv.state import Given
+from kvcli.settings.profile import Profile, load_profile
+from tests import families
+
+NEW = 40
+CHECKED = [
+    "exactness=exact",
+    "spec.method=self",
+    "spec.adaptive=false",
+    "spec.copies=false",
+    "spec.branches=1",
+    "prefill.chunk=37",
+]
+# as shipped they keep more than these short texts have
+SMALL = {
+    "balanced": ["kv.residual=20", "kv.group=16"],
+    "lean": ["kv.residual=20", "kv.group=16"],
+    "snap": ["policy.keep=0.2"],
+    "streaming": ["policy.sinks=2", "policy.window=16", "policy.every=16"],
+    "fastgen": ["policy.keep=0.2"],
+    "max-context": ["kv.residual=20", "kv.group=16", "memory.host=0GiB"],
+}
+
+
+@cache
+def lm() -> LM:
+    found = LM.of(families.build("llama", torch.bfloat16))
+    found.lay_out()
+    return found
+
+
+def profile(name: str, *sets: str) -> Profile:
+    return load_profile(name, sets=[*SMALL.get(name, ()), *CHECKED, *sets])
+
+
+def written(under: Profile, n: int = 150) -> tuple[Session, Stats]:
+    found, stats = session(lm(), under), Stats()
+    drive(found.read(families.prompt(n)))
+    for step in events(found.stream(NEW)):
+        stats.fold(step)
+    return found, stats
+
+
+@cache
+def plain(sampling: str) -> list[int]:
+    return written(load_profile("exact", sets=[sampling]))[0].ids
+
+
+@pytest.mark.parametrize("sampling", ["sample.temperature=0", "sample.temperature=0.9"])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_text_is_that_of_the_whole_past(name: str, sampling: str) -> None:
+    under = profile(name, sampling)
+    found, stats = written(under)
+    assert found.ids == plain(sampling)
+    assert stats.draft_tokens > 0
+    assert not found.lost
+    assert promise(lm(), under) == "bit-exact"
+    assert nbytes(found.kv).keys() == {"cpu", "draft"}
+
+
+def test_guesses_come_of_what_is_kept() -> None:
+    """All of it is as good as the whole past; of next to nothing guesses fail."""
+    all_of_it = written(profile("streaming", "policy.window=400"))[1]
+    nothing = written(profile("streaming", "policy.sinks=0", "policy.window=1", "policy.every=4"))[1]
+    assert all_of_it.acceptance_rate == 1
+    assert nothing.acceptance_rate < 0.9
+
+
+def test_what_a_policy_let_go_is_there_to_go_back_to() -> None:
+    found, _ = written(profile("streaming"))
+    assert found.rewind(100) == 99
+    drive(found.read(found.ids[:0] + families.prompt(7, seed=9)))
+    again = session(lm(), load_profile("exact"))
+    drive(again.read(found.ids))
+    for each in (found, again):
+        drive(each.stream(9))
+    assert found.ids == again.ids
+
+
+def test_both_pasts_are_kept_for_later() -> None:
+    a, _ = written(profile("lean"))
+    b = session(lm(), profile("lean"))
+    b.restore(Given(a.state(), len(a.ids)).tree, a.ids[-1])
+    drive(a.stream(9))
+    drive(b.stream(9))
+    assert a.ids == b.ids
+    assert [use.slots for use in a.kv.usage()] == [use.slots for use in b.kv.usage()]
+
+
+def test_exact_says_what_to_type_and_takes_it() -> None:
+    with pytest.raises(BadConfig) as refused:
+        refuse_inexact(load_profile("snap"))
+    assert "--set exactness=exact --set spec.method=self" in refused.value.try_
+    refuse_inexact(profile("snap"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"exactness": "exact"}, 'with spec.method = "self" that only guesses'),
+        ({"exactness": "certified", "spec": {"method": "self"}}, "forgets part of the text"),
+        ({"exactness": "exact", "spec": {"method": "self"}, "prune": {"method": "lazy"}}, "leaves tokens of a prompt"),
+        (
+            {
+                "exactness": "exact",
+                "spec": {"method": "self"},
+                "memory": {"disposition": "demote"},
+                "kv": {"k_bits": 8, "v_bits": 8},
+            },
+            '"demote" cannot be kept where a whole past checks',
+        ),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_with_what_would_do(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadConfig) as refused:
+        load_profile("snap").replace(**changes)
+    assert said in str(refused.value) + "".join(refused.value.lines)
