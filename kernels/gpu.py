@@ -1,0 +1,37 @@
+"""Which devices the Triton kernels serve, and for what reason they leave others to the references.
+
+They need a card whose matrix units take bfloat16 (compute capability 8.0), and are written for NVIDIA's. Their source
+compiles for AMD's cards too, where nobody has run it. Triton's interpreter serves tensors on a CPU, for tests alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+LEAST = (8, 0)  # compute capability
+TYPES = (torch.bfloat16, torch.float16)  # float32 and float64 are held to in full, which matrix units are not
+
+
+@cache  # asked in each layer of a pass
+def why_not(device: torch.device, dtype: torch.dtype) -> str:
+    """Why tensors of this type there are not served; "" if they are."""
+    if device.type != "cuda":
+        return f"no fused kernels for {device.type}"
+    if dtype not in TYPES:
+        return f"{str(dtype).removeprefix('torch.')} is held to in full"
+    return _why_no_card(device)
+
+
+@cache
+def _why_no_card(device: torch.device) -> str:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.version.hip is not None:
+        return "an AMD card: the kernels compile for it, and have never run on one"
+    have = torch.cuda.get_device_capability(device)
+    if have < LEAST:
+        return f"fused kernels need compute capability {LEAST[0]}.{LEAST[1]}, this card has {have[0]}.{have[1]}"
+    return ""
