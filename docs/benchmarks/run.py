@@ -49,9 +49,10 @@ RESULTS = {
     "fafo": "python tests/bench/fafo.py --reps 4",
     "drafters": "python tests/bench/drafters.py --models demo",
     "drafters-wide": "python tests/bench/drafters.py --models demo-wide --tasks lookup,summary,free"
-    " --sides plain,ngram,fafo,small,small-full,small+copies,specextend",
+    " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
     "scouts": "python tests/bench/scouts.py",
     "specextend": "python tests/bench/specextend.py",
+    "specextend-wide": "python tests/bench/specextend.py --model demo-wide --tasks lookup,summary --cost=",
     "growth": "python tests/bench/growth.py",
     "reading-order": "python tests/bench/reading_order.py --tokens 32768 --chunks 2048 --only memory",
     "row-cost": "python tests/bench/row_cost.py",

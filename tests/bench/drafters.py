@@ -57,6 +57,7 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "small-full": ("draft", {"spec": {"model": SMALL, "copies": False, **ALL}}),
     "small+copies": ("draft", {"spec": {"model": SMALL}}),
     "specextend": ("specextend", {"spec": {"model": SMALL, "copies": False}}),
+    "specextend-every": ("specextend", {"spec": {"model": SMALL, "copies": False, "retrieval": "every:8"}}),
     # what guesses are worth where the clock would have none made
     "small-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "specextend-always": ("specextend", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),

@@ -7,10 +7,11 @@
   summary  that report's findings are listed
   needle   as lookup, one guess a pass and no clock: how many tokens of the fact were guessed, and how many others
 
-Its sibling costs the demo model too much to gain speed (tests/bench/drafters.py has a pair that does); this shows what
-a small cache loses and retrieval brings back. All sides of a repetition run one after the other, each prompt knowing
-nothing; times are from the first token to the last, ratios of plain decoding. `--cost`: time of a drafted token of a
-random 152M Llama behind so many tokens, its looks at the text included. Prints tables, then JSON on the last line.
+Its sibling costs the demo model too much to gain speed; this shows what a small cache loses and retrieval brings back.
+`--model demo-wide` is the same function at the cost of 150M parameters (tests/bench/widened.py). Nobody copies. All
+sides of a repetition run one after the other, each prompt knowing nothing; times are from the first token to the last,
+ratios of plain decoding. `--cost`: time of a drafted token of a random 152M Llama behind so many tokens, its looks at
+the text included. Prints tables, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -42,9 +44,10 @@ from kvcli.engine.stats import Step  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.models.text import render_prompt  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+from tests.bench.widened import write  # noqa: E402
 
 SIDES = {"plain": None, "window": "off", "every:8": "every:8", "adaptive": "adaptive"}
-ONE = {"adaptive": False, "depth": 1, "max": 1, "branches": 1, "copies": False}  # guess a pass
+ONE = {"adaptive": False, "depth": 1, "max": 1, "branches": 1}  # guess a pass
 ASKED = 6  # facts of a report
 MOST = 200  # tokens of an answer
 
@@ -97,8 +100,8 @@ class Side:
 
 
 def sides(args: argparse.Namespace, model: Any, **more: Any) -> dict[str, Side]:
-    usual = {"method": "model", "model": args.draft, "working": args.working, "recent": args.recent, **more}
-    usual |= {"looks": args.looks, "prefill": args.prefill, "positions": args.positions}
+    usual = {"method": "model", "model": args.draft, "working": args.working, "recent": args.recent, "copies": False}
+    usual |= {"looks": args.looks, "prefill": args.prefill, "positions": args.positions, **more}
     return {
         name: Side(model, {**usual, "retrieval": retrieval} if retrieval else {"method": "off"})
         for name, retrieval in SIDES.items()
@@ -235,7 +238,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     before, found = machine(), []
-    model = kvcli.load(args.model, profile="exact") if args.tasks else None
+    with TemporaryDirectory() as folder:
+        if args.model == "demo-wide":
+            write(Path(folder))
+        wanted = folder if args.model == "demo-wide" else args.model
+        model = kvcli.load(wanted, profile="exact") if args.tasks else None
     for task in filter(None, args.tasks.split(",")):
         for ctx in map(int, args.ctx.split(",")):
             row = needle(args, model, ctx) if task == "needle" else speed(args, model, task, ctx)
