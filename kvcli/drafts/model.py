@@ -59,7 +59,9 @@ class Model(Ngram):
                 f'adaptive = false guesses as far as `depth` says: stop = "{self.stop}" needs adaptive = true'
             )
         if self.stop != "marginal" and self.promise:
-            raise ValueError(f'promise = {self.promise} is what a pass must bring: stop = "{self.stop}" is not asked then')
+            raise ValueError(
+                f'promise = {self.promise} is what a pass must bring: stop = "{self.stop}" is not asked then'
+            )
         if 0 < self.working <= self.sinks:
             raise ValueError(f"working = {self.working} leaves nothing beside sinks = {self.sinks}")
         if self.cascade and not self.copies:

@@ -84,10 +84,10 @@ class Outlook:
         }
         listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
         second = wrong.profile.spec.second or wrong.profile.steps.second
-        beside = f" and {second.model}, which drafts," if second is not None else ""
+        what = self.name if second is None else f"{self.name} and {second.model}, which drafts,"
         tried = changes(self.subject, wrong, others, self.found, wrong.facts)
         return DoesNotFit(
-            f"not enough memory to load {self.name}{beside} with {parts.context:,} tokens",
+            f"not enough memory to load {what} with {parts.context:,} tokens",
             lines=[
                 f"needs {gib(wrong.least)} GiB ({listed})",
                 f"{gib(room.available)} GiB are available on {room.device}, of which "

@@ -346,7 +346,9 @@ def test_what_was_asked_by_name_is_refused_and_never_made_smaller(outlook, conte
 
 
 def test_a_model_that_drafts_and_is_too_large_is_what_is_named_and_given_up(demo, outlook):
-    heavy = replace(demo, path="elsewhere", held=tuple(replace(h, shape=(h.shape[0] << 12, *h.shape[1:])) for h in demo.held))
+    heavy = replace(
+        demo, path="elsewhere", held=tuple(replace(h, shape=(h.shape[0] << 12, *h.shape[1:])) for h in demo.held)
+    )
     profile = Profile.load("draft").replace(spec={"model": "heavy"})
     looked = outlook(2 * GIB)
     looked.find = lambda name: heavy
