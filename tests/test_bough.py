@@ -29,8 +29,8 @@ def test_a_row_reads_its_own_line_as_if_that_were_stored(storage: str, dtype: st
     session = Session(lm, table.past(storage, lm), table.Off(), table.SAMPLERS["greedy"], chunk=13)
     drive(session.read(families.prompt(PROMPT + 1)))
     bough, said = Bough(lm, session.kv, PROMPT), []
-    for n in (1, 1, 4, 7, 2):
-        parents = [random.randrange(-1, len(bough) + i) for i in range(n)]
+    for n in (13, 1, 4, 2):  # first a line that is longer than a window
+        parents = [random.randrange(-1, len(bough) + i) if len(bough) else i - 1 for i in range(n)]
         said += drive(bough.grow([random.randrange(97) for _ in range(n)], parents, top))
     for row in range(len(bough)):
         line = bough._above[row]

@@ -87,12 +87,23 @@ def test_guesses_come_of_what_is_kept() -> None:
 def test_what_a_policy_let_go_is_there_to_go_back_to() -> None:
     found, _ = written(profile("streaming"))
     assert found.rewind(100) == 99
+    assert all(int(found.kv.slots(layer).pos.max()) < 99 for layer in range(lm().n_layers))
     drive(found.read(found.ids[:0] + families.prompt(7, seed=9)))
     again = session(lm(), load_profile("exact"))
     drive(again.read(found.ids))
     for each in (found, again):
         drive(each.stream(9))
     assert found.ids == again.ids
+
+
+def test_the_whole_past_gives_back_what_windows_hide() -> None:
+    sliding = LM.of(families.build("gemma3", torch.bfloat16))
+    taken = []
+    for under in (load_profile("exact", sets=["prefill.chunk=37"]), profile("streaming", "policy.window=64")):
+        found = session(sliding, under)
+        drive(found.read(families.prompt(600)))
+        taken.append(nbytes(found.kv)["cpu"])
+    assert taken[0] == taken[1]
 
 
 def test_both_pasts_are_kept_for_later() -> None:

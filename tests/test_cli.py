@@ -213,6 +213,7 @@ def test_errors_as_json_go_to_stdout(machine):
         (["chat", "-f", "-", "-p", "Hi"], "leave it out"),
         (["chat", "--stream", "-p", "Hi"], "--stream needs --json"),
         (["chat", "--greedy", "-t", "0.7", "-p", "Hi"], "exclude each other"),
+        (["chat", "--draft", "demo-small", "--spec", "ngram", "-p", "Hi"], "exclude each other"),
         (["chat", "-n", "many", "-p", "Hi"], "--max-new-tokens takes tokens"),
         (["chat", "--ctx", "1.0001k", "-p", "Hi"], "--ctx takes tokens"),
         (["chat", "-s", "a", "--system-file", "b", "-p", "Hi"], "exclude each other"),

@@ -90,7 +90,9 @@ def test_every_path_named_in_the_docs_exists():
         p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if p.name not in ("lab-log.md", "changelog.md")
     ]
     named = {
-        (p.name, path) for p in pages for path in re.findall(r"`((?:tests|docs|kernels)/[\w/.-]+)`", p.read_text())
+        (p.name, path)
+        for p in pages
+        for path in re.findall(r"`((?:kvcli|engine|drafts|kv|tests|docs|kernels)/[\w/.-]+)`", p.read_text())
     }
     named |= {(p.name, path) for p in pages for path in re.findall(r"\]\((?!http)([\w/.-]+)[#)]", p.read_text())}
     for p in ROOT.glob("kvcli/**/*.py"):
@@ -104,7 +106,15 @@ def test_every_page_is_in_the_index():
 
 
 def _exists(page: str, path: str) -> bool:
-    return (ROOT / path).exists() or (ROOT / "docs" / path).exists()
+    return any((ROOT / of / path).exists() for of in ("", "docs", "kvcli"))
+
+
+def test_every_test_named_in_the_docs_exists():
+    """Of those that a page says hold something."""
+    named = {name for p in ROOT.glob("docs/*.md") for name in re.findall(r"`(test_\w+)`", p.read_text("utf-8"))}
+    assert named
+    there = "".join(p.read_text("utf-8") for p in ROOT.glob("tests/**/*.py"))
+    assert {name for name in named if f"def {name}(" not in there} == set()
 
 
 def test_the_readmes_sample_is_one_of_the_demos():

@@ -114,6 +114,8 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
         given["--max-new-tokens"] = tokens(str(given["--max-new-tokens"]), "--max-new-tokens")
     if "--ctx" in given:
         given["--ctx"] = window(str(given["--ctx"]))
+    if "--draft" in given and given.get("--spec", "model") != "model":
+        raise UsageError(f"--draft and --spec {given['--spec']} exclude each other", try_=["one of the two"])
     found = {KEYS[flag]: (value, flag) for flag, value in given.items()}
     if "--draft" in given:
         found.setdefault("spec.method", ("model", "--draft"))

@@ -58,6 +58,10 @@ class Model(Ngram):
             raise ValueError(
                 f'adaptive = false guesses as far as `depth` says: stop = "{self.stop}" needs adaptive = true'
             )
+        if self.stop != "marginal" and self.promise:
+            raise ValueError(
+                f'promise = {self.promise} is what a pass must bring: stop = "{self.stop}" is not asked then'
+            )
         if 0 < self.working <= self.sinks:
             raise ValueError(f"working = {self.working} leaves nothing beside sinks = {self.sinks}")
         if self.cascade and not self.copies:
@@ -68,8 +72,8 @@ class Model(Ngram):
             raise ValueError(f'prefill = "{self.prefill}" reads no farther than {what}')
         if self.retrieval != "off" and self._least > self.working:
             raise ValueError(
-                f'retrieval = "{self.retrieval}" chooses nothing of working = {self.working or "all"}: '
-                f"sinks, recent and four chunks take {self._least}"
+                f"working = {self.working or 'all'} leaves nothing to choose where sinks, recent and four chunks take "
+                f'{self._least}: more of it, or retrieval = "off"'
             )
 
     @property

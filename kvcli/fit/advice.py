@@ -60,6 +60,9 @@ def _round(context: int) -> int:
 def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, Room]) -> Iterator[tuple[Any, ...]]:
     """What to type, the profile then, the room, the context; in the order of what they cost the user."""
     profile, room, context = wrong.profile, wrong.room, wrong.need.context
+    if profile.spec.second is not None:
+        words = "--spec ngram in place of --draft" if profile.origins["spec.model"] == "--draft" else "--spec ngram"
+        yield words, lambda: profile.replace(spec={"method": "ngram"}), room, context
     if profile.prefill.chunk > SMALL:  # reads a little slower, changes nothing else
         yield f"--set prefill.chunk={SMALL}", lambda: profile.replace(prefill={"chunk": SMALL}), room, context
     if wrong.run.number > 2:
@@ -93,5 +96,5 @@ def binding(wrong: Plan) -> str:
         return "weights"
     if parts.over:
         return "the room that memory.device, host and disk leave to keys and values"
-    sizes = {"keys and values": parts.kv, "working memory": parts.working}
+    sizes = {"keys and values": parts.kv, "what drafts": parts.draft, "working memory": parts.working}
     return max(sizes, key=lambda name: sizes[name])

@@ -77,14 +77,17 @@ class Outlook:
         sizes = {
             "program": parts.base,
             "weights": parts.weights,
-            "kv": parts.kv + parts.draft,
+            "kv": parts.kv,
+            "draft": parts.draft,
             "working": parts.working,
             "loading": wrong.least - parts.running,
         }
         listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
+        second = wrong.profile.spec.second or wrong.profile.steps.second
+        what = self.name if second is None else f"{self.name} and {second.model}, which drafts,"
         tried = changes(self.subject, wrong, others, self.found, wrong.facts)
         return DoesNotFit(
-            f"not enough memory to load {self.name} with {parts.context:,} tokens",
+            f"not enough memory to load {what} with {parts.context:,} tokens",
             lines=[
                 f"needs {gib(wrong.least)} GiB ({listed})",
                 f"{gib(room.available)} GiB are available on {room.device}, of which "

@@ -165,9 +165,11 @@ class Head:
         """Packed keys `at` [m]; where slots share scales, each has a copy of its group's."""
         if not self._form.is_grouped:
             return _pick(self.keys, at)
-        codes, scale, zero, fine = (getattr(self.keys, name) for name in ("codes", "scale", "zero", "fine"))
-        group = at // self._form.group
-        return Rounded(self.keys.bits, codes[at], scale[group], zero[group], None if fine is None else fine[at])
+        keys, group = self.keys, at // self._form.group
+        assert keys.scale is not None
+        assert keys.zero is not None
+        fine = None if keys.fine is None else keys.fine[at]
+        return Rounded(keys.bits, keys.codes[at], keys.scale[group], keys.zero[group], fine)
 
     def _packed(self, keys: Rounded, rest: Tensor, k: Tensor) -> tuple[Rounded, Tensor]:
         """keys and rest with k [M, D] behind them: packed as far as groups are full."""

@@ -24,6 +24,7 @@ class Says:
         self.leads = leads
         self.text: list[int] = []
         self.passes: list[tuple[list[int], list[int]]] = []
+        self.paths: list[tuple[int, ...]] = []  # of all rows, from the text on
 
     @property
     def length(self) -> int:
@@ -37,8 +38,9 @@ class Says:
         return [self.said(self.text[-1])]
 
     def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Generator[None, None, list[list[float]]]:
-        known = sum(len(rows) for rows, _ in self.passes)
-        assert all(-1 <= parent < known + i for i, parent in enumerate(parents))
+        for token, parent in zip(ids, parents, strict=True):
+            assert -1 <= parent < len(self.paths)
+            self.paths.append((*(self.paths[parent] if parent >= 0 else ()), token))
         self.passes.append((list(ids), list(parents)))
         yield
         return [self.said(token) for token in ids]
@@ -48,11 +50,21 @@ class Says:
         return [first + 1, first + 2, first + 3, sum(self.leads), self.leads[1], 0.0]
 
 
-def drafted(growth: Growth, *, pays: int = 99, depth: int = 6, text: Sequence[int] = (5, 7), **more: Any) -> Chain:
+def drafted(
+    growth: Growth,
+    *,
+    pays: int = 99,
+    depth: int = 6,
+    text: Sequence[int] = (5, 7),
+    leads: Sequence[float] = (2.0, 1.0),
+    **more: Any,
+) -> Chain:
     """As deep as `pays` guesses, where no price is fixed."""
-    chain = Chain(Says(), depth=depth, vocab=10**6, share=0.1, growth=growth, **more)  # type: ignore[arg-type]
+    said = Says(leads)
+    chain = Chain(said, depth=depth, vocab=10**6, share=0.1, growth=growth, **more)  # type: ignore[arg-type]
     chain.start(text)
     list(chain.ahead(99, lambda chances: len(chances) <= pays, 0.02, lambda n: [1 + 0.02 * i for i in range(n)]))
+    assert [said.paths[place.row] for place in chain._places[1:]] == [place.path for place in chain._places[1:]]
     return chain
 
 
@@ -65,6 +77,22 @@ def test_a_chain_takes_a_pass_a_guess_and_trees_take_one_a_level() -> None:
     assert rows_of(drafted(Growth("opt", wide=5))) == [3, 5, 5, 5, 5]
     assert rows_of(drafted(Growth("best", wide=4), pays=3)) == [3, 4, 4]
     assert rows_of(drafted(Growth("cape", branches=7))) == [1] * 5
+
+
+def test_the_likeliest_place_may_be_a_level_above() -> None:
+    """Where a second choice is as good as the first, it is likelier than what comes behind that."""
+    unsure = {"leads": (0.1, 0.1), "pays": 2}
+    passes = {kind: drafted(Growth(kind, wide=1), **unsure).guesser.passes for kind in ("best", "opt")}  # type: ignore[attr-defined,arg-type]
+    assert [parents for _, parents in passes["best"][:2]] == [[-1], [-1]]
+    assert [parents for _, parents in passes["opt"][:2]] == [[-1], [0]]
+
+
+@pytest.mark.parametrize("kind", ["chain", "opt", "best"])
+def test_nothing_is_guessed_behind_an_end(kind: Any) -> None:
+    first, *others = (int(token) for token in Says().said(7)[:3])
+    passes = drafted(Growth(kind), ends=[first]).guesser.passes  # type: ignore[attr-defined]
+    assert all(first not in ids for ids, _ in passes)
+    assert [ids for ids, _ in passes[:1]] == ([] if kind == "chain" else [others])
 
 
 @pytest.mark.parametrize("kind", ["opt", "best", "sequoia", "cape"])
@@ -149,6 +177,7 @@ def test_a_cascade_has_copies_checked_in_one_pass() -> None:
     assert rows_of(chain) == [4, 1]
     assert [ids for ids, _ in chain.guesser.passes] == [run[1:5], run[5:6]]  # type: ignore[attr-defined]
     assert [guess.id for guess in grow([chain], 6, 99, 1, 0.0)] == run[1:]
+    drafted(Growth("best", wide=3), text=text, cascade=(copies, 3))  # copies behind the first of several guesses
     wrong = [*run[:3], 8000, *run[4:]]  # the copy goes astray behind two tokens: what the model says counts
     text = [*wrong, 8001, *wrong, 8002, 7]
     copies.start(text)

@@ -317,3 +317,7 @@ def test_it_needs_a_model() -> None:
         Model(working=4)
     with pytest.raises(ValueError, match="reads no farther than working = 1024"):
         Model(prefill="window:512")
+    with pytest.raises(ValueError, match="working = 300 leaves nothing to choose"):
+        Model(working=300, retrieval="every:8")
+    with pytest.raises(ValueError, match='stop = "reject" is not asked then'):
+        Model(promise=0.7, stop="reject")

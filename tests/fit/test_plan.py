@@ -10,7 +10,7 @@ import torch
 from kvcli.chat.local import _nested, load
 from kvcli.engine.engine import drive, events
 from kvcli.errors import DoesNotFit, UsageError
-from kvcli.fit.advice import changes
+from kvcli.fit.advice import binding, changes
 from kvcli.fit.before import Outlook
 from kvcli.fit.memory import GIB, largest, need
 from kvcli.fit.plan import Facts, plan, subject_of
@@ -343,6 +343,20 @@ def test_what_was_asked_by_name_is_refused_and_never_made_smaller(outlook, conte
     assert error.detail["needed"] > error.detail["usable"]
     assert any(item.startswith("--ctx") for item in error.try_)
     assert outlook(545 * MIB).fitted(profile, lambda: PROFILES, whole=whole, force=True)[1] == ""
+
+
+def test_a_model_that_drafts_and_is_too_large_is_what_is_named_and_given_up(demo, outlook):
+    heavy = replace(
+        demo, path="elsewhere", held=tuple(replace(h, shape=(h.shape[0] << 12, *h.shape[1:])) for h in demo.held)
+    )
+    profile = Profile.load("draft").replace(spec={"model": "heavy"})
+    looked = outlook(2 * GIB)
+    looked.find = lambda name: heavy
+    with pytest.raises(DoesNotFit, match="demo and heavy, which drafts, with") as caught:
+        looked.fitted(profile, lambda: {})
+    assert caught.value.try_[0] == "--spec ngram"
+    assert caught.value.detail["draft"] > 2 * GIB > caught.value.detail["kv"]
+    assert binding(looked.plan(profile)) == "what drafts"
 
 
 def test_too_little_for_any_answer_is_refused(outlook):
