@@ -47,6 +47,7 @@ RESULTS = {
     "start": "python tests/bench/start.py --reps 7",
     "reliability": "python tests/bench/reliability.py",
     "fafo": "python tests/bench/fafo.py --reps 4",
+    "fafo-mix": "python tests/bench/fafo.py --reps 4 --sides exact,suffix,recycle,stand,ngram,fafo,fafo-paper",
     "drafters": "python tests/bench/drafters.py --models demo",
     "drafters-wide": "python tests/bench/drafters.py --models demo-wide --tasks lookup,summary,free"
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
@@ -60,6 +61,7 @@ RESULTS = {
     "kv-speed": "python tests/bench/kv_speed.py",
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kept": f"python tests/bench/kept.py --model {LISTED}",
+    "resume": "python tests/bench/resume.py --reps 1",
     "reuse": "python tests/bench/reuse.py",
     "reuse-real": f"python tests/bench/reuse.py --model {LISTED} --tokens 2000 --texts 1"
     " --tasks passkey,niah_single,mqar --changes swapped",

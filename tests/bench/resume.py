@@ -80,7 +80,8 @@ def main() -> None:
         )
     about = machine()
     result = {
-        "title": "Gone on with",
+        "title": f"A second question behind {args.tokens:,} tokens of a random 152M Llama: seconds to its first token",
+        "columns": ["profile", "bytes", "read_s", "kept_s", "gain"],
         "command": f"python tests/bench/resume.py --tokens {args.tokens} --reps {args.reps} --profiles {args.profiles}",
         "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
         "rows": rows,
