@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.speed import speed
-from kvcli.models.machine import kept_free
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
 from kvcli.version import __version__
 
@@ -40,7 +39,7 @@ def document(
         ctx=context,
         device=first.room.device,
         free_bytes=first.room.available,
-        kept_free=kept_free(first.room.available),
+        kept_free=first.room.kept_free,
         plans=[_entry(outlook, plan, others, calibrations.get(plan.profile.name)) for plan in plans],
         described=first.room.is_described,
         calibrated=min(dates, default=None),

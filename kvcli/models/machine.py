@@ -17,11 +17,12 @@ ARM_FLAGS = ("asimd", "asimddp", "bf16", "i8mm", "sve")
 
 KEPT_FREE = 1 << 30  # bytes, at most; less where there is little, because an estimate is good to a tenth
 UNSURE = 0.1
+OF_CARD = 0.03  # of a GPU, on which nothing is swapped and little else moves: what the driver takes on the way
 
 
-def kept_free(available: int) -> int:
-    """Of what is available, the part that nothing plans with."""
-    return min(KEPT_FREE, int(UNSURE * available))
+def kept_free(available: int, card: int = 0) -> int:
+    """Of what is available, the part that nothing plans with; `card`: bytes of the GPU that it is of."""
+    return min(available, int(OF_CARD * card)) if card else min(KEPT_FREE, int(UNSURE * available))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +33,24 @@ class Found:
     name: str
     total: int | None  # bytes
     free: int | None
+    capability: tuple[int, int] | None = None  # of an NVIDIA card
+    unserved: str = ""  # why fused kernels do not run on a GPU; "" = they do
 
 
 def devices() -> Iterator[Found]:
     """The CPU first."""
     import torch
 
+    from kvcli.kernels.gpu import why_not
+
     memory = psutil.virtual_memory()
     yield Found("cpu", cpu_name() or platform.machine(), memory.total, memory.available)
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
-        yield Found(f"cuda:{i}", torch.cuda.get_device_name(i), total, free)
+        is_nvidia = torch.version.hip is None  # which torch for AMD calls cuda, too
+        capability = torch.cuda.get_device_capability(i) if is_nvidia else None
+        why = why_not(torch.device("cuda", i), torch.bfloat16)
+        yield Found(f"cuda:{i}", torch.cuda.get_device_name(i), total, free, capability, why)
     if torch.backends.mps.is_available():
         yield Found("mps", "Apple GPU", None, None)
 

@@ -77,6 +77,24 @@ def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> Non
         )
 
 
+def refuse_split(layers: int | str, kind: str, *, is_quantized: bool) -> None:
+    """Layers that are to lie on a GPU, `auto` = all or what fits, where there is none, or none can be moved."""
+    if layers == "auto":
+        return
+    if kind != "cuda":
+        raise UsageError(
+            f"load.layers_on_gpu = {layers}, but the model runs on {kind}",
+            code="no_gpu",
+            try_=["--set load.layers_on_gpu=auto", "--device cuda"],
+        )
+    if is_quantized:
+        raise UsageError(
+            f"load.layers_on_gpu = {layers}: a model that comes quantized is placed as a whole",
+            code="no_split",
+            try_=["--set load.layers_on_gpu=auto", "the original, unquantized model with --quant int4"],
+        )
+
+
 def _encoder_decoder(config: Config, text: Config, family: str) -> list[str]:
     if not config.get("is_encoder_decoder"):
         return []
