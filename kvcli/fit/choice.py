@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvcli.build import may_split
 from kvcli.fit.plan import Facts, Plan, Subject, plan
-from kvcli.kv.footprint import is_ladder
-from kvcli.settings.settings import DEFAULT
+from kvcli.settings.settings import BY, DEFAULT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from kvcli.fit.room import Room
     from kvcli.settings.profile import Profile
 
-BY = "what fits"  # where a setting came from
 WINDOW = 8192  # tokens that a split is made for where no window is asked for
 
 
@@ -38,16 +37,33 @@ def plan_on(subject: Subject, profile: Profile, room: Room, context: int | None,
     return _split(subject, profile, room, context, facts) or found
 
 
-def chosen(profile: Profile) -> Mapping[str, object]:
-    """Dotted key -> what a plan chose."""
-    return {key: profile.values[key] for key, origin in profile.origins.items() if origin == BY}
+def chosen(found: Plan) -> dict[str, int | str]:
+    """Dotted key -> what a plan chose where its profile leaves it open."""
+    profile, run, made = found.profile, found.run, dict[str, int | str]()
+    for key, origin in profile.origins.items():
+        if origin == BY and isinstance(value := profile.values[key], int | str):
+            made[key] = value
+    if run.chunk != profile.prefill.chunk:
+        made["prefill.chunk"] = run.chunk
+    if run.order == "layers" and profile.prefill.order == "auto" and not profile.prune.reads:
+        made["prefill.order"] = run.order
+    return made
 
 
-def splits(profile: Profile) -> bool:
-    """Whether layers of a past under it may lie on two devices: one tier, of which nothing is chosen."""
-    kept, reads = profile.policy.every is None, profile.prune.reads or profile.recall.reads or profile.reuse.reuses
-    views = profile.spec.copied(1) or profile.is_checked
-    return kept and not reads and not views and not is_ladder(profile.kv, profile.memory)
+def told(found: Plan) -> list[str]:
+    """What of it the user should know, in words, with what to type for something else."""
+    device, made = found.room.device, chosen(found)
+    said = []
+    if quant := made.get("load.quant"):
+        why = f"in full precision they do not fit on {device}"
+        said.append(f"weights in {quant}: {why} (--quant none keeps them, and has the CPU run some layers)")
+    if (n := found.run.on_card) is not None and "load.layers_on_gpu" in made:
+        below = found.run.of_layers - n
+        what = f"embeddings and the first {below} of {found.run.of_layers} layers" if below else "embeddings"
+        said.append(f"{what} are in host memory, with the CPU: more does not fit on {device}")
+    if made.get("prefill.order"):
+        said.append("prompts are read layer by layer: by chunks, less of them fits")
+    return said
 
 
 def _is_enough(found: Plan, context: int | None) -> bool:
@@ -73,11 +89,11 @@ def _split(subject: Subject, profile: Profile, room: Room, context: int | None, 
     whole = tried(subject.shape.layers, asked)
     if not whole.weights.layers:
         return None
-    low, high = -1, subject.shape.layers if splits(profile) else 0
     if whole.fits:
         return tried(subject.shape.layers, context)
+    low, high = 0, subject.shape.layers if may_split(profile) else 1
     while high - low > 1:  # fewer layers need less of the card, and more of the host
         middle = (low + high) // 2
         low, high = (middle, high) if tried(middle, asked).fits_card else (low, middle)
-    best = tried(low, asked) if low >= 0 else None
+    best = tried(low, asked) if low else None
     return tried(low, context) if best is not None and best.fits else None

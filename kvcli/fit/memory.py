@@ -63,6 +63,7 @@ class Run:
     is_fused: bool = False  # all of it on a GPU's own kernels
     draws: bool = False  # and so is the next token drawn
     on_card: int | None = None  # decoder layers on a GPU, the last ones; None: all of the model
+    of_layers: int = 0  # that the model has
     check: bool = True  # compare with the stock model after loading
     order: Order = "chunks"  # what of a prompt is finished first
     prunes: bool = False  # some of its tokens go no further

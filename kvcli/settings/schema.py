@@ -77,7 +77,7 @@ class Load:
     quant: Quant = "none"  # precision of the weights; where nobody says it, int4 on a GPU that has no room for more
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # numbers the model computes in; auto = its own
     device: Annotated[str, DEVICE] = "auto"  # where it runs; cuda:N = that GPU
-    layers_on_gpu: Literal["auto"] | Annotated[int, Range(0)] = "auto"  # layers on a GPU; auto = all, or what fits
+    layers_on_gpu: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # layers on a GPU; auto = all, or what fits
     threads: Annotated[int, Range(0)] = 0  # CPU threads; 0 = all
     allow_pickle: bool = False  # load weights from pickle files, which can run code of whoever wrote them
     trust_remote_code: bool = False  # run Python code that comes with the model
