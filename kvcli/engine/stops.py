@@ -49,7 +49,7 @@ def compare(lm: LM) -> None:
             whole = _Hiding(Feed(lm, rows, nothing, want=want), stop, on)
             plain = call(lm.model, rows.ids, rows.pos, want, kvcli_pass=whole)
             said = drive(_stopping(lm, rows, want, stop, on))
-        off = apart(said.double().cpu(), plain.double().cpu(), len(want) // 2 if is_half else 0)
+        off = apart(said.cpu().double(), plain.cpu().double(), len(want) // 2 if is_half else 0)
         if off <= WITHIN.get(lm.dtype, 0.05):
             return
     raise _unstopped(kind, f"{n} tokens, of which some go on later: off by {off:.2g}")

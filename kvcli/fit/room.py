@@ -14,6 +14,7 @@ import psutil
 from kvcli.errors import UsageError
 from kvcli.fit.card import CONTEXT
 from kvcli.models.machine import kept_free
+from kvcli.models.refusals import refuse_device
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _LIMITS = (  # of the container this process may be in: most, used, and the field of pages that can be taken back
@@ -83,6 +84,7 @@ def choose(found: dict[str, Room], device: str) -> Room:
     """The room that `load.device` names; auto is the first GPU, else the CPU."""
     if device == "auto":
         return next((room for kind, room in found.items() if kind.startswith("cuda")), found["cpu"])
+    refuse_device(device)
     wanted = "cuda:0" if device == "cuda" else device
     if wanted not in found:
         raise UsageError(

@@ -28,7 +28,7 @@ CHECK = 16  # rows that are compared with the stock model after loading
 # Fused kernels on a GPU keep no scores. A few rows read what is stored in spans, whose parts lie in one buffer for all
 # layers until they are merged; a linear layer of few outputs is summed in stretches of its inputs, likewise.
 FRAMES = (1, 8, 16, 32, 64)  # rows that a captured pass has: those that are not used compute all the same
-SPAN, SPANS = 128, 64  # slots of the shortest span; spans of a text, at most, as they get longer with it
+SPAN = 256  # slots of the shortest span; later ones are twice, then eight times as long
 STRETCHES = 4  # of a linear layer's inputs, at most
 WIDEST = 256  # numbers of a head
 UNPACKED = 64 << 20  # of a weight in few bits, at most, while a prompt is read
@@ -50,7 +50,13 @@ def is_native(shape: Shape, dtype: str, device: str) -> bool:
 
 def is_fused(shape: Shape, number: int, room: Room) -> bool:
     """Whether a GPU's fused kernels serve it."""
-    return room.kind == "cuda" and not room.unserved and number == 2 and shape.head_dim <= WIDEST
+    return (
+        room.kind == "cuda"
+        and not room.unserved
+        and number == 2
+        and shape.head_dim <= WIDEST
+        and not shape.head_dim % 16
+    )
 
 
 def working_bytes(
@@ -94,7 +100,8 @@ def logits_bytes(shape: Shape, rows: int) -> int:
 
 def _parts(shape: Shape, rows: int, slots: int) -> int:
     """What fused kernels merge: of each span an output and a sum, of each stretch of a linear layer an output."""
-    spans = min(SPANS, -(-slots // SPAN))
+    units = -(-slots // SPAN)  # as kernels/attend_rows cuts them
+    spans = min(units, 8 + units // 2, 56 + units // 8) + 1
     return WIDE * rows * (shape.heads * spans * (shape.head_dim + 1) + STRETCHES * max(2 * shape.inner, shape.hidden))
 
 

@@ -46,7 +46,7 @@ class Form:
     words: str
 
 
-DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
+DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
 _SIZE = r"\d+(\.\d+)? ?[KMGT]iB"
 SIZE = Form(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
 AUTO_SIZE = Form(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
