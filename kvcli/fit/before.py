@@ -129,13 +129,19 @@ class Outlook:
             ctx=stats.context,
             build=program.build(),
             predicted=self.foretold,
-            measured=stats.peak,
+            measured=_taken(stats),
         )
         try:
             runs.append(self.data, entry)
         except OSError as error:
             return f"what this run used could not be noted in {self.data / runs.NAME}: {error.strerror}"
         return ""
+
+
+def _taken(stats: Stats) -> int:
+    """The peak; of a GPU what is gone since the run began, where that is more: its driver counts what torch does not."""
+    gone = stats.available - (stats.total - stats.used) if stats.used else 0
+    return max(stats.peak, gone)
 
 
 def gib(n: int) -> str:

@@ -80,20 +80,22 @@ def _packed(subject: Subject, profile: Profile) -> Iterator[Profile]:
 
 def _split(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan | None:
     """With as many layers on the card as fit there; None where no number of them does."""
-    window = profile.context.limit
-    asked = context or min(subject.shape.limit, WINDOW if window == "auto" else window)
+    layers, limit, window = subject.shape.layers, subject.shape.limit, profile.context.limit
 
-    def tried(layers: int, context: int | None) -> Plan:
-        return plan(subject, profile.changed({"load": {"layers_on_gpu": layers}}, BY), room, context, facts)
+    def tried(on_card: int, context: int | None) -> Plan:
+        return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card}}, BY), room, context, facts)
 
-    whole = tried(subject.shape.layers, asked)
-    if not whole.weights.layers:
-        return None
-    if whole.fits:
-        return tried(subject.shape.layers, context)
-    low, high = 0, subject.shape.layers if may_split(profile) else 1
-    while high - low > 1:  # fewer layers need less of the card, and more of the host
-        middle = (low + high) // 2
-        low, high = (middle, high) if tried(middle, asked).fits_card else (low, middle)
-    best = tried(low, asked) if low else None
-    return tried(low, context) if best is not None and best.fits else None
+    if window != "auto":
+        context = context or window
+    for asked in [context] if context else [min(limit, WINDOW), min(limit, profile.context.reserve + 1)]:
+        if not (whole := tried(layers, asked)).weights.layers:
+            return None
+        if whole.fits:
+            return tried(layers, context)
+        low, high = 0, layers if may_split(profile) else 1
+        while high - low > 1:  # fewer layers need less of the card, and more of the host
+            middle = (low + high) // 2
+            low, high = (middle, high) if tried(middle, asked).fits_card else (low, middle)
+        if low and tried(low, asked).fits:
+            return tried(low, context)
+    return None

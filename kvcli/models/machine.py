@@ -17,6 +17,7 @@ ARM_FLAGS = ("asimd", "asimddp", "bf16", "i8mm", "sve")
 
 KEPT_FREE = 1 << 30  # bytes, at most; less where there is little, because an estimate is good to a tenth
 UNSURE = 0.1
+NEVER = "kvcli has never run there, MLX and llama.cpp are made for it"
 OF_CARD = 0.03  # of a GPU, on which nothing is swapped and little else moves: what the driver takes on the way
 
 
@@ -96,20 +97,30 @@ def cores() -> int | None:
 
 
 def kernels() -> list[tuple[str, str, str, str]]:
-    """(device, op, choice, reason) of everything that dispatches, for each kind of device."""
+    """(device, op, choice, reason) of everything that dispatches, for each kind of device; and of each GPU, whether it
+    has kernels of its own."""
     import torch
 
     from kvcli.kernels.dispatch import explain
 
-    kinds = dict.fromkeys(found.kind.partition(":")[0] for found in devices())
-    return [(kind, *choice) for kind in kinds for choice in explain(kind, torch.bfloat16)]
+    there = list(devices())
+    kinds = dict.fromkeys(found.kind.partition(":")[0] for found in there)
+    rows = [(kind, *choice) for kind in kinds for choice in explain(kind, torch.bfloat16)]
+    for found in there:
+        if found.kind == "mps":
+            rows.append(("mps", "all", "reference", f"plain PyTorch, draws on the host; {NEVER}"))
+        elif found.kind != "cpu":
+            capability = ".".join(map(str, found.capability or ()))
+            served = ("Triton", f"compute capability {capability}")
+            rows.append((found.kind, "fused", *(("none", found.unserved) if found.unserved else served)))
+    return rows
 
 
 def quant_backends() -> dict[str, str]:
-    """What runs quantized weights, by kind of device."""
-    kinds = dict.fromkeys(found.kind.partition(":")[0] for found in devices())
-    words = {"cpu": "packed int8 and int4", "cuda": "bitsandbytes int8 and nf4", "mps": "none"}
-    return {kind: words[kind] for kind in kinds}
+    """What runs quantized weights, by device."""
+    words = {"cpu": "packed int8 and int4", "mps": "none: MLX and llama.cpp have it"}
+    on_gpu = {True: "int4 packed as on a CPU, int8, nf4", False: "bitsandbytes int8 and nf4"}
+    return {found.kind: words.get(found.kind) or on_gpu[not found.unserved] for found in devices()}
 
 
 def _cpuinfo() -> list[str]:
