@@ -101,7 +101,7 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
     if any(shape.device for shape in lm.shapes) and not may_split(profile):
         raise BadConfig(
             "layers on two devices hold whole pasts in full precision, read by no view of them",
-            code="no_split",
+            code="split_past",
             lines=[f"{lm.info.id}: {lm.info.backend}"],
             try_=["--set load.layers_on_gpu=auto", "-P ngram", "--device cpu"],
         )
