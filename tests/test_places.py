@@ -22,7 +22,7 @@ from kvcli.engine.lm import LM
 from kvcli.engine.places import Crossing, place_
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.session import Session
-from kvcli.errors import BadConfig, UsageError
+from kvcli.errors import BadConfig, BadModel, UsageError
 from kvcli.kv.dense import Dense
 from kvcli.kv.windows import windows_of
 from kvcli.settings.profile import Profile
@@ -125,6 +125,12 @@ def test_what_chooses_from_a_past_is_refused_where_layers_lie_apart(monkeypatch)
     for name in ("balanced", "streaming", "fafo", "lazy"):
         with pytest.raises(BadConfig, match="two devices"):
             build.store(lm, Profile.load(name))
+
+
+def test_rows_of_a_split_model_are_not_stopped_on_the_way():
+    lm = LM.of(families.build("llama"), layers_on_gpu=2)
+    with pytest.raises(BadModel, match="cannot be stopped between its layers"):
+        lm.meet_gates()
 
 
 def test_layers_on_a_gpu_are_refused_where_there_is_none():

@@ -33,6 +33,8 @@ def compare(lm: LM) -> None:
     the upper ones get fewer rows. In half precision rounding alone may do it, as in `seam.compare`.
     """
     kind, is_half = f"{lm.info.id} ({lm.info.family})", lm.dtype.itemsize < 4
+    if lm.is_split:
+        raise _unstopped(kind, "they lie on two devices")
     layers, n = spans(lm.shapes), min(24, lm.limit)
     stop, n_read = layers[len(layers) // 2].start, 2 * n // 3
     if not stop or not n_read:

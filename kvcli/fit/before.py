@@ -139,7 +139,7 @@ class Outlook:
 
 
 def _taken(stats: Stats) -> int:
-    """The peak; of a GPU what is gone since the run began, where that is more: its driver counts what torch does not."""
+    """The peak; of a GPU what is gone since the run began, where its driver counts more than torch."""
     gone = stats.available - (stats.total - stats.used) if stats.used else 0
     return max(stats.peak, gone)
 

@@ -85,6 +85,8 @@ def _split(subject: Subject, profile: Profile, room: Room, context: int | None, 
     def tried(on_card: int, context: int | None) -> Plan:
         return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card}}, BY), room, context, facts)
 
+    if profile.prune.reads or profile.prefill.order == "layers":  # rows of a split model are not stopped on the way
+        return None
     if window != "auto":
         context = context or window
     for asked in [context] if context else [min(limit, WINDOW), min(limit, profile.context.reserve + 1)]:

@@ -138,7 +138,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         kv_number=kv_number,
         layer=partial(layer_bytes, whole.kv, whole.memory, of_layer, kv_number),
         index=_index(whole, shape, kv_number),
-        caps=_caps(whole, shape, room, of_layer, kv_number, usable),
+        caps=replace(_caps(whole, shape, room, of_layer, kv_number, usable), host=max(0, room.host - facts.base)),
         chunk=profile.prefill.chunk,
         rows=max(profile.spec.rows, profile.steps.rows),
         slots=whole.policy.slots,
@@ -211,10 +211,16 @@ def _ordered(
     so layers come first where something judges between them, and where only so `asked` tokens fit, or more of them.
     """
     by_layers, order = replace(run, order="layers"), profile.prefill.order
+    is_fixed = order == "chunks" or profile.policy.every is not None or run.on_card is not None
     if run.prunes or order == "layers":
         return by_layers, memory.largest(shape, heavy, by_layers, usable, shape.limit)
     most = memory.largest(shape, heavy, run, usable, shape.limit)
-    if order == "chunks" or profile.policy.every is not None or most >= min(asked, shape.limit):
+    if (
+        order == "chunks"
+        or run.on_card is not None
+        or profile.policy.every is not None
+        or most >= min(asked, shape.limit)
+    ):
         return run, most
     more = memory.largest(shape, heavy, by_layers, usable, shape.limit)
     return (by_layers, more) if more > most else (run, most)
@@ -287,7 +293,7 @@ def _caps(profile: Profile, shape: Shape, room: Room, of_layer: LayerShape, numb
             host=room.host,
         )
 
-    return Caps(found, free, room.host)
+    return Caps(found, free)
 
 
 def _sights(shape: Shape) -> list[Sight]:
