@@ -197,8 +197,7 @@ def loading_bytes(shape: Shape, weights: Weights, number: int, device: str, *, c
     # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
     whole = weights.memory if weights.converted or not on_cpu else 0
     checked = check_bytes(shape, number) if check else 0
-    # on a GPU the weight that is being packed comes as it was
-    return whole + mapped + max(checked, weights.packing if on_cpu else weights.largest), mapped
+    return whole + mapped + max(checked, weights.packing), mapped  # wherever it is packed
 
 
 def largest(shape: Shape, weights: Weights, run: Run, room: int, most: int) -> int:

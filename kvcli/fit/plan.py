@@ -215,12 +215,7 @@ def _ordered(
     if run.prunes or order == "layers":
         return by_layers, memory.largest(shape, heavy, by_layers, usable, shape.limit)
     most = memory.largest(shape, heavy, run, usable, shape.limit)
-    if (
-        order == "chunks"
-        or run.on_card is not None
-        or profile.policy.every is not None
-        or most >= min(asked, shape.limit)
-    ):
+    if is_fixed or most >= min(asked, shape.limit):
         return run, most
     more = memory.largest(shape, heavy, by_layers, usable, shape.limit)
     return (by_layers, more) if more > most else (run, most)
