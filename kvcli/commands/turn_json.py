@@ -105,6 +105,7 @@ def memory_figures(stats: Stats, device: str) -> Memory:
         kv_bytes_fp16=stats.kv_fp16 or None,
         kv_tiers=dict(stats.kv),
         peak_bytes=stats.peak or None,
+        used_bytes=stats.used or None,
         estimate_bytes=stats.estimate or None,
         device=device,
         limit_bytes=stats.available or None,

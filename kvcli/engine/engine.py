@@ -67,7 +67,7 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
         if lm.straight is not None:
             gave = lm.straight(ids, pos, want, attends, attends.layers, attends.hidden)
             return (_no_logits(lm), gave) if is_below else (gave, None)
-        return call(lm.model, ids, pos, want, device=lm.device, kvcli_pass=attends), None
+        return call(lm.model, ids, pos, want, device=lm.entry, kvcli_pass=attends), None
     except Enough:
         return _no_logits(lm), attends.hidden if is_below else None
 

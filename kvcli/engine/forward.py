@@ -37,7 +37,7 @@ class Pass:
         self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
         self._dtype = feed.past.dtype
         self._hear: Tensor | None = None  # on the device
-        self._seen: dict[int | None, Tensor | None] = {}  # by window, on the device
+        self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window, on the layer's device
         self.layers = feed.layers or range(feed.lm.n_layers)
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
@@ -74,16 +74,17 @@ class Pass:
 
     def _listen(self, q: Tensor) -> None:
         """Keep the queries of the heard rows in a layer."""
-        if self._hear is None:
+        if self._hear is None or self._hear.device != q.device:
             self._hear = torch.tensor(list(self._feed.hear), device=q.device, dtype=torch.int64)
         self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
 
     def _sees(self, window: int | None, like: Tensor) -> Tensor | None:
         """Which fresh rows a row sees in a layer with this window; None = plain causal."""
-        if window not in self._seen:
+        key = window, like.device
+        if key not in self._seen:
             sees = self.rows.sees if window is None else _band(self.rows, window)
-            self._seen[window] = None if sees is None else sees.to(like.device)
-        return self._seen[window]
+            self._seen[key] = None if sees is None else sees.to(like.device)
+        return self._seen[key]
 
 
 class SideBySide:

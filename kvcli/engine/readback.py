@@ -25,7 +25,8 @@ class Readback:
     """Of one text, by the logits [len(want), V] of its feed."""
 
     def __init__(self, feed: Feed, logits: Tensor) -> None:
-        self._feed, self._logits = feed, logits
+        # Apple's GPU has no float64, in which noise is made and chances are summed
+        self._feed, self._logits = feed, logits.cpu() if logits.device.type == "mps" else logits
         self._ids: list[int] = []  # of all tree rows, or none yet
         self._gleaned: dict[int, list[float]] = {}  # of wanted rows, so far
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from kvcli.kernels.linear_packed.module import Swap, make_native_
 from kvcli.models.family import unreadable
 from kvcli.models.foreign import blamed
 from kvcli.models.gguf import quantizer
+from kvcli.models.refusals import refuse_device, refuse_unpackable
 from kvcli.models.source import Source
 from kvcli.settings.schema import NUMBERS, Load
 
@@ -40,13 +40,7 @@ def read_weights(
             try_=["docs/models.md lists what runs"],
         )
     is_placed = "quantization_config" in source.config and device.type != "cpu"
-    if is_placed and find_spec("accelerate") is None:
-        raise BadModel(
-            f"{source.id} comes quantized, which on a GPU needs the package accelerate",
-            code="package_missing",
-            lines=["transformers places such weights with it"],
-            try_=["pip install 'kvcli[quantized]'", "pip install accelerate"],
-        )
+    refuse_unpackable(source.id, source.config, device.type)
     quantizer.register()
     with within(source), blamed(partial(unreadable, source, "transformers could not load it")):
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -92,8 +86,10 @@ def _check_loading(source: Source, loading: Mapping[str, Any]) -> None:
 
 
 def find_device(name: str) -> torch.device:
+    """Raises UsageError where this machine has none such, or nothing here runs on it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    refuse_device(name)
     try:
         device = torch.device(name)
     except RuntimeError as error:

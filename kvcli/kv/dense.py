@@ -114,14 +114,13 @@ class Dense:
         self.changes = 0
         self._step, self._shapes = step, shapes
         self.windows = Windows(windows or {})
-        self._name = "cpu" if torch.device(device).type == "cpu" else torch.device(device).type
         self._holder = [layer if shape.shares is None else shape.shares for layer, shape in enumerate(shapes)]
         self._rope = [rope[holder] if rope is not None else None for holder in self._holder]
         self._slabs: dict[int, Held] = {
             layer: Slab(
-                k=torch.empty(shape.n_kv_heads, 0, shape.k_dim, dtype=dtype, device=device),
-                v=torch.empty(shape.n_kv_heads, 0, shape.v_dim, dtype=dtype, device=device),
-                pos=torch.empty(1, 0, dtype=torch.int32, device=device),
+                k=torch.empty(shape.n_kv_heads, 0, shape.k_dim, dtype=dtype, device=shape.device or device),
+                v=torch.empty(shape.n_kv_heads, 0, shape.v_dim, dtype=dtype, device=shape.device or device),
+                pos=torch.empty(1, 0, dtype=torch.int32, device=shape.device or device),
                 step=step,
             )
             for layer, shape in enumerate(shapes)
@@ -265,7 +264,7 @@ class Dense:
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer, spare room included."""
         return [
-            Usage(layer, self._name, held.length, sum(t.untyped_storage().nbytes() for t in held.tensors))
+            Usage(layer, held.k.device.type, held.length, sum(t.untyped_storage().nbytes() for t in held.tensors))
             for layer, held in self._slabs.items()
         ]
 

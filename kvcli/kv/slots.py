@@ -22,6 +22,7 @@ class LayerShape:
     k_dim: int  # numbers of a key
     v_dim: int  # of a value
     shares: int | None = None  # an earlier layer, whose slots this one reads: it stores none of its own
+    device: torch.device | None = None  # where it computes; None = where the model does
 
 
 def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:

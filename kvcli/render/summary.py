@@ -115,6 +115,7 @@ def _memory(stats: Stats) -> list[str]:
     return [
         f"kv {f.long_size(stats.kv_bytes)}{before}" if stats.kv_bytes else "",
         f"peak {f.long_size(stats.peak)}{guess}" if stats.peak else "",
+        f"{f.long_size(stats.used)} of the card's {f.long_size(stats.total)} in use" if stats.used else "",
         f"context {f.count(stats.context)} of {f.count(stats.limit)}" if stats.limit else "",
     ]
 

@@ -46,7 +46,7 @@ class Form:
     words: str
 
 
-DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
+DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
 _SIZE = r"\d+(\.\d+)? ?[KMGT]iB"
 SIZE = Form(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
 AUTO_SIZE = Form(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
@@ -74,9 +74,10 @@ def tokens_of(text: str) -> int:
 class Load:
     """What is loaded, and where to."""
 
-    quant: Quant = "none"  # precision of the weights
+    quant: Quant = "none"  # precision of the weights; where nobody says it, int4 on a GPU that has no room for more
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # numbers the model computes in; auto = its own
     device: Annotated[str, DEVICE] = "auto"  # where it runs; cuda:N = that GPU
+    layers_on_gpu: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # layers on a GPU; auto = all, or what fits
     threads: Annotated[int, Range(0)] = 0  # CPU threads; 0 = all
     allow_pickle: bool = False  # load weights from pickle files, which can run code of whoever wrote them
     trust_remote_code: bool = False  # run Python code that comes with the model
@@ -87,7 +88,7 @@ class Load:
 class Prefill:
     """How the prompt is read."""
 
-    chunk: Annotated[int, Range(1)] = 2048  # tokens read in one pass
+    chunk: Annotated[int, Range(1)] = 2048  # tokens read in one pass; on a GPU, where nobody says, what fits
     order: Literal["auto"] | Order = "auto"  # what is finished first: a chunk, or a layer; auto = what fits
 
 
