@@ -70,8 +70,9 @@ def pack_nf4(q: Tensor, largest: Tensor) -> Weight:
 def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., K] -> [..., N]."""
     n, k = w.shape
-    if x.shape[-1] != k or (x.dtype != w.data.dtype if w.kind == "plain" else x.dtype not in gpu.TYPES):
-        raise ValueError(f"{x.shape[-1]} inputs in {x.dtype} for a weight of {k} ({w.kind}, {w.data.dtype})")
+    dtype = x.dtype if w.kind == "nf4" else (w.data if w.scale is None else w.scale).dtype
+    if x.shape[-1] != k or x.dtype != dtype or dtype not in gpu.TYPES:
+        raise ValueError(f"{x.shape[-1]} inputs in {x.dtype} for a weight of {k} in {dtype} ({w.kind})")
     rows = x.reshape(-1, k).contiguous()  # [M, K]
     if rows.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], n)

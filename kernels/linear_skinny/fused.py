@@ -43,7 +43,7 @@ def linear(
     sums = _sums(x, w.group) if w.kind == "int4" else x
     tile = 16 if m <= 16 else 32
     linear_kernel[(triton.cdiv(n, BN), sk, triton.cdiv(m, tile))](
-        x, w.data, _or(w.scale, x), sums, _book(x.device, x.dtype), _or(bias, x), parts, m, n,
+        x, w.data, _scales(w, x), sums, _book(x.device, x.dtype), _or(bias, x), parts, m, n,
         K=k, GROUP=w.group, BM=tile, BN=BN, BK=w.step, SK=sk, KIND=w.kind,
         HAS_BIAS=bias is not None and sk == 1, PTX=x.is_cuda, **OPTIONS,
     )  # fmt: skip
@@ -62,7 +62,7 @@ def widen(w: Weight, first: int, last: int, dtype: torch.dtype) -> Tensor:
     y = torch.empty(last - first, k, dtype=dtype, device=w.data.device)
     grid = (triton.cdiv(last - first, BN), triton.cdiv(k, w.step))
     widen_kernel[grid](
-        w.data, w.scale, _book(y.device, dtype), y, first, last, n,
+        w.data, _scales(w, y), _book(y.device, dtype), y, first, last, n,
         K=k, GROUP=w.group, BN=BN, BK=w.step, KIND=w.kind, PTX=y.is_cuda, **OPTIONS,
     )  # fmt: skip
     return y
@@ -91,6 +91,11 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
+def _scales(w: Weight, other: Tensor) -> Tensor:
+    """Those that come in pairs as one word each."""
+    return other if w.scale is None else w.scale if w.kind == "int8" else w.scale.view(torch.int32)
+
+
 def _sums(x: Tensor, group: int) -> Tensor:
     """Of the inputs of each group, [K // group, M] float32: what a group's zero is multiplied with."""
     m, k = x.shape
@@ -115,6 +120,7 @@ def linear_kernel(
     m_m, m_n = i_m < M, i_n < N
     STEPS: tl.constexpr = (K + BK - 1) // BK
     HALF: tl.constexpr = BK // 2
+    PAIR: tl.constexpr = tl.float16 if KIND == "nf4" else p_x.dtype.element_ty
     b_y = tl.zeros([BM, BN], tl.float32)
     for step in range(part * STEPS // SK, (part + 1) * STEPS // SK):
         if KIND == "plain" or KIND == "int8":
@@ -131,20 +137,20 @@ def linear_kernel(
             b_high = _inputs(p_x, i_m, HALF + i_k, m_m, K, K % BK != 0)
             b_v, b_w = _halves(p_w, p_book, i_n, m_n, step, STEPS, b_low.dtype, BK, KIND, PTX)  # [HALF, BN]
             if KIND == "nf4":
-                b_s, b_t = _pairs(p_scale, step, i_n, m_n, N)  # [BN]
+                b_s, b_t = _pairs(p_scale, step, i_n, m_n, N, PAIR)  # [BN]
                 b_y = _scaled(tl.dot(b_low, b_v), b_s, b_y)
                 b_y = _scaled(tl.dot(b_high, b_w), b_t, b_y)
             elif GROUP == BK:
-                b_s, b_z = _pairs(p_scale, step, i_n, m_n, N)
+                b_s, b_z = _pairs(p_scale, step, i_n, m_n, N, PAIR)
                 b_y = _scaled(tl.dot(b_high, b_w, tl.dot(b_low, b_v)), b_s, b_y)
                 b_y = _zeros(p_sums, step, i_m, m_m, M, b_z, b_y)
             else:
-                b_s, b_z = _pairs(p_scale, 2 * step, i_n, m_n, N)
+                b_s, b_z = _pairs(p_scale, 2 * step, i_n, m_n, N, PAIR)
                 b_y = _scaled(tl.dot(b_low, b_v), b_s, b_y)
                 b_y = _zeros(p_sums, 2 * step, i_m, m_m, M, b_z, b_y)
                 # where the last step ends with its first half, all that the other is multiplied with is 0
                 group = tl.minimum(2 * step + 1, K // GROUP - 1)
-                b_s, b_z = _pairs(p_scale, group, i_n, m_n, N)
+                b_s, b_z = _pairs(p_scale, group, i_n, m_n, N, PAIR)
                 b_y = _scaled(tl.dot(b_high, b_w), b_s, b_y)
                 b_y = _zeros(p_sums, group, i_m, m_m & (2 * step + 1 < K // GROUP), M, b_z, b_y)
     if KIND == "int8":
@@ -171,12 +177,12 @@ def _halves(
     i_b = step * (BK // 2) + tl.arange(0, BK // 2)
     p_byte = p_w + i_n[None, :].to(tl.int64) * (STEPS * BK // 2) + i_b[:, None]
     b_w = tl.load(p_byte, mask=m_n[None, :], other=0)  # [BK / 2, BN] uint8
-    if PTX:
-        if KIND == "int4":
-            asm: tl.constexpr = INT4_BF16 if dtype == tl.bfloat16 else INT4_FP16
-        else:
-            asm: tl.constexpr = NF4_BF16 if dtype == tl.bfloat16 else NF4_FP16
-        return tl.inline_asm_elementwise(asm, CONSTRAINTS, [b_w], dtype=(dtype, dtype), is_pure=True, pack=4)
+    if PTX and dtype == tl.bfloat16:
+        asm: tl.constexpr = INT4_BF16 if KIND == "int4" else NF4_BF16
+        return tl.inline_asm_elementwise(asm, CONSTRAINTS, [b_w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+    elif PTX:
+        asm: tl.constexpr = INT4_FP16 if KIND == "int4" else NF4_FP16
+        return tl.inline_asm_elementwise(asm, CONSTRAINTS, [b_w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)
     elif KIND == "int4":
         return ((b_w & 15).to(tl.float32) - 8.0).to(dtype), ((b_w >> 4).to(tl.float32) - 8.0).to(dtype)
     else:
@@ -184,12 +190,11 @@ def _halves(
 
 
 @triton.jit
-def _pairs(p_scale, row, i_n, m_n, N):
-    """Two numbers an output, [BN] float32 each: loaded as one, since loads of two bytes take as long as those of 16."""
-    i_2 = tl.arange(0, 2)
-    p_pair = p_scale + (row * N + i_n)[:, None] * 2 + i_2[None, :]
-    first, second = tl.split(tl.load(p_pair, mask=m_n[:, None], other=0.0).to(tl.float32))  # [BN, 2]
-    return first, second
+def _pairs(p_scale, row, i_n, m_n, N, dtype: tl.constexpr):
+    """Two numbers an output, [BN] float32 each, that lie in one word: loads of two bytes take as long as those of 16."""
+    b_pair = tl.load(p_scale + row * N + i_n, mask=m_n, other=0)  # [BN] int32
+    b_first = b_pair.to(tl.int16).to(dtype, bitcast=True)
+    return b_first.to(tl.float32), (b_pair >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -239,19 +244,20 @@ def widen_kernel(
     STEPS: tl.constexpr = (K + BK - 1) // BK
     HALF: tl.constexpr = BK // 2
     dtype: tl.constexpr = p_y.dtype.element_ty
+    PAIR: tl.constexpr = tl.float16 if KIND == "nf4" else dtype
     b_v, b_w = _halves(p_w, p_book, i_n, m_n, step, STEPS, dtype, BK, KIND, PTX)  # [HALF, BN]
     i_k = step * BK + tl.arange(0, HALF)
     p_out = p_y + (i_n - first)[None, :].to(tl.int64) * K
     if KIND == "nf4":
-        b_s, b_t = _pairs(p_scale, step, i_n, m_n, N)  # [BN]
+        b_s, b_t = _pairs(p_scale, step, i_n, m_n, N, PAIR)  # [BN]
         tl.store(p_out + i_k[:, None], (b_v * b_s[None, :]).to(dtype), mask=m_n[None, :] & (i_k < K)[:, None])
         i_k += HALF
         tl.store(p_out + i_k[:, None], (b_w * b_t[None, :]).to(dtype), mask=m_n[None, :] & (i_k < K)[:, None])
     else:
-        b_s, b_z = _pairs(p_scale, step * BK // GROUP, i_n, m_n, N)
+        b_s, b_z = _pairs(p_scale, step * BK // GROUP, i_n, m_n, N, PAIR)
         b_v = b_v * b_s[None, :] + b_z[None, :]
         tl.store(p_out + i_k[:, None], b_v.to(dtype), mask=m_n[None, :] & (i_k < K)[:, None])
         i_k += HALF
-        b_s, b_z = _pairs(p_scale, tl.minimum((step * BK + HALF) // GROUP, K // GROUP - 1), i_n, m_n, N)
+        b_s, b_z = _pairs(p_scale, tl.minimum((step * BK + HALF) // GROUP, K // GROUP - 1), i_n, m_n, N, PAIR)
         b_w = b_w * b_s[None, :] + b_z[None, :]
         tl.store(p_out + i_k[:, None], b_w.to(dtype), mask=m_n[None, :] & (i_k < K)[:, None])

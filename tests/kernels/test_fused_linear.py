@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # kind, N, K: one shape a group, and among them outputs that fill no program and inputs that fill no step
-SHAPES = [("plain", 71, 272), ("int8", 71, 272), ("int4", 80, 256), ("int4", 16, 192), ("int4", 16, 160), ("nf4", 72, 192)]
+SHAPES = [("plain", 71, 272), ("int8", 7, 272), ("int4", 16, 256), ("int4", 16, 192), ("int4", 16, 160), ("nf4", 12, 192)]
 WITHIN = {BF16: 5e-3, FP16: 6e-4}  # of the norm of the result: what it costs to round it, and the numbers of nf4
 
 
@@ -60,7 +60,7 @@ def ours(x: Tensor, w: Weight, sk: int) -> Tensor:
 def differing(run: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
     """How many rows there were in passes where one of them was not as among all of x."""
     together = run(x)
-    parts = [range(m) for m in (1, 5, 16, 32)] + [range(i, i + 1) for i in (7, 32)]
+    parts = [range(m) for m in (1, 5, 16, 32)] + [range(32, 33)]
     return [len(part) for part in parts if not torch.equal(run(x[part.start : part.stop]), together[part.start : part.stop])]
 
 
@@ -73,7 +73,7 @@ def test_a_row_has_the_bits_that_it_has_alone(kind: str, n: int, k: int):
 def test_a_kernel_that_looks_at_the_number_of_rows_is_caught():
     """The test of the test: as many stretches as there are rows, up to two."""
     x = numbers(33, 384, seed=1).to(BF16)
-    assert differing(lambda rows: ours(rows, weight("plain", 16, 384), min(2, len(rows))), x) == [1, 1, 1]
+    assert differing(lambda rows: ours(rows, weight("plain", 16, 384), min(2, len(rows))), x) == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", WITHIN, ids=str)

@@ -15,8 +15,8 @@ TYPES = {
 KINDS = {
     "plain": ("*bf16", "*bf16", "*bf16", 0, 16384),
     "int8": ("*i8", "*bf16", "*bf16", 0, 8192),
-    "int4": ("*u8", "*bf16", "*fp32", 128, 4096),
-    "nf4": ("*u8", "*fp16", "*fp32", 64, 4096),
+    "int4": ("*u8", "*i32", "*fp32", 128, 4096),
+    "nf4": ("*u8", "*i32", "*fp32", 64, 4096),
 }
 # of a warp in a step, for 16 and 32 rows
 BUDGETS: dict[str, tuple[int | None, int | None]] = {}
