@@ -1,0 +1,24 @@
+"""The highest score of each row in plain PyTorch: the specification of `argmax`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.gumbel.reference import gumbel
+
+if TYPE_CHECKING:
+    from kvcli.kernels.argmax import Noise
+
+
+def argmax(logits: Tensor, noise: Noise | None = None) -> Tensor:
+    """logits [N, V] -> ids [N] int32, -1 = not finite."""
+    scores = logits.float().double()
+    if noise is not None:
+        every = torch.arange(logits.shape[1], device=logits.device)
+        each = [gumbel(int(seed), pos.view(1), every) for seed, pos in zip(noise.seed, noise.pos, strict=True)]
+        scores = (logits.float() / noise.heat.unsqueeze(1)).double() + torch.cat(each)
+    best, ids = scores.max(dim=1)  # NaN counts as the highest
+    return torch.where(best.isfinite(), ids, -1).int()
