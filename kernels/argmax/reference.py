@@ -18,7 +18,6 @@ def argmax(logits: Tensor, noise: Noise | None = None) -> Tensor:
     scores = logits.float().double()
     if noise is not None:
         every = torch.arange(logits.shape[1], device=logits.device)
-        each = [gumbel(int(seed), pos.view(1), every) for seed, pos in zip(noise.seed, noise.pos, strict=True)]
-        scores = (logits.float() / noise.heat.unsqueeze(1)).double() + torch.cat(each)
+        scores = (logits.float() / noise.heat.unsqueeze(1)).double() + gumbel(noise.seed, noise.pos, every)
     best, ids = scores.max(dim=1)  # NaN counts as the highest
     return torch.where(best.isfinite(), ids, -1).int()

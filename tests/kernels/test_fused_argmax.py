@@ -1,4 +1,4 @@
-"""The likeliest token and the drawn one on a GPU: those of the reference, and the same for a row alone and among others."""
+"""The likeliest token and the drawn one on a GPU: those of the reference, for a row alone as among others."""
 
 from __future__ import annotations
 

@@ -10,7 +10,11 @@ PIECES = 149
 
 def _pieces(name: str, logits: str, draws: bool) -> Variant:
     scores = "*fp64" if draws else "*fp32"
-    by = {"p_seed": "*i64", "p_pos": "*i64", "p_heat": "*fp32"} if draws else dict.fromkeys(("p_seed", "p_pos", "p_heat"), logits)
+    by = (
+        {"p_seed": "*i64", "p_pos": "*i64", "p_heat": "*fp32"}
+        if draws
+        else dict.fromkeys(("p_seed", "p_pos", "p_heat"), logits)
+    )
     return Variant(
         kernel=f"{OP}:pieces_kernel",
         name=name,
