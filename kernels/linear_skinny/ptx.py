@@ -7,6 +7,8 @@ tables of eight. `$0` and `$1` are the numbers of the low halves, `$2` and `$3` 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 # of normally distributed weights, as bitsandbytes has them (QLoRA, arXiv 2305.14314, appendix E)
@@ -55,6 +57,6 @@ def int4(dtype: torch.dtype) -> str:
     )
 
 
-def _word(four: object) -> str:
+def _word(four: Iterable[int]) -> str:
     """The lowest bytes of four numbers in one, the first lowest."""
-    return f"0x{int.from_bytes(bytes(n & 255 for n in four), 'little'):08x}"  # type: ignore[attr-defined]
+    return f"0x{int.from_bytes(bytes(n & 255 for n in four), 'little'):08x}"
