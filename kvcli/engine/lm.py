@@ -30,6 +30,8 @@ from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed import panels
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
+from kvcli.kernels.linear_skinny import MOST
+from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
 from kvcli.kv.slots import LayerShape
@@ -147,7 +149,7 @@ class LM:
     ) -> LM:
         """Load the files of `source`. Never touches the network and prints nothing; raises BadModel or UsageError.
 
-        `quant` int8, int4 or nf4: packed by torch on the CPU, by bitsandbytes on CUDA.
+        `quant` int8, int4 or nf4: packed, on CUDA by bitsandbytes where no fused kernels serve it.
         """
         began = time.perf_counter()
         where, is_quantized = weights.find_device(device), "quantization_config" in source.config
@@ -183,6 +185,11 @@ class LM:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
         return self.dtype.itemsize < 4 and not self.is_row_invariant
 
+    @property
+    def most_rows(self) -> int | None:
+        """Rows that are written, up to which a pass leaves each its bits, without those of a prompt; None = any."""
+        return MOST if self.is_apart and self.is_row_invariant else None
+
     def meet_gates(self) -> None:
         """Raises BadModel where rows cannot be stopped between layers; asked when a feed first wants that.
 
@@ -199,13 +206,14 @@ class LM:
             raise
 
     def lay_out(self) -> None:
-        """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served.
+        """Have linear layers multiplied as their device does it fastest: natively or fused, where that is served.
 
         Then a trial says whether rows are independent of each other to the bit.
         """
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
         native, experts = "layers in native panels", "weights of experts and routers in native panels"
-        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), (block_, f"layers {widened}")):
+        skinny, blocked = (lay_out_skinny_, "layers fused for few rows"), (block_, f"layers {widened}")
+        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
         if self.is_split:  # what is fused takes all layers for one device's
@@ -215,7 +223,7 @@ class LM:
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         with few_layers(self, layers):
             self.straight = straight_through(self, layers)
-            self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
+            self.is_row_invariant = not rows_know_neighbours(self)
 
 
 # ---- what is packed ----
@@ -246,8 +254,8 @@ def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, S
     if device.type == "cpu":
         by = "native" if panels.serves(next(layers.parameters()).dtype) else "torch"
         return f"{by} packed {quant}", quantize_(layers, 8 if quant == "int8" else 4, give_back)
-    swap = weights.quantize_with_bitsandbytes(layers, quant, device)
-    return f"bitsandbytes {'fp4' if quant == 'int4' else quant}", swap
+    swap, backend = weights.quantize_for_gpu(layers, quant, device)
+    return backend, swap
 
 
 def _split(

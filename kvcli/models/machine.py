@@ -119,7 +119,7 @@ def kernels() -> list[tuple[str, str, str, str]]:
 def quant_backends() -> dict[str, str]:
     """What runs quantized weights, by device."""
     words = {"cpu": "packed int8 and int4", "mps": "none: MLX and llama.cpp have it"}
-    on_gpu = {True: "int4 packed as on a CPU, int8, nf4", False: "bitsandbytes int8 and nf4"}
+    on_gpu = {True: "fused int8, int4 (packed as on a CPU) and nf4", False: "bitsandbytes int8, fp4 and nf4"}
     return {found.kind: words.get(found.kind) or on_gpu[not found.unserved] for found in devices()}
 
 
