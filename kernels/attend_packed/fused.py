@@ -73,8 +73,11 @@ def attend_packed(
     masks: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """As the reference, of heads and masks that `table.why_not` does not refuse."""
-    holes = [None if mask is None else torch.where(mask[0], 0, -1).int() for mask in masks]
-    return attend(q, table_of(heads, holes), scale, softcap)
+    if all(mask is None for mask in masks):
+        return attend(q, table_of(heads, masks, has_holes=False), scale, softcap)
+    pos = [q.new_zeros(head.length, dtype=torch.int32) for head in heads]
+    holes = [one if mask is None else one.masked_fill(~mask[0], -1) for one, mask in zip(pos, masks, strict=True)]
+    return attend(q, table_of(heads, holes, has_holes=True), scale, softcap)
 
 
 def attend(
@@ -90,7 +93,8 @@ def attend(
     packed_kernel[(kv, n_spans, triton.cdiv(g * n, tile))](
         q.contiguous(), table.at, table.at if at is None else at, parts, lses, by, cap, window, n, n_spans, span,
         G=g, D=d, M=tile, B=table.tile, K_BITS=table.k_bits, V_BITS=table.v_bits, GROUP=table.group, C=table.width,
-        HAS_CAP=softcap > 0, SIGHT=2 if window else 1 if table.has_holes else 0, PTX=q.is_cuda, **OPTIONS,
+        HAS_CAP=softcap > 0, SIGHT=2 if window else 1 if table.has_holes else 0,
+        BF16=table.heads[0].rest.dtype == torch.bfloat16, PTX=q.is_cuda, **OPTIONS,
     )  # fmt: skip
     out, lse = torch.empty_like(q, dtype=torch.float32), lses.new_empty(h, n)
     meet_kernel[(h, n)](parts, lses, out, lse, n_spans, D=d, **OPTIONS)
@@ -154,22 +158,19 @@ def _bytes(code, PTX: tl.constexpr):
 @triton.jit
 def _load(p, m, EDGE: tl.constexpr):
     """Whole tiles are read without a mask, which would cost an instruction a load."""
-    if EDGE:
-        x = tl.load(p, mask=m, other=0)
-    else:
-        x = tl.load(p)
-    return x
+    return tl.load(p, mask=m, other=0) if EDGE else tl.load(p)
 
 
 @triton.jit
-def _keys(p_code, p_scale, p_zero, b, m_slot, BITS: tl.constexpr, GROUP: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
-          EDGE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """Packed keys [B, D] of slots b .. b + B - 1."""
+def _scores(q, p_code, p_scale, p_zero, b, m_slot, BITS: tl.constexpr, GROUP: tl.constexpr, B: tl.constexpr,
+            D: tl.constexpr, EDGE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """q [M, D] times the packed keys of slots b .. b + B - 1 -> [M, B]."""
     i_slot, row = tl.arange(0, B), b.to(tl.int64)
     x: tl.constexpr = D * BITS // 8
     code = _load(p_code + row * x + i_slot[:, None] * x + tl.arange(0, x)[None, :], m_slot[:, None], EDGE)  # [B, X]
     if BITS == 8:
-        k = _bytes(code, PTX) * _load(p_scale + row + i_slot, m_slot, EDGE)[:, None]
+        scale = _load(p_scale + row + i_slot, m_slot, EDGE).to(tl.float32)  # [B]
+        score = tl.dot(q, tl.trans(_bytes(code, PTX))) * scale[None, :]
     else:
         i_pair = row // GROUP * (D // 2) + tl.arange(0, x) * (4 // BITS)
         at_scale = p_scale.to(tl.pointer_type(tl.uint32)) + i_pair
@@ -177,7 +178,8 @@ def _keys(p_code, p_scale, p_zero, b, m_slot, BITS: tl.constexpr, GROUP: tl.cons
         scale, zero = tl.load(at_scale)[None, :], tl.load(at_zero)[None, :]  # [1, X], of two channels each
         more: tl.constexpr = 2 // BITS  # a byte of 2 bits has two more
         k = _spread(code, scale, zero, tl.load(at_scale + more)[None, :], tl.load(at_zero + more)[None, :], BITS, PTX)
-    return k
+        score = tl.dot(q, tl.trans(k))
+    return score
 
 
 @triton.jit
@@ -216,7 +218,7 @@ def _full(p, b, m_slot, B: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _update(score, v, m_seen, top, mass, acc, by, cap, HAS_CAP: tl.constexpr, ALL: tl.constexpr):
+def _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP: tl.constexpr, ALL: tl.constexpr):
     """A tile into the state of M rows: score [M, B] before scaling, v [B, D], m_seen [.., B]; mass [M, B] by place."""
     score = score * by
     if HAS_CAP:  # tanh by exp2; `by` makes the score its argument
@@ -225,13 +227,10 @@ def _update(score, v, m_seen, top, mass, acc, by, cap, HAS_CAP: tl.constexpr, AL
         score = tl.where(score < 0, -bent, bent)
     if not ALL:
         score = tl.where(m_seen, score, float("-inf"))
-    new = tl.maximum(top, tl.max(score, 1))
-    if ALL:
-        one = new - ABOVE
-    else:
-        one = tl.where(new == float("-inf"), 0.0, new) - ABOVE
+    new = tl.maximum(base, tl.max(score, 1) - ABOVE)
+    one = new if ALL else tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(score - one[:, None])
-    shrink = tl.exp2(top - (one + ABOVE))[:, None]
+    shrink = tl.exp2(base - one)[:, None]
     # each place sums up for itself: sums over a tile would cross threads, and wait for each other
     return new, mass * shrink + p, tl.dot(p.to(tl.float16), v, acc * shrink)
 
@@ -240,14 +239,15 @@ def _update(score, v, m_seen, top, mass, acc, by, cap, HAS_CAP: tl.constexpr, AL
 def packed_kernel(
     p_q, p_table, p_at, p_out, p_lse, by, cap, window, n_rows, n_spans, span,
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-    GROUP: tl.constexpr, C: tl.constexpr, HAS_CAP: tl.constexpr, SIGHT: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, C: tl.constexpr, HAS_CAP: tl.constexpr, SIGHT: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, spans, blocks of M rows). SIGHT: rows see all slots, or all but holes (1), or those in a window (2)."""
+    """Grid (K, spans, blocks of M rows). SIGHT: rows see all slots, or all but holes (1), or those in a window (2).
+    BF16: numbers in full are of that type."""
     head, part = tl.program_id(0), tl.program_id(1)
     row = p_table + head * 11
     k_type: tl.constexpr = tl.pointer_type(tl.uint8)
     scale_type: tl.constexpr = tl.pointer_type(tl.float16)
-    full_type: tl.constexpr = tl.pointer_type(p_q.dtype.element_ty)
+    full_type: tl.constexpr = tl.pointer_type(tl.bfloat16 if BF16 else tl.float16)
     k_code = tl.multiple_of(tl.load(row).to(k_type), 16)
     k_scale = tl.multiple_of(tl.load(row + 1).to(scale_type), 16)
     k_zero = tl.multiple_of(tl.load(row + 2).to(scale_type), 16)
@@ -268,7 +268,7 @@ def packed_kernel(
     since = tl.zeros([M], tl.int32)
     if SIGHT == 2:
         since = tl.load(p_at + n, mask=live, other=0) - window  # [M]
-    top = tl.full([M], float("-inf"), tl.float32)
+    base = tl.full([M], float("-inf"), tl.float32)  # what weights are relative to
     mass = tl.zeros([M, B], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     i_slot = tl.arange(0, B)
@@ -285,14 +285,14 @@ def packed_kernel(
             pos = tl.load(p_pos + b + i_slot)[None, :]  # [1, B]
             m_seen = (pos >= 0) & ((pos > since[:, None]) | (SIGHT == 1))
         if K_BITS == 16:
-            k = _full(rest, b, m_slot, B, D, False)
+            score = tl.dot(q, tl.trans(_full(rest, b, m_slot, B, D, False)))
         else:
-            k = _keys(k_code, k_scale, k_zero, b, m_slot, K_BITS, GROUP, B, D, False, PTX)
+            score = _scores(q, k_code, k_scale, k_zero, b, m_slot, K_BITS, GROUP, B, D, False, PTX)
         if V_BITS == 16:
             v = _full(v_code.to(full_type), b, m_slot, B, D, False)
         else:
             v = _values(v_code, v_scale, v_zero, b, room, m_slot, V_BITS, C, B, D, False, PTX)
-        top, mass, acc = _update(tl.dot(q, tl.trans(k)), v, m_seen, top, mass, acc, by, cap, HAS_CAP, SIGHT == 0)
+        base, mass, acc = _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP, SIGHT == 0)
     for b in range(tl.maximum(first, whole), last, B):  # less than a tile, or keys that wait
         b = tl.multiple_of(b, 16)
         m_slot = b + i_slot < length
@@ -301,20 +301,20 @@ def packed_kernel(
             pos = tl.load(p_pos + b + i_slot, mask=m_slot, other=-1)[None, :]
             m_seen = (pos >= 0) & ((pos > since[:, None]) | (SIGHT == 1))
         if K_BITS == 8:
-            k = _keys(k_code, k_scale, k_zero, b, m_slot, K_BITS, GROUP, B, D, True, PTX)
+            score = _scores(q, k_code, k_scale, k_zero, b, m_slot, K_BITS, GROUP, B, D, True, PTX)
         else:
-            k = _full(rest, b - packed, m_slot, B, D, True)
+            score = tl.dot(q, tl.trans(_full(rest, b - packed, m_slot, B, D, True)))
         if V_BITS == 16:
             v = _full(v_code.to(full_type), b, m_slot, B, D, True)
         else:
             v = _values(v_code, v_scale, v_zero, b, room, m_slot, V_BITS, C, B, D, True, PTX)
-        top, mass, acc = _update(tl.dot(q, tl.trans(k)), v, m_seen, top, mass, acc, by, cap, HAS_CAP, False)
+        base, mass, acc = _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP, False)
 
     total = tl.sum(mass, 1)
     some = tl.where(total > 0, total, 1.0)
     i_part = i_row * n_spans + part
     tl.store(p_out + i_part[:, None] * D + i_dim[None, :], acc / some[:, None], mask=live[:, None])
-    tl.store(p_lse + i_part, tl.where(total > 0, top + tl.log2(some) - ABOVE, float("-inf")), mask=live)
+    tl.store(p_lse + i_part, tl.where(total > 0, base + tl.log2(some), float("-inf")), mask=live)
 
 
 @triton.jit(do_not_specialize=["n_spans"])

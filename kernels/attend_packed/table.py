@@ -25,7 +25,8 @@ class Table:
     """The heads of a layer, all of one form."""
 
     at: Tensor  # [K, 11] int64: addresses of keys, values and positions, then numbers of slots; see `table_of`
-    heads: tuple[PackedHead, ...]  # keeps what is at these addresses
+    heads: tuple[PackedHead, ...]  # these and `pos` keep what is at the addresses
+    pos: tuple[Tensor | None, ...]
     k_bits: int
     v_bits: int
     group: int  # slots that share the scales of their keys
@@ -64,8 +65,8 @@ def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) ->
     return ""
 
 
-def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None]) -> Table:
-    """Of heads that `why_not` does not refuse. pos [S] int32 of each, -1 = hole; None = no holes, and no window asked."""
+def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_holes: bool) -> Table:
+    """Of heads that `why_not` does not refuse. pos [S] int32 of each, -1 = hole: read for holes and windows alone."""
     rows = [_row(head, at) for head, at in zip(heads, pos, strict=True)]
     at = torch.tensor(rows, dtype=torch.int64)
     device, first = heads[0].rest.device, heads[0]
@@ -74,17 +75,18 @@ def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None]) -> Table
     return Table(
         at,
         tuple(heads),
+        tuple(pos),
         first.keys.bits,
         first.values.bits,
         _group(heads),
         _width(first.values),
         max(head.length for head in heads),
-        any(one is not None for one in pos),
+        has_holes,
     )
 
 
 def _row(head: PackedHead, pos: Tensor | None) -> list[int]:
-    """Six addresses of codes, scales and zeros, those of waiting keys and positions, packed keys, slots, room for values."""
+    """Addresses of codes, scales and zeros, waiting keys, positions; then packed keys, slots, room for values."""
     packed = 0 if head.keys.bits == 16 else head.keys.codes.shape[0]
     room = head.values.codes.shape[1] if head.values.bits == 8 else head.length
     return [*_addresses(head), 0 if pos is None else pos.data_ptr(), packed, head.length, room]
