@@ -239,7 +239,8 @@ def _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP: tl.constexpr, A
 def packed_kernel(
     p_q, p_table, p_at, p_out, p_lse, by, cap, window, n_rows, n_spans, span,
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-    GROUP: tl.constexpr, C: tl.constexpr, HAS_CAP: tl.constexpr, SIGHT: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, C: tl.constexpr, HAS_CAP: tl.constexpr, SIGHT: tl.constexpr, BF16: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, spans, blocks of M rows). SIGHT: rows see all slots, or all but holes (1), or those in a window (2).
     BF16: numbers in full are of that type."""
