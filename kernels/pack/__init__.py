@@ -99,6 +99,15 @@ def pack_values(v: Tensor, bits: int, group: int, *, halves: bool = False) -> Ro
     return Rounded(bits, squeeze(codes.flatten(1), bits), scale.squeeze(2), zero.squeeze(2))
 
 
+def turned(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [.., D] by a Hadamard `matrix` [D, D], in the type of that."""
+    if gpu.serves(x, matrix) and 16 <= x.shape[-1] <= 256:
+        from kvcli.kernels.pack import fused
+
+        return fused.turned(x)
+    return x.to(matrix.dtype) @ matrix
+
+
 def transposed(codes: Tensor, scale: Tensor) -> Rounded:
     """Values of 8 bits from codes [S, D] and scale [S]."""
     n = scale.shape[0]
@@ -127,6 +136,7 @@ __all__ = [
     "spread",
     "squeeze",
     "transposed",
+    "turned",
     "unpack_keys",
     "unpack_values",
 ]

@@ -19,7 +19,7 @@ from kvcli.kernels import gpu, linear
 from kvcli.kernels.attend_packed import PackedHead, Table, attend_packed, attend_table, table_of, why_not
 from kvcli.kernels.attend_rows import WIDEST, Own, PackedRun, Run, attend_packed_part, serves_packed
 from kvcli.kernels.merge import Part
-from kvcli.kernels.pack import hadamard
+from kvcli.kernels.pack import hadamard, turned
 from kvcli.kv.packed_head import Form, Head
 from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, empty_like, opens, run_of
 from kvcli.kv.state import Given, State
@@ -262,8 +262,9 @@ class Packed:
         """t [.., D] by the Hadamard matrix, which is its own inverse; by native products, if any: row by row."""
         if self._turn is None:
             return t
-        t = t.to(self._turn.dtype)
-        return t @ self._turn if self._panels is None else linear.linear(t, self._panels, None, t.shape[-1])
+        if self._panels is None:
+            return turned(t, self._turn)
+        return linear.linear(t.to(self._turn.dtype), self._panels, None, t.shape[-1])
 
 
 def _seen(head: Head, window: int | None, rows: Sequence[int], *, coarse: bool) -> tuple[PackedHead, Tensor | None]:

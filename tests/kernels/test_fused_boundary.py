@@ -80,6 +80,17 @@ def test_no_slots_are_packed(bits: int, both: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("d", [16, 128])
+def test_a_hadamard_turn_is_that_of_its_matrix(d: int, dtype: torch.dtype, both: Any) -> None:
+    """To the rounding of float32, and a row the same alone."""
+    x = noise(3, 7, d).to(dtype)
+    matrix = pack.hadamard(d, x.float())
+    torch.testing.assert_close(*both(lambda: pack.turned(x, matrix)), atol=3e-6, rtol=1e-5)
+    together, alone = (both(lambda n=n: pack.turned(x[:, :n], matrix))[0] for n in (7, 1))
+    assert torch.equal(together[:, :1], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("dims", "near"), [(16, False), (10, True), (6, False)])
 def test_keys_turn_and_turn_back(dims: int, near: bool, dtype: torch.dtype, both: Any) -> None:
     rotary = rotate.Rotary(100.0 ** (-torch.arange(0, dims, 2) / dims), 1.3, near)

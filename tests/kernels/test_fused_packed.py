@@ -158,6 +158,80 @@ def test_a_partition_by_rows_would_be_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert differing(rows(heads, 3), heads, (3,)) > 0
 
 
+# ---- what the interpreter does not run ----
+
+
+def emulated(ptx: str, given: dict[str, int]) -> dict[str, int]:
+    """Registers of 32 bits after these instructions."""
+    held = dict(given)
+
+    def value(word: str) -> int:
+        return held[word] if word in held else int(word, 0)
+
+    def halves(x: int) -> torch.Tensor:
+        return torch.tensor([x & 0xFFFF, x >> 16], dtype=torch.int32).to(torch.int16).view(torch.float16).double()
+
+    def packed_(x: torch.Tensor) -> int:  # float64 holds the product and the sum, so this is the one rounding
+        low, high = (int(n) & 0xFFFF for n in x.half().view(torch.int16))
+        return high << 16 | low
+
+    for line in ptx.strip("{} ").split(";"):
+        op, _, rest = line.strip().partition(" ")
+        if not op or op == ".reg":
+            continue
+        to, *words = (word.strip() for word in rest.split(","))
+        a = [value(word) for word in words]
+        match op:
+            case "mov.b32":
+                held[to] = a[0]
+            case "xor.b32":
+                held[to] = a[0] ^ a[1]
+            case "or.b32":
+                held[to] = a[0] | a[1]
+            case "prmt.b32":
+                pool = (a[0] | a[1] << 32).to_bytes(8, "little")
+                held[to] = int.from_bytes(bytes(pool[a[2] >> 4 * i & 7] for i in range(4)), "little")
+            case "lop3.b32":
+                assert a[3] == 0xEA
+                held[to] = a[0] & a[1] | a[2]
+            case "fma.rn.f16x2":
+                held[to] = packed_(halves(a[0]) * halves(a[1]) + halves(a[2]))
+            case "add.rn.f16x2":
+                held[to] = packed_(halves(a[0]) + halves(a[1]))
+            case _:
+                raise AssertionError(op)
+    return held
+
+
+def float16s(*registers: int) -> list[float]:
+    words = [half for x in registers for half in (x & 0xFFFF, x >> 16)]
+    found: list[float] = torch.tensor(words, dtype=torch.int32).to(torch.int16).view(torch.float16).tolist()
+    return found
+
+
+@pytest.mark.parametrize(("bits", "first"), [(4, 0), (2, 0), (2, 2)])
+def test_instructions_for_codes_give_their_numbers(bits: int, first: int) -> None:
+    """Every byte, with a scale and a zero of its own for both numbers."""
+    ptx = {(4, 0): fused.PTX_4, (2, 0): fused.PTX_2, (2, 2): fused.PTX_2_BEHIND}[bits, first].value
+    scale, zero = torch.tensor([0.37, 1.9]).half(), torch.tensor([-3.3, 60.1]).half()
+    pair = {name: int(fused._pair(t.tolist()), 16) for name, t in (("scale", scale), ("zero", zero))}
+    for byte in range(0, 256, 4):
+        of = [byte, byte + 1, byte + 2, byte + 3]
+        given = {"$4": int.from_bytes(bytes(of), "little")}
+        given |= {f"${5 + i}": pair["scale"] for i in range(4)} | {f"${9 + i}": pair["zero"] for i in range(4)}
+        held = emulated(ptx, given)
+        codes = torch.tensor([[b >> bits * (first + j) & (1 << bits) - 1 for j in range(2)] for b in of])
+        want = (codes.double() * scale.double() + zero.double()).half()
+        assert float16s(*(held[f"${i}"] for i in range(4))) == want.flatten().tolist()
+
+
+def test_instructions_for_bytes_give_their_numbers() -> None:
+    for byte in range(-128, 128, 4):
+        of = list(range(byte, byte + 4))
+        held = emulated(fused.PTX_8.value, {"$2": int.from_bytes(bytes(b & 0xFF for b in of), "little")})
+        assert float16s(held["$0"], held["$1"]) == of
+
+
 # ---- what is served, and the tier ----
 
 
