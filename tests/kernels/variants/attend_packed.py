@@ -41,16 +41,16 @@ def form(
 
 
 VARIANTS = [
-    form(4, 580),
-    form(8, 580),
-    form(2, 585),
-    form(4, 850, rows=32),
-    form(8, 790, rows=32),
-    form(4, 355, d=64),
-    form(2, 375, d=64),
-    form(4, 610, d=256),
-    form(8, rows=32, d=256, streams=False),  # alone on a processor of a card with 99 KiB
-    form(4, 750, cap=True, sight=2),
+    form(4, 590),
+    form(8, 570),
+    form(2, 580),
+    form(4, 830, rows=32),
+    form(8, 780, rows=32),
+    form(4, 350, d=64),
+    form(2, 365, d=64, streams=False),  # a tile of a kilobyte: 8 bytes a thread
+    form(4, 600, d=256),
+    form(8, 820, rows=32, d=256),
+    form(4, 770, cap=True, sight=2),
     Variant(
         "kvcli.kernels.attend_packed.fused:meet_kernel",
         "spans meet",
