@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import native
+from kvcli.kernels import gpu, native
 
 
 @cache
@@ -37,6 +37,11 @@ def _explain_native() -> tuple[str, str]:
 def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[str, str]:
     if softcap:
         return "reference", "soft-capped scores: no fused kernel takes them"
+    if op == "attend_packed" and device == "cuda":
+        why = gpu.why_not(torch.device(device), dtype)
+        return (
+            ("reference", f"plain PyTorch: {why}") if why else ("fused", "Triton: codes as they lie, all heads at once")
+        )
     if device != "cpu":
         return "reference", f"plain PyTorch: no fused kernel for {device} yet"
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
