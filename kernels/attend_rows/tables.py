@@ -14,6 +14,14 @@ import torch
 from torch import Tensor
 
 
+LARGEST = 256  # numbers of a key or a value
+
+
+def fits(d: int, e: int) -> bool:
+    """Whether keys of `d` numbers and values of `e` are read: 16 bytes are loaded at a time, 16 numbers multiplied."""
+    return not d % 16 and not e % 16 and max(d, e) <= LARGEST
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Where the slots of one layer lie. Indices are int32 and on the device, as is all else."""
