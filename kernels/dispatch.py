@@ -28,7 +28,9 @@ def choose(op: str, device: str, dtype: torch.dtype, bent: bool = False) -> Call
 
 def explain(device: str, dtype: torch.dtype) -> list[tuple[str, str, str]]:
     """(op, implementation, reason) for each op that dispatches; `kvcli doctor` prints it."""
-    names = ["attend", "attend_fresh", "attend_packed"] + (["attend_rows", "merge", "append"] if device == "cuda" else [])
+    names = ["attend", "attend_fresh", "attend_packed"] + (
+        ["attend_rows", "merge", "append"] if device == "cuda" else []
+    )
     ops = [(op, *_decide(op, device, dtype, False)) for op in names]
     return [*ops, ("native", *_explain_native())] if device == "cpu" else ops
 

@@ -1,10 +1,10 @@
 """Accepted rows of a pass become slots: keys, values and positions of all layers at once, and lengths grow by their
 number.
 
-On a GPU (fused.py) one launch serves all layers of one shape, by a table of addresses: `addresses` makes it, and what it
-names must stay where it is. `path` and `count` lie on the device, where a pass that draws its own tokens makes them. In a
-layer, row path[i] of the pass goes to the slot length[j] + i of head j, for which there is room. Heads whose positions
-are one row (`pos_start` the same for all) write the same numbers there.
+On a GPU (fused.py) one launch serves all layers of one shape, by a table of addresses: `addresses` makes it, and what
+it names must stay where it is. `path` and `count` lie on the device, where a pass that draws its own tokens makes
+them. In a layer, row path[i] of the pass goes to the slot length[j] + i of head j, for which there is room. Heads whose
+positions are one row (`pos_start` the same for all) write the same numbers there.
 reference.py says the same of tables as they are, on any device.
 """
 

@@ -27,12 +27,14 @@ def append_kernel(
 ):
     """grid (L, K). Strides of fresh rows are in units of a row."""
     p_layer, head = p_layers + tl.program_id(0) * COLUMNS, tl.program_id(1)
-    number, index = tl.pointer_type(p_like.dtype.element_ty), tl.pointer_type(tl.int32)
-    p_k, p_v = tl.multiple_of(tl.load(p_layer), 16).to(number), tl.multiple_of(tl.load(p_layer + 1), 16).to(number)
-    p_pos, p_start = tl.load(p_layer + 2).to(index), tl.load(p_layer + 3).to(index)
-    p_length, p_pos_start = tl.load(p_layer + 4).to(index), tl.load(p_layer + 5).to(index)
-    p_fk = tl.multiple_of(tl.load(p_layer + 6), 16).to(number)
-    p_fv = tl.multiple_of(tl.load(p_layer + 7), 16).to(number)
+    p_k, p_v = (
+        tl.multiple_of(tl.load(p_layer).to(p_like.dtype), 16),
+        tl.multiple_of(tl.load(p_layer + 1).to(p_like.dtype), 16),
+    )
+    p_pos, p_start = tl.load(p_layer + 2).to(p_path.dtype), tl.load(p_layer + 3).to(p_path.dtype)
+    p_length, p_pos_start = tl.load(p_layer + 4).to(p_path.dtype), tl.load(p_layer + 5).to(p_path.dtype)
+    p_fk = tl.multiple_of(tl.load(p_layer + 6).to(p_like.dtype), 16)
+    p_fv = tl.multiple_of(tl.load(p_layer + 7).to(p_like.dtype), 16)
     by_head, by_row = tl.load(p_layer + 8), tl.load(p_layer + 9)
     count, length = tl.load(p_count), tl.load(p_length + head)
     to, to_pos = tl.load(p_start + head) + length, tl.load(p_pos_start + head) + length

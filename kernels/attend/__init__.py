@@ -32,7 +32,8 @@ def attend(
 
     `length` says that only the first so many slots count, in all KV heads or in each: the rest is spare room, which
     must hold finite numbers. Handing over a whole slab this way spares kernels that want their input in one piece a
-    copy, and a mask where heads differ. `upto` [N] int32, beside q: each row sees slots before that one only. Neither with a mask.
+    copy, and a mask where heads differ. `upto` [N] int32, beside q: a row sees slots before that one only. Neither goes
+    with a mask.
     """
     assert mask is None or (length is None and upto is None), "a mask says itself which slots count"
     if length is None:

@@ -36,14 +36,12 @@ def attend(
         lengths, capacity = uploaded([length], device)[0], max(length)
     out = q.new_empty(q.shape[1], q.shape[0], v.shape[2], dtype=torch.float32)
     table = Table(flat_k, flat_v, None, start, lengths)
-    out, lse = attend_rows(
-        q, table, None, None, None, scale, capacity=capacity, softcap=softcap, upto=upto, out=out
-    )
+    out, lse = attend_rows(q, table, None, None, None, scale, capacity=capacity, softcap=softcap, upto=upto, out=out)
     return out.transpose(0, 1), lse.T
 
 
 def _flat(t: Tensor) -> tuple[Tensor, int]:
-    """[K, S, D] -> [T, D] over the same memory, and the slots from one head to the next; a copy where rows lie apart."""
+    """[K, S, D] -> [T, D] over the same memory, and slots from one head to the next; a copy where rows lie apart."""
     kv, s, d = t.shape
     if t.stride(2) != 1 or t.stride(1) != d or t.stride(0) % d:
         t = t.contiguous()

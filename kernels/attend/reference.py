@@ -55,8 +55,8 @@ def attend(
 
 
 def within(lengths: Sequence[int], n: int, device: torch.device, upto: Tensor | None = None) -> Tensor:
-    """The mask [K, N, S] of n rows where KV head j holds the first lengths[j] of S slots, or [N, S] of one length; row i
-    sees those before upto[i]."""
+    """The mask [K, N, S] of n rows where KV head j holds the first lengths[j] of S slots, or [N, S] of one length;
+    row i sees those before upto[i]."""
     ends = torch.tensor(lengths, device=device).view(-1, 1, 1)
     ends = ends if upto is None else torch.minimum(ends, upto.view(1, -1, 1))
     mask = (torch.arange(max(lengths), device=device) < ends).expand(-1, n, -1)

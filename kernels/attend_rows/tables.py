@@ -13,7 +13,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-
 LARGEST = 256  # numbers of a key or a value
 
 

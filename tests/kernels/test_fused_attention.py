@@ -201,9 +201,7 @@ def test_partitions_know_their_spans() -> None:
 
 @pytest.mark.parametrize("is_prompt", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
-def test_stores_hand_over_runs_and_passes(
-    is_prompt: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stores_hand_over_runs_and_passes(is_prompt: bool, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows over a run with what their pass brings, scouts that see rows of their own, and what they saw before."""
     monkeypatch.setattr(passes, "MANY", 3)
     n = 5
@@ -250,7 +248,9 @@ def test_slots_alone_are_read_as_the_reference_reads_them(length: int | list[int
 def test_masks_are_left_to_the_reference() -> None:
     q, k = torch.randn(2, 3, 16).bfloat16(), torch.randn(1, 5, 16).bfloat16()
     mask = torch.rand(3, 5) < 0.5
-    assert torch.equal(attend.attend(q, k, k, 1.0, 0.0, mask, 5)[0], attend_reference.attend(q, k, k, 1.0, 0.0, mask, 5)[0])
+    assert torch.equal(
+        attend.attend(q, k, k, 1.0, 0.0, mask, 5)[0], attend_reference.attend(q, k, k, 1.0, 0.0, mask, 5)[0]
+    )
 
 
 @pytest.mark.parametrize("n_parts", [1, 2, 5])
