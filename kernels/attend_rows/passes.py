@@ -44,14 +44,17 @@ def read(
         return sent[key]
 
     nothing = () if own is None else ((0,) * own.k.shape[0],) * 3
-    heads = nothing if run is None else (tuple(run.starts), tuple(run.lengths), tuple(run.pos_starts))
+    heads: tuple[tuple[int, ...], ...] = (
+        nothing if run is None else (tuple(run.starts), tuple(run.lengths), tuple(run.pos_starts))
+    )
     start, length, pos_start = once(heads, lambda: uploaded(heads, device))
     if run is not None:
         table = Table(run.k, run.v, run.pos, start, length, pos_start)
     else:
         assert own is not None, "nothing to read"
         table = Table(own.k[0], own.v[0], start, start, length)  # where nothing is read
-    row_pos, fresh = None, (None, None, None)
+    fresh: tuple[Tensor | None, Tensor | None, Tree | None] = None, None, None
+    row_pos = None
     if own is not None:
         fresh = own.k, own.v, once((n, len(own.pos)), lambda: _tree(own, device))
     elif window is not None:
