@@ -33,6 +33,9 @@ def run(feeds: Sequence[Feed]) -> list[Made]:
 
 
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
+    if lm.frames is not None and (replayed := lm.frames.run(feeds)) is not None:
+        yield from replayed
+        return
     passes = [Pass(feed) for feed in feeds]
     if feeds[0].layers is not None and lm.straight is None:
         lm.meet_gates()
