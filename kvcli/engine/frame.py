@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from kvcli.engine.engine import call
 from kvcli.engine.feed import Feed, Fresh, Made
 from kvcli.engine.forward import SideBySide
 from kvcli.engine.readback import Readback, fetch
@@ -226,7 +227,7 @@ class Frame:
         self._none = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)  # logits
 
         def work() -> tuple[Tensor, list[FixedPass]]:
-            passes = [FixedPass(feed, *its) for feed, *its in zip(feeds, self._rows, pasts, strict=True)]
+            passes = [FixedPass(feed, rows, its) for feed, rows, its in zip(feeds, self._rows, pasts, strict=True)]
             return self._through(lm, passes), passes
 
         with fixed_ropes(lm.model):
@@ -248,16 +249,15 @@ class Frame:
         """One pass of feeds of these sizes. Raises Unrecorded."""
         drawing, told = self._drawing(feeds, pasts), [lying.told for its in pasts for lying in its.layers]
         under_way, self._under_way = self._under_way, None
-        if under_way is not None and under_way.serves(feeds, drawing, told):
-            here, wait = under_way.here, under_way.wait
-        else:
+        if under_way is None or not under_way.serves(feeds, drawing, told):
+            under_way = None
             for rows, feed in zip(self._of_host, feeds, strict=True):
                 rows.fill(feed)
             self._graphs.send(self._here, self._there)
             self._pass()
-            if drawing is None:
-                return self._drawn_apart(feeds, pasts)
-            here, wait = self._read(drawing)
+        if drawing is None:
+            return self._drawn_apart(feeds, pasts)
+        here, wait = self._read(drawing) if under_way is None else (under_way.here, under_way.wait)
         if drawing.go_on is None or not all(map(_goes_on, feeds)):
             wait()
             return self._made(feeds, pasts, self._backs(feeds, drawing, here))
@@ -268,8 +268,8 @@ class Frame:
         ahead = self._read(drawing)
         wait()
         backs = self._backs(feeds, drawing, here)
-        rows = [(back.drawn(0), at + 1, seed) for back, (_, at, seed) in zip(backs, map(_row, feeds), strict=True)]
-        self._under_way = UnderWay(drawing, *ahead, rows, told)
+        next_rows = [(back.ids[0], at + 1, seed) for back, (_, at, seed) in zip(backs, map(_row, feeds), strict=True)]
+        self._under_way = UnderWay(drawing, *ahead, next_rows, told)
         return self._made(feeds, pasts, backs, is_stored=True)
 
     def _read(self, drawing: Drawing) -> tuple[Tensor, Callable[[], None]]:
@@ -325,11 +325,9 @@ class Frame:
 
     def _through(self, lm: LM, passes: Sequence[FixedPass]) -> Tensor:
         """Logits [N, V] of all rows."""
-        ids = torch.cat([rows.ids for rows in self._rows]).long().unsqueeze(0)
-        pos = torch.cat([rows.pos for rows in self._rows]).long().unsqueeze(0)
+        ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else SideBySide(passes)
-        logits: Tensor = lm.model(input_ids=ids, position_ids=pos, use_cache=False, kvcli_pass=way).logits[0]
-        return logits
+        return call(lm.model, ids, pos, device=lm.device, kvcli_pass=way)
 
     def _store(self, i: int, past: Fixed, path: Tensor) -> None:
         """Rows of a text become slots."""

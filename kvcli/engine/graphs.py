@@ -7,7 +7,7 @@ runs while it is recorded, and never again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,11 +40,12 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """On a side stream: Triton compiles there, and cuBLAS takes its workspace."""
-        side, now = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        now = torch.cuda.current_stream(self._device)
         side.wait_stream(now)
         with torch.cuda.stream(side):
             work()
@@ -64,6 +65,6 @@ class CudaGraphs:
 
     def fetch(self, there: Tensor, here: Tensor) -> Callable[[], None]:
         here.copy_(there, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize
