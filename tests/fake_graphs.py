@@ -108,25 +108,3 @@ def poison(t: Tensor) -> None:
     """Numbers that nobody may have used."""
     with torch.inference_mode():
         t.fill_(torch.nan if t.is_floating_point() else False if t.dtype == torch.bool else 3)
-
-
-class Watched(TorchDispatchMode):
-    """Counts what a step asks for beside what is recorded: memory of the device, and waits."""
-
-    def __init__(self, graphs: FakeGraphs) -> None:
-        super().__init__()
-        self._graphs = graphs
-        self.allocated: list[str] = []
-        self.asked: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = op(*args, **(kwargs or {}))
-        if self._graphs.is_inside:
-            return made
-        name, given = op.overloadpacket.__name__, tensors([args, kwargs])
-        is_here = bool(given) and all(storage(t) in self._graphs.of_host for t in given)
-        if name in ASKS and not is_here:
-            self.asked.append(name)
-        known = {storage(t) for t in given}
-        self.allocated += [name for t in tensors(made) if storage(t) not in known]
-        return made

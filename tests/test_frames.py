@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, together
 from kvcli.engine.frame import Frames
@@ -25,8 +24,9 @@ from kvcli.kv.windows import windows_of
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
 from tests import families
+from tests.bench.waits import counted
 from tests.drafters import Bush, Right
-from tests.fake_graphs import FakeGraphs, Watched, poison
+from tests.fake_graphs import FakeGraphs, poison
 from tests.policies import Ragged
 
 SEEDED = Sampler(temperature=0.8, seed=5)
@@ -120,18 +120,10 @@ def test_boundaries_change_a_past_under_a_frame(policy: Policy, drafts: str) -> 
     assert not its.frames.eager
 
 
-def test_a_step_waits_once_and_allocates_nothing() -> None:
-    its, graphs = recorded("llama")
-    for drafter in (Off(), Ngram(adaptive=False, max=7).drafter()):
-        text = session(its, drafter, Sampler())
-        drive(text.read(PROMPT))
-        text.kv.reserve(128)
-        written(text, 12)  # all frames are recorded
-        before = graphs.waits
-        with Watched(graphs) as seen:
-            for _ in range(4):
-                drive(text.step())
-        assert (graphs.waits - before, seen.asked, seen.allocated) == (4, [], [])
+@pytest.mark.parametrize("side", ["dense, n-gram", "sliding", "dense, sampled"])
+def test_a_step_waits_once_and_allocates_nothing(side: str) -> None:
+    found = counted(side, 3, 4, is_recorded=True)
+    assert (found["waits"], found["allocations"], found["eager"]) == (1, 0, {})
 
 
 def test_plain_rows_run_before_they_are_asked_for_and_one_is_dropped_behind_a_stop() -> None:

@@ -58,7 +58,7 @@ class Made:
     logits: Tensor  # [len(want), V]; none where the next pass is under way already
     drawn: Callable[[int], int]  # tree row -> the token behind it; raises BadModel where the logits are no numbers
     gleaned: Callable[[int], list[float]]  # index into want -> what was gleaned
-    fresh: Mapping[int, Fresh]  # by layer; of a layer that shares the slots of another there is none
+    fresh: Mapping[int, Fresh]  # by layer; none of a layer that shares the slots of another, nor with `keep`
     queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
     hidden: Tensor | None = None  # [N, E]: what its layers gave, where they end below the last
     keep: Callable[[Sequence[int]], None] | None = None  # has the device store these rows; None = the host does it

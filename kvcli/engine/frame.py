@@ -47,7 +47,7 @@ class Frames:
 
     def __init__(self, graphs: Graphs, sizes: Sequence[int] = SIZES) -> None:
         """`sizes`: rows of a frame, rising."""
-        self._graphs, self._sizes = graphs, sizes
+        self.graphs, self._sizes = graphs, sizes
         self._frames: dict[tuple[object, ...], Frame] = {}  # the latest last
         self.eager: Counter[str] = Counter()
         self.why = ""  # nothing of this model can be recorded
@@ -97,7 +97,7 @@ class Frames:
         if frame is None or not frame.is_alive:
             while len(self._frames) >= MOST:
                 del self._frames[next(iter(self._frames))]
-            frame = Frame(feeds[0].lm, self._graphs, sizes, feeds, pasts)
+            frame = Frame(feeds[0].lm, self.graphs, sizes, feeds, pasts)
         self._frames[key] = frame
         return frame
 
@@ -301,13 +301,10 @@ class Frame:
     ) -> list[Made]:
         made = []
         for i, (feed, back) in enumerate(zip(feeds, backs, strict=True)):
-            n = feed.rows.n_rows
-            logits, fresh, queries = self._none, dict[int, Fresh](), [q[:, : len(feed.hear)] for q in self._queries[i]]
-            if not is_stored:  # else all of it is the next pass's
-                logits = self._logits[i][:n]
-                fresh = {layer: Fresh(of.k[:, :n], of.v[:, :n]) for layer, of in self._fresh[i].items()}
+            logits = self._none if is_stored else self._logits[i][: feed.rows.n_rows]  # else they are the next pass's
+            queries = [q[:, : len(feed.hear)] for q in self._queries[i]] if feed.hear else []
             keep = partial(self._kept, i, feed, pasts[i], is_stored)
-            made.append(Made(logits, back.drawn, back.gleaned, fresh, queries if feed.hear else (), keep=keep))
+            made.append(Made(logits, back.drawn, back.gleaned, {}, queries, keep=keep))
         return made
 
     def _kept(self, i: int, feed: Feed, past: Fixed, is_stored: bool, path: Sequence[int]) -> None:
