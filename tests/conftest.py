@@ -6,6 +6,7 @@ And Ctrl-C is heard by the processes that tests start, also where a shell runs t
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 
 def pytest_configure() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # before transformers imports it for a model: kernels ask once
     signal.signal(signal.SIGINT, signal.default_int_handler)  # an ignored signal stays ignored in every child
 
 

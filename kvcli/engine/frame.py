@@ -166,8 +166,8 @@ class FixedPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As a pass does (forward.py)."""
         q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
-        if k.stride()[:2] != v.stride()[:2]:
-            k, v = k.contiguous(), v.contiguous()  # they are stored by one table
+        if k.stride()[:2] != v.stride()[:2]:  # one table says where both lie
+            k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a row alone may have any stride
         if (source := self._shapes[layer].shares) is not None:
             k, v = self.fresh[source].k, self.fresh[source].v
         else:
