@@ -8,6 +8,7 @@ read this one: the device feeds itself what it drew.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ MOST = 12  # frames of a model that are kept
 NONE = -1  # in place of a row or a path
 
 T = TypeVar("T")
+log = logging.getLogger("kvcli.engine")
 
 
 class Frames:
@@ -57,24 +59,29 @@ class Frames:
         """One pass, the rows of all feeds side by side; None where it has to run otherwise."""
         if any(feed.is_prompt or feed.layers is not None or feed.only_kv for feed in feeds):
             return None  # meant to run otherwise
-        if why := self.why or next(filter(None, map(self._why_not, feeds)), ""):
-            self.eager[why] += 1
-            return None
-        sizes = [self._size(feed) for feed in feeds]
-        fixed = [feed.past.fixed(rows) for feed, (rows, _) in zip(feeds, sizes, strict=True)]
-        pasts = [its for its in fixed if not isinstance(its, str)]
-        if len(pasts) < len(fixed):
-            self.eager[next(its for its in fixed if isinstance(its, str))] += 1
-            return None
+        made = self.why or next(filter(None, map(self._why_not, feeds)), "") or self._try(feeds)
+        if not isinstance(made, str):
+            return made
+        if not self.eager[made]:
+            log.info("passes run one operation at a time: %s", made)
+        self.eager[made] += 1
+        return None
+
+    def _try(self, feeds: Sequence[Feed]) -> list[Made] | str:
+        sizes, pasts = [self._size(feed) for feed in feeds], list[Fixed]()
         try:
-            frame = self._frame(feeds, sizes, pasts)
-            return frame.run(feeds, pasts)
+            for feed, (rows, _) in zip(feeds, sizes, strict=True):
+                if isinstance(past := feed.past.fixed(rows), str):
+                    return past
+                pasts.append(past)
+            return self._frame(feeds, sizes, pasts).run(feeds, pasts)
+        except torch.OutOfMemoryError:
+            return "no memory to record them"
         except Unrecorded as no:
             lm = feeds[0].lm
             self.why = f"{lm.info.family} cannot be recorded: {no}"
-            self.eager[self.why] += 1
             lm.info = replace(lm.info, notes=(*lm.info.notes, f"passes run one operation at a time: {self.why}"))
-            return None
+            return self.why
 
     def _why_not(self, feed: Feed) -> str:
         rows, hear = feed.rows, feed.hear
