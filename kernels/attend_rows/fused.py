@@ -245,9 +245,9 @@ def attend_rows(
     """
     h, n, d = q.shape
     kv, e = layer.start.shape[0], layer.v.shape[1]
-    block = tile or (32 if max(d, e) > 128 else 64)
-    rows = 16 if n * (h // kv) <= 16 else 32
-    if is_prompt:  # windows and soft caps leave no registers for more than 32 rows
+    # what is left of registers: heads of 256 take as many for 16 rows as those of 128 for 32
+    block, rows = (64, 16 if n * (h // kv) <= 16 else 32) if max(d, e) <= 128 else (32, 16)
+    if is_prompt:
         unit, rows = WHOLE, 64 if window is None and not softcap else 32
     (paths, deep), before = ((0, 0), 0) if tree is None else (tree.path.shape, tree.pos.shape[0] - n)
     spans = n_spans(capacity + deep, unit)
@@ -265,8 +265,17 @@ def attend_rows(
     spans_kernel[(triton.cdiv(n * (h // kv), rows), kv, late * paths + spans)](
         *(q, *slots, slots_at, *fresh, *seen, upto, outs, lses),
         *(*bent, window or 0, *strides, n, before, paths, deep, late, spans),
-        **{"G": h // kv, "D": d, "E": e, "DP": _padded(d), "EP": _padded(e), "M": rows, "B": block, "UNIT": unit},
-        **{"num_warps": rows // 8 if rows > 32 else 4, "num_stages": _stages(q.device), "enable_fp_fusion": False},
+        **{
+            "G": h // kv,
+            "D": d,
+            "E": e,
+            "DP": _padded(d),
+            "EP": _padded(e),
+            "M": rows,
+            "B": tile or block,
+            "UNIT": unit,
+        },
+        **{"num_warps": 8 if is_prompt else 4, "num_stages": _stages(q.device), "enable_fp_fusion": False},
     )
     fold(outs, lses, out, lse, sink=sink, rows=None if tree is None else tree.path_of, at_once=TOGETHER)
     return out, lse

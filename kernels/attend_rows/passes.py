@@ -48,7 +48,12 @@ def read(
     heads = tuple(run.starts), tuple(run.lengths), tuple(run.pos_starts)
     start, length, pos_start = once(heads, lambda: uploaded(heads, device))
     table = Table(run.k, run.v, run.pos, start, length, pos_start)
-    how = {"capacity": max(heads[1]), "softcap": softcap, "window": window, "is_prompt": is_prompt and n > MANY}
+    how: dict[str, Any] = {
+        "capacity": max(heads[1]),
+        "softcap": softcap,
+        "window": window,
+        "is_prompt": is_prompt and n > MANY,
+    }
     if own is None:
         row_pos = None if window is None else uploaded([pos], device)[0]
         out = q.new_empty(n, q.shape[0], run.v.shape[1], dtype=torch.float32)

@@ -15,7 +15,10 @@ from kvcli.kernels.attend import reference as attend_reference
 from kvcli.kernels.attend_rows import Own, Run, reference
 from kvcli.kernels.attend_rows.tables import Table, Tree, uploaded
 from kvcli.kernels.merge import Part
+from kvcli.kernels.merge import merge as merge_parts
 from kvcli.kernels.merge import reference as merge_reference
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Sight, alike
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
 fused = pytest.importorskip("kvcli.kernels.attend_rows.fused")
@@ -225,6 +228,26 @@ def test_stores_hand_over_runs_and_passes(is_prompt: bool, window: int | None, m
     alone = passes.read(q, run, None, pos[-asks:], 0.3, **how)
     want = reference.attend_rows(q, run, None, pos[-asks:], 0.3, **how)
     torch.testing.assert_close(alone.out, want.out, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_a_store_reads_its_slots_through_them(is_ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = torch.Generator().manual_seed(8)
+    q, k, v, fk, fv = (torch.randn(2, n, 16, generator=r).bfloat16() for n in (3, 41, 41, 3, 3))
+    kv, pos = Dense(alike(1, 2, 16), torch.bfloat16, step=8), [41, 42, 42]
+    kv.append(0, k, v, 0)
+    if is_ragged:
+        kv.keep(0, torch.rand(2, 41, generator=r) < 0.6)
+    line = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
+    for sight in (Sight(0.3), Sight(0.3, softcap=1.5, window=20, is_prompt=True)):
+        sees = line if sight.window is None else line & (torch.tensor(pos) > torch.tensor(pos)[:, None] - sight.window)
+        want = merge_parts(kv.attend(0, q, sight, pos, Own(fk, fv, pos, line, sees)))
+        with monkeypatch.context() as on_gpu:
+            for form in ("slab", "ragged"):
+                on_gpu.setattr(f"kvcli.kv.{form}.read", passes.read)
+                on_gpu.setattr(f"kvcli.kv.{form}.serves", lambda q, v: True)
+            got = merge_parts(kv.attend(0, q, sight, pos, Own(fk, fv, pos, line, None)))
+        torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
 
 
 def test_a_pass_over_nothing_reads_itself() -> None:

@@ -41,8 +41,9 @@ def form(
         types={**TYPES, **others.pop("types", {})},
         consts=consts,
         aligned=STRIDES,
-        streams=True,
-        products=unit != WHOLE,  # a prompt is not held to the bits of one row
+        # a prompt is not held to the bits of one row, and has rows enough to be bound by products
+        streams=unit != WHOLE,
+        products=unit != WHOLE,
         tile_bytes=4 * tile * d,
         **others,
     )
@@ -50,20 +51,20 @@ def form(
 
 FP16 = dict.fromkeys("p_q p_k p_v p_fk p_fv".split(), "*fp16")
 VARIANTS = [
-    form("16 rows"),
+    form("16 rows", budget=241),
     form("16 rows, three under way", stages=3, archs=(80, 90)),
-    form("32 rows", rows=32),
+    form("32 rows", rows=32, budget=407),
     form("32 rows, three under way", rows=32, stages=3, archs=(80, 90)),
-    form("16 rows, fp16", types=FP16),
-    form("16 rows, window, soft cap", without=BENT),
-    form("32 rows, window, soft cap", rows=32, without=BENT),
-    form("16 rows, heads of 64", d=64, group=8),
-    form("16 rows, heads of 80", d=80, group=1),
-    form("16 rows, heads of 96", d=96, group=1),
-    form("16 rows, heads of 256", d=256, group=2),
-    form("32 rows, heads of 256", d=256, group=2, rows=32),
-    form("32 rows, heads of 256, window, soft cap", d=256, group=2, rows=32, without=BENT),
+    form("16 rows, fp16", types=FP16, budget=241),
+    form("16 rows, window, soft cap", without=BENT, budget=389),
+    form("32 rows, window, soft cap", rows=32, without=BENT, budget=716),
+    form("16 rows, heads of 64", d=64, group=8, budget=189),
+    form("16 rows, heads of 80", d=80, group=1, budget=243),
+    form("16 rows, heads of 96", d=96, group=1, budget=243),
+    form("16 rows, heads of 256", d=256, group=2, budget=252),
+    form("16 rows, heads of 256, window, soft cap", d=256, group=2, without=BENT),
     form("prompt", rows=64, unit=WHOLE, warps=8),
-    form("prompt, window, soft cap", rows=32, unit=WHOLE, without=BENT),
+    form("prompt, window, soft cap", rows=32, unit=WHOLE, without=BENT, warps=8),
+    form("prompt, heads of 256, window, soft cap", d=256, group=2, rows=32, unit=WHOLE, without=BENT, warps=8),
     form("prompt, heads of 256", d=256, group=2, rows=64, unit=WHOLE, warps=8),
 ]
