@@ -13,9 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
+# Triton kernels run in its interpreter here: it asks for this when it is imported, which transformers does
+os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_configure() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"  # before transformers imports it for a model: kernels ask once
     signal.signal(signal.SIGINT, signal.default_int_handler)  # an ignored signal stays ignored in every child
 
 

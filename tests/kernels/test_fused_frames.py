@@ -22,7 +22,8 @@ from tests.drafters import Bush
 from tests.fake_graphs import FakeGraphs
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
-attention, append = (pytest.importorskip(f"kvcli.kernels.{name}.fused") for name in ("attend_rows", "append"))
+OPS = ("attend_rows", "append", "argmax")
+FUSED = {name: pytest.importorskip(f"kvcli.kernels.{name}.fused") for name in OPS}
 
 SINGLE = {"num_hidden_layers": 1, "vocab_size": 61}
 
@@ -44,7 +45,7 @@ def test_fused_kernels_drop_in(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     want = written(lm, Off(), 6)
     lm.frames = Frames(graphs)
     monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "")
-    asked = [opaque(monkeypatch, graphs, attention, "attend_rows"), opaque(monkeypatch, graphs, append, "append")]
+    asked = [opaque(monkeypatch, graphs, FUSED[name], name) for name in OPS]
     assert written(lm, Off(), 6) == want
     assert written(lm, Bush([*families.prompt(30, vocab=61), *want], 61, 60), 6) == want
     assert all(calls() for calls in asked)
