@@ -31,8 +31,8 @@ def merge_kernel(
     EP: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """grid (H, N). Sums go from chunk to chunk of AT_ONCE parts: a part of lse -inf changes no bit of what follows."""
-    h, n = tl.program_id(0), tl.program_id(1)
+    """grid (N, H). Sums go from chunk to chunk of AT_ONCE parts: a part of lse -inf changes no bit of what follows."""
+    n, h = tl.program_id(0), tl.program_id(1)
     if p_rows is not None:  # noqa: SIM102  # what is None is left out when this is compiled
         if tl.load(p_rows + n) < 0:
             return
@@ -81,7 +81,7 @@ def fold(
     strides = out.stride(1), out.stride(0), lse.stride(1), lse.stride(0)
     consts = {"E": e, "EP": max(16, triton.next_power_of_2(e)), "AT_ONCE": at_once}
     args = outs, lses, rows, sink, out, lse, n, parts, *strides
-    merge_kernel[(h, n)](*args, **consts, num_warps=4, enable_fp_fusion=False)
+    merge_kernel[(n, h)](*args, **consts, num_warps=4, enable_fp_fusion=False)
 
 
 def merge(
