@@ -86,7 +86,7 @@ class Frames:
     def _why_not(self, feed: Feed) -> str:
         rows, hear = feed.rows, feed.hear
         if rows.tree < rows.n_rows:
-            return "scouts read a view (spec.method)"
+            return "scouts run beside the tree (spec.method)"
         if rows.n_rows > self._sizes[-1]:
             return f"more than {self._sizes[-1]} rows"
         if len(rows.parent) < rows.n_rows or list(feed.want) != list(range(rows.n_rows)) or feed.draw is None:
@@ -101,8 +101,8 @@ class Frames:
     def _frame(self, feeds: Sequence[Feed], sizes: Sequence[tuple[int, int]], pasts: Sequence[Fixed]) -> Frame:
         key = (*sizes, *(bool(feed.hear) for feed in feeds), *(id(lying) for its in pasts for lying in its.layers))
         frame = self._frames.pop(key, None)
-        self._frames = {k: f for k, f in self._frames.items() if f.is_alive}
         if frame is None or not frame.is_alive:
+            self._frames = {k: f for k, f in self._frames.items() if f.is_alive}
             while len(self._frames) >= MOST:
                 del self._frames[next(iter(self._frames))]
             frame = Frame(feeds[0].lm, self.graphs, sizes, feeds, pasts)
