@@ -69,6 +69,9 @@ class Frames:
 
     def _try(self, feeds: Sequence[Feed]) -> list[Made] | str:
         sizes, pasts = [self._size(feed) for feed in feeds], list[Fixed]()
+        most = feeds[0].lm.most_rows
+        if most is not None and sum(rows for rows, _ in sizes) > most:
+            return f"with the unused ones more than {most} rows, beyond which they would lose their bits"
         try:
             for feed, (rows, _) in zip(feeds, sizes, strict=True):
                 if isinstance(past := feed.past.fixed(rows), str):
