@@ -236,6 +236,8 @@ class LM:
     def record(self, graphs: str) -> None:
         """Have its device record passes and replay them (frame.py), where it can; the backend says so, or why not."""
         why = gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}"
+        if self.is_split:
+            why = why or "its layers are on two devices"
         if not why:
             self.frames = Frames(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"
