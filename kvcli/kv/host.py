@@ -1,14 +1,12 @@
-"""The host tier: a tier in host memory below those of a device. Its slots are read where they are.
+"""The host tier: a tier in host memory below those of a device. How rows reach its slots: reach.py.
 
-A query is kilobytes where the slots are gigabytes, so the query travels: attention over the tier is computed on the CPU
-from host memory, and only the output and its log-sum-exp come back to be merged. Slots that come down pass through one
-pinned buffer, which a device can write to without a copy in between. All of them pinned would gain nothing more, as
-they never travel again, and torch rounds a pinned allocation up to a power of two.
+Slots that come down pass through one pinned buffer, which a device can write to without a copy in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -16,6 +14,8 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own, Run
 from kvcli.kernels.merge import Part
+from kvcli.kv.bus import Bus, bus_of
+from kvcli.kv.reach import Answer, ByQuery, Way
 from kvcli.kv.recall_source import Shelf
 from kvcli.kv.slots import Sight, Slots, Usage, alone
 from kvcli.kv.state import Given, State
@@ -63,28 +63,40 @@ class Host:
 
     is_far = True  # across the bus
 
-    def __init__(self, tier: Shelf, device: torch.device | str) -> None:
+    def __init__(
+        self, tier: Shelf, device: torch.device | str, way: Way = ByQuery, bus: Callable[[torch.device], Bus] = bus_of
+    ) -> None:
+        """`way`: how rows reach the tier; `bus`: what leads to the device."""
         self._tier, self._device = tier, torch.device(device)
+        self._way, self._bus = way, bus
+        self._reach = way(tier, bus(self._device))
         self.staging = Staging()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Host:
+        return Host(deepcopy(self._tier, memo), self._device, self._way, self._bus)
 
     @property
     def rounds_by_rows(self) -> str:
-        """What the tier says: it is read on the CPU."""
+        """What the tier says: it is read on the CPU, or by kernels whose rows do not know of each other."""
         return self._tier.rounds_by_rows
 
+    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+        """q [H, N, D] of rows at positions pos [N], on the device -> parts there, when they are called for: what the
+        device is told before then it does meanwhile."""
+        return self._reach.ask(layer, q, sight, pos) if self._tier.n_slots(layer) else list
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N], on the device -> parts on the device."""
-        if not self._tier.n_slots(layer):
-            return alone(q, sight, own)
-        parts = self._tier.attend(layer, q.cpu(), sight, pos)
-        return [Part(p.out.to(q.device), p.lse.to(q.device)) for p in parts] + alone(q, sight, own)
+        """The same at once, and their pass."""
+        return self.ask(layer, q, sight, pos)() + alone(q, sight, own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        self._reach.still()
         self._tier.append(layer, self.staging.down(k), self.staging.down(v), start)
 
     def take(self, layer: int, slots: Slots) -> None:
         """Slots of the device come down."""
         down = self.staging.down
+        self._reach.still()
         self._tier.take(layer, Slots(down(slots.k), down(slots.v), slots.pos.cpu()))
 
     def n_slots(self, layer: int) -> int:
@@ -116,15 +128,18 @@ class Host:
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """What fell out stays in host memory: nobody reads it there."""
+        self._reach.still()
         return self._tier.keep(layer, mask.cpu())
 
     def crop(self, n: int) -> None:
+        self._reach.still()
         self._tier.crop(n)
 
     def state(self) -> State:
         return self._tier.state()
 
     def restore(self, given: Given) -> None:
+        self._reach.still()
         self._tier.restore(given)
 
     def usage(self) -> list[Usage]:
