@@ -36,7 +36,7 @@ class Flight:
     of: Tensor
     was: Tensor  # what there was to copy
     at: int  # step of its lane
-    worked: int  # steps of the lane that computes when it took off
+    worked: int  # products computed when it took off
 
 
 @dataclass(eq=False)
@@ -63,14 +63,17 @@ class Lane:
         with bus.aside():
             last = bus.touched.get(_storage(to), 0)
             assert self is bus.work or self.seen.get(id(bus.work), 0) >= last, "it may still be read"
-            assert not any(_storage(f.to) == _storage(to) and _meet(f.to, to) for f in bus.flights), "it is in flight"
+            others = [f for lane in (bus.work, bus.copies) if lane is not self for f in lane.flights]
+            assert not any(_meet(f.to, to) for f in others), "it is in flight"
             was = of.clone()
-            if to.is_floating_point():
+            if self is bus.work:  # in order with what reads it there; its source is still held
+                to.copy_(of)
+            elif to.is_floating_point():
                 to.fill_(torch.nan)
             elif to.dtype == torch.uint8:
                 to.fill_(255)
         self.steps += 1
-        self.flights.append(Flight(to, of, was, self.steps, bus.work.steps))
+        self.flights.append(Flight(to, of, was, self.steps, bus.products))
         bus.copied += to.nbytes
 
 
@@ -84,7 +87,7 @@ class FakeBus(TorchDispatchMode):
         self.device = torch.device("cpu")
         self.work, self.copies = Lane(self), Lane(self)
         self.touched: dict[int, int] = {}  # by buffer: step of the lane that computes
-        self.copied = self.hidden = 0
+        self.copied = self.hidden = self.products = 0
         self.pinned: dict[int, int] = {}  # bytes by address
         self._refuses = refuses
         self._is_aside = False
@@ -117,19 +120,22 @@ class FakeBus(TorchDispatchMode):
                 lane.flights.remove(flight)
                 same = flight.of.view(torch.uint8) == flight.was.view(torch.uint8)
                 assert bool(same.all()), "host memory changed while it was copied"
-                flight.to.copy_(flight.was)
-                if lane is self.copies and self.work.steps > flight.worked:
-                    self.hidden += flight.to.nbytes
+                if lane is self.copies:
+                    flight.to.copy_(flight.was)
+                    self.hidden += flight.to.nbytes * (self.products > flight.worked)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not self._is_aside:
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        used = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cpu"}
+        is_view = not name.endswith("_") and any(_storage(t) in used for t in tree_leaves(out) if isinstance(t, Tensor))
+        if not self._is_aside and not is_view:  # which reads nothing
             self.work.steps += 1
-            for t in tree_leaves((args, kwargs)):
-                if isinstance(t, Tensor) and t.device.type == "cpu":
-                    self.touched[_storage(t)] = self.work.steps
-        return func(*args, **(kwargs or {}))
+            self.products += "mm" in name or "attention" in name
+            self.touched |= dict.fromkeys(used, self.work.steps)
+        return out
 
     @contextmanager
     def aside(self) -> Iterator[None]:

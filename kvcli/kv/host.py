@@ -145,8 +145,9 @@ class Host:
     def usage(self) -> list[Usage]:
         """The tier's bytes, those of memory called "host"; the pinned buffer is part of the first layer's."""
         found = [replace(use, tier=use.tier.replace("cpu", "host")) for use in self._tier.usage()]
-        found[0] = replace(found[0], nbytes=found[0].nbytes + self.staging.nbytes)
-        return found
+        found[0] = replace(found[0], nbytes=found[0].nbytes + self.staging.nbytes, how=self._reach.how)
+        near = self._reach.nbytes
+        return [*found, Usage(0, self._device.type, 0, near)] if near else found
 
     def _up(self, s: Slots) -> Slots:
         return Slots(s.k.to(self._device), s.v.to(self._device), s.pos.to(self._device))

@@ -86,13 +86,14 @@ class Mappings:
         """Holes go behind each head's slots, whose order stays."""
         s = extent.slots
         hole = s.pos < 0
-        order = hole.int().argsort(1, stable=True)  # [K, S]
-        if bool((order != torch.arange(s.n_slots)).any()):
-            moved = picked(s, order)
-            s.k.copy_(moved.k)
-            s.v.copy_(moved.v)
-            s.pos.copy_(moved.pos)
-        extent.length = int((~hole).sum(1).max()) if s.n_slots else 0
+        if not bool(hole.any()):
+            return
+        order = hole.to(torch.uint8).argsort(dim=1, stable=True)  # [K, S]
+        moved = picked(s, order)
+        s.k.copy_(moved.k)
+        s.v.copy_(moved.v)
+        s.pos.copy_(moved.pos)
+        extent.length = int((~hole).sum(1).max())
 
 
 def _unpin(bus: Bus, address: int, mapped: mmap.mmap) -> None:

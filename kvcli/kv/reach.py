@@ -38,6 +38,10 @@ class Reach(Protocol):
     def how(self) -> str:
         """The way, in words."""
 
+    @property
+    def nbytes(self) -> int:
+        """What it holds on the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -70,6 +74,7 @@ class ByQuery:
     """The query goes down, the CPU attends while the device has other rungs to read, and the part comes up."""
 
     how = "the CPU reads it"
+    nbytes = 0
 
     def __init__(self, tier: Source, bus: Bus) -> None:
         self._tier, self._bus = tier, bus
@@ -108,6 +113,7 @@ class ByKernel:
     """The device's own kernels read pinned host memory, each byte once for all rows."""
 
     how = "the GPU reads it across the bus"
+    nbytes = 0
 
     def __init__(self, tier: Pieced, bus: Bus) -> None:
         self._tier, self._bus = tier, bus

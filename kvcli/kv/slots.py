@@ -76,6 +76,9 @@ class Usage:
     slots: int  # of the longest head
     nbytes: int  # allocated, spare room included
     lost: Loss | None = None  # of these slots
+    how: str = ""  # rows reach them, in words, where there are several ways
+    asked: int = 0  # slots that rows wanted of those kept near, of all heads, since the text began
+    found: int = 0  # of them, how many were there
 
 
 Masks = Sequence[Tensor | None]  # by layer: which of its slots stay, bool [K, S]; None = all of them
