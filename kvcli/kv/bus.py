@@ -7,6 +7,7 @@ where there is no GPU.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -142,7 +143,7 @@ class Cuda(Plain):
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def bus_of(device: torch.device | str) -> Bus:
-    """The way to a device."""
-    device = torch.device(device)
+@cache
+def bus_of(device: torch.device) -> Bus:
+    """The way to a device, with one stream for the copies of all texts."""
     return Cuda(device) if device.type == "cuda" else Plain(device)
