@@ -63,7 +63,7 @@ class Extent:
         self.lengths = [self.length] * len(ends) if self.has_holes else ends.tolist()
 
     def read(self, k: Tensor, v: Tensor, q: Tensor, sight: Sight, rows: Sequence[int]) -> Part:
-        """q [H, N, D] of rows at positions `rows` over k, v [K, n, ..]: these slots, wherever they or their copy lie."""
+        """q [H, N, D] of rows at positions `rows` over k, v [K, n, ..]: these slots, or a copy of them."""
         window, softcap = sight.window, sight.softcap
         if q.device.type == "cpu" and serves(q, v):
             (n_kv, n), cap = k.shape[:2], self.pos.shape[1]
