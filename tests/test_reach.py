@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.merge import merge
-from kvcli.kv import reach
+from kvcli.kv import recall, reach
 from kvcli.kv.bus import Bus
 from kvcli.kv.dense import Dense
 from kvcli.kv.host import Host
+from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.mapped import Mapped
 from kvcli.kv.reach import ByKernel, ByQuery, ByRule, ByStream, Rates, Way
+from kvcli.kv.recall import Recall
+from kvcli.kv.recall_pages import Budget
 from kvcli.kv.rung import Rung
-from kvcli.kv.slots import LayerShape, Sight, Slots, alike, nbytes
+from kvcli.kv.slots import LayerShape, Readable, Sight, Slots, alike, hit_rate, nbytes
 from tests.fake_bus import FakeBus
 
 L, K, H, D = 3, 2, 4, 8
@@ -62,7 +65,7 @@ def filled(bus: FakeBus, way: Way, uneven: bool = False) -> tuple[Host, Dense]:
     return far, one
 
 
-def answer(kv: Host | Dense | Ladder, layer: int, q: Tensor, sight: Sight = SIGHT) -> Tensor:
+def answer(kv: Readable, layer: int, q: Tensor, sight: Sight = SIGHT) -> Tensor:
     parts = kv.attend(layer, q, sight, range(46, 46 + q.shape[1]))
     return merge([*parts, *parts])
 
@@ -254,3 +257,46 @@ def test_the_seam_has_a_lane_where_there_are_no_streams() -> None:
     bus.copies.record().synchronize()
     assert torch.equal(to, of)
     assert bus.pin(of)
+
+
+# ---- what recall reads of host memory ----
+
+
+def recalled(bus: FakeBus, far: Host | Dense) -> Recall:
+    kv = Recall(far, Sketch(2), Budget(0.0, 8, 1, 2), range(L), source=far)
+    for layer in range(L):
+        kv.take(layer, some(46, 0, layer))
+    return kv
+
+
+def test_pages_fetched_ahead_change_no_answer_and_are_found() -> None:
+    bus = FakeBus()
+    near, plain = recalled(bus, host(bus)), recalled(bus, Dense(alike(L, K, D), torch.float64))
+    assert near._near is not None
+    g = torch.Generator().manual_seed(2)
+    q = asked()
+    with bus:
+        for at in range(12):
+            q = q + 0.3 * torch.randn(q.shape, generator=g, dtype=torch.float64)
+            for layer in range(L):
+                torch.testing.assert_close(answer(near, layer, q), answer(plain, layer, q))
+            if at == 6:
+                near.keep(1, near.slots(1).pos != 5)
+                plain.keep(1, plain.slots(1).pos != 5)
+    use = next(use for use in near.usage() if use.asked)
+    assert 0 < use.found < use.asked
+    assert near._near.flown > 0
+    assert hit_rate([near]) == use.found / use.asked
+
+
+def test_a_read_ahead_finds_more_than_what_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rate(share: float) -> float:
+        monkeypatch.setattr(recall, "AHEAD", share)
+        bus, g, q = FakeBus(), torch.Generator().manual_seed(2), asked(1)
+        near = recalled(bus, host(bus))
+        for _ in range(30):
+            q = q + 0.3 * torch.randn(q.shape, generator=g, dtype=torch.float64)
+            answer(near, 1, q)
+        return hit_rate([near]) or 0.0
+
+    assert rate(0.5) > rate(0.0) > 0.3

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own, Run
 from kvcli.kernels.merge import Part
-from kvcli.kv.bus import Bus, bus_of
-from kvcli.kv.reach import Answer, ByQuery, Way
+from kvcli.kv.bus import Bus, Lane, Mark, bus_of
+from kvcli.kv.reach import ALIGNED, Answer, ByQuery, Staged, Way
+from kvcli.kv.recall_near import Arrival
 from kvcli.kv.recall_source import Shelf
 from kvcli.kv.slots import Sight, Slots, Usage, alone
 from kvcli.kv.state import Given, State
@@ -58,6 +59,29 @@ class Staging:
         self.is_pinned = self._buffer is not None
 
 
+class Stairs:
+    """The way up for a few slots: two pinned buffers by turns, so that one is filled while the other is copied."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._rooms: list[tuple[Staged, Mark | None]] = [(Staged(bus), None), (Staged(bus), None)]
+
+    def up(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+        """Copies of the second into the first, and the mark behind them."""
+        (room, busy), other = self._rooms
+        if busy is not None:
+            busy.synchronize()
+        whole = room.like(torch.empty(sum(-(-of.nbytes // ALIGNED) * ALIGNED for _, of in pairs), dtype=torch.uint8, device="meta"))
+        at = 0
+        for to, of in pairs:
+            piece = whole[at : at + of.nbytes].view(of.dtype).view(of.shape)
+            piece.copy_(of)
+            lane.copy(to, piece)
+            at += -(-of.nbytes // ALIGNED) * ALIGNED
+        behind = lane.record()
+        self._rooms = [other, (room, behind)]
+        return behind
+
+
 class Host:
     """A tier on the CPU that answers rows of `device`."""
 
@@ -70,7 +94,7 @@ class Host:
         self._tier, self._device = tier, torch.device(device)
         self._way, self._bus = way, bus
         self._reach = way(tier, bus(self._device))
-        self.staging = Staging()
+        self.staging, self._stairs = Staging(), Stairs(bus(self._device))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Host:
         return Host(deepcopy(self._tier, memo), self._device, self._way, self._bus)
@@ -122,6 +146,20 @@ class Host:
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Only those come up."""
         return self._up(self._tier.gather(layer, index.cpu()))
+
+    def fly(self, layer: int, index: Tensor) -> Arrival:
+        """The same beside what the device computes."""
+        bus = self._bus(self._device)
+        s = self._tier.gather(layer, index.cpu())
+        there = Slots(*(torch.empty_like(t, device=self._device) for t in (s.k, s.v, s.pos)))
+        bus.copies.wait(bus.work.record())  # which may have used that room before
+        landed = self._stairs.up(bus.copies, [(there.k, s.k), (there.v, s.v), (there.pos, s.pos)])
+
+        def arrival() -> Slots:
+            bus.work.wait(landed)
+            return there
+
+        return arrival
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         return self._up(self._tier.head(layer, head, n))

@@ -196,6 +196,13 @@ def nbytes(*held: Holder | None) -> dict[str, int]:
     return total
 
 
+def hit_rate(held: Iterable[Holder | None]) -> float | None:
+    """Of the slots that rows wanted of tiers far away, the share that was near already; None = they wanted none."""
+    uses = [use for holder in held if holder is not None for use in holder.usage()]
+    asked = sum(use.asked for use in uses)
+    return sum(use.found for use in uses) / asked if asked else None
+
+
 def empty_like(s: Slots) -> Slots:
     """No slots, in the types of `s`."""
     return Slots(s.k[:, :0], s.v[:, :0], s.pos[:, :0])
