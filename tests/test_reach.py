@@ -250,7 +250,7 @@ def test_parts_join_into_one() -> None:
 def test_the_seam_has_a_lane_where_there_are_no_streams() -> None:
     from kvcli.kv.bus import bus_of
 
-    bus: Bus = bus_of("cpu")
+    bus: Bus = bus_of(torch.device("cpu"))
     to, of = torch.zeros(3), torch.ones(3)
     bus.copies.wait(bus.work.record())
     bus.copies.copy(to, of)

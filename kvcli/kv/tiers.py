@@ -238,7 +238,8 @@ class Plan:
         """Why no kernel of the device reads host memory in these numbers; "" = one does."""
         if why := gpu.why_not(self.device, self.dtype):
             return why
-        kinds = {dispatch.choose("attend", self.device.type, self.dtype, sight.softcap > 0) for sight in self.sights}
+        bends = {sight.softcap > 0 for sight in self.sights}
+        kinds = [dispatch.choose("attend", self.device.type, self.dtype, bend) for bend in bends]
         return "" if all(kind.__module__.endswith(".fused") for kind in kinds) else "attention has no kernel for it"
 
     def _disk(self) -> Shelf:
