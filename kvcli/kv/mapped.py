@@ -53,12 +53,12 @@ class Mappings:
         self._unreached = ""
 
     def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
-        """A layer's extents grow with what it holds."""
+        """A layer's extents grow with what it holds, by doubling: kernels are compiled for a distance between heads."""
         shape = self._shapes[layer]
         heads, dims = shape.n_kv_heads, (shape.k_dim, shape.v_dim)
         per_slot = heads * sum(dims) * self._dtype.itemsize
-        ahead = max(FIRST, sum(e.length for e in held))
-        cap = max(1, min(max(need, ahead), LARGEST, PIECE // per_slot))
+        ahead = min(LARGEST, max(need, FIRST, sum(e.length for e in held)))
+        cap = max(1, min(1 << (ahead - 1).bit_length(), PIECE // per_slot))
         mapped = mmap.mmap(-1, -(-cap * per_slot // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY)
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
         # one refusal is enough: what cannot be pinned once cannot be again, and trying costs a launch

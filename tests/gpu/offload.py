@@ -144,10 +144,14 @@ def _timed(name: str, way: Way, rows: int, on: On) -> Row:
     shapes, bus = alike(layers, heads, dim), bus_of(device)
     tier = Mapped(shapes, dtype, bus)
     host, own = Host(tier, device, way), Dense(shapes, dtype, device)
+    row: Row = {"way": name, "rows": rows}
     for layer in range(layers):
         k = torch.randn(heads, n, dim, dtype=dtype)
         tier.take(layer, Slots(k, k.flip(1), run_of(0, n, heads, k.device)))
         own.take(layer, Slots(k.to(device), k.flip(1).to(device), run_of(n, n, heads, device)))
+    row["unreached"] = "" if on.is_tiny else tier.pieces(0)[0].unreached
+    if row["unreached"] and name == "by kernel":
+        return row
     q, sight, pos = torch.randn(heads * group, rows, dim, dtype=dtype, device=device), Sight(dim**-0.5), [2 * n] * rows
 
     def read(*, far: bool, near: bool) -> None:
@@ -163,8 +167,7 @@ def _timed(name: str, way: Way, rows: int, on: On) -> Row:
     least = {kind: min(seconds) for kind, seconds in found.items()}
     nbytes = sum(t.nbytes for layer in range(layers) for piece in tier.pieces(layer) for t in piece.tensors)
     hidden = (least["host"] + least["device"] - least["both"]) / min(least["host"], least["device"])
-    row: Row = {"way": name, "rows": rows, "unreached": tier.pieces(0)[0].unreached, "bytes": nbytes}
-    row |= {kind: spread(seconds) for kind, seconds in found.items()}
+    row |= {"bytes": nbytes} | {kind: spread(seconds) for kind, seconds in found.items()}
     row |= {"bytes_s": round(nbytes / least["host"]), "overlap": round(hidden, 3)}
     if not on.is_tiny:  # of the link, of the CPU, and of a query that goes down
         known = rates(device)
