@@ -99,7 +99,7 @@ class Stream:
         self._device, self._own = device, stream
 
     def record(self) -> Mark:
-        mark: Any = torch.cuda.Event()
+        mark: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         mark.record(self._stream)
         return mark  # type: ignore[no-any-return]
 
@@ -121,7 +121,7 @@ class Cuda(Plain):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.work = Stream(device)
-        self.copies = Stream(device, torch.cuda.Stream(device))
+        self.copies = Stream(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def staging(self, nbytes: int) -> Tensor:
         try:
@@ -131,7 +131,7 @@ class Cuda(Plain):
 
     def pin(self, t: Tensor) -> str:
         try:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0))
+            torch.cuda.check_error(_runtime().cudaHostRegister(t.data_ptr(), t.nbytes, 0))
         except RuntimeError as error:
             # the next launch would find the error and raise it: this one does, and clears it
             with suppress(RuntimeError):
@@ -140,7 +140,11 @@ class Cuda(Plain):
         return ""
 
     def unpin(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 @cache

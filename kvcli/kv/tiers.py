@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -240,7 +241,10 @@ class Plan:
             return why
         bends = {sight.softcap > 0 for sight in self.sights}
         kinds = [dispatch.choose("attend", self.device.type, self.dtype, bend) for bend in bends]
-        return "" if all(kind.__module__.endswith(".fused") for kind in kinds) else "attention has no kernel for it"
+        if not all(kind.__module__.endswith(".fused") for kind in kinds):
+            return "attention has no kernel for it"
+        fits = import_module(kinds[0].__module__).fits
+        return "" if all(fits(shape.k_dim, shape.v_dim) for shape in self.shapes) else "no kernel has heads of this size"
 
     def _disk(self) -> Shelf:
         from kvcli.kv.disk import Disk
