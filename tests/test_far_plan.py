@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,29 @@ from typing import Any
 import pytest
 import torch
 
+from kvcli.drafts.off import Off
+from kvcli.engine.engine import drive
 from kvcli.engine.lm import LM
 from kvcli.engine.pass_bytes import pass_bytes
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, gpu
 from kvcli.kv import tiers
+from kvcli.kv.dense import Dense
+from kvcli.kv.host import Host
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.mapped import Mapped
+from kvcli.kv.reach import ByRule
 from kvcli.kv.recall_settings import Everything, Sketch
+from kvcli.kv.room import room
+from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Sight, alike
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import Kv, Memory
 from tests import families
+from tests.fake_bus import FakeBus
+from tests.fake_device import FakeDevice
 
 GIB = 1 << 30
 HOST = Memory(host="4GiB")
@@ -86,6 +100,27 @@ def test_room_is_left_for_a_pass(recall: Any, monkeypatch: pytest.MonkeyPatch) -
     assert 0 < kept.room.on_device < free.room.on_device  # type: ignore[operator]
     held = kept.room.on_device * kept.room.wide + 2 * GIB  # type: ignore[operator]
     assert held < 8 * GIB
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_promised_context_is_reached_because_room_counts_a_pass(counts: bool) -> None:
+    """On a device with so much memory beside the weights, whatever is not in host memory, at every moment."""
+    lm = LM.of(families.build("llama", torch.float64))
+    sizes, bus = (lm.shapes, lm.dtype), FakeBus()
+    per_slot = sum(shape.n_kv_heads * (shape.k_dim + shape.v_dim) * 8 + 4 for shape in lm.shapes)
+    free, working, buffers = 600 * per_slot, pass_bytes(lm, 16, lm.dtype), 2 << 20
+    given: dict[str, Any] = {"chunk": 16, "is_cpu": False, "host": GIB, "free": free if counts else free + working}
+    found = room(Kv(group=4, sinks=2), HOST, Everything(), lm.sights, lm.shapes, 8, **given)
+    host = Host(Mapped(*sizes, bus), "cpu", ByRule, lambda _: bus)
+    below = [Rung(host, found.in_host, 4, later=host.ask)]
+    kv = Ladder(Dense(*sizes, step=64), below, holds=found.on_device, group=4, sinks=2)
+    session = Session(lm, kv, Off(), Sampler(), every=64, chunk=16)
+    with (
+        FakeDevice(budget=free + working + buffers),
+        nullcontext() if counts else pytest.raises(torch.OutOfMemoryError),
+    ):
+        drive(session.read(families.prompt(2600)))
+    assert (session.committed == 2599) == counts
 
 
 def test_a_pass_takes_more_with_more_rows_and_scores_where_no_kernel_is() -> None:

@@ -125,12 +125,13 @@ class SlotFile:
         self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # as long as the tier
 
     def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
-        """An extent with room for at least `need` slots of a layer that holds these, its blocks on the disk claimed.
+        """An extent with room for `need` slots of a layer that holds these, or the most there are in one; its blocks
+        on the disk claimed.
 
         It takes ahead of its need no more than its part of the file, so that the last has room for as many slots.
         """
         with self._full():
-            return self._claim(need, held)
+            return self._claim(min(need, LARGEST), held)
 
     def _claim(self, need: int, held: Sequence[Extent]) -> Extent:
         unit = mmap.ALLOCATIONGRANULARITY  # a map begins at a multiple of it

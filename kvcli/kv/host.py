@@ -70,7 +70,9 @@ class Stairs:
         (room, busy), other = self._rooms
         if busy is not None:
             busy.synchronize()
-        whole = room.like(torch.empty(sum(-(-of.nbytes // ALIGNED) * ALIGNED for _, of in pairs), dtype=torch.uint8, device="meta"))
+        whole = room.like(
+            torch.empty(sum(-(-of.nbytes // ALIGNED) * ALIGNED for _, of in pairs), dtype=torch.uint8, device="meta")
+        )
         at = 0
         for to, of in pairs:
             piece = whole[at : at + of.nbytes].view(of.dtype).view(of.shape)

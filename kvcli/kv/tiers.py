@@ -19,6 +19,7 @@ from kvcli.kernels import dispatch, gpu
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import STEP, is_ladder, is_packed, packs_by_age
 from kvcli.kv.ladder import Ladder
+from kvcli.kv.mapped import PIECE
 from kvcli.kv.room import Room, room
 from kvcli.kv.rung import Rung
 from kvcli.kv.windows import windows_of
@@ -155,8 +156,10 @@ class Plan:
         """What these keys and the machine leave to keys and values."""
         is_gpu, free = self.device.type == "cuda", int(psutil.virtual_memory().available)
         behind = free - kept_free(free) if is_gpu else 0
+        taken = 0
         if is_gpu:
             free = int(torch.cuda.mem_get_info(self.device)[0])
+            taken = self.working + 2 * PIECE  # a pass, and the buffers that slots of elsewhere are copied into
         free += self.held
         return room(
             self.kv,
@@ -167,7 +170,7 @@ class Plan:
             self.dtype.itemsize,
             chunk=self.chunk,
             is_cpu=self.device.type == "cpu",
-            free=max(0, free - kept_free(free) - (self.working if is_gpu else 0)),
+            free=max(0, free - kept_free(free) - taken),
             host=behind,
         )
 
@@ -244,7 +247,9 @@ class Plan:
         if not all(kind.__module__.endswith(".fused") for kind in kinds):
             return "attention has no kernel for it"
         fits = import_module(kinds[0].__module__).fits
-        return "" if all(fits(shape.k_dim, shape.v_dim) for shape in self.shapes) else "no kernel has heads of this size"
+        return (
+            "" if all(fits(shape.k_dim, shape.v_dim) for shape in self.shapes) else "no kernel has heads of this size"
+        )
 
     def _disk(self) -> Shelf:
         from kvcli.kv.disk import Disk
