@@ -1,4 +1,4 @@
-"""The plan of a store for a GPU that is not there: which way to host memory it takes, and what room it leaves a pass."""
+"""A store for a GPU that is not there: which way to host memory it takes, and what room it leaves a pass."""
 
 from __future__ import annotations
 

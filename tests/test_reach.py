@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.merge import merge
-from kvcli.kv import recall, reach
+from kvcli.kv import reach, recall
 from kvcli.kv.bus import Bus
 from kvcli.kv.dense import Dense
 from kvcli.kv.host import Host
@@ -219,6 +220,16 @@ def test_mappings_are_pinned_while_they_live_and_no_larger_than_they_must() -> N
     del far
     gc.collect()
     assert not bus.pinned
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_copy_has_mappings_of_its_own(name: str) -> None:
+    bus, q = FakeBus(), asked()
+    far, one = filled(bus, WAYS[name], uneven=True)
+    new = deepcopy(far)
+    far.crop(3)
+    torch.testing.assert_close(answer(new, 1, q), answer(one, 1, q))
+    assert nbytes(new)["host"] > 0
 
 
 def test_layers_of_different_shapes_lie_in_one_tier() -> None:

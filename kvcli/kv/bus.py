@@ -140,6 +140,7 @@ class Cuda(Plain):
         return ""
 
     def unpin(self, address: int) -> None:
+        torch.cuda.synchronize(self.device)  # a kernel of a pass that was given up may still read there
         _runtime().cudaHostUnregister(address)
 
 

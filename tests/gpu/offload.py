@@ -19,9 +19,9 @@ from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
+from kvcli.kv.bus import bus_of
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
-from kvcli.kv.bus import bus_of
 from kvcli.kv.host import Host
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.mapped import Mapped
