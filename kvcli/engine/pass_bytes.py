@@ -22,8 +22,8 @@ LOGITS = 16  # rows whose logits are wanted at once, at most; three copies in fl
 def pass_bytes(lm: LM, rows: int, dtype: torch.dtype) -> int:
     """Of so many rows: what one layer computes, scores where no kernel keeps them, fresh keys and values, logits."""
     config = lm.model.config.get_text_config()
-    hidden = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    hidden: int = config.hidden_size
+    inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
     width, number = lm.n_heads * lm.head_dim, lm.dtype.itemsize
     layer = rows * (number * (2 * hidden + 3 * (inner + width)) + 3 * WIDE * width)
     scores = 3 * lm.n_heads * rows * BLOCK * WIDE if gpu.why_not(lm.device, dtype) else 0

@@ -66,10 +66,11 @@ class Mappings:
         if not self._unreached:
             # holds the mapping until it is unpinned; at exit the driver does both
             weakref.finalize(whole.untyped_storage(), _unpin, self._bus, whole.data_ptr(), mapped).atexit = False
-        k, v = whole[: cap * per_slot].view(self._dtype).split([heads * cap * dim for dim in dims])
+        both = whole[: cap * per_slot].view(self._dtype)
+        k, v = both[: heads * cap * dims[0]], both[heads * cap * dims[0] :]
         pos = torch.full((heads, cap), -1, dtype=torch.int32)
-        kv = (t.view(heads, cap, dim) for t, dim in zip((k, v), dims, strict=True))
-        return Extent(0, len(mapped), *kv, pos, self._unreached)
+        k, v = k.view(heads, cap, dims[0]), v.view(heads, cap, dims[1])
+        return Extent(0, len(mapped), k, v, pos, self._unreached)
 
     def give_back(self, extents: Iterable[Extent]) -> None:
         """They go with the last who refers to them."""

@@ -183,7 +183,10 @@ class ByStream:
         for piece, behind in zip(pieces, [*pieces[1:], None], strict=True):
             assert coming is not None
             buffer, tensors = coming
-            coming = self._fly(behind) if behind is not None else self._expect(layer)
+            if behind is None:
+                self._expect(layer)
+            else:
+                coming = self._fly(behind)
             assert buffer.landed is not None
             self._bus.work.wait(buffer.landed)
             parts.append(piece.read(*tensors, q, sight, pos))
