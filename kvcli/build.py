@@ -192,6 +192,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
     """What its store is made for; `held` as above."""
     import torch
 
+    from kvcli.engine.pass_bytes import pass_bytes
     from kvcli.kv import tiers
 
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
@@ -205,6 +206,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
         lm.sights,
         chunk(lm, profile),
         held,
+        pass_bytes(lm, max(chunk(lm, profile), profile.spec.rows, profile.steps.rows), dtype),
     )
 
 

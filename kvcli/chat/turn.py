@@ -15,7 +15,7 @@ from kvcli.engine.loops import Loops
 from kvcli.engine.memory import peak_bytes, used_bytes
 from kvcli.engine.stats import Stats
 from kvcli.kv.shortage import Shortage, lacking
-from kvcli.kv.slots import nbytes
+from kvcli.kv.slots import hit_rate, nbytes
 from kvcli.models.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -137,7 +137,9 @@ class Answering:
         self._measured = time.perf_counter()
         if at_once:
             stats.approx = approx(self._text.profile, session.lost)
-        stats.kv = nbytes(session.kv, session.view, session.behind, session.drafter, self._text.writer)
+        held = (session.kv, session.view, session.behind, session.drafter, self._text.writer)
+        stats.kv, stats.near = nbytes(*held), hit_rate(held)
+        stats.reach = next((use.how for use in session.kv.usage() if use.how), "")
         stats.kv_fp16 = 2 * 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * session.committed
         stats.peak, (stats.used, stats.total) = peak_bytes(lm.device), used_bytes(lm.device)
 

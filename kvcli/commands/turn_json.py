@@ -104,6 +104,8 @@ def memory_figures(stats: Stats, device: str) -> Memory:
         kv_bytes=stats.kv_bytes,
         kv_bytes_fp16=stats.kv_fp16 or None,
         kv_tiers=dict(stats.kv),
+        near_hits=stats.near,
+        host_reach=stats.reach or None,
         peak_bytes=stats.peak or None,
         used_bytes=stats.used or None,
         estimate_bytes=stats.estimate or None,

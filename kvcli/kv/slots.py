@@ -78,6 +78,9 @@ class Usage:
     slots: int  # of the longest head
     nbytes: int  # allocated, spare room included
     lost: Loss | None = None  # of these slots
+    how: str = ""  # rows reach them, in words, where there are several ways
+    asked: int = 0  # slots that rows wanted of those kept near, of all heads, since the text began
+    found: int = 0  # of them, how many were there
 
 
 Masks = Sequence[Tensor | None]  # by layer: which of its slots stay, bool [K, S]; None = all of them
@@ -199,6 +202,13 @@ def nbytes(*held: Holder | None) -> dict[str, int]:
         for use in holder.usage() if holder is not None else ():
             total[use.tier] = total.get(use.tier, 0) + use.nbytes
     return total
+
+
+def hit_rate(held: Iterable[Holder | None]) -> float | None:
+    """Of the slots that rows wanted of tiers far away, the share that was near already; None = they wanted none."""
+    uses = [use for holder in held if holder is not None for use in holder.usage()]
+    asked = sum(use.asked for use in uses)
+    return sum(use.found for use in uses) / asked if asked else None
 
 
 def empty_like(s: Slots) -> Slots:

@@ -113,6 +113,7 @@ class Memory:
 
     device: Annotated[str, AUTO_SIZE] = "auto"  # bytes on the device that computes; auto = what is free
     host: Annotated[str, AUTO_SIZE] = "0GiB"  # host memory for old tokens of a GPU; auto = what is free, none on a CPU
+    reach: Literal["auto", "kernel", "cpu", "stream"] = "auto"  # who reads host memory for a GPU; auto = the fastest
     disk: Annotated[str, SIZE] = "0GiB"  # bytes of a private temporary file for what is older still; 0GiB = none
     disk_writes: Annotated[str, SIZE] = "256GiB"  # bytes written to that file at most, as disks wear
     disposition: Literal["drop", "demote"] = "drop"  # what a policy lets go is forgotten, or moves down a tier
