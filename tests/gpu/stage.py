@@ -38,6 +38,12 @@ class On:
         return 0.95 * self.seconds - (time.monotonic() - self.began)
 
 
+def interpret_on_a_cpu(on: On) -> None:
+    """Have fused kernels run in Triton's interpreter, where there is no GPU; before one is imported."""
+    if on.is_tiny:
+        import_module("tests.kernels.interpreted")
+
+
 class Stage(Protocol):
     """One file of this folder."""
 

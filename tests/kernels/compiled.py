@@ -275,7 +275,8 @@ def _step(code: list[tuple[int, str]], ttgir: str) -> tuple[list[str], float]:
         loads = [sum(_is_load(_name(words)) for words in body) for body in bodies]
         at = loads.index(max(loads))
         return (bodies[at] if loads[at] else [words for _, words in code]), 1.0
-    body, n = max(zip(bodies, products, strict=True), key=lambda each: each[1])
+    # a loop over whole tiles and one over those with edges have the same products: the one with less beside them
+    body, n = max(zip(bodies, products, strict=True), key=lambda each: each[1] / len(each[0]))
     return body, _products_of_a_step(ttgir) / n
 
 
