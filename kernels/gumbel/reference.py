@@ -23,10 +23,15 @@ def _splitmix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def gumbel(seed: int, pos: Tensor, ids: Tensor) -> Tensor:
+def signed(seed: int) -> int:
+    """The same 64 bits as int64 has them."""
+    return (seed & 0xFFFFFFFFFFFFFFFF) - (1 << 64 if seed & (1 << 63) else 0)
+
+
+def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
     """-log(-log(u)), u uniform on (0, 1) with 52 bits, never 0 or 1."""
-    start = torch.tensor((seed & 0xFFFFFFFFFFFFFFFF) - (1 << 64 if seed & (1 << 63) else 0), dtype=torch.int64)
-    key = _splitmix(_splitmix(start.to(pos.device)) ^ pos)  # [N]
+    start = seed if isinstance(seed, Tensor) else torch.tensor(signed(seed), dtype=torch.int64).to(pos.device)
+    key = _splitmix(_splitmix(start) ^ pos)  # [N]
     bits = _splitmix(key.unsqueeze(-1) ^ _splitmix(ids))  # [N, C]
     u = (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
     return -torch.log(-torch.log(u))

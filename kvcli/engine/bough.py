@@ -81,6 +81,10 @@ class Bough:
         self._above, self._held = above, self._grown
         return made
 
+    def fixed(self, more: int) -> str:
+        """Why it needs the host."""
+        return "guesses of a draft lie beside the store"
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, n, D] of the pass under way, at positions pos [n] -> parts over all that they see."""
         assert own is not None, "rows see themselves"

@@ -20,6 +20,9 @@ def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
     """Store keys and values of these rows in each layer that they went through."""
     if not path:
         return
+    if made.keep is not None:
+        made.keep(path)
+        return
     device = next(iter(made.fresh.values())).k.device
     is_run = path[-1] - path[0] == len(path) - 1
     is_all = is_run and len(path) == rows.n_rows

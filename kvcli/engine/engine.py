@@ -33,6 +33,9 @@ def run(feeds: Sequence[Feed]) -> list[Made]:
 
 
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
+    if lm.frames is not None and (replayed := lm.frames.run(feeds)) is not None:
+        yield from replayed
+        return
     passes = [Pass(feed) for feed in feeds]
     if feeds[0].layers is not None and lm.straight is None:
         lm.meet_gates()
@@ -78,22 +81,23 @@ def _no_logits(lm: LM) -> Tensor:
 
 def call(
     model: Any,
-    ids: Sequence[int],
-    pos: Sequence[int] | None = None,
+    ids: Sequence[int] | Tensor,
+    pos: Sequence[int] | Tensor | None = None,
     want: Sequence[int] | None = None,
     *,
     device: torch.device | None = None,
     **more: object,
 ) -> Tensor:
     """Logits [len(want), V] of one trip of these tokens through a transformers model; by itself it counts positions
-    from 0, and wants all rows. `more` is handed on, as far as to whatever is registered as its attention.
+    from 0, and wants all rows. `more` is handed on, as far as to whatever is registered as its attention. Tensors are
+    where the model is, int64.
 
     `device`: where the model is, which takes a search through its modules to find out.
     """
     where = device or model.device
 
-    def tensor(numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=where)
+    def tensor(numbers: Sequence[int] | Tensor) -> Tensor:
+        return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
 
     if pos is not None:
         more["position_ids"] = tensor(pos).unsqueeze(0)

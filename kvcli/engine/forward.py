@@ -23,12 +23,17 @@ from kvcli.kv.slots import Sight
 
 if TYPE_CHECKING:
     from kvcli.engine.feed import Feed
+    from kvcli.engine.frame import FixedPass
 
 
 class Pass:
     """One trip of a feed's rows through the model; what it made stays here until its rows are accepted."""
 
     last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.rows.ids)
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -92,7 +97,7 @@ class SideBySide:
 
     last = -1
 
-    def __init__(self, passes: Sequence[Pass]) -> None:
+    def __init__(self, passes: Sequence[Pass | FixedPass]) -> None:
         self._passes = passes
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
@@ -100,7 +105,7 @@ class SideBySide:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As of one pass, their rows one text behind the other."""
-        counts = [p.rows.n_rows for p in self._passes]
+        counts = [p.n_rows for p in self._passes]
         each = zip(self._passes, *(torch.split(t, counts, dim=1) for t in (q, k, v)), strict=True)
         outs = [p.attend(layer, *own, sight, sink) for p, *own in each]
         if layer == self.last:

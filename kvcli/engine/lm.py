@@ -17,13 +17,16 @@ from transformers.utils import logging
 
 from kvcli.engine import forward, gate, seam, stated, stops, weights
 from kvcli.engine.few import few_layers
+from kvcli.engine.frame import Frames
 from kvcli.engine.fused import fuse_
+from kvcli.engine.graphs import CudaGraphs
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
 from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.engine.straight import Straight, straight_through
 from kvcli.engine.threads import use_threads
 from kvcli.errors import BadModel
+from kvcli.kernels import gpu
 from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
@@ -62,6 +65,7 @@ class LM:
         self.info = info
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
         self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
+        self.frames: Frames | None = None  # passes that its device records, where it does
         self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
         self._layers = _decoder_layers(model, shape)
         self._has_gates = False  # and is known to take them
@@ -130,10 +134,11 @@ class LM:
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
         verify: bool = True,
+        graphs: str = "auto",
     ) -> LM:
         """Load the files of `source`. Never touches the network and prints nothing; raises BadModel or UsageError.
 
-        `quant` int8, int4 or nf4: packed by torch on the CPU, by bitsandbytes on CUDA.
+        `quant` int8, int4 or nf4: packed by torch on the CPU, by bitsandbytes on CUDA. `graphs`: "auto" or "off".
         """
         began = time.perf_counter()
         where = weights.find_device(device)
@@ -147,6 +152,8 @@ class LM:
             names = {"id": source.id, "path": str(source.path), "revision": source.revision}
             lm = LM.of(model, **names, quant=quant, device=where, verify=verify, notes=notes)
         lm.lay_out()
+        if lm.is_apart:
+            lm.record(graphs)
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
 
@@ -190,6 +197,14 @@ class LM:
         with few_layers(self, layers):
             self.straight = straight_through(self, layers)
             self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
+
+    def record(self, graphs: str) -> None:
+        """Have its device record passes and replay them (frame.py), where it can; the backend says so, or why not."""
+        why = gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}"
+        if not why:
+            self.frames = Frames(CudaGraphs(self.device))
+        how = f"passes not recorded: {why}" if why else "passes recorded"
+        self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
 
 
 # ---- what is packed ----

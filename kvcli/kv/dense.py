@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcli.kernels.attend_rows import Own, Run, why_not
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kv.fixed import Fixed, Lying
 from kvcli.kv.ragged import Ragged
 from kvcli.kv.slab import Slab, agree
 from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty_like, on_host
@@ -47,6 +48,12 @@ class Held(Protocol):
 
     def run(self) -> Run:
         """The slots where they lie."""
+
+    def fixed(self, more: int) -> Lying:
+        """Where a device finds the slots, and room for `more` behind those of each head."""
+
+    def grew(self, n: int, start: int) -> None:
+        """A device stored n slots more in all heads, at positions from `start` on."""
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """Store the same rows in all heads, at positions from `start` on."""
@@ -139,6 +146,17 @@ class Dense:
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> in one part what is held and their pass, where that can be."""
         return self._read(layer).attend(q, sight, pos, self._rope[layer], own)
+
+    def fixed(self, more: int) -> Fixed | str:
+        """All of it, with room for `more` slots a head; or why keys have to be looked at."""
+        if any(rotary is not None for rotary in self._rope):
+            return "keys are turned when they are read"
+        lying = {layer: held.fixed(more) for layer, held in self._slabs.items()}
+        return Fixed([lying[holder] for holder in self._holder], list(lying), self._grew)
+
+    def _grew(self, n: int, start: int) -> None:
+        for held in self._slabs.values():
+            held.grew(n, start)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""

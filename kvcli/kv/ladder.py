@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.rung import Rung, Top
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Masks, Sight, Slots, Usage, compact, empty_like
@@ -76,6 +77,10 @@ class Ladder:
         if own is None:
             return [*below, *self._top.attend(layer, q, sight, pos)]
         return self._top.attend(layer, q, sight, pos, replace(own, before=below))
+
+    def fixed(self, more: int) -> Fixed | str:
+        """The top, where there is nothing below it."""
+        return self._top.fixed(more) if len(self._rungs) == 1 else "slots lie in several tiers (kv.k_bits, memory.host)"
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on in the top."""

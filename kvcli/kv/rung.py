@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import Slots, Tier, last
 from kvcli.kv.windows import Windows
 
@@ -29,6 +30,9 @@ class Top(Floor, Protocol):
 
     @property
     def windows(self) -> Windows: ...
+
+    def fixed(self, more: int) -> Fixed | str:
+        """As of a store."""
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Room for n slots a head in these layers, None = all."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.state import Stateful
 
 
@@ -105,6 +106,12 @@ class Reader(Readable, Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Numbers that a pass reads its own fresh rows in, as it does those stored."""
+
+    def fixed(self, more: int) -> Fixed | str:
+        """Where a device finds all of it by itself, with room for `more` slots a head; or why it cannot, in words.
+
+        Asked before a pass that is recorded once (engine/frame.py); what is stored or forgotten in between it tells.
+        """
 
 
 class Tier(Readable, Stateful, Protocol):

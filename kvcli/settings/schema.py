@@ -81,6 +81,7 @@ class Load:
     allow_pickle: bool = False  # load weights from pickle files, which can run code of whoever wrote them
     trust_remote_code: bool = False  # run Python code that comes with the model
     verify: bool = True  # compare a few tokens with the stock model after loading
+    graphs: Literal["auto", "off"] = "auto"  # passes that a GPU records once and replays; auto = where it can
 
 
 @dataclass(frozen=True)
