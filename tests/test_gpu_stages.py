@@ -19,7 +19,7 @@ from tests.gpu.__main__ import SHARES, STAGES, main
 from tests.gpu.stage import On, Row, stage_of
 
 ROOT = Path(__file__).parents[1]
-HELPERS = {"__main__", "clock", "models", "stage"}
+HELPERS = {"__main__", "clock", "fused", "models", "ops", "stage"}
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,27 @@ def test_an_op_that_is_wrong_is_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -
     )
     wrong = {row["op"] for row in kernels.run(On("cpu", 120)) if not row.get("ok", True)}
     assert wrong == {"page_bounds"}
+
+
+def test_rows_have_the_same_bits_in_company_and_one_op_has_not() -> None:
+    """In the interpreter; what libraries do is counted and no more."""
+    *rows, last = found("bits")
+    assert last["differ"] == 0 < last["tried"]
+    assert {row["kind"] for row in rows} == {"ours", "libraries", "seeded", "stored"}
+    assert {row["op"].partition(",")[0] for row in rows if row["kind"] == "ours"} >= {"attend_rows", "linear_skinny"}
+    (seeded,) = (row for row in rows if row["kind"] == "seeded")
+    assert seeded["differ"] == seeded["tried"]
+
+
+def test_memory_is_timed_per_op() -> None:
+    assert all(row["us"] > 0 for row in found("bandwidth")[:-1] if "not_here" not in row)
+
+
+def test_drafted_texts_of_a_larger_shape_are_plain_ones() -> None:
+    *rows, last = found("whole")
+    assert last["same"] == last["tried"] == 12
+    assert rows[-1]["what"] == "logits"
+    assert rows[-1]["relative_error"] < 0.1
 
 
 def test_the_table_is_equal_in_fp32_and_counted_in_bf16() -> None:
@@ -131,7 +152,9 @@ def test_a_peak_is_held_against_its_estimate() -> None:
 
 def test_passes_are_timed_beside_generate() -> None:
     rows = found("steps")[:-1]
-    assert [row["rows"] for row in rows if row["what"] == "pass"] == [1, 2]
+    assert [(row["graphs"], row["rows"]) for row in rows if row["what"] == "step"] == [
+        (graphs, n) for graphs in ("auto", "off") for n in (1, 8)
+    ]
     (beside,) = (row for row in rows if row["what"] == "side by side")
     assert beside["kvcli"]["tokens_s"] > 0 < beside["transformers"]["tokens_s"]
 

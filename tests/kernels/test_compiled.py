@@ -54,9 +54,8 @@ def often(request: pytest.FixtureRequest) -> dict[str, Found]:
 
 def _held(op: str, found: Found) -> None:
     by_name = {one.name: one for one in OPS[op]}
-    assert [
-        f"{name} on sm{arch} {said}" for (arch, name), one in found.items() for said in faults(by_name[name], one)
-    ] == []
+    said = [f"{name} on sm{arch} {why}" for (arch, name), one in found.items() for why in faults(by_name[name], one)]
+    assert not said, "\n".join([op, *said])
     for arch in {arch for arch, _ in found}:
         exact = [one for (at, name), one in found.items() if at == arch and by_name[name].products]
         assert parted(exact) == [], f"forms of {op} on sm{arch} add up in different orders"
