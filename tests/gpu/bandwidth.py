@@ -24,7 +24,7 @@ def _rate(make: Make, size: Size, n_rows: int, on: On) -> tuple[float, float]:
     """Microseconds of a call, and bytes a second."""
     g = torch.Generator(on.device).manual_seed(0)
     first = make(size, g)
-    more = 1 if on.is_tiny else COLD // first.nbytes + 1
+    more = 1 if on.is_tiny or not first.nbytes else COLD // first.nbytes + 1
     ops = cycle([first, *(make(size, g) for _ in range(more))])
     rows = list(range(n_rows))
     took = statistics.median(

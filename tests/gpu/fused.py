@@ -113,6 +113,46 @@ def weight_of(x: Inputs, kind: str) -> Inputs:
     return {"x": x["x"], "weight": packed[kind]()}
 
 
+def norm(x: Inputs, form: str) -> Sequence[Tensor]:
+    from kvcli.kernels.rms_norm import fused
+
+    return [fused.rms_norm(x["x"], x["w"][0], 1e-6, form)]
+
+
+def norm_reference(x: Inputs, form: str) -> Sequence[Tensor]:
+    """In float64 nothing is rounded, wherever a form would."""
+    normed = x["x"] * torch.rsqrt(x["x"].square().mean(-1, keepdim=True) + 1e-6)
+    return [normed * (x["w"][0] + (form == "one more"))]
+
+
+def likeliest(x: Inputs) -> Sequence[Tensor]:
+    from kvcli.kernels.argmax import fused
+
+    return [fused.argmax(x["x"])]
+
+
+def stored(x: Inputs, *, is_reference: bool) -> Sequence[Tensor]:
+    """What three accepted rows leave behind two slots of each head: keys, values, positions, lengths."""
+    from kvcli.kernels.append import addresses, fused, reference
+    from kvcli.kernels.attend_rows.tables import Table
+
+    k, v = x["fk"], x["fv"]
+    kv, room, d = len(k), 8, k.shape[2]
+    path, count, pos = (torch.tensor(n, dtype=torch.int32, device=k.device) for n in ([0, 2, 5, -1], [3], x["pos"]))
+    start = torch.arange(kv, dtype=torch.int32, device=k.device) * room
+    lying = (
+        k.new_zeros(kv * room, d),
+        k.new_zeros(kv * room, d),
+        torch.zeros(kv * room, dtype=torch.int32, device=k.device),
+    )
+    table = Table(*lying, start, torch.full_like(start, 2))
+    if is_reference:
+        reference.append([table], [(k, v)], path, count, pos)
+    else:
+        fused.append(addresses([table], [(k, v)], k.device), path, count, pos, heads=kv, d=d, e=d, like=k)
+    return [*lying, table.length]
+
+
 def cases() -> dict[str, list[tuple[Any, ...]]]:
     """By op: name, inputs, the op, its reference, what comes before both."""
     return {
@@ -124,4 +164,10 @@ def cases() -> dict[str, list[tuple[Any, ...]]]:
             (kind, linear, product, product_reference, partial(weight_of, kind=kind))
             for kind in ("plain", "int8", "int4", "nf4")
         ],
+        "rms_norm": [
+            (form, linear, partial(norm, form=form), partial(norm_reference, form=form), dict)
+            for form in ("round first", "one more", "round last")
+        ],
+        "argmax": [("likeliest", linear, likeliest, lambda x: [x["x"].argmax(-1)], dict)],
+        "append": [("a path", tree, partial(stored, is_reference=False), partial(stored, is_reference=True), dict)],
     }

@@ -98,8 +98,47 @@ def _attention(size: Size, g: Generator) -> Op:
     return Op(call, table.k.nbytes + table.v.nbytes)
 
 
+def _packed_attention(bits: int, size: Size, g: Generator) -> Op:
+    from kvcli.kernels.attend_packed import PackedHead, fused
+    from kvcli.kernels.pack import pack_keys, pack_values
+
+    q, heads = noise(g, size.heads, MOST, size.d), []
+    full = size.slots if bits == 8 else size.slots // 64 * 64  # keys in fewer bits wait until a group is full
+    for _ in range(size.kv):
+        k, v = (noise(g, size.slots, size.d) for _ in "kv")
+        heads.append(PackedHead(pack_keys(k[:full], bits, 64), k[full:], pack_values(v, bits, 64), size.slots))
+
+    def call(rows: Rows) -> Tensor:
+        x = q[:, list(rows)].contiguous()
+        return fused.attend_packed(x, heads, size.d**-0.5, x.dtype, 0.0, [None] * size.kv)[0].transpose(0, 1)
+
+    held = [t for head in heads for side in (head.keys, head.values) for t in (side.codes, side.scale, side.zero)]
+    return Op(call, sum(t.nbytes for t in held if t is not None))
+
+
+def _norm(size: Size, g: Generator) -> Op:
+    from kvcli.kernels.rms_norm import fused
+
+    x, w = noise(g, MOST, size.inputs), noise(g, size.inputs)
+    return Op(lambda rows: fused.rms_norm(x[list(rows)], w, 1e-6, "round first"), 0)
+
+
+def _drawn(size: Size, g: Generator) -> Op:
+    from kvcli.kernels.argmax import Noise, fused
+
+    logits, pos = noise(g, MOST, 8 * size.inputs), torch.arange(MOST, device=g.device)
+    seed, heat = torch.full_like(pos, 7), torch.full((MOST,), 0.8, device=g.device)
+
+    def call(rows: Rows) -> Tensor:
+        of = list(rows)
+        return fused.argmax(logits[of], Noise(seed[of], pos[of], heat[of]))
+
+    return Op(call, 0)
+
+
 OURS: dict[str, Make] = {f"linear_skinny, {kind}": partial(_product, kind) for kind in ("plain", "int8", "int4", "nf4")}
-OURS |= {"attend_rows": _attention}
+OURS |= {"attend_rows": _attention, "rms_norm": _norm, "argmax, drawn": _drawn}
+OURS |= {f"attend_packed, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
 
 
 # ---- what libraries have ----

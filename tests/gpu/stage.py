@@ -12,6 +12,7 @@ import time
 import tomllib
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +42,8 @@ class On:
 def interpret_on_a_cpu(on: On) -> None:
     """Have fused kernels run in Triton's interpreter, where there is no GPU; before one is imported."""
     if on.is_tiny:
-        import_module("tests.kernels.interpreted")
+        with suppress(ImportError):  # no Triton: the ops are not here
+            import_module("tests.kernels.interpreted")
 
 
 class Stage(Protocol):
