@@ -60,7 +60,7 @@ WEIGHTS: dict[str, tuple[Forms, float]] = {
 }
 STORED: dict[str, tuple[Forms, float]] = {
     "bf16": (("attend_rows", "16 rows", "32 rows"), 2.0),
-    "4 bits": (("attend_packed", "4-4 bits, 16 rows", "4-4 bits, 32 rows"), 0.5 + 4 / 64),
+    "4 bits": (("attend_packed", "4 bits, 16 rows, heads of 128", "4 bits, 32 rows, heads of 128"), 0.5 + 4 / 64),
 }
 SIDES = (
     ("bf16", "bf16", 4096),
