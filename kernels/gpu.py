@@ -31,6 +31,8 @@ def _why_no_card(device: torch.device) -> str:
         return "triton is not installed"
     if torch.version.hip is not None:
         return "an AMD card: the kernels compile for it, and have never run on one"
+    if not torch.cuda.is_available():
+        return "no CUDA device here"
     have = torch.cuda.get_device_capability(device)
     if have < LEAST:
         return f"fused kernels need compute capability {LEAST[0]}.{LEAST[1]}, this card has {have[0]}.{have[1]}"

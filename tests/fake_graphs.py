@@ -41,10 +41,14 @@ class Tape(TorchDispatchMode):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         if name.startswith("index") and any(t.dtype == torch.bool for t in tensors(args[1])):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name} by flags")
-        made = op(*args, **kwargs)
+        return self.run(op, args, kwargs, is_empty=name.startswith("empty") or name == "new_empty")
+
+    def run(self, work: Callable[..., Any], args: Any, kwargs: Any, *, is_empty: bool = False) -> Any:
+        """And note it down."""
+        made = work(*args, **kwargs)
         known = {storage(t) for t in tensors([args, kwargs])}
         new = [(i, t) for i, t in enumerate(tensors(made)) if storage(t) not in known]
-        self.done.append((op, args, kwargs, new))
+        self.done.append((None if is_empty else work, args, kwargs, new))
         return made
 
 
@@ -53,6 +57,7 @@ class FakeGraphs:
 
     def __init__(self) -> None:
         self.replays = self.waits = self.recorded = 0
+        self.tape: Tape | None = None  # while recording
         self.is_inside = False  # of work that is recorded or replayed: what it allocates is the pool's
         self.of_host: set[int] = set()  # storages that are no memory of the device
 
@@ -60,10 +65,11 @@ class FakeGraphs:
         self.is_inside = True
         try:
             work()  # warms up
-            with Tape() as tape:
+            with Tape() as self.tape:
                 made = work()
         finally:
             self.is_inside = False
+        tape, self.tape = self.tape, None
         self.recorded += 1
         for *_, new in tape.done:  # a recorded pass has not run
             for _, t in new:
@@ -73,13 +79,17 @@ class FakeGraphs:
             self.replays += 1
             self.is_inside = True
             with torch.inference_mode():
-                for op, args, kwargs, new in tape.done:
-                    again = tensors(op(*args, **kwargs))
+                for work, args, kwargs, new in tape.done:
+                    again = tensors(work(*args, **kwargs)) if work is not None else ()
                     for i, t in new:
-                        t.copy_(again[i]) if not op.overloadpacket.__name__.startswith("empty") else poison(t)
+                        t.copy_(again[i]) if work is not None else poison(t)
             self.is_inside = False
 
         return made, replay
+
+    def launch(self, kernel: Callable[..., T], args: Any, kwargs: Any) -> T:
+        """A kernel that is no operation of torch's."""
+        return kernel(*args, **kwargs) if self.tape is None else self.tape.run(kernel, args, kwargs)
 
     def host(self, n: int, dtype: torch.dtype) -> Tensor:
         found = torch.zeros(n, dtype=dtype)

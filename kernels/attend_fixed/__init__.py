@@ -1,40 +1,25 @@
-"""Rows over stored slots and each other, with all numbers that change from pass to pass on the device.
+"""Rows over stored slots and each other, and slots made of rows, as a device does both without its host.
 
-What a pass that is recorded once attends with: nothing is asked of the host, shapes depend on sizes of buffers alone,
-and where a head ends, or which rows are a row's ancestors, is read where it lies. `append` makes slots of rows in the
-same way, so that a device can go on by itself.
+For passes that are recorded once (engine/frame.py): nothing is asked of the host, shapes depend on sizes of buffers
+alone, and where a head ends, or which rows are a row's ancestors, is read where it lies. What kernels/attend_rows and
+kernels/append do on a GPU; elsewhere reference.py, for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
 
+import torch
 from torch import Tensor
 
+from kvcli.kernels import gpu
+from kvcli.kernels.append import Fresh, addresses
 from kvcli.kernels.attend_fixed import reference
+from kvcli.kernels.attend_rows.tables import Table, Tree
 
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Stored slots of one layer; heads may lie anywhere and differ in length."""
-
-    k: Tensor  # [T, D]: all heads' slots
-    v: Tensor  # [T, E]
-    pos: Tensor  # [P] int32
-    start: Tensor  # [K] int32: a head's first slot in k and v
-    length: Tensor  # [K] int32: slots from there on
-    pos_start: Tensor  # [K] int32: its first position
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """Rows of a pass as paths from the pending token down: a chain is one path."""
-
-    path: Tensor  # [P, depth] int32: rows of each path, the pending one first; -1 behind the last
-    path_of: Tensor  # [N] int32: a path that a row lies on; -1 = an unused row, which sees nothing
-    depth: Tensor  # [N] int32: its place there
-    pos: Tensor  # [N] int32: its position
+Storing = Callable[[Tensor, Tensor, Tensor], None]  # path [F], count [1], pos [N]: as kernels/append says
 
 
 def attend_fixed(
@@ -54,13 +39,42 @@ def attend_fixed(
     -> [H, N, E] in q's type; of unused rows anything. No head holds more slots than `capacity`. `sink` [H]: logits that
     take mass and give nothing.
     """
-    return reference.attend_fixed(
+    if gpu.why_not(q.device, q.dtype):
+        return reference.attend_fixed(
+            q, table, k, v, tree, scale, capacity=capacity, softcap=softcap, window=window, sink=sink
+        )
+    from kvcli.kernels.attend_rows import fused  # Triton is imported where it serves
+
+    sink = None if sink is None else sink.float()
+    out, _ = fused.attend_rows(
         q, table, k, v, tree, scale, capacity=capacity, softcap=softcap, window=window, sink=sink
     )
+    return out.transpose(0, 1)
 
 
-def append(tables: Sequence[Table], fresh: Sequence[tuple[Tensor, Tensor]], path: Tensor, pos: Tensor) -> None:
-    """Rows path [F] int32, the first ones of it, -1 behind them, become slots behind those of each table, which has
-    room for F more; `length` grows by as many. `fresh`: k [K, N, D] and v [K, N, E] of each; pos [N] of the rows.
-    """
-    reference.append(tables, fresh, path, pos)
+def storing(tables: Sequence[Table], fresh: Fresh) -> tuple[Storing, list[Tensor]]:
+    """What has rows of these layers stored there, and what has to stay alive for it once it is recorded."""
+    k = fresh[0][0]
+    if gpu.why_not(k.device, k.dtype):
+        return partial(reference.store, tables, fresh), []
+    from kvcli.kernels.append import fused
+
+    alike = groupby(sorted(zip(tables, fresh, strict=True), key=_sizes), key=_sizes)
+    groups = [
+        (sizes, addresses([t for t, _ in some], [f for _, f in some], k.device))
+        for sizes, each in alike
+        if (some := [*each])
+    ]
+    like = torch.empty(0, dtype=k.dtype, device=k.device)
+
+    def store(path: Tensor, count: Tensor, pos: Tensor) -> None:
+        for (heads, d, e), layers in groups:
+            fused.append(layers, path, count, pos, heads=heads, d=d, e=e, like=like)
+
+    return store, [layers for _, layers in groups]
+
+
+def _sizes(layer: tuple[Table, tuple[Tensor, Tensor]]) -> tuple[int, int, int]:
+    """KV heads, and numbers of a key and of a value."""
+    _, (k, v) = layer
+    return k.shape[0], k.shape[2], v.shape[2]

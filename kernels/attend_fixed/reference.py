@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvcli.kernels.attend_fixed import Table, Tree
+    from kvcli.kernels.append import Fresh
+    from kvcli.kernels.attend_rows.tables import Table, Tree
 
 
 def attend_fixed(
@@ -35,6 +36,8 @@ def attend_fixed(
     at = _within(table.start, slots, stored)
     seen = (stored.unsqueeze(1) & (tree.path_of >= 0).unsqueeze(1)).expand(-1, n, -1)  # [K, N, S]
     if opens is not None:
+        assert table.pos is not None
+        assert table.pos_start is not None
         seen = seen & (table.pos[_within(table.pos_start, slots, stored)].unsqueeze(1) > opens)
     line = _line(tree, n)
     own = line if opens is None else line & (tree.pos.view(1, 1, n) > opens)
@@ -64,18 +67,20 @@ def _line(tree: Tree, n: int) -> Tensor:
     return (above.any(1) & (tree.path_of >= 0).unsqueeze(1)).unsqueeze(0)
 
 
-def append(tables: Sequence[Table], fresh: Sequence[tuple[Tensor, Tensor]], path: Tensor, pos: Tensor) -> None:
-    """Places behind the last accepted row are written with what they hold."""
-    is_row, rows = path >= 0, path.clamp(min=0)
-    n = is_row.sum(dtype=torch.int32)
+def store(tables: Sequence[Table], fresh: Fresh, path: Tensor, count: Tensor, pos: Tensor) -> None:
+    """As kernels/append, without a look at `count` on the host: places behind the last row are written with what they
+    hold, so there has to be room for as many rows as `path` is long."""
     behind = torch.arange(path.shape[0], device=path.device)
+    is_row, rows = behind < count, path.clamp(min=0)
     for table, (k, v) in zip(tables, fresh, strict=True):
         ends = table.length.unsqueeze(1) + behind  # [K, F]
         at = (table.start.unsqueeze(1) + ends).flatten()
         for held, new in ((table.k, k), (table.v, v)):
             given = new.index_select(1, rows).flatten(0, 1).to(held.dtype)
             held.index_copy_(0, at, torch.where(is_row.repeat(len(k)).unsqueeze(1), given, held[at]))
+        assert table.pos is not None
+        assert table.pos_start is not None
         at = (table.pos_start.unsqueeze(1) + ends).flatten()
         given = torch.where(is_row, pos[rows], table.pos[at].view(len(k), -1)).flatten().to(table.pos.dtype)
         table.pos.index_put_((at,), given)  # heads with positions in common write the same ones
-        table.length.add_(n)
+        table.length.add_(count)

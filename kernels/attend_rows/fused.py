@@ -245,13 +245,13 @@ def attend_rows(
     """
     h, n, d = q.shape
     kv, e = layer.start.shape[0], layer.v.shape[1]
-    block = tile or (32 if max(d, e) > 128 else 64)
-    rows = 16 if n * (h // kv) <= 16 else 32
+    # what is left of registers: heads of 256 take as many for 16 rows as those of 128 for 32
+    block, rows = (64, 16 if n * (h // kv) <= 16 else 32) if max(d, e) <= 128 else (32, 16)
     if is_prompt:
-        unit, rows = WHOLE, 32 if max(d, e) > 128 else 64
+        unit, rows = WHOLE, 64 if window is None and not softcap else 32
     (paths, deep), before = ((0, 0), 0) if tree is None else (tree.path.shape, tree.pos.shape[0] - n)
     spans = n_spans(capacity + deep, unit)
-    late = (deep - 2 + unit) // unit + 1 if deep else 0
+    late = min(spans, (deep - 2 + unit) // unit + 1) if deep else 0
     scratch = scratch if scratch is not None else q.new_empty(h * n * spans * (e + 1), dtype=torch.float32)
     outs, lses = scratch[: h * n * spans * e].view(h, n, spans, e), scratch[h * n * spans * e :][: h * n * spans]
     out = q.new_empty(n, h, e) if out is None else out
@@ -262,20 +262,22 @@ def attend_rows(
     seen = (None, None, None, row_pos) if tree is None else (tree.path, tree.path_of, tree.depth, tree.pos)
     bent = (scale * LOG2E.value, None) if not softcap else (2 * scale / softcap * LOG2E.value, softcap * LOG2E.value)
     strides = [s for t in (q, *fresh) for s in _strides(t)]
+    sizes = {"G": h // kv, "D": d, "E": e, "DP": _padded(d), "EP": _padded(e)}
     spans_kernel[(triton.cdiv(n * (h // kv), rows), kv, late * paths + spans)](
         *(q, *slots, slots_at, *fresh, *seen, upto, outs, lses),
         *(*bent, window or 0, *strides, n, before, paths, deep, late, spans),
-        **{"G": h // kv, "D": d, "E": e, "DP": _padded(d), "EP": _padded(e), "M": rows, "B": block, "UNIT": unit},
-        **{"num_warps": 4, "num_stages": _stages(q.device), "enable_fp_fusion": False},
+        **sizes,
+        **{"M": rows, "B": tile or block, "UNIT": unit},
+        **{"num_warps": 8 if is_prompt else 4, "num_stages": _stages(q.device), "enable_fp_fusion": False},
     )
     fold(outs, lses, out, lse, sink=sink, rows=None if tree is None else tree.path_of, at_once=TOGETHER)
     return out, lse
 
 
 def _strides(t: Tensor) -> tuple[int, int]:
-    """Of heads and of rows; a stride that nothing is multiplied by is 0, a multiple of 16 as all others are."""
+    """Of heads and of rows; where there is one it may be anything, and becomes 0: a multiple of 16, as the others."""
     assert t.stride(2) == 1, "numbers of a row lie side by side"
-    return t.stride(0), t.stride(1) if t.shape[1] > 1 else 0
+    return t.stride(0) * (t.shape[0] > 1), t.stride(1) * (t.shape[1] > 1)
 
 
 def _padded(n: int) -> int:

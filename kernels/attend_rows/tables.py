@@ -13,6 +13,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+LARGEST = 256  # numbers of a key or a value
+
+
+def fits(d: int, e: int) -> bool:
+    """Whether keys of `d` numbers and values of `e` are read: 16 bytes are loaded at a time, 16 numbers multiplied."""
+    return not d % 16 and not e % 16 and max(d, e) <= LARGEST
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

@@ -32,9 +32,7 @@ NF4_BF16, NF4_FP16 = tl.constexpr(ptx.nf4(torch.bfloat16)), tl.constexpr(ptx.nf4
 CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
 
 
-def linear(
-    x: Tensor, w: Weight, bias: Tensor | None, sk: int = 0, dtype: torch.dtype | None = None
-) -> Tensor:
+def linear(x: Tensor, w: Weight, bias: Tensor | None, sk: int = 0, dtype: torch.dtype | None = None) -> Tensor:
     """x [M, K] -> [M, N]. `sk`: stretches, 0 = as many as suit the card; `dtype`: of the result, None = that of x."""
     m, (n, k) = x.shape[0], w.shape
     sk = sk or stretches(n, k, w.step, _processors(x.device))
@@ -178,11 +176,15 @@ def _halves(
     p_byte = p_w + i_n[None, :].to(tl.int64) * (STEPS * BK // 2) + i_b[:, None]
     b_w = tl.load(p_byte, mask=m_n[None, :], other=0)  # [BK / 2, BN] uint8
     if PTX and dtype == tl.bfloat16:
-        asm: tl.constexpr = INT4_BF16 if KIND == "int4" else NF4_BF16
-        return tl.inline_asm_elementwise(asm, CONSTRAINTS, [b_w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            INT4_BF16 if KIND == "int4" else NF4_BF16, CONSTRAINTS, [b_w],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
     elif PTX:
-        asm: tl.constexpr = INT4_FP16 if KIND == "int4" else NF4_FP16
-        return tl.inline_asm_elementwise(asm, CONSTRAINTS, [b_w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            INT4_FP16 if KIND == "int4" else NF4_FP16, CONSTRAINTS, [b_w],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
     elif KIND == "int4":
         return ((b_w & 15).to(tl.float32) - 8.0).to(dtype), ((b_w >> 4).to(tl.float32) - 8.0).to(dtype)
     else:
@@ -191,7 +193,7 @@ def _halves(
 
 @triton.jit
 def _pairs(p_scale, row, i_n, m_n, N, dtype: tl.constexpr):
-    """Two numbers an output, [BN] float32 each, that lie in one word: loads of two bytes take as long as those of 16."""
+    """Two numbers an output, [BN] float32 each, that lie in one word: loads of two bytes take as long as wide ones."""
     b_pair = tl.load(p_scale + row * N + i_n, mask=m_n, other=0)  # [BN] int32
     b_first = b_pair.to(tl.int16).to(dtype, bitcast=True)
     return b_first.to(tl.float32), (b_pair >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)

@@ -31,9 +31,9 @@ def merge_kernel(
     EP: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """grid (H, N). Sums go from chunk to chunk of AT_ONCE parts: a part of lse -inf changes no bit of what follows."""
-    h, n = tl.program_id(0), tl.program_id(1)
-    if p_rows is not None:
+    """grid (N, H). Sums go from chunk to chunk of AT_ONCE parts: a part of lse -inf changes no bit of what follows."""
+    n, h = tl.program_id(0), tl.program_id(1)
+    if p_rows is not None:  # noqa: SIM102  # what is None is left out when this is compiled
         if tl.load(p_rows + n) < 0:
             return
     row = (h * n_rows + n).to(tl.int64) * n_parts
@@ -57,9 +57,10 @@ def merge_kernel(
         mass += tl.sum(weight, 0)
     if p_sink is not None:
         mass += tl.exp2((sink - top) * LOG2E)
-    out = acc / tl.where(mass > 0, mass, 1.0)
-    tl.store(p_out + h * out_head + n.to(tl.int64) * out_row + e, out.to(p_out.dtype.element_ty), mask=e < E)
-    tl.store(p_lse + h * lse_head + n.to(tl.int64) * lse_row, top + tl.log2(mass) * LN2)
+    some = tl.where(mass > 0, mass, 1.0)
+    lse = tl.where(mass > 0, top + tl.log2(some) * LN2, float("-inf"))
+    tl.store(p_out + h * out_head + n.to(tl.int64) * out_row + e, (acc / some).to(p_out.dtype.element_ty), mask=e < E)
+    tl.store(p_lse + h * lse_head + n.to(tl.int64) * lse_row, lse)
 
 
 def fold(
@@ -80,7 +81,7 @@ def fold(
     strides = out.stride(1), out.stride(0), lse.stride(1), lse.stride(0)
     consts = {"E": e, "EP": max(16, triton.next_power_of_2(e)), "AT_ONCE": at_once}
     args = outs, lses, rows, sink, out, lse, n, parts, *strides
-    merge_kernel[(h, n)](*args, **consts, num_warps=4, enable_fp_fusion=False)
+    merge_kernel[(n, h)](*args, **consts, num_warps=4, enable_fp_fusion=False)
 
 
 def merge(

@@ -43,6 +43,7 @@ class Pass:
         self._dtype = feed.past.dtype
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[int | None, Tensor | None] = {}  # by window, on the device
+        self._sent: dict[Any, Any] = {}  # by what kernels have put there for all layers
         self.layers = feed.layers or range(feed.lm.n_layers)
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
@@ -68,11 +69,13 @@ class Pass:
             sight = replace(sight, is_prompt=True)
         line, sees = rows.sees, self._sees(sight.window, q)
         if (tree := rows.tree) == len(rows.ids):
-            return merge(feed.past.attend(layer, q, sight, rows.pos, Own(k, v, rows.pos, line, sees, sink)))
+            own = Own(k, v, rows.pos, line, sees, sink, sent=self._sent)
+            return merge(feed.past.attend(layer, q, sight, rows.pos, own))
         assert line is not None, "scouts stand beside a tree"
         assert sees is not None
         of_tree = Own(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
         for_scouts = Own(k, v, rows.pos, line[tree:], sees[tree:], sink)
+        of_tree.sent = for_scouts.sent = self._sent
         its = feed.past.attend(layer, q[:, :tree], sight, rows.pos[:tree], of_tree)  # scouts change nothing of it
         theirs = (feed.view or feed.past).attend(layer, q[:, tree:], sight, rows.pos[tree:], for_scouts)
         return torch.cat([merge(parts).to(q.dtype) for parts in (its, theirs)], dim=1)

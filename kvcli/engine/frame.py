@@ -8,6 +8,7 @@ read this one: the device feeds itself what it drew.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,8 @@ from kvcli.engine.feed import Feed, Fresh, Made
 from kvcli.engine.forward import SideBySide
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.stated import fixed_ropes
-from kvcli.kernels.attend_fixed import Tree, append, attend_fixed
+from kvcli.kernels.attend_fixed import Storing, attend_fixed, storing
+from kvcli.kernels.attend_rows.tables import Tree
 from kvcli.kernels.gumbel.reference import signed
 from kvcli.kv.fixed import Fixed
 
@@ -40,6 +42,7 @@ MOST = 12  # frames of a model that are kept
 NONE = -1  # in place of a row or a path
 
 T = TypeVar("T")
+log = logging.getLogger("kvcli.engine")
 
 
 class Frames:
@@ -56,24 +59,29 @@ class Frames:
         """One pass, the rows of all feeds side by side; None where it has to run otherwise."""
         if any(feed.is_prompt or feed.layers is not None or feed.only_kv for feed in feeds):
             return None  # meant to run otherwise
-        if why := self.why or next(filter(None, map(self._why_not, feeds)), ""):
-            self.eager[why] += 1
-            return None
-        sizes = [self._size(feed) for feed in feeds]
-        fixed = [feed.past.fixed(rows) for feed, (rows, _) in zip(feeds, sizes, strict=True)]
-        pasts = [its for its in fixed if not isinstance(its, str)]
-        if len(pasts) < len(fixed):
-            self.eager[next(its for its in fixed if isinstance(its, str))] += 1
-            return None
+        made = self.why or next(filter(None, map(self._why_not, feeds)), "") or self._try(feeds)
+        if not isinstance(made, str):
+            return made
+        if not self.eager[made]:
+            log.info("passes run one operation at a time: %s", made)
+        self.eager[made] += 1
+        return None
+
+    def _try(self, feeds: Sequence[Feed]) -> list[Made] | str:
+        sizes, pasts = [self._size(feed) for feed in feeds], list[Fixed]()
         try:
-            frame = self._frame(feeds, sizes, pasts)
-            return frame.run(feeds, pasts)
+            for feed, (rows, _) in zip(feeds, sizes, strict=True):
+                if isinstance(past := feed.past.fixed(rows), str):
+                    return past
+                pasts.append(past)
+            return self._frame(feeds, sizes, pasts).run(feeds, pasts)
+        except torch.OutOfMemoryError:
+            return "no memory to record them"
         except Unrecorded as no:
             lm = feeds[0].lm
             self.why = f"{lm.info.family} cannot be recorded: {no}"
-            self.eager[self.why] += 1
             lm.info = replace(lm.info, notes=(*lm.info.notes, f"passes run one operation at a time: {self.why}"))
-            return None
+            return self.why
 
     def _why_not(self, feed: Feed) -> str:
         rows, hear = feed.rows, feed.hear
@@ -111,10 +119,11 @@ class Numbers:
 
     def __init__(self, block: Tensor, rows: int, paths: int) -> None:
         """`block`: of `words(rows, paths)` numbers."""
-        seed, self.ids, self.pos, self.depth, self.path_of, path, self.kept = (
+        seed, self.ids, self.pos, self.depth, self.path_of, path, self.kept, self.count = (
             block[a : a + n] for a, n in zip(_starts(rows, paths), _lengths(rows, paths), strict=False)
         )
         self.seed, self.path = seed.view(torch.int64)[0], path.view(paths, rows)
+        self.accepted = block[_starts(rows, paths)[-3] :]  # `kept` and `count`
 
     @property
     def tree(self) -> Tree:
@@ -141,7 +150,7 @@ class Numbers:
 
 
 def _lengths(rows: int, paths: int) -> list[int]:
-    return [2, rows, rows, rows, rows, paths * rows, rows]
+    return [2, rows, rows, rows, rows, paths * rows, rows, 1]
 
 
 def _starts(rows: int, paths: int) -> list[int]:
@@ -164,6 +173,8 @@ class FixedPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As a pass does (forward.py)."""
         q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
+        if k.stride()[:2] != v.stride()[:2]:  # one table says where both lie
+            k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a row alone may have any stride
         if (source := self._shapes[layer].shares) is not None:
             k, v = self.fresh[source].k, self.fresh[source].v
         else:
@@ -217,12 +228,14 @@ class Frame:
             [Numbers(block[a:b], *size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
             for block in (self._here, self._there)
         )
-        for rows in self._of_host:  # of which nothing is stored while it is recorded
+        for rows in self._of_host:  # of which `count` are stored while it is recorded: none
             rows.path_of.fill_(NONE)
-            rows.kept.fill_(NONE)
         graphs.send(self._here, self._there)
-        self._first = [torch.full_like(rows.kept, NONE) for rows in self._rows]  # as `kept` is filled with one row
+        # the first row and its number, which is none while that is recorded
+        self._first, self._one = (torch.zeros(1, dtype=torch.int32, device=lm.device) for _ in range(2))
+        self._alive: list[Tensor] = []  # what is read by what was recorded
         self._drawings: dict[tuple[Hashable, ...], Drawing] = {}
+        self._keep: list[Callable[[], None]] = []  # by text: stores the accepted rows
         self._under_way: UnderWay | None = None
         self._none = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)  # logits
 
@@ -234,11 +247,9 @@ class Frame:
             (logits, passes), self._pass = self._recorded(work)
         self._logits = torch.split(logits, [rows for rows, _ in sizes])
         self._fresh, self._queries = [p.fresh for p in passes], [p.queries for p in passes]
-        kept = [
-            partial(self._store, i, past, rows.kept)
-            for i, (past, rows) in enumerate(zip(pasts, self._rows, strict=True))
-        ]
-        self._keep = [self._recorded(one)[1] for one in kept]
+        for i, (past, rows) in enumerate(zip(pasts, self._rows, strict=True)):
+            store = self._storing(i, past)
+            self._keep.append(self._recorded(partial(store, rows.kept, rows.count, rows.pos))[1])
 
     @property
     def is_alive(self) -> bool:
@@ -310,10 +321,9 @@ class Frame:
     def _kept(self, i: int, feed: Feed, past: Fixed, is_stored: bool, path: Sequence[int]) -> None:
         """These rows are part of the text."""
         if not is_stored:
-            kept = self._of_host[i].kept
-            kept.fill_(NONE)
-            kept.numpy()[: len(path)] = path
-            self._graphs.send(kept, self._rows[i].kept)
+            here, there = self._of_host[i], self._rows[i]
+            here.kept.numpy()[: len(path)], here.count.numpy()[0] = path, len(path)
+            self._graphs.send(here.accepted, there.accepted)
             past.ran(len(path))
             self._keep[i]()
         past.grew(len(path), feed.rows.pos[path[0]])
@@ -326,10 +336,12 @@ class Frame:
         way = passes[0] if len(passes) == 1 else SideBySide(passes)
         return call(lm.model, ids, pos, device=lm.device, kvcli_pass=way)
 
-    def _store(self, i: int, past: Fixed, path: Tensor) -> None:
-        """Rows of a text become slots."""
+    def _storing(self, i: int, past: Fixed) -> Storing:
+        """What makes rows of a text slots."""
         fresh = [(self._fresh[i][layer].k, self._fresh[i][layer].v) for layer in past.owners]
-        append([past.layers[layer].table for layer in past.owners], fresh, path, self._rows[i].pos)
+        store, alive = storing([past.layers[layer].table for layer in past.owners], fresh)
+        self._alive += alive
+        return store
 
     def _drawing(self, feeds: Sequence[Feed], pasts: Sequence[Fixed]) -> Drawing | None:
         """How their tokens are drawn; None where more than the pass decides."""
@@ -343,11 +355,10 @@ class Frame:
             drawing = Drawing(numbers, start, here, wide)
             self._drawings[tuple(how)] = drawing
         if drawing.go_on is None and all(map(_goes_on, feeds)):
-            for first in self._first:
-                first.fill_(NONE)
-            drawing.go_on = self._recorded(partial(self._feed_back, drawing.numbers, pasts))[1]
-            for first in self._first:
-                first[0] = 0
+            self._one.zero_()
+            stores = [self._storing(i, past) for i, past in enumerate(pasts)]
+            drawing.go_on = self._recorded(partial(self._feed_back, drawing.numbers, stores))[1]
+            self._one.fill_(1)
         return drawing
 
     def _draw(self, how: Sequence[tuple[Sampler, Glean | None]]) -> tuple[Tensor, list[int]]:
@@ -361,10 +372,10 @@ class Frame:
                 wide[-1] = len(parts[-1]) // len(logits)
         return torch.cat(parts), wide
 
-    def _feed_back(self, numbers: Tensor, pasts: Sequence[Fixed]) -> None:
+    def _feed_back(self, numbers: Tensor, stores: Sequence[Storing]) -> None:
         at = 0
-        for i, (rows, first) in enumerate(zip(self._rows, self._first, strict=True)):
-            self._store(i, pasts[i], first)
+        for rows, store in zip(self._rows, stores, strict=True):
+            store(self._first, self._one, rows.pos)
             rows.ids.copy_(numbers[at : at + 1].clamp(min=0).expand_as(rows.ids))  # where nothing could be drawn: any
             rows.pos.add_(1)
             at += len(rows.ids)

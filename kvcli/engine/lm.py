@@ -32,6 +32,7 @@ from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed import panels
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
+from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
 from kvcli.models.family import read_config
@@ -138,7 +139,8 @@ class LM:
     ) -> LM:
         """Load the files of `source`. Never touches the network and prints nothing; raises BadModel or UsageError.
 
-        `quant` int8, int4 or nf4: packed by torch on the CPU, by bitsandbytes on CUDA. `graphs`: "auto" or "off".
+        `quant` int8, int4 or nf4: packed, on CUDA by bitsandbytes where no fused kernels serve it. `graphs`: "auto" or
+        "off".
         """
         began = time.perf_counter()
         where = weights.find_device(device)
@@ -182,13 +184,14 @@ class LM:
             raise
 
     def lay_out(self) -> None:
-        """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served.
+        """Have linear layers multiplied as their device does it fastest: natively or fused, where that is served.
 
         Then a trial says whether rows are independent of each other to the bit.
         """
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
         native, experts = "layers in native panels", "weights of experts and routers in native panels"
-        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), (block_, f"layers {widened}")):
+        skinny, blocked = (lay_out_skinny_, "layers fused for few rows"), (block_, f"layers {widened}")
+        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
         layers = list(self._layers or ())
@@ -196,7 +199,7 @@ class LM:
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         with few_layers(self, layers):
             self.straight = straight_through(self, layers)
-            self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
+            self.is_row_invariant = not rows_know_neighbours(self)
 
     def record(self, graphs: str) -> None:
         """Have its device record passes and replay them (frame.py), where it can; the backend says so, or why not."""
@@ -225,8 +228,7 @@ def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tu
     if device.type == "cpu":
         swap, backend = quantize_(layers, 8 if quant == "int8" else 4, give_back), f"{by} packed {quant}"
     else:
-        swap = weights.quantize_with_bitsandbytes(layers, quant, device)
-        backend = f"bitsandbytes {'fp4' if quant == 'int4' else quant}"
+        swap, backend = weights.quantize_for_gpu(layers, quant, device)
     model.to(device)
     return backend, _swap_notes(swap, model, quant)
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_fixed import Table
+from kvcli.kernels.attend_rows.tables import Table, uploaded
 
 AHEAD = 4  # steps that a layer grows by for recorded passes: each time that it moves they are recorded again
 
@@ -25,30 +23,20 @@ class Lying:
     table: Table
     room: int  # slots, of the longest head
     lengths: list[int]  # by head, as the device has them
-    known: int = 0  # slots whose positions it has, where it keeps a copy of them
     told: int = 0  # how often it had to be told anything that it had not done itself
 
     @staticmethod
-    def of(k: Tensor, v: Tensor, starts: Sequence[int], pos: Tensor, pos_starts: Sequence[int], room: int) -> Lying:
-        """k [T, D], v [T, E] and pos [P] on the device; nothing of them is known to be filled."""
-        start, pos_start, length = (torch.zeros(len(starts), dtype=torch.int32, device=k.device) for _ in range(3))
-        send(start, starts)
-        send(pos_start, pos_starts)
+    def of(k: Tensor, v: Tensor, pos: Tensor, starts: Sequence[int], pos_starts: Sequence[int], room: int) -> Lying:
+        """k [T, D], v [T, E] and pos [P] on the device."""
+        start, pos_start, length = uploaded([starts, pos_starts, [0] * len(starts)], k.device)
         return Lying(Table(k, v, pos, start, length, pos_start), room, [0] * len(starts))
 
-    def tell(self, lengths: Sequence[int]) -> None:
-        """How many slots each head has."""
+    def tell(self, lengths: Sequence[int], is_more: bool = False) -> None:
+        """How many slots each head has. `is_more`: it is told something else as well."""
+        self.told += is_more or self.lengths != lengths
         if self.lengths != lengths:
             self.lengths = list(lengths)
-            self.told += 1
-            send(self.table.length, self.lengths)
-
-    def place(self, at: np.ndarray) -> None:
-        """Positions [S] of all slots, of which it may know some."""
-        if self.known < len(at):
-            send(self.table.pos[self.known : len(at)], at[self.known :])
-            self.known = len(at)
-            self.told += 1
+            self.table.length.copy_(uploaded([lengths], self.table.length.device)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +52,3 @@ class Fixed:
         for layer in self.owners:
             lying = self.layers[layer]
             lying.lengths = [length + n for length in lying.lengths]
-
-
-def send(to: Tensor, numbers: Sequence[int] | np.ndarray) -> None:
-    """Numbers of the host to a device, which nobody waits for."""
-    there = torch.from_numpy(np.array(numbers, dtype=np.int32))
-    to.copy_(there.pin_memory() if to.is_cuda else there, non_blocking=True)

@@ -107,7 +107,9 @@ class Ragged:
     ) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
         if serves(q, self.v):
-            return [read(q, self.run(rotary), own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
+            window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
+            run = self.run(rotary)
+            return [read(q, run, own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)]
         return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
 
     def run(self, rotary: Rotary | None = None) -> Run:
@@ -149,7 +151,7 @@ class Ragged:
             self._lay(Extents.of([n + more for n in self._lengths], self._step))
         if self._lying is None:
             start = self._extents.start
-            self._lying = Lying.of(self.k, self.v, start, self.pos, start, max(self._extents.room))
+            self._lying = Lying.of(self.k, self.v, self.pos, start, start, max(self._extents.room))
         self._lying.tell(self._lengths)
         return self._lying
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import WIDEST, Chosen, Own, Run, attend_part, read, serves
+from kvcli.kernels.attend_rows import WIDEST, Chosen, Own, Run, attend_part, read, serves, serves_chosen
 from kvcli.kernels.merge import Part
 from kvcli.kernels.page_scores import log_masses
 from kvcli.kv.index import Index
@@ -209,13 +209,13 @@ class Recall:
         scale, softcap = sight.scale, sight.softcap
         pos = [0] * n_rows  # where rows stand is of no interest
         run = None if self._near is not None else self._source.run(layer)
-        if run is not None and serves(q, run.v):
+        if run is not None and serves_chosen(q, run.v):
             return attend_part(q, run, pos, scale, softcap=softcap, chosen=Chosen(chosen, page, behind, left))
         union = padded(chosen.any(1))  # [K, U]
         index = torch.cat((pages.slots_of(union), pages.behind()), 1)
         s = _here((self._near or self._source).gather(layer, index), q)
         mine = _among(chosen, union)  # [K, N, U]
-        if serves(q, s.v):
+        if serves_chosen(q, s.v):
             each = Chosen(mine, page, [union.shape[1] * page] * len(left), left)
             return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
         shown = torch.nn.functional.pad(mine.repeat_interleave(page, 2), (0, max(left)), value=True)

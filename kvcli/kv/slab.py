@@ -37,6 +37,8 @@ class Slab:
     noted: int = 0  # slots whose positions are in `pos`; those behind rise one by one to `highest`
     lies: Run | None = None  # as `run` gave it last: views of the tensors, made anew once they are others
     lying: Lying | None = None  # the same for `fixed`
+    there: Tensor | None = None  # [cap] positions beside keys on a device, where a window was read
+    sent: int = 0  # slots whose positions are in `there`
 
     @staticmethod
     def of(slots: Slots, step: int) -> Slab:
@@ -76,7 +78,7 @@ class Slab:
     @property
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
-        return [self.k, self.v, self.pos]
+        return [self.k, self.v, self.pos, *([] if self.there is None else [self.there])]
 
     @property
     def at(self) -> np.ndarray:
@@ -107,7 +109,24 @@ class Slab:
         if sight.window is not None:
             self._note()
         run = self.run(rotary) if self.length else None
-        return [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
+        if run is not None and sight.window is not None and q.device.type != "cpu":
+            run.pos = self.beside()
+        window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
+        return [read(q, run, own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)]
+
+    def beside(self) -> Tensor:
+        """Positions [cap] on the device of the keys, of all that is held. New ones that rise one by one, as those of an
+        answer do, are made there: nothing is copied, and nothing waits."""
+        if self.there is None:
+            self.there, self.sent = torch.full_like(self.pos[0], -1, device=self.k.device), 0
+        if new := self.length - self.sent:
+            at, place = self.at[self.sent :], self.there[self.sent : self.length]
+            if at[-1] - at[0] == new - 1 and self.ordered:
+                torch.arange(int(at[0]), int(at[-1]) + 1, out=place)
+            else:
+                place.copy_(torch.from_numpy(at))
+            self.sent = self.length
+        return self.there
 
     def run(self, rotary: Rotary | None = None) -> Run:
         """The slots where they lie, their keys rotated first if they lie un-rotated; until the slab changes."""
@@ -118,7 +137,7 @@ class Slab:
         self.lies.lengths, self.lies.gone = [self.length] * len(self.lies.starts), self.gone
         if rotary is None:
             return self.lies
-        return replace(self.lies, k=rotate(self.k, self._pos, rotary).flatten(0, 1))
+        return replace(self.lies, k=rotate(self.k, self._pos.to(self.k.device), rotary).flatten(0, 1))
 
     def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """Over the slots alone."""
@@ -170,18 +189,16 @@ class Slab:
             self.reserve(self.length + max(more, AHEAD * self.step))
             cap = self.k.shape[1]
         if self.lying is None:
-            starts, pos = range(0, n_kv * cap, cap), torch.empty(cap, dtype=torch.int32, device=self.k.device)
-            self.lying = Lying.of(self.k.flatten(0, 1), self.v.flatten(0, 1), starts, pos, [0] * n_kv, cap)
-        self.lying.tell([self.length] * n_kv)
-        if self.lying.known < self.length:
-            self.lying.place(self.at)
+            starts = range(0, n_kv * cap, cap)
+            self.lying = Lying.of(self.k.flatten(0, 1), self.v.flatten(0, 1), self.beside(), starts, [0] * n_kv, cap)
+        self.lying.tell([self.length] * n_kv, self.sent < self.length)
+        self.beside()
         return self.lying
 
     def grew(self, n: int, start: int) -> None:
         """A device stored n slots more at positions from `start` on, as `fixed` told it where."""
-        assert self.lying is not None, "nobody told it"
         self._longer(n, start)
-        self.lying.known = self.length
+        self.sent = self.length
 
     def take(self, slots: Slots) -> bool:
         """Store these as well, unless heads bring different ones: then nothing is stored, and the answer is False."""
@@ -222,9 +239,7 @@ class Slab:
         if not self.ordered:
             return False
         was, self.length = self.length, int(np.searchsorted(self.at, n))
-        self.noted = self.length
-        if self.lying is not None:
-            self.lying.known = min(self.lying.known, self.length)
+        self.noted, self.sent = self.length, min(self.sent, self.length)
         self.v[:, self.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
         self.highest = int(self.at[-1]) if self.length else -1
         self.gone *= self.length > 0
@@ -255,13 +270,8 @@ class Slab:
         k, v = moved(self.k), moved(self.v)
         pos = self.pos.new_full((1, cap), -1)
         pos[:, :n] = self._pos[:, first : self.length]
-        self.k, self.v, self.pos, self.lies, self.lying = (
-            k,
-            v,
-            pos,
-            None,
-            None,
-        )  # together: memory may have run out between them
+        # together: memory may have run out between them
+        self.k, self.v, self.pos, self.lies, self.lying, self.there = k, v, pos, None, None, None
         self.length = self.noted = n
 
 

@@ -99,8 +99,14 @@ def kernels() -> list[tuple[str, str, str, str]]:
 
 def quant_backends() -> dict[str, str]:
     """What runs quantized weights, by kind of device."""
+    import torch
+
+    from kvcli.kernels import gpu
+
     kinds = dict.fromkeys(found.kind.partition(":")[0] for found in devices())
-    words = {"cpu": "packed int8 and int4", "cuda": "bitsandbytes int8 and nf4", "mps": "none"}
+    words = {"cpu": "packed int8 and int4", "cuda": "fused int8, int4 and nf4", "mps": "none"}
+    if "cuda" in kinds and (why := gpu.why_not(torch.device("cuda", 0), torch.bfloat16)):
+        words["cuda"] = f"bitsandbytes int8, fp4 and nf4: {why}"
     return {kind: words[kind] for kind in kinds}
 
 
