@@ -47,6 +47,8 @@ def why_not(weight: Tensor) -> str:
     """Why a weight [N, K] in 16 bits is not served where it is; "" if it is."""
     if why := gpu.why_not(weight.device, weight.dtype):
         return why
+    if not weight.is_contiguous():
+        return "its rows do not lie one behind another"
     return f"{weight.shape[1]} inputs are not a multiple of 16" if weight.shape[1] % 16 else ""
 
 

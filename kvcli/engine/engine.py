@@ -24,12 +24,23 @@ def run(feeds: Sequence[Feed]) -> list[Made]:
     Feeds that go through other layers of a model make another pass.
     """
     made: dict[int, Made] = {}
-    alike: dict[tuple[int, range | None, bool], list[int]] = {}
-    for i, feed in enumerate(feeds):
-        alike.setdefault((id(feed.lm), feed.layers, feed.only_kv), []).append(i)
-    for some in alike.values():
+    for some in passes_of(feeds):
         made |= zip(some, _run(feeds[some[0]].lm, [feeds[i] for i in some]), strict=True)
     return [made[i] for i in range(len(feeds))]
+
+
+def passes_of(feeds: Sequence[Feed]) -> list[list[int]]:
+    """Which feeds share a pass: those through the same layers of a model, and no more than leaves rows their bits."""
+    alike: dict[tuple[int, range | None, bool, bool], list[list[int]]] = {}
+    for i, feed in enumerate(feeds):
+        most = feed.lm.most_rows
+        key = id(feed.lm), feed.layers, feed.only_kv, most is not None and feed.is_prompt
+        passes = alike.setdefault(key, [[]])
+        rows = sum(feeds[other].rows.n_rows for other in passes[-1])
+        if most is not None and rows and not feed.is_prompt and rows + feed.rows.n_rows > most:
+            passes.append([])
+        passes[-1].append(i)
+    return [some for passes in alike.values() for some in passes]
 
 
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:

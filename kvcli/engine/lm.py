@@ -32,6 +32,7 @@ from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed import panels
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
+from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
@@ -167,6 +168,11 @@ class LM:
     def rounds_by_rows(self) -> bool:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
         return self.dtype.itemsize < 4 and not self.is_row_invariant
+
+    @property
+    def most_rows(self) -> int | None:
+        """Rows that are written, up to which a pass leaves each its bits, without those of a prompt; None = any."""
+        return MOST if self.is_apart and self.is_row_invariant else None
 
     def meet_gates(self) -> None:
         """Raises BadModel where rows cannot be stopped between layers; asked when a feed first wants that.

@@ -116,7 +116,8 @@ class Sampler:
             return argmax.argmax(logits)
         n, device = len(logits), logits.device
         seeds = torch.full((n,), signed(self.seed), device=device) if seed is None else seed.repeat(n)
-        return argmax.argmax(logits, argmax.Noise(seeds, pos, torch.full((n,), self.heat, device=device)))
+        heat = torch.full((n,), self.heat, dtype=torch.float32, device=device)
+        return argmax.argmax(logits, argmax.Noise(seeds, pos, heat))
 
     @property
     def keeps_all(self) -> bool:

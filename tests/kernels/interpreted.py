@@ -1,8 +1,8 @@
 """What Triton's interpreter lacks to stand for a GPU: numbers in bf16, and products whose rows do not depend on M.
 
 Triton 3.9's interpreter keeps bf16 as 16-bit integers and computes with the bit patterns, without a word; it cuts off
-what a GPU rounds to bf16, and takes integers for its bits; and its products are numpy's, whose sums depend on the shape.
-Here an element of a product is a sum over k in steps of 16, in order, as matrix units compute it: whatever then differs
+what a GPU rounds to bf16, and takes integers for its bits. Its products are numpy's, whose sums depend on the shape:
+here an element of a product is a sum over k in steps of 16, in order, as matrix units compute it. So what then differs
 between 1 row and 32 is the kernel's own doing.
 Import this before any `fused` module: whether a kernel is interpreted is decided where it is defined.
 """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.sample import Sampler
+from kvcli.kernels import argmax
 from kvcli.kernels.argmax import Noise, reference
 
 pytest.importorskip("tests.kernels.interpreted")  # before anything that is fused
@@ -53,6 +54,20 @@ def test_what_is_drawn_is_what_the_sampler_draws(seed: int, heat: float):
     drawn = fused.argmax(x, by)
     assert drawn.tolist() == reference.argmax(x, by).tolist()
     assert drawn.tolist() == Sampler(temperature=heat, seed=seed)(x, by.pos).tolist()
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [Sampler(), Sampler(repetition_penalty=1.3), Sampler(temperature=0.8, seed=1 << 63), Sampler(0.8, top_k=5)],
+)
+def test_a_sampler_takes_it_where_it_is_served(sampler: Sampler, monkeypatch: pytest.MonkeyPatch):
+    x, pos = logits(2), torch.tensor([3, 99])
+    seen = torch.arange(VOCAB) == x.argmax(-1, keepdim=True)
+    want = sampler(x, pos, seen).tolist()
+    monkeypatch.setattr(argmax, "why_not", lambda logits: "")
+    drawn = sampler.fused(x, pos, seen)
+    assert (drawn is None) == bool(sampler.top_k)
+    assert sampler(x, pos, seen).tolist() == want
 
 
 def test_a_row_draws_alone_as_among_others():

@@ -18,23 +18,22 @@ KINDS = {
     "int4": ("*u8", "*i32", "*fp32", 128, 4096),
     "nf4": ("*u8", "*i32", "*fp32", 64, 4096),
 }
-# of a warp in a step, for 16 and 32 rows
-BUDGETS: dict[str, tuple[int | None, int | None]] = {}
+BUDGETS = {"plain": (114, 149), "int8": (308, 403), "int4": (287, 406), "nf4": (454, 563)}  # for 16 and 32 rows
 
 
-def _linear(kind: str, rows: int, group: int = 0) -> Variant:
+def _linear(kind: str, rows: int, group: int = 0, x: str = "*bf16") -> Variant:
     w, scale, y, own, size = KINDS[kind]
     group = group or own
     sk = 4 if y == "*fp32" else 1
     consts = {"K": K, "GROUP": group, "BM": rows, "BN": 64, "BK": 64 if group == 32 else 128, "SK": sk, "KIND": kind}
     return Variant(
         kernel=f"{OP}:linear_kernel",
-        name=f"{kind}{group or ''}, {rows} rows",
-        types={**TYPES, "p_w": w, "p_scale": scale, "p_y": y},
+        name=f"{kind}{f' by {group}' if group else ''}, {rows} rows, {x[1:]}",
+        types={**TYPES, "p_w": w, "p_scale": scale, "p_y": y, "p_x": x, "p_book": x},
         consts=consts | {"HAS_BIAS": False, "PTX": True},
         stages=3,
         aligned=("N",),
-        budget=BUDGETS.get(kind, (None, None))[rows == 32] if group == own else None,
+        budget=BUDGETS[kind][rows == 32] if group == own else None,
         streams=True,
         products=True,
         tile_bytes=size // (2 if group == 32 else 1),
@@ -44,6 +43,7 @@ def _linear(kind: str, rows: int, group: int = 0) -> Variant:
 VARIANTS = [
     *(_linear(kind, rows) for kind in KINDS for rows in (16, 32)),
     *(_linear("int4", 16, group) for group in (64, 32)),
+    *(_linear(kind, 16, x="*fp16") for kind in ("int4", "nf4")),
     Variant(
         kernel=f"{OP}:sums_kernel",
         name="sums of inputs",
