@@ -57,7 +57,7 @@ class Compiled:
     limit: str = ""  # what bounds them
     layouts: list[str] = field(default_factory=list)  # of matrix products: version, warps, instruction
     matrix: dict[str, int] = field(default_factory=dict)  # matrix instructions of all of it
-    step: float = 0.0  # instructions of a warp in a step of the innermost loop; means nothing where products are Hopper's
+    step: float = 0.0  # instructions of a warp in a step of the innermost loop; not of Hopper's own products
     loads: dict[str, int] = field(default_factory=dict)  # from memory, in that loop, unrolled as it is
     counts: dict[str, float] = field(default_factory=dict)  # instructions of a step by their names
 
