@@ -356,6 +356,14 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
             "same",
         ],
     ),
+    "kvcli.bench.specextend/1": (
+        "A window, and what the model that writes looks at: speed, and guesses that came true of facts and of the rest",
+        ["task", "context", "side", "speedup", "tokens_per_pass", "of_facts", "of_others", "draft_bytes", "same"],
+    ),
+    "kvcli.bench.itself/1": (
+        "Guesses of the model itself: how many came true, bytes over those of the whole past, times plain decoding",
+        ["task", "guesses_over", "accepted", "bytes", "speed", "paced", "same"],
+    ),
     "kvcli.bench.ngram/1": (
         "Drafting, times the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],

@@ -14,6 +14,7 @@ from kvcli.kernels import gpu, native
 ON_GPUS = {  # what Triton kernels serve, and of it what is left to the reference
     "attend_rows": "rows over slots and their pass, one sequence each; slots that rows choose (recall) are not served",
     "attend": "as attend_rows; slots behind a mask in plain PyTorch",
+    "attend_packed": "codes as they lie, all heads at once",
     "merge": "parts in order",
     "append": "all layers at once",
 }

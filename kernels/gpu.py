@@ -10,6 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 LEAST = (8, 0)  # compute capability
 TYPES = (torch.bfloat16, torch.float16)  # float32 and float64 are held to in full, which matrix units are not
@@ -37,3 +38,8 @@ def _why_no_card(device: torch.device) -> str:
     if have < LEAST:
         return f"fused kernels need compute capability {LEAST[0]}.{LEAST[1]}, this card has {have[0]}.{have[1]}"
     return ""
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether kernels without matrix products take all these: they compute in float32."""
+    return all(t.dtype in (*TYPES, torch.float32) and not why_not(t.device, TYPES[0]) for t in tensors)

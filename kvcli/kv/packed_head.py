@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,13 @@ class Form:
     def values(self, v: Tensor) -> Rounded:
         """Values [S, D] as they lie."""
         return pack_values(v, self.v_bits, self.group, halves=self.halves)
+
+
+@lru_cache(64)  # the heads of a past are mostly alike, and torch thinks long about tensors without numbers
+def _layouts(form: Form, n_keys: int, n_values: int, dim: int) -> tuple[Rounded, Rounded]:
+    """The shapes of so many packed keys and values, without numbers."""
+    like = torch.empty(n_values, dim, dtype=form.dtype, device="meta")
+    return form.keys(like[:n_keys]), form.values(like)
 
 
 class Head:
@@ -77,9 +85,9 @@ class Head:
         full = len(pos) - len(rest)
         if full % form.group or not 0 <= len(rest) < form.group if form.is_grouped else len(rest):
             raise Misfit("its keys make no groups")
-        like = torch.empty(len(pos), dim, dtype=form.dtype, device="meta")  # only shapes are asked for
-        keys = _made(given.part("keys"), form.keys(like[:full]), self.rest)
-        values = _made(given.part("values"), form.values(like), self.rest)
+        keys_like, values_like = _layouts(form, full, len(pos), dim)
+        keys = _made(given.part("keys"), keys_like, self.rest)
+        values = _made(given.part("values"), values_like, self.rest)
         self.pos, self.rest = pos.to(self.pos.device), rest.to(self.rest.device)
         self.keys, self.values, self.has_holes = keys, values, not bool((pos >= 0).all())
 

@@ -68,8 +68,9 @@ def main() -> None:
             found.append({"task": task, "guesses_over": name, **of})
             figures = f"{of['accepted']:8.1%}{of['bytes']:8.2f}{of['speed']:8.2f}{of['paced']:8.2f}"
             print(f"{name:42}{figures}  {of['same']}", flush=True)
-    about = {"schema": "kvcli.bench.itself/1", "title": "The model drafting for itself", "machine": machine()}
-    result = json.dumps({**about, "new": args.new, "reps": args.reps, "rows": found})
+    command = " ".join(["python tests/bench/itself.py", *sys.argv[1:]]).partition(" --out")[0]
+    about = {"schema": "kvcli.bench.itself/1", "command": command, "environment": machine()}
+    result = json.dumps({**about, "rows": found})
     if args.out:
         args.out.write_text(result + "\n", encoding="utf-8")
     print(result)

@@ -19,7 +19,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -146,9 +146,14 @@ def needle(args: argparse.Namespace, model: Any, ctx: int) -> dict[str, Any]:
                     if step.n_drafted:
                         right[at in span].append(step.n_accepted > 0)
                     at += len(step.new)
-        names = {True: "in the text", False: "others"}
-        rows[name] = {names[key]: [sum(of), len(of)] for key, of in right.items()}
+        names = {True: "of_facts", False: "of_others"}
+        rows[name] = {names[key]: f"{sum(of)} of {len(of)}" for key, of in right.items()}
     return {"task": "needle", "context": ctx, "sides": rows}
+
+
+def sides_of(found: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
+    """Each task with each of its sides."""
+    return ((of, name, side) for of in found for name, side in of["sides"].items())
 
 
 def within(model: Any, ids: Sequence[int], value: str) -> range:
@@ -230,7 +235,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     before, found = machine(), []
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
     model = kvcli.load(args.model, profile="exact") if args.tasks else None
     for task in filter(None, args.tasks.split(",")):
         for ctx in map(int, args.ctx.split(",")):
@@ -241,8 +245,14 @@ def main() -> None:
                 print(f"  {name:10}", *(f"{key} {value}" for key, value in side.items()), sep="  ", flush=True)
     contexts = [int(n) for n in filter(None, args.cost.split(","))]
     costs = cost(args, contexts) if contexts else None
-    result = {"schema": "kvcli.bench.specextend/1", "environment": before, "settings": settings}
-    result |= {"rows": found, "cost": costs}
+    flat = [
+        {"task": of["task"], "context": of["context"]} | {"side": name, **side} for of, name, side in sides_of(found)
+    ]
+    result = {"schema": "kvcli.bench.specextend/1", "environment": before, "rows": flat, "cost": costs}
+    result["command"] = " ".join(["python tests/bench/specextend.py", *sys.argv[1:]]).partition(" --out")[0]
+    if costs:
+        behind = [f"{of['context']:,} tokens {of['ms_per_token']} ms" for of in costs["contexts"]]
+        result["note"] = f"A drafted token of a random 152M Llama, looks included, behind {', behind '.join(behind)}."
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
