@@ -45,8 +45,9 @@ def n_spans(slots: int, unit: int = UNIT) -> int:
 
 
 @triton.jit
-def _update(q, k, v, m_seen, top, mass, acc, scale, softcap):
-    """A tile of B slots into the state of M rows: q [M, DP], k [DP, B], v [B, EP], m_seen [M, B] or None = all."""
+def _weigh(q, k, m_seen, top, mass, scale, softcap):
+    """A tile of B slots into the state of M rows: q [M, DP], k [DP, B], m_seen [M, B] or None = all; their weights
+    [M, B], and by how much what was added up before shrinks."""
     score = tl.dot(q, k) * scale  # [M, B] float32
     if softcap is not None:  # tanh by exp2; the scale is its argument's
         e = tl.exp2(-tl.abs(score))
@@ -59,8 +60,7 @@ def _update(q, k, v, m_seen, top, mass, acc, scale, softcap):
     p = tl.exp2(score - safe[:, None])
     shrink = tl.exp2(top - safe)
     mass = mass * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-    return new, mass, acc
+    return new, mass, p, shrink
 
 
 @triton.jit(
@@ -174,24 +174,22 @@ def spans_kernel(
                 m_seen = m_seen & (s[None, :] <= last[:, None])
         elif p_upto is not None:
             m_seen = s[None, :] <= last[:, None]
-        top, mass, acc = _update(q, k, v, m_seen, top, mass, acc, scale, softcap)
+        top, mass, p, shrink = _weigh(q, k, m_seen, top, mass, scale, softcap)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
 
     # the few tiles that fresh slots or the end of the stored ones lie in: not worth room for loads ahead
     for b in tl.range(full, end, B, num_stages=1):
         s = b + tl.arange(0, B)
         stored, at = s < length, (start + s).to(tl.int64)
         k = tl.load(p_k + (at * D)[None, :] + d[:, None], mask=stored[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(p_v + (at * E)[:, None] + e[None, :], mask=stored[:, None] & (e < E)[None, :], other=0.0)
         shown = stored
         if p_path is not None:
             deep = s - length
             f = tl.load(p_path + path * n_deep + deep, mask=(deep >= 0) & (deep < n_deep), other=-1)  # [B] rows
             fresh = f >= 0
             p_key = p_fk + (head * fk_head + f * fk_row)[None, :] + d[:, None]
-            p_value = p_fv + (head * fv_head + f * fv_row)[:, None] + e[None, :]
             # values are chosen, not addresses: a choice of addresses would make loads two bytes wide
             k = tl.where(fresh[None, :], tl.load(p_key, mask=fresh[None, :] & (d < D)[:, None], other=0.0), k)
-            v = tl.where(fresh[:, None], tl.load(p_value, mask=fresh[:, None] & (e < E)[None, :], other=0.0), v)
             shown = stored | fresh
         m_seen = shown[None, :] & (s[None, :] <= last[:, None])
         if p_pos is not None:
@@ -199,7 +197,13 @@ def spans_kernel(
             if p_path is not None:
                 pos = tl.where(fresh, tl.load(p_row_pos + f, mask=fresh, other=-1), pos)
             m_seen = m_seen & (pos >= 0)[None, :] & (pos[None, :] > edge[:, None])
-        top, mass, acc = _update(q, k, v, m_seen, top, mass, acc, scale, softcap)
+        top, mass, p, shrink = _weigh(q, k, m_seen, top, mass, scale, softcap)
+        # values only now: registers do not hold four tiles
+        v = tl.load(p_v + (at * E)[:, None] + e[None, :], mask=stored[:, None] & (e < E)[None, :], other=0.0)
+        if p_path is not None:
+            p_value = p_fv + (head * fv_head + f * fv_row)[:, None] + e[None, :]
+            v = tl.where(fresh[:, None], tl.load(p_value, mask=fresh[:, None] & (e < E)[None, :], other=0.0), v)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
 
     some = mass > 0
     row = (h.to(tl.int64) * n_rows + n) * n_spans + span
