@@ -60,7 +60,8 @@ def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) ->
         return "codes in halves: the plain one alone adds them up"
     if any(mask is not None and mask.shape[0] > 1 for mask in masks):
         return "masks of single rows: holes and a window are served"
-    if any(address % ALIGNED for head in heads for address in _addresses(head)):
+    whole = all(t.is_contiguous() for head in heads for t in (*head.keys.tensors, *head.values.tensors, head.rest))
+    if not whole or any(address % ALIGNED for head in heads for address in _addresses(head)):
         return "numbers that begin in the midst of others"
     return ""
 

@@ -17,7 +17,7 @@ from kvcli.kernels.pack import reference
 LARGEST, TINIEST = tl.constexpr(reference.LARGEST), tl.constexpr(reference.TINIEST)
 ROUNDER = tl.constexpr(12582912.0)
 NUMBERS = 4096  # of a program
-ROWS, CHANNELS = 16, 64  # of a program that turns
+ROWS, CHANNELS = 16, 32  # of a program that turns
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
@@ -62,29 +62,42 @@ def turned(x: Tensor) -> Tensor:
     n = out.numel() // d
     if n:
         turn_kernel[(triton.cdiv(n, ROWS), triton.cdiv(d, CHANNELS))](
-            x.contiguous(), out, d**-0.5, n, D=d, M=ROWS, B=min(d, CHANNELS), THREE=x.dtype != torch.bfloat16, **OPTIONS
+            x.contiguous(),
+            out,
+            d**-0.5,
+            n,
+            D=d,
+            M=ROWS,
+            X=min(d, 64),
+            B=min(d, CHANNELS),
+            THREE=x.dtype != torch.bfloat16,
+            **OPTIONS,
         )
     return out
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def turn_kernel(p_x, p_out, by, n_rows, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, THREE: tl.constexpr):
+def turn_kernel(
+    p_x, p_out, by, n_rows, D: tl.constexpr, M: tl.constexpr, X: tl.constexpr, B: tl.constexpr, THREE: tl.constexpr
+):
     """Grid (blocks of M rows, blocks of B channels). THREE: numbers have more than 8 bits."""
-    row, i_dim = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M), tl.arange(0, D)
+    row, i_in = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M), tl.arange(0, X)
     i_out = tl.program_id(1) * B + tl.arange(0, B)
     live = (row < n_rows)[:, None]
-    x = tl.load(p_x + row[:, None] * D + i_dim[None, :], mask=live, other=0.0)  # [M, D]
-    both = i_dim[:, None] & i_out[None, :]  # [D, B]; the sign is the parity of what is set in both numbers
-    both = both ^ both >> 4
-    both = both ^ both >> 2
-    sign = (1 - 2 * ((both ^ both >> 1) & 1)).to(tl.float32).to(tl.bfloat16)
-    most = x.to(tl.bfloat16)
-    y = tl.dot(most, sign)
-    if THREE:
-        left = x.to(tl.float32) - most.to(tl.float32)
-        more = left.to(tl.bfloat16)
-        y = tl.dot(more, sign, y)
-        y = tl.dot((left - more.to(tl.float32)).to(tl.bfloat16), sign, y)
+    y = tl.zeros([M, B], tl.float32)
+    for first in range(0, D, X):
+        x = tl.load(p_x + row[:, None] * D + (first + i_in)[None, :], mask=live, other=0.0)  # [M, X]
+        both = (first + i_in)[:, None] & i_out[None, :]  # [X, B]; the sign is the parity of what is set in both numbers
+        both = both ^ both >> 4
+        both = both ^ both >> 2
+        sign = (1 - 2 * ((both ^ both >> 1) & 1)).to(tl.float32).to(tl.bfloat16)
+        most = x.to(tl.bfloat16)
+        y = tl.dot(most, sign, y)
+        if THREE:
+            left = x.to(tl.float32) - most.to(tl.float32)
+            more = left.to(tl.bfloat16)
+            y = tl.dot(more, sign, y)
+            y = tl.dot((left - more.to(tl.float32)).to(tl.bfloat16), sign, y)
     tl.store(p_out + row[:, None] * D + i_out[None, :], y * by, mask=live)
 
 

@@ -36,7 +36,7 @@ VARIANTS = [
             "kvcli.kernels.pack.fused:turn_kernel",
             f"Hadamard, {d} numbers in {kind[1:]}",
             {"p_x": kind, "p_out": "*fp32", "by": "fp32", "n_rows": "i32"},
-            {"D": d, "M": 16, "B": 64, "THREE": kind == "*fp32"},
+            {"D": d, "M": 16, "X": 64, "B": 32, "THREE": kind == "*fp32"},
             stages=1,
             products=True,
         )
