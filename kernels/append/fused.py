@@ -62,4 +62,6 @@ def append(
     type of `like`; the rest as the reference says."""
     sizes = {"D": d, "E": e, "DP": triton.next_power_of_2(d), "EP": triton.next_power_of_2(e)}
     grid = layers.shape[0], heads
-    append_kernel[grid](layers, path, count, row_pos, like, COLUMNS=COLUMNS, **sizes, R=ROWS, num_warps=4)
+    append_kernel[grid](
+        layers, path, count, row_pos, like, COLUMNS=COLUMNS, **sizes, R=ROWS, num_warps=4, enable_fp_fusion=False
+    )

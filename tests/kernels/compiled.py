@@ -19,7 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -177,7 +177,9 @@ def _built(kernel: Any, variant: Variant, backend: str, arch: int | str) -> Any:
 
 
 def _amd(kernel: Any, variant: Variant, arch: str) -> Compiled:
-    built = _built(kernel, variant, "hip", arch)
+    # PTX is NVIDIA's; LLVM ends the process over it
+    plain = {name: False if name == "PTX" else value for name, value in variant.consts.items()}
+    built = _built(kernel, replace(variant, consts=plain), "hip", arch)
     take = {key: int(n) for key, n in re.findall(r"\.(\w+(?:_count|_size)):\s+(\d+)", built.asm["amdgcn"])}
     spilled = take["vgpr_spill_count"] + take["sgpr_spill_count"]
     return Compiled(arch, registers=take["vgpr_count"], stack=spilled, shared=built.metadata.shared)
