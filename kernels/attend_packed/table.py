@@ -56,6 +56,8 @@ def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) ->
     width = _width(heads[0].values)
     if width & (width - 1):
         return f"groups of {width} channels: powers of two are served"
+    if any(head.keys.bits == 8 and head.rest.shape[0] for head in heads):
+        return "keys in 8 bits and others behind them in full"
     if any(r.fine is not None for head in heads for r in (head.keys, head.values)):
         return "codes in halves: the plain one alone adds them up"
     if any(mask is not None and mask.shape[0] > 1 for mask in masks):
