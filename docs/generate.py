@@ -614,6 +614,36 @@ def _whence(known: Any) -> str:
     return f"`{packages[0]}`" + (f" and {len(packages) - 1} more" if packages[1:] else "")
 
 
+def fused(_: str) -> str:
+    """What runs in Triton on a GPU, by op, and in how many forms it is compiled by the tests."""
+    from tests.kernels.compiled import variants
+
+    listed = variants()
+    rows = []
+    for path in sorted((ROOT / "kernels").glob("*/fused.py")):
+        op, says = path.parent.name, ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        first = _cell_text(says.split("\n\n")[0])
+        rows.append(f"| `{op}` | {first} | {len(listed.get(op, []))} |")
+    return "\n".join(["| op | in Triton | forms compiled |", "|---|---|---|", *rows])
+
+
+def forms(where: str) -> str:
+    """Kernels of the model of time: what they take by architecture, and how many instructions a card has to spare."""
+    result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
+    first = result["kernels"][0]
+    archs, cards = list(first["on"]), list(first["headroom"])
+    lines = ["| kernel, form | " + " | ".join(archs) + " | " + " | ".join(cards) + " |"]
+    lines += ["|---|" + "---|" * (len(archs) + len(cards))]
+    for one in result["kernels"]:
+        takes = [
+            f"{on['registers']} / {on['shared'] // 1024} / {on['programs']} / {on['instructions']}"
+            for on in one["on"].values()
+        ]
+        spare = [f"{one['headroom'][card]:.1f}" for card in cards]
+        lines.append(f"| `{one['kernel']}`, {one['form']} | " + " | ".join([*takes, *spare]) + " |")
+    return "\n".join(lines)
+
+
 KINDS: dict[str, Callable[[str], str]] = {
     "flops": flops,
     "run": run,
@@ -635,6 +665,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "losses": losses,
     "workloads": workloads,
     "example": example,
+    "fused": fused,
+    "forms": forms,
 }
 
 if __name__ == "__main__":

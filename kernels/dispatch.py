@@ -9,19 +9,30 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import native
+from kvcli.kernels import gpu, native
+
+ON_GPUS = {  # what Triton kernels serve, and of it what is left to the reference
+    "attend_rows": "rows over slots and their pass, one sequence each; slots that rows choose (recall) are not served",
+    "attend": "as attend_rows; slots behind a mask in plain PyTorch",
+    "attend_packed": "codes as they lie, all heads at once",
+    "merge": "parts in order",
+    "append": "all layers at once",
+}
 
 
 @cache
-def choose(op: str, device: str, dtype: torch.dtype, softcap: bool = False) -> Callable[..., Any]:
-    """The function behind `op` for tensors of this device and type."""
-    module, _ = _decide(op, device, dtype, softcap)
+def choose(op: str, device: str, dtype: torch.dtype, bent: bool = False) -> Callable[..., Any]:
+    """The function behind `op` for tensors of this device and type. `bent`: soft-capped scores, or a limit a row."""
+    module, _ = _decide(op, device, dtype, bent)
     return getattr(import_module(f"kvcli.kernels.{op}.{module}"), op)
 
 
 def explain(device: str, dtype: torch.dtype) -> list[tuple[str, str, str]]:
     """(op, implementation, reason) for each op that dispatches; `kvcli doctor` prints it."""
-    ops = [(op, *_decide(op, device, dtype, False)) for op in ("attend", "attend_fresh", "attend_packed")]
+    names = ["attend", "attend_fresh", "attend_packed"] + (
+        ["attend_rows", "merge", "append"] if device == "cuda" else []
+    )
+    ops = [(op, *_decide(op, device, dtype, False)) for op in names]
     return [*ops, ("native", *_explain_native())] if device == "cpu" else ops
 
 
@@ -34,9 +45,13 @@ def _explain_native() -> tuple[str, str]:
     return best, f"compiled; threads {torch.get_num_threads()}{also}"
 
 
-def _decide(op: str, device: str, dtype: torch.dtype, softcap: bool) -> tuple[str, str]:
-    if softcap:
-        return "reference", "soft-capped scores: no fused kernel takes them"
+def _decide(op: str, device: str, dtype: torch.dtype, bent: bool) -> tuple[str, str]:
+    if why := device == "cuda" and gpu.why_not(torch.device(device), dtype):
+        return "reference", f"plain PyTorch: {why}"
+    if device == "cuda" and op in ON_GPUS:
+        return "fused", f"Triton: {ON_GPUS[op]}"
+    if bent:
+        return "reference", "soft-capped scores and limits of rows: torch's kernels take neither"
     if device != "cpu":
         return "reference", f"plain PyTorch: no fused kernel for {device} yet"
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):

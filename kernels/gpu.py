@@ -10,6 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 LEAST = (8, 0)  # compute capability
 TYPES = (torch.bfloat16, torch.float16)  # float32 and float64 are held to in full, which matrix units are not
@@ -31,7 +32,14 @@ def _why_no_card(device: torch.device) -> str:
         return "triton is not installed"
     if torch.version.hip is not None:
         return "an AMD card: the kernels compile for it, and have never run on one"
+    if not torch.cuda.is_available():
+        return "no CUDA device here"
     have = torch.cuda.get_device_capability(device)
     if have < LEAST:
         return f"fused kernels need compute capability {LEAST[0]}.{LEAST[1]}, this card has {have[0]}.{have[1]}"
     return ""
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether kernels without matrix products take all these: they compute in float32."""
+    return all(t.dtype in (*TYPES, torch.float32) and not why_not(t.device, TYPES[0]) for t in tensors)

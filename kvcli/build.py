@@ -13,6 +13,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.errors import BadConfig
 from kvcli.settings.schema import METHODS, NUMBERS, Memory
 
 if TYPE_CHECKING:
@@ -97,12 +98,29 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
 
     `held`: bytes that a store takes which this one is to replace.
     """
+    if any(shape.device for shape in lm.shapes) and not may_split(profile):
+        raise BadConfig(
+            "layers on two devices hold whole pasts in full precision, read by no view of them",
+            code="split_past",
+            lines=[f"{lm.info.id}: {lm.info.backend}"],
+            try_=["--set load.layers_on_gpu=auto", "-P ngram", "--device cpu"],
+        )
     whole = plan(lm, profile.whole, held).store()
     if not profile.is_checked:
         return whole
     from kvcli.kv.checked import Checked
 
     return Checked(whole, replace(plan(lm, profile), memory=Memory()).store())
+
+
+def may_split(profile: Profile) -> bool:
+    """Whether layers of a past under it may lie on two devices: one tier, of which nothing is chosen or turned."""
+    from kvcli.kv.footprint import is_ladder
+
+    reads = profile.prune.reads or profile.recall.reads or profile.reuse.reuses
+    views = profile.spec.copied(1) or profile.spec.checks  # of the model's own past
+    is_whole = profile.policy.every is None and profile.context.on_overflow != "compress"
+    return is_whole and not reads and not views and not is_ladder(profile.kv, profile.memory)
 
 
 def settled(lm: LM, profile: Profile) -> tuple[Profile, str]:
@@ -174,6 +192,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
     """What its store is made for; `held` as above."""
     import torch
 
+    from kvcli.engine.pass_bytes import pass_bytes
     from kvcli.kv import tiers
 
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
@@ -187,6 +206,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
         lm.sights,
         chunk(lm, profile),
         held,
+        pass_bytes(lm, max(chunk(lm, profile), profile.spec.rows, profile.steps.rows), dtype),
     )
 
 
@@ -242,7 +262,6 @@ def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenize
     """
     from kvcli.drafts.off import Off
     from kvcli.engine.session import Session
-    from kvcli.errors import BadConfig
     from kvcli.kv.dense import Dense
     from kvcli.steps.writer import Writer, ends
 

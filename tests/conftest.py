@@ -6,11 +6,15 @@ And Ctrl-C is heard by the processes that tests start, also where a shell runs t
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+# Triton kernels run in its interpreter here: it asks for this when it is imported, which transformers does
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure() -> None:

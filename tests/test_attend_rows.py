@@ -371,3 +371,12 @@ def test_what_is_not_served() -> None:
     assert "float16" in why_not(torch.float16, cpu, 64, 64)
     assert "meta" in why_not(torch.bfloat16, torch.device("meta"), 64, 64)
     assert "63" in why_not(torch.bfloat16, cpu, 63, 64)
+
+
+def test_what_is_not_served_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcli.kernels.gpu._why_no_card", lambda device: "")
+    card = torch.device("cuda", 7)  # the answers are kept
+    assert why_not(torch.bfloat16, card, 64, 80) == ""
+    assert "held to in full" in why_not(torch.float32, card, 64, 64)
+    assert "72" in why_not(torch.bfloat16, card, 72, 64)
+    assert "512" in why_not(torch.float16, card, 64, 512)

@@ -66,6 +66,23 @@ def test_rows_of_several_texts_are_as_of_each_alone() -> None:
         torch.testing.assert_close(made.queries[2], alone.queries[2])
 
 
+def test_where_bits_hold_for_few_rows_they_have_passes_of_their_own(
+    passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def feed(n: int, is_prompt: bool = False) -> Feed:
+        text = session()
+        return Feed(text.lm, Rows.chain(families.prompt(n), 0), text.kv, want=[n - 1], is_prompt=is_prompt)
+
+    feeds = [feed(3), feed(40, is_prompt=True), feed(5), feed(30, is_prompt=True), feed(4), feed(9)]
+    together = run(feeds)
+    assert passes == [91]
+    monkeypatch.setattr(LM, "most_rows", 8)
+    apart = run(feeds)
+    assert sorted(passes[1:]) == [4, 8, 9, 70]
+    for one, other in zip(apart, together, strict=True):
+        torch.testing.assert_close(one.logits, other.logits)
+
+
 def test_texts_of_two_models_share_a_round(passes: list[int]) -> None:
     many, texts = Engine(), [("llama", 1), ("llama", 2), ("gemma3", 3), ("llama", 4)]
     tickets = [many.add(answer(session(name), families.prompt(20, seed=seed), 6)) for name, seed in texts]

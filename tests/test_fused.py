@@ -16,10 +16,12 @@ from kvcli.engine.feed import Feed
 from kvcli.engine.few import few_layers, kinds
 from kvcli.engine.fused import Fused
 from kvcli.engine.lm import LM
+from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.engine.rows import Rows
 from kvcli.engine.straight import Turns
-from kvcli.kernels import native
+from kvcli.kernels import gpu, native
 from kvcli.kernels.gated_mlp.module import NativeMlp
+from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.rms_norm.module import NativeNorm, norm_
 from kvcli.kv.dense import Dense
 from tests.families import build
@@ -212,6 +214,17 @@ def test_layers_of_a_kind_are_tried_at_its_ends_and_restored(monkeypatch: pytest
     found.lay_out()
     assert counts(found.model) == (11, 4, 4)
     assert found.is_row_invariant
+
+
+def test_a_device_is_tried_where_fused_kernels_serve_it(monkeypatch: pytest.MonkeyPatch):
+    found = LM.of(build("llama", torch.bfloat16))
+    found.lay_out()
+    assert (found.is_row_invariant, found.most_rows) == (True, None)
+    monkeypatch.setattr(found, "is_apart", True)
+    assert found.most_rows == MOST
+    assert rows_know_neighbours(found)  # of this one nobody says that its kernels do not look at the shape
+    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "")
+    assert not rows_know_neighbours(found)
 
 
 def test_weights_that_cannot_tell_gate_from_up_prove_nothing():

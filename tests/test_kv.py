@@ -17,6 +17,7 @@ from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import narrow, wide
 from kvcli.kv.front import Front
+from kvcli.kv.slab import Slab
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, last, nbytes
 from kvcli.kv.view import View
 from kvcli.settings.profile import load_profile
@@ -146,6 +147,23 @@ def test_reserved_room_is_counted_and_never_moves() -> None:
         kv.append(0, torch.ones(K, 1, D), torch.ones(K, 1, D), i)
     assert kv.slots(0).k.untyped_storage().data_ptr() == at
     assert nbytes(kv)["cpu"] == L * Dense.STEP * (2 * K * D * 4 + 4)
+
+
+def test_positions_beside_keys_follow_those_on_the_host() -> None:
+    slab = Slab.of(Slots(*(torch.zeros(2, 3, 4) for _ in "kv"), torch.tensor([[0, 2, 5]] * 2)), step=8)
+    rows = torch.zeros(2, 2, 4)
+    changes: list[Callable[[], object]] = [
+        lambda: slab.append(rows, rows, 6),
+        lambda: slab.append(rows, rows, 20),
+        lambda: slab.crop(7),
+        lambda: slab.append(rows, rows, 7),
+        lambda: slab.take(Slots(rows, rows, torch.tensor([[1, 30]] * 2))),
+        lambda: slab.reserve(40),
+    ]
+    for change in changes:
+        slab.beside()
+        change()
+        assert slab.beside()[: slab.length].tolist() == slab.at.tolist()
 
 
 @pytest.mark.parametrize("ragged", [False, True])

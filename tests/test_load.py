@@ -22,7 +22,7 @@ from kvcli.engine import weights
 from kvcli.engine.lm import LM
 from kvcli.engine.weights import quantize_with_bitsandbytes
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
-from kvcli.models import hub, source
+from kvcli.models import hub, refusals, source
 from kvcli.models.family import read_config
 from tests.families import build, config_of
 
@@ -264,12 +264,13 @@ def test_a_checkpoint_quantized_already_is_not_quantized_again(folder: Path):
 def test_a_quantized_checkpoint_without_the_package_that_places_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing is wrong with the file, so nobody is told to download it again."""
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: None)
     found = source.find(str(folder))
     config = read_config(found, False)
     error = refused(lambda: weights.read_weights(found, config, "auto", torch.device("cuda"), False))
     assert (error.code, error.exit) == ("package_missing", ExitStatus.BAD_MODEL)
-    assert "accelerate" in error.message
+    assert "the packages optimum and gptqmodel and accelerate" in error.message
+    assert "pip install optimum gptqmodel" in error.try_
     extra = error.try_[0].partition("[")[2].partition("]")[0]
     assert "accelerate" in " ".join(
         tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]

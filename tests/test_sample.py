@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,3 +238,13 @@ def test_what_is_drawn_is_the_first_of_the_largest_scores_or_nothing_where_that_
     wanted = (best if ids is None else ids.gather(-1, best)).masked_fill(~scores.gather(-1, best).isfinite(), -1)
     assert sampler(logits, torch.arange(40)).tolist() == wanted.squeeze(-1).tolist()
     assert {3, 5, 11} <= {row for row, token in enumerate(wanted.tolist()) if token == [-1]}
+
+
+def test_what_has_no_float64_has_its_tokens_drawn_on_the_host():
+    """As Apple's GPUs, of which there is none here: logits come down once, and nothing of the draw is asked there."""
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    rows, sampler = Rows.chain([1, 2, 3], 4), Sampler(temperature=0.9, top_k=7, seed=5)
+    feed = SimpleNamespace(rows=rows, draw=Draw(sampler, Seen(50)), glean=None, want=range(3))
+    there = SimpleNamespace(device=SimpleNamespace(type="mps"), cpu=lambda: logits)
+    ours, theirs = (Readback(feed, given) for given in (logits, there))
+    assert [ours.drawn(row) for row in range(3)] == [theirs.drawn(row) for row in range(3)]

@@ -88,6 +88,7 @@ RESULTS = {
     "steps": "python tests/bench/steps.py --model demo --workload summary --ends line --n 4 --ctx 1024 --new 160",
     "steps-smollm2": f"python tests/bench/steps.py --model {LISTED} --workload manual --ends sentence --n 1 --ctx 512"
     " --new 64",
+    "gpu-model": "python tests/bench/gpu_model.py",  # a model of compiled kernels: nothing is measured
     "extract": "python tests/bench/extract.py",
     "pdf-text": "python tests/bench/pdf_text.py",  # of the packages it names, installed
 }

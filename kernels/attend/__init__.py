@@ -26,16 +26,19 @@ def attend(
     softcap: float = 0.0,
     mask: Tensor | None = None,
     length: int | Sequence[int] | None = None,
+    upto: Tensor | None = None,
 ) -> Part:
     """Rows over slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; S may be 0.
 
     `length` says that only the first so many slots count, in all KV heads or in each: the rest is spare room, which
     must hold finite numbers. Handing over a whole slab this way spares kernels that want their input in one piece a
-    copy, and a mask where heads differ. Not with a mask.
+    copy, and a mask where heads differ. `upto` [N] int32, beside q: a row sees slots before that one only. Neither goes
+    with a mask.
     """
-    assert mask is None or length is None, "a mask says itself which slots count"
+    assert mask is None or (length is None and upto is None), "a mask says itself which slots count"
     if length is None:
         length = k.shape[1]
     elif not isinstance(length, int) and len(set(length)) == 1:
         length = length[0]
-    return Part(*dispatch.choose("attend", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, softcap, mask, length))
+    found = dispatch.choose("attend", q.device.type, q.dtype, softcap > 0 or upto is not None)
+    return Part(*found(q, k, v, scale, softcap, mask, length, *(() if upto is None else (upto,))))

@@ -22,10 +22,12 @@ def attend(
     softcap: float,
     mask: Tensor | None,
     length: int | Sequence[int],
+    upto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     h, n, d = q.shape
-    if not isinstance(length, int):
-        mask, length = within(length, n, q.device), max(length)
+    if upto is not None or not isinstance(length, int):
+        lengths = [length] if isinstance(length, int) else length
+        mask, length = within(lengths, n, q.device, upto), max(lengths)
     kv, s = k.shape[0], length
     exact = torch.promote_types(q.dtype, torch.float32)
     rows = q.reshape(kv, (h // kv) * n, d).to(exact) * scale  # [K, G*N, D]
@@ -52,10 +54,13 @@ def attend(
     return out.view(h, n, -1), lse.view(h, n)
 
 
-def within(lengths: Sequence[int], n: int, device: torch.device) -> Tensor:
-    """The mask [K, N, S] of n rows where KV head j holds the first lengths[j] of S slots."""
+def within(lengths: Sequence[int], n: int, device: torch.device, upto: Tensor | None = None) -> Tensor:
+    """The mask [K, N, S] of n rows where KV head j holds the first lengths[j] of S slots, or [N, S] of one length;
+    row i sees those before upto[i]."""
     ends = torch.tensor(lengths, device=device).view(-1, 1, 1)
-    return (torch.arange(max(lengths), device=device) < ends).expand(-1, n, -1)
+    ends = ends if upto is None else torch.minimum(ends, upto.view(1, -1, 1))
+    mask = (torch.arange(max(lengths), device=device) < ends).expand(-1, n, -1)
+    return mask[0] if len(lengths) == 1 else mask
 
 
 def fold(mask: Tensor, kv: int, group: int) -> Tensor:

@@ -5,18 +5,22 @@ one per head: [N, S] or [1, S] bool, None = every row sees every slot. `dtype` i
 and float64 are held to in full (keys and values as their codes say, products and sums in that type); for 16-bit types
 the softmax and the sums are float32, and probabilities are rounded to 16 bits for the product with the values, as
 `attend` does. Results: out [H, N, D] and lse [H, N]; a row that sees nothing has lse = -inf and out = 0.
+`attend_table` is the same for heads that do not change from pass to pass, in one launch and the same bits for a row
+whoever comes along: on GPUs that kernels/gpu.py names, of heads that `table.why_not` does not refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcli.kernels import dispatch
+from kvcli.kernels import dispatch, gpu
 from kvcli.kernels.attend_packed import reference
+from kvcli.kernels.attend_packed.table import Table, table_of, why_not
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import Rounded
 
@@ -41,6 +45,31 @@ def attend_packed(
     masks: Sequence[Tensor | None] | None = None,
 ) -> Part:
     """Rows over packed slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; heads may be empty."""
-    has_halves = any(head.keys.fine is not None for head in heads)  # which the plain one alone reads
-    run = reference.attend_packed if has_halves else dispatch.choose("attend_packed", q.device.type, dtype)
-    return Part(*run(q, heads, scale, dtype, softcap, masks or [None] * len(heads)))
+    masks = masks or [None] * len(heads)
+    return Part(*_chosen(q, heads, dtype, masks)(q, heads, scale, dtype, softcap, masks))
+
+
+def attend_table(
+    q: Tensor, table: Table, scale: float, pos: Sequence[int], *, softcap: float = 0.0, window: int | None = None
+) -> Part:
+    """Rows q [H, N, D] of any float type, at positions pos [N], over a layer's heads; holes are not seen."""
+    from kvcli.kernels.attend_packed import fused  # brings Triton, which is not everywhere
+
+    at = None
+    if window is not None:
+        at = torch.tensor(pos, dtype=torch.int32)
+        at = at.pin_memory().to(q.device, non_blocking=True) if q.is_cuda else at
+    return Part(*fused.attend(q, table, scale, softcap, at, window or 0))
+
+
+def _chosen(
+    q: Tensor, heads: Sequence[PackedHead], dtype: torch.dtype, masks: Sequence[Tensor | None]
+) -> Callable[..., Any]:
+    if any(head.keys.fine is not None for head in heads):  # halves, which the plain one alone reads
+        return reference.attend_packed
+    if not gpu.why_not(q.device, dtype) and why_not(heads, masks):
+        return reference.attend_packed
+    return dispatch.choose("attend_packed", q.device.type, dtype)
+
+
+__all__ = ["PackedHead", "Table", "attend_packed", "attend_table", "table_of", "why_not"]

@@ -12,21 +12,29 @@ what both compute.
 bf16 and float32 on a CPU, all of one type; weights are rounded to bf16 for bf16 values. `why_not` says what is not
 served. Native alone: without it torch's kernels remain, whose rows do know of each other. What a row does not see must
 still be finite, but for the spare room behind a head's slots.
+
+bf16 and fp16 on a GPU, by Triton (fused.py), in tiles of 64 and a partition of its own: heads begin with their first
+slot there, whatever was given back, and slots that rows choose (`Chosen`) are not served. Rows of a prompt are not held
+to the bits of one row there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcli.kernels import gpu
 from kvcli.kernels import native as built
 from kvcli.kernels.attend_fresh import attend_fresh
 from kvcli.kernels.attend_packed import PackedHead
 from kvcli.kernels.attend_rows.native import call
+from kvcli.kernels.attend_rows.tables import LARGEST as LARGEST_FUSED
+from kvcli.kernels.attend_rows.tables import fits
 from kvcli.kernels.merge import Part
 
 BLOCK = 64  # slots
@@ -40,7 +48,7 @@ class Run:
 
     k: Tensor  # [T, D], contiguous: all heads' slots
     v: Tensor  # [T, E]
-    pos: Tensor  # [T] or [P] int32 on the CPU: positions, read where a window hides some
+    pos: Tensor  # [T] or [P] int32 beside k: positions, read where a window hides some
     starts: Sequence[int]  # by KV head: its first slot in k and v
     lengths: Sequence[int]  # by KV head: slots from there on
     pos_starts: Sequence[int]  # by KV head: its first position
@@ -69,6 +77,10 @@ class Chosen:
 @cache  # asked in each layer of a pass
 def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
     """Why rows of this type, with keys of `d` numbers and values of `e`, are not served; "" if they are."""
+    if device.type == "cuda":
+        if why := gpu.why_not(device, dtype):
+            return why
+        return "" if fits(d, e) else f"keys of {d} numbers and values of {e}: 16, 32 .. {LARGEST_FUSED} are served"
     if built.native() is None:
         return built.why_not()
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
@@ -89,6 +101,7 @@ class Own:
     sees: Tensor | None  # the same on the device, less what a window hides
     sink: Tensor | None = None  # [H] learned logits that take mass and give nothing (gpt-oss)
     before: Sequence[Part] = ()  # what the rows saw of older slots
+    sent: dict[Any, Any] = field(default_factory=dict)  # of a pass: what its layers have on the device (passes.py)
 
     def parts(self, q: Tensor, scale: float, softcap: float) -> list[Part]:
         """q [H, n, D] over these alone: where what is stored cannot be read in one sequence with them."""
@@ -104,15 +117,32 @@ def serves(q: Tensor, v: Tensor) -> bool:
     return v.dtype == q.dtype and not why_not(q.dtype, q.device, q.shape[2], v.shape[-1])
 
 
+def serves_chosen(q: Tensor, v: Tensor) -> bool:
+    """Whether each of them can read slots of its own choice."""
+    return q.device.type == "cpu" and serves(q, v)
+
+
 def serves_packed(q: Tensor, like: Tensor) -> bool:
     """Whether rows q [H, n, D] can be read over slots in few bits that unpack to numbers `like` these, of size D."""
-    return like.dtype == q.dtype and q.shape[2] % 16 == 0 and not why_not(q.dtype, q.device, q.shape[2], q.shape[2])
+    return serves_chosen(q, like) and q.shape[2] % 16 == 0
 
 
 def read(
-    q: Tensor, run: Run | None, own: Own | None, pos: Sequence[int], scale: float, *, window: int | None, softcap: float
+    q: Tensor,
+    run: Run | None,
+    own: Own | None,
+    pos: Sequence[int],
+    scale: float,
+    *,
+    window: int | None,
+    softcap: float,
+    is_prompt: bool = False,
 ) -> Part:
     """Rows over a run and what their pass brings, in one part; of one type, as `serves` says."""
+    if q.device.type == "cuda":
+        from kvcli.kernels.attend_rows import passes  # Triton is imported where it serves
+
+        return passes.read(q, run, own, pos, scale, window=window, softcap=softcap, is_prompt=is_prompt)
     if own is None:
         assert run is not None, "nothing to read"
         return attend_part(q, run, pos, scale, window=window, softcap=softcap)
@@ -161,6 +191,9 @@ def attend_part(
     level: str | None = None,
 ) -> Part:
     """Rows over stored slots alone, to be given as `before`; both tensors float32, and views of [N, H, ..]."""
+    if q.device.type == "cuda":
+        assert chosen is None, "not served there"
+        return read(q, run, None, pos, scale, window=window, softcap=softcap)
     out = torch.empty(q.shape[1], q.shape[0], run.v.shape[-1])
     lse = torch.empty(q.shape[1], q.shape[0])
     call(q, run, None, pos, scale, None, window, softcap, (), None, out, lse, level, chosen=chosen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcli.kernels import gpu
 from kvcli.kernels.code_scores.reference import pack2, unpack2
 
 BLOCK = 2048  # slots widened at a time, which stay in cache: torch's int8 product takes ten times as long in float32
@@ -16,6 +17,10 @@ BLOCK = 2048  # slots widened at a time, which stay in cache: torch's int8 produ
 
 def code_scores(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """Every row with every slot of its KV head."""
+    if gpu.serves(rows, scale):
+        from kvcli.kernels.code_scores import fused  # brings Triton, which is not everywhere
+
+        return fused.code_scores(rows, codes, scale)
     wide = torch.promote_types(rows.dtype, torch.float32)
     rows = rows.to(wide)
     out = torch.empty(*rows.shape[:2], codes.shape[1], dtype=wide, device=rows.device)

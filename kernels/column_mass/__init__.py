@@ -13,10 +13,13 @@ from typing import Literal
 
 from torch import Tensor
 
+from kvcli.kernels import gpu
 from kvcli.kernels.column_mass.reference import column_mass as _reference
 
 # over rows and the query heads of a KV head: their mean, the mean over the heads of the sum over rows, their maximum;
 # or nothing folded
+SIZES = (64, 128, 256)  # of heads, that the kernel for GPUs serves
+
 Over = Literal["mean", "sum", "max", "none"]
 
 
@@ -34,4 +37,9 @@ def column_mass(
     """-> [K, S], or [K, G, w, S] with over = "none". No rows give zeros."""
     assert q.shape[0] % k.shape[0] == 0, "each KV head serves as many query heads"
     assert q.shape[1] == q_pos.shape[0], "each query has a position"
-    return _reference(q, q_pos, k, pos, scale, softcap, window, over)
+    given = q, q_pos, k, pos, scale, softcap, window, over
+    if q.dtype == k.dtype and q.shape[2] in SIZES and not gpu.why_not(k.device, k.dtype):
+        from kvcli.kernels.column_mass import fused  # brings Triton, which is not everywhere
+
+        return fused.column_mass(*given)
+    return _reference(*given)

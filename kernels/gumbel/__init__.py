@@ -12,6 +12,6 @@ from torch import Tensor
 from kvcli.kernels.gumbel.reference import gumbel as _reference
 
 
-def gumbel(seed: int, pos: Tensor, ids: Tensor) -> Tensor:
-    """pos [N] int64 and ids [N, C] or [C] int64 -> noise [N, C] float64."""
+def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
+    """pos [N] int64 and ids [N, C] or [C] int64 -> noise [N, C] float64. A seed on the device [] is int64."""
     return _reference(seed, pos, ids)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
-_MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -17,16 +17,21 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 def _splitmix(x: Tensor) -> Tensor:
     """One step of splitmix64 (Steele, Lea, Flood 2014); int64 arithmetic wraps as uint64 does."""
-    x = x + _GOLDEN
-    x = (x ^ _shift(x, 30)) * _MIX1
-    x = (x ^ _shift(x, 27)) * _MIX2
+    x = x + GOLDEN
+    x = (x ^ _shift(x, 30)) * MIX1
+    x = (x ^ _shift(x, 27)) * MIX2
     return x ^ _shift(x, 31)
 
 
-def gumbel(seed: int, pos: Tensor, ids: Tensor) -> Tensor:
+def signed(seed: int) -> int:
+    """The same 64 bits as int64 has them."""
+    return (seed & 0xFFFFFFFFFFFFFFFF) - (1 << 64 if seed & (1 << 63) else 0)
+
+
+def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
     """-log(-log(u)), u uniform on (0, 1) with 52 bits, never 0 or 1."""
-    start = torch.tensor((seed & 0xFFFFFFFFFFFFFFFF) - (1 << 64 if seed & (1 << 63) else 0), dtype=torch.int64)
-    key = _splitmix(_splitmix(start.to(pos.device)) ^ pos)  # [N]
+    start = seed if isinstance(seed, Tensor) else torch.tensor(signed(seed), dtype=torch.int64).to(pos.device)
+    key = _splitmix(_splitmix(start) ^ pos)  # [N]
     bits = _splitmix(key.unsqueeze(-1) ^ _splitmix(ids))  # [N, C]
     u = (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
     return -torch.log(-torch.log(u))

@@ -27,8 +27,11 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @staticmethod
-    def of(layer: nn.Linear, bits: Bits) -> PackedLinear:
-        return PackedLinear(pack(layer.weight.detach(), bits), layer.bias)
+    def of(layer: nn.Linear, bits: Bits, device: torch.device | None = None) -> PackedLinear:
+        """For the CPU's kernels; on `device` if one is named, in the order that files have."""
+        weight = layer.weight.detach()
+        packed = pack(weight, bits) if device is None else pack(weight.to(device), bits, native=False)
+        return PackedLinear(packed, layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = (self.out_features, self.in_features)
@@ -49,11 +52,28 @@ class Swap:
     nbytes: int  # bytes of the packed layers
 
 
+def quantize_(
+    root: nn.Module,
+    bits: Bits,
+    done_with: Callable[[Tensor], object] = lambda _: None,
+    device: torch.device | None = None,
+) -> Swap:
+    """Pack every plain `nn.Linear` below `root`; as `swap_` does it, and `PackedLinear.of`."""
+
+    def packed(layer: nn.Linear) -> nn.Module | str:
+        why = why_not((layer.out_features, layer.in_features), bits)
+        return why or PackedLinear.of(layer, bits, device)
+
+    return swap_(root, packed, done_with)
+
+
 @torch.no_grad()
-def quantize_(root: nn.Module, bits: Bits, done_with: Callable[[Tensor], object] = lambda _: None) -> Swap:
+def swap_(
+    root: nn.Module, other: Callable[[nn.Linear], nn.Module | str], done_with: Callable[[Tensor], object]
+) -> Swap:
     """Replace every plain `nn.Linear` below `root`, one at a time, so that one layer exists twice and no more.
 
-    `done_with` is shown each old weight, which nothing here reads again.
+    `other`: what takes its place, or why it stays. `done_with` is shown each old weight, which nothing reads again.
     """
     packed, weights, nbytes = 0, 0, 0
     kept: Counter[str] = Counter()
@@ -62,13 +82,14 @@ def quantize_(root: nn.Module, bits: Bits, done_with: Callable[[Tensor], object]
         for name, layer in list(parent.named_children()):
             if type(layer) is not nn.Linear:
                 continue
-            if why := why_not((layer.out_features, layer.in_features), bits):
-                kept[why] += 1
+            fresh = other(layer)
+            if isinstance(fresh, str):
+                kept[fresh] += 1
                 continue
-            fresh = PackedLinear.of(layer, bits)
             setattr(parent, name, fresh)
             packed, weights = packed + 1, weights + layer.weight.numel()
-            nbytes += fresh.data.nbytes + fresh.scale.nbytes
+            held = [*fresh.named_parameters(), *fresh.named_buffers()]
+            nbytes += sum(t.nbytes for name, t in held if name != "bias")
             done_with(layer.weight)
             del layer
     return Swap(packed, dict(kept), weights, nbytes)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcli.kernels import gpu
 from kvcli.kernels.merge.reference import merge as _reference
 
 
@@ -28,6 +29,12 @@ def merge(parts: Sequence[Part]) -> Tensor:
     """Parts of the same rows -> [H, N, D]: one part as it is, several in the type of `lse`. Nothing seen gives 0."""
     if len(parts) == 1:
         return parts[0].out
+    lse = parts[0].lse
+    if lse.device.type == "cuda" and lse.dtype == torch.float32 and not gpu.why_not(lse.device, torch.bfloat16):
+        # two parts as any number: a rung that appears must not change the formula, and with it bits
+        from kvcli.kernels.merge.fused import merge as fused  # Triton is imported where it serves
+
+        return fused([p.out for p in parts], [p.lse for p in parts])[0]
     if len(parts) == 2:  # plain decoding; the same sum in four calls instead of ten
         a, b = parts
         share = torch.sigmoid(a.lse - b.lse).nan_to_num_(0.0).unsqueeze(-1)  # of a; NaN: neither saw anything

@@ -9,7 +9,7 @@ Layouts, for S slots of head size D; a code is an unsigned step above `zero`, at
   16 bits             codes [S, D] in the numbers they came in, no scale
 A byte holds neighbours, the first in its lowest bits. Scales and zeros are float16: its 11 bits place a narrow range
 that lies far from zero eight times as well as the 8 of bfloat16. What it cannot hold, beyond 65,504, is clipped. Codes
-are rounded against the scales as stored.
+are rounded against the scales as stored. On GPUs that kernels/gpu.py names one kernel gives the same codes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvcli.kernels import gpu
 from kvcli.kernels.pack.reference import (
     hadamard,
     keys_of,
@@ -63,6 +64,12 @@ def pack_keys(k: Tensor, bits: int, group: int, *, halves: bool = False) -> Roun
         return Rounded(4, codes, scale.squeeze(1), zero.squeeze(1), fine)
     if bits == 16:
         return Rounded(16, k)
+    if gpu.serves(k):
+        from kvcli.kernels.pack import fused  # brings Triton, which is not everywhere
+
+        return Rounded(
+            bits, *(fused.round_scaled(k) if bits == 8 else fused.round_range(k.unflatten(0, (-1, group)), bits, 1))
+        )
     if bits == 8:
         return Rounded(8, *round_scaled(k))
     codes, scale, zero = round_range(k.unflatten(0, (-1, group)), bits, 1)  # [S / g, g, D], [S / g, 1, D]
@@ -77,11 +84,28 @@ def pack_values(v: Tensor, bits: int, group: int, *, halves: bool = False) -> Ro
         return Rounded(4, codes, scale.squeeze(2), zero.squeeze(2), fine)
     if bits == 16:
         return Rounded(16, v)
+    width = width_of(v.shape[1], group)
+    if gpu.serves(v) and width * bits % 8 == 0:
+        from kvcli.kernels.pack import fused
+
+        if bits == 8:
+            return Rounded(8, *fused.round_scaled(v, -(-v.shape[0] // LANES) * LANES))
+        codes, scale, zero = fused.round_range(v.unflatten(1, (-1, width)), bits, 2)
+        return Rounded(bits, codes.view(v.shape[0], v.shape[1] * bits // 8), scale, zero)
     if bits == 8:
         codes, scale = round_scaled(v)
         return transposed(codes, scale)
-    codes, scale, zero = round_range(v.unflatten(1, (-1, width_of(v.shape[1], group))), bits, 2)  # [S, D / c, c]
+    codes, scale, zero = round_range(v.unflatten(1, (-1, width)), bits, 2)  # [S, D / c, c]
     return Rounded(bits, squeeze(codes.flatten(1), bits), scale.squeeze(2), zero.squeeze(2))
+
+
+def turned(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [.., D] by a Hadamard `matrix` [D, D], in the type of that."""
+    if gpu.serves(x, matrix) and 16 <= x.shape[-1] <= 256:
+        from kvcli.kernels.pack import fused
+
+        return fused.turned(x)
+    return x.to(matrix.dtype) @ matrix
 
 
 def transposed(codes: Tensor, scale: Tensor) -> Rounded:
@@ -112,6 +136,7 @@ __all__ = [
     "spread",
     "squeeze",
     "transposed",
+    "turned",
     "unpack_keys",
     "unpack_values",
 ]

@@ -10,9 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcli.kernels import gpu
+
 
 def page_bounds(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Two products: positive parts of a query meet the maxima, negative ones the minima. No [R, P, D] exists."""
+    if gpu.serves(rows, low, high):
+        from kvcli.kernels.page_bounds import fused  # brings Triton, which is not everywhere
+
+        return fused.page_bounds(rows, low, high)
     wide = torch.promote_types(rows.dtype, torch.float32)
     rows = rows.to(wide)
     bound = rows.clamp(min=0) @ high.to(wide).transpose(1, 2)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvcli.kernels import gpu
 from kvcli.kernels.rotate import reference
 
 
@@ -27,9 +28,18 @@ class Rotary:
 
 def rotate(k: Tensor, pos: Tensor, rotary: Rotary) -> Tensor:
     """Keys as attention reads them, from keys before RoPE."""
-    return reference.rotate(k, pos, rotary.inv_freq, rotary.scaling, rotary.interleaved)
+    return _turned(k, pos, rotary, back=False)
 
 
 def unrotate(k: Tensor, pos: Tensor, rotary: Rotary) -> Tensor:
     """Keys before RoPE, from keys as attention reads them."""
-    return reference.unrotate(k, pos, rotary.inv_freq, rotary.scaling, rotary.interleaved)
+    return _turned(k, pos, rotary, back=True)
+
+
+def _turned(k: Tensor, pos: Tensor, rotary: Rotary, *, back: bool) -> Tensor:
+    given = k, pos, rotary.inv_freq, rotary.scaling, rotary.interleaved
+    if gpu.serves(k):
+        from kvcli.kernels.rotate import fused  # brings Triton, which is not everywhere
+
+        return fused.turned(*given, back=back)
+    return reference.unrotate(*given) if back else reference.rotate(*given)

@@ -40,9 +40,10 @@ def load_second(
     from kvcli.engine.weights import keeps_blocks
     from kvcli.models.gguf import unpack
 
-    wants = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)
+    untrusted = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)
+    wants = replace(untrusted, layers_on_gpu="auto")  # what was chosen is for the other's layers
     found = unpack.ready(find(wanted.model), wants.dtype, cache, packs=keeps_blocks(wants), tell=tell)
-    if wants == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
+    if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
         return Pair(target, target)
     respelled = spelling(words, load_tokenizer(found, wants.trust_remote_code))
     return Pair(target, LM.load(found, **asdict(wants)), respelled)

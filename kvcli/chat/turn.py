@@ -12,10 +12,10 @@ from kvcli.chat.losses import approx
 from kvcli.chat.steady import Steady
 from kvcli.engine.feed import Work
 from kvcli.engine.loops import Loops
-from kvcli.engine.memory import peak_bytes
+from kvcli.engine.memory import peak_bytes, used_bytes
 from kvcli.engine.stats import Stats
 from kvcli.kv.shortage import Shortage, lacking
-from kvcli.kv.slots import nbytes
+from kvcli.kv.slots import hit_rate, nbytes
 from kvcli.models.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -137,9 +137,11 @@ class Answering:
         self._measured = time.perf_counter()
         if at_once:
             stats.approx = approx(self._text.profile, session.lost)
-        stats.kv = nbytes(session.kv, session.view, session.behind, session.drafter, self._text.writer)
+        held = (session.kv, session.view, session.behind, session.drafter, self._text.writer)
+        stats.kv, stats.near = nbytes(*held), hit_rate(held)
+        stats.reach = next((use.how for use in session.kv.usage() if use.how), "")
         stats.kv_fp16 = 2 * 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * session.committed
-        stats.peak = peak_bytes(lm.device)
+        stats.peak, (stats.used, stats.total) = peak_bytes(lm.device), used_bytes(lm.device)
 
 
 def _latched(cancel: Cancel) -> Cancel:

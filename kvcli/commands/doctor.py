@@ -127,8 +127,8 @@ def words(document: DoctorDocument) -> list[str]:
     for device in document.devices[1:]:
         size = f", {long_size(device.free_bytes or 0)} free of {long_size(device.total_bytes or 0)}"
         machine.append(f"{device.kind:<14}{device.name}{size if device.total_bytes else ''}")
-    kernels = [f"{k.device:<5} {k.op:<13} {k.choice}: {k.reason}" for k in document.kernels]
-    kernels += [f"{device:<5} {'quant':<13} {backend}" for device, backend in document.quant.items()]
+    kernels = [f"{k.device:<6} {k.op:<13} {k.choice}: {k.reason}" for k in document.kernels]
+    kernels += [f"{device:<6} {'quant':<13} {backend}" for device, backend in document.quant.items()]
     paths = [f"{name:<14}{path}" for name, path in document.paths.items()]
     environment = [f"{name}={value}" for name, value in document.environment.items()]
     demo = ["demo model    " + ("here" if document.demo_model else "MISSING: install kvcli again")]

@@ -94,7 +94,8 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
     subject = _subject(setup, profile, notes)  # before anything large is imported: a typing error is quick
     from kvcli.fit import program
     from kvcli.fit.before import Outlook
-    from kvcli.fit.room import CONTEXT, rooms, size
+    from kvcli.fit.card import CONTEXT
+    from kvcli.fit.room import rooms, size
 
     found = rooms(size(vram, "--vram") if vram else None, size(ram, "--ram") if ram else None)
     if vram:
@@ -171,6 +172,15 @@ def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapp
     return found
 
 
+def _host(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> CalibrationDocument | None:
+    """What was measured of this machine's CPU, where one of the plans has it run layers behind a GPU."""
+    from kvcli.fit.calibration import load_calibration, machine_fingerprint
+
+    if all(plan.run.on_card is None for plan in plans) or outlook.found["cpu"].is_described:
+        return None
+    return load_calibration(setup.world.paths.cache, machine_fingerprint("cpu"), "", outlook.notes.append)
+
+
 def _print(setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int | None, notes: Sequence[str]) -> int:
     from kvcli.commands.show import print_cells, print_json
     from kvcli.fit.report import document
@@ -178,7 +188,7 @@ def _print(setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int |
     world = setup.world
     known = _calibrations(setup, outlook, plans)
     others = {} if all(plan.fits for plan in plans) else others_of(setup)
-    made = document(outlook, plans, others, known, context, notes)
+    made = document(outlook, plans, others, known, context, notes, _host(setup, outlook, plans))
     if world.options.json:
         print_json(world, made)
     else:

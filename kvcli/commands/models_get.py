@@ -29,13 +29,12 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 def suggest(context: typer.Context) -> int:
     """Real models for this machine's memory, those that run with ease first, and what to type for each."""
     from kvcli.fit import room
-    from kvcli.models.machine import kept_free
     from kvcli.render.figures import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
 
     world: World = context.obj
     found = room.look()
-    entries = ranked(world, found.available - kept_free(found.available))
+    entries = ranked(world, found.usable)
     if world.options.json:
         print_json(world, SuggestionsDocument(device=found.device, available_bytes=found.available, models=entries))
         return ExitStatus.OK

@@ -74,11 +74,10 @@ def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
     """The memory there is, and what fits in it: models that are here first, then real ones in several sizes."""
     from kvcli.fit import room
     from kvcli.models import catalog
-    from kvcli.models.machine import kept_free
     from kvcli.render.figures import long_size
 
     found = room.look()
-    usable = found.available - kept_free(found.available)
+    usable = found.usable
     here = _here(setup, usable)
     typed = setup.flags.get("load.quant")
     quants = (str(typed[0]),) if typed and typed[0] in catalog.PACKED else ("none", "int8")

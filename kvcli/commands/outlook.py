@@ -72,6 +72,7 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
     from kvcli.commands.setup import refuse_beyond
     from kvcli.fit import program
     from kvcli.fit.before import Outlook
+    from kvcli.fit.choice import chosen, told
     from kvcli.fit.plan import subject_of
 
     try:
@@ -85,10 +86,6 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
         raise
     except KvcliError as error:
         return Prepared(profile, notes=(f"memory was not estimated: {error.message}",))
-    if note:
-        setup.fitted = plan.need.context
-    setup.order = plan.run.order
-    chosen = plan.run.order == "layers" and profile.prefill.order == "auto" and not profile.prune.reads
-    by_layers = "prompts are read layer by layer: by chunks, less of them fits" if chosen else ""
-    notes = (*outlook.notes, *filter(None, (note, by_layers)))
+    setup.settled = dict(chosen(plan)) | ({"context.limit": plan.need.context} if note else {})
+    notes = (*outlook.notes, *filter(None, (note, *told(plan))))
     return Prepared(setup.narrowed(profile), plan.total, notes, outlook)

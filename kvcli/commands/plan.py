@@ -56,6 +56,7 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
     context = (entry.context or 0) if profile.context.limit == "auto" else int(profile.context.limit)
     needs = _needs(setup, profile, found, context)
     kv = needs.need.kv + needs.need.host + needs.need.disk if needs else 0
+    profile = needs.profile if needs else profile
     return PlanDocument(
         model=entry,
         profile=profile.name,

@@ -21,6 +21,7 @@ from kvcli.models.fetch import stands_for
 from kvcli.settings.config import Config, load_config
 from kvcli.settings.layers import Sources, set_value
 from kvcli.settings.profile import Profile, load_profile
+from kvcli.settings.settings import BY, DEFAULT
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from kvcli.fit.plan import Subject
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.schema import Model as Entry
-    from kvcli.settings.schema import Order
     from kvcli.world import World
 
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and the flag that says so
@@ -134,8 +134,7 @@ class Setup:
     packed: Mapping[str, str] = field(default_factory=dict)  # and the settings then, as `--set` takes them
     taken: Mapping[str, str] = field(default_factory=dict)  # of these, what the profile does not say by itself
     _named: str | None = None  # the profile that was chosen first
-    fitted: int = 0  # the window that `context.limit = "auto"` stands for where memory allows less; 0 = the model's
-    order: Order = "chunks"  # what `prefill.order = "auto"` stands for
+    settled: Mapping[str, object] = field(default_factory=dict)  # dotted key -> what fits, where nobody says it
     _config: Config | None = None
 
     @property
@@ -185,6 +184,7 @@ class Setup:
         profile = load_profile(name, sources=sources(self.world), model=self.model, sets=sets, flags=flags)
         if self.exact:
             refuse_inexact(profile)
+            profile = profile.replace(load={"quant": "none"})  # said, so that nothing else is chosen
             if profile.spec.method != "off":
                 profile = profile.replace(spec={"strict": True})
         log.info("profile %s, hash %s", profile.name, profile.hash)
@@ -210,14 +210,15 @@ class Setup:
         return self.narrowed(profile)
 
     def narrowed(self, profile: Profile) -> Profile:
-        """The profile with the window, and the order of reading, that fit, where it leaves the choice."""
-        changes: dict[str, object] = {}
-        if self.fitted and profile.context.limit == "auto":
-            changes["context"] = {"limit": self.fitted}
+        """The profile with what fits (window, order of reading, chunks, weights) where it leaves the choice."""
+        changes: dict[str, dict[str, object]] = {}
         judges = profile.policy.every is not None or profile.prune.reads
-        if self.order == "layers" and profile.prefill.order == "auto" and not judges:
-            changes["prefill"] = {"order": self.order}
-        return profile.replace(**changes) if changes else profile
+        for key, value in self.settled.items():
+            is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
+            if is_open and not (judges and key == "prefill.order"):
+                table, _, name = key.partition(".")
+                changes.setdefault(table, {})[name] = value
+        return profile.changed(changes, BY) if changes else profile
 
     def look(self, profile: Profile) -> None:
         """Find the model, or know that it may be downloaded: before documents are read and anything is imported."""

@@ -55,6 +55,7 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     outlook = outlook_of(setup, found)
     refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
     fitted, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
+    profile = fitted.profile
     packs = keeps_blocks(profile.load)
     found = ready(found, profile.load.dtype, setup.world.paths.cache, packs=packs)
     tokenizer = load_tokenizer(found, profile.load.trust_remote_code)

@@ -113,6 +113,10 @@ class Cheaper:
     def __init__(self, past: Readable, dtype: torch.dtype) -> None:
         self.dtype, self._past = dtype, past
 
+    def fixed(self, more: int) -> str:
+        """Why it needs the host."""
+        return "guesses of the model itself read less than the past"
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> parts."""
         return self._past.attend(layer, q, replace(sight, is_guess=True), pos, own)

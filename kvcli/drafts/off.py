@@ -62,7 +62,7 @@ class Off:
     def propose(self, ids: Sequence[int], room: int, past: Past | None = None) -> Draft:
         from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
 
-        return Draft.none()
+        return Draft.none(ahead=room)
 
     def observe(self, step: Step) -> None:
         return

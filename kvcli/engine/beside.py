@@ -27,6 +27,10 @@ class Beside:
         self._store, self._shapes, self._held, self._pos = store, shapes, held, list(pos)
         self.dtype = store.dtype
 
+    def fixed(self, more: int) -> str:
+        """Why it needs the host."""
+        return "rows read beside the store what was taken over"
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> parts over the store, and over these and their pass."""
         assert own is not None, "rows see themselves"

@@ -8,7 +8,7 @@ bits are those of a text.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ class Bough:
         self._pos: list[int] = []  # of all, those of the pass under way included
         self._line = torch.empty(0)  # [n, M + n] bool, of the pass under way: whom of all its rows see
         self._sees: dict[int | None, Tensor] = {}  # by window, on the device
+        self._sent: dict[Any, Any] = {}  # as in a pass
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer that stores, k [K, M, D] and v [K, M, E]
         self._grown: dict[int, tuple[Tensor, Tensor]] = {}  # the same with the pass under way
 
@@ -67,7 +68,7 @@ class Bough:
         for row, parent in enumerate(parents):
             above.append([*(above[parent] if parent >= 0 else ()), had + row])
             line[row, above[-1]] = True
-        self._line, self._sees, self._grown = torch.from_numpy(line), {}, {}
+        self._line, self._sees, self._grown, self._sent = torch.from_numpy(line), {}, {}, {}
         self._pos = [self._at + len(seen) - 1 for seen in above]
         among = (-1,) * n  # nobody walks down these rows
         rows = Rows(ids, self._pos[had:], self._line[:, had:] if n > 1 else None, tree=n, parent=among)
@@ -81,6 +82,10 @@ class Bough:
         self._above, self._held = above, self._grown
         return made
 
+    def fixed(self, more: int) -> str:
+        """Why it needs the host."""
+        return "guesses of a draft lie beside the store"
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, n, D] of the pass under way, at positions pos [n] -> parts over all that they see."""
         assert own is not None, "rows see themselves"
@@ -92,7 +97,8 @@ class Bough:
         k, v = self._grown[holder]
         sees = self._seen(sight.window, q)
         # by `dataclasses.replace` it takes four times as long
-        return self._past.attend(layer, q, sight, pos, Own(k, v, self._pos, self._line, sees, own.sink, own.before))
+        both = Own(k, v, self._pos, self._line, sees, own.sink, own.before, self._sent)
+        return self._past.attend(layer, q, sight, pos, both)
 
     def _seen(self, window: int | None, like: Tensor) -> Tensor:
         if window not in self._sees:

@@ -24,15 +24,29 @@ def run(feeds: Sequence[Feed]) -> list[Made]:
     Feeds that go through other layers of a model make another pass.
     """
     made: dict[int, Made] = {}
-    alike: dict[tuple[int, range | None, bool], list[int]] = {}
-    for i, feed in enumerate(feeds):
-        alike.setdefault((id(feed.lm), feed.layers, feed.only_kv), []).append(i)
-    for some in alike.values():
+    for some in passes_of(feeds):
         made |= zip(some, _run(feeds[some[0]].lm, [feeds[i] for i in some]), strict=True)
     return [made[i] for i in range(len(feeds))]
 
 
+def passes_of(feeds: Sequence[Feed]) -> list[list[int]]:
+    """Which feeds share a pass: those through the same layers of a model, and no more than leaves rows their bits."""
+    alike: dict[tuple[int, range | None, bool, bool], list[list[int]]] = {}
+    for i, feed in enumerate(feeds):
+        most = feed.lm.most_rows
+        key = id(feed.lm), feed.layers, feed.only_kv, most is not None and feed.is_prompt
+        passes = alike.setdefault(key, [[]])
+        rows = sum(feeds[other].rows.n_rows for other in passes[-1])
+        if most is not None and rows and not feed.is_prompt and rows + feed.rows.n_rows > most:
+            passes.append([])
+        passes[-1].append(i)
+    return [some for passes in alike.values() for some in passes]
+
+
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
+    if lm.frames is not None and (replayed := lm.frames.run(feeds)) is not None:
+        yield from replayed
+        return
     passes = [Pass(feed) for feed in feeds]
     if feeds[0].layers is not None and lm.straight is None:
         lm.meet_gates()
@@ -67,7 +81,7 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
         if lm.straight is not None:
             gave = lm.straight(ids, pos, want, attends, attends.layers, attends.hidden)
             return (_no_logits(lm), gave) if is_below else (gave, None)
-        return call(lm.model, ids, pos, want, device=lm.device, kvcli_pass=attends), None
+        return call(lm.model, ids, pos, want, device=lm.entry, kvcli_pass=attends), None
     except Enough:
         return _no_logits(lm), attends.hidden if is_below else None
 
@@ -78,22 +92,23 @@ def _no_logits(lm: LM) -> Tensor:
 
 def call(
     model: Any,
-    ids: Sequence[int],
-    pos: Sequence[int] | None = None,
+    ids: Sequence[int] | Tensor,
+    pos: Sequence[int] | Tensor | None = None,
     want: Sequence[int] | None = None,
     *,
     device: torch.device | None = None,
     **more: object,
 ) -> Tensor:
     """Logits [len(want), V] of one trip of these tokens through a transformers model; by itself it counts positions
-    from 0, and wants all rows. `more` is handed on, as far as to whatever is registered as its attention.
+    from 0, and wants all rows. `more` is handed on, as far as to whatever is registered as its attention. Tensors are
+    where the model is, int64.
 
     `device`: where the model is, which takes a search through its modules to find out.
     """
     where = device or model.device
 
-    def tensor(numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=where)
+    def tensor(numbers: Sequence[int] | Tensor) -> Tensor:
+        return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
 
     if pos is not None:
         more["position_ids"] = tensor(pos).unsqueeze(0)

@@ -53,14 +53,15 @@ class Fresh:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a pass made of a feed."""
+    """What a pass made of a feed. Its tensors may be those of the next pass by the time of that one."""
 
-    logits: Tensor  # [len(want), V]
+    logits: Tensor  # [len(want), V]; none where the next pass is under way already
     drawn: Callable[[int], int]  # tree row -> the token behind it; raises BadModel where the logits are no numbers
     gleaned: Callable[[int], list[float]]  # index into want -> what was gleaned
-    fresh: Mapping[int, Fresh]  # by layer; of a layer that shares the slots of another there is none
+    fresh: Mapping[int, Fresh]  # by layer; none of a layer that shares the slots of another, nor with `keep`
     queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
     hidden: Tensor | None = None  # [N, E]: what its layers gave, where they end below the last
+    keep: Callable[[Sequence[int]], None] | None = None  # has the device store these rows; None = the host does it
 
 
 Asks = Generator[Feed, Made, T]  # work that may need passes, and what comes of it

@@ -23,12 +23,17 @@ from kvcli.kv.slots import Sight
 
 if TYPE_CHECKING:
     from kvcli.engine.feed import Feed
+    from kvcli.engine.frame import FixedPass
 
 
 class Pass:
     """One trip of a feed's rows through the model; what it made stays here until its rows are accepted."""
 
     last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.rows.ids)
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -37,7 +42,8 @@ class Pass:
         self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
         self._dtype = feed.past.dtype
         self._hear: Tensor | None = None  # on the device
-        self._seen: dict[int | None, Tensor | None] = {}  # by window, on the device
+        self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window, on the layer's device
+        self._sent: dict[Any, Any] = {}  # by what kernels have put there for all layers
         self.layers = feed.layers or range(feed.lm.n_layers)
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
@@ -63,27 +69,30 @@ class Pass:
             sight = replace(sight, is_prompt=True)
         line, sees = rows.sees, self._sees(sight.window, q)
         if (tree := rows.tree) == len(rows.ids):
-            return merge(feed.past.attend(layer, q, sight, rows.pos, Own(k, v, rows.pos, line, sees, sink)))
+            own = Own(k, v, rows.pos, line, sees, sink, sent=self._sent)
+            return merge(feed.past.attend(layer, q, sight, rows.pos, own))
         assert line is not None, "scouts stand beside a tree"
         assert sees is not None
         of_tree = Own(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
         for_scouts = Own(k, v, rows.pos, line[tree:], sees[tree:], sink)
+        of_tree.sent = for_scouts.sent = self._sent
         its = feed.past.attend(layer, q[:, :tree], sight, rows.pos[:tree], of_tree)  # scouts change nothing of it
         theirs = (feed.view or feed.past).attend(layer, q[:, tree:], sight, rows.pos[tree:], for_scouts)
         return torch.cat([merge(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
 
     def _listen(self, q: Tensor) -> None:
         """Keep the queries of the heard rows in a layer."""
-        if self._hear is None:
+        if self._hear is None or self._hear.device != q.device:
             self._hear = torch.tensor(list(self._feed.hear), device=q.device, dtype=torch.int64)
         self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
 
     def _sees(self, window: int | None, like: Tensor) -> Tensor | None:
         """Which fresh rows a row sees in a layer with this window; None = plain causal."""
-        if window not in self._seen:
+        key = window, like.device
+        if key not in self._seen:
             sees = self.rows.sees if window is None else _band(self.rows, window)
-            self._seen[window] = None if sees is None else sees.to(like.device)
-        return self._seen[window]
+            self._seen[key] = None if sees is None else sees.to(like.device)
+        return self._seen[key]
 
 
 class SideBySide:
@@ -92,7 +101,7 @@ class SideBySide:
 
     last = -1
 
-    def __init__(self, passes: Sequence[Pass]) -> None:
+    def __init__(self, passes: Sequence[Pass | FixedPass]) -> None:
         self._passes = passes
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
@@ -100,7 +109,7 @@ class SideBySide:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As of one pass, their rows one text behind the other."""
-        counts = [p.rows.n_rows for p in self._passes]
+        counts = [p.n_rows for p in self._passes]
         each = zip(self._passes, *(torch.split(t, counts, dim=1) for t in (q, k, v)), strict=True)
         outs = [p.attend(layer, *own, sight, sink) for p, *own in each]
         if layer == self.last:

@@ -60,9 +60,10 @@ class Heard:
         pos = self.pos + [rows.pos[row] for row in taken]
         late = len(pos) - self.recent
         stay = [i for i, at_pos in enumerate(pos) if i >= late or at_pos in self._probed]
-        fresh = [q[:, [at[row] for row in taken]] for q in queries]
+        rows_taken, rows_stay = _run([at[row] for row in taken]), _run(stay)
+        fresh = [q[:, rows_taken] for q in queries]
         old = self._q or [q[:, :0] for q in fresh]
-        self._q = [torch.cat((a, b), 1)[:, stay] for a, b in zip(old, fresh, strict=True)]
+        self._q = [torch.cat((a, b), 1)[:, rows_stay].clone() for a, b in zip(old, fresh, strict=True)]
         self.pos = [pos[i] for i in stay]
         self._any = self._any or bool(pos)
 
@@ -85,3 +86,9 @@ class Heard:
         if not self.pos:
             return like[:, :0], torch.zeros(0, dtype=torch.int64, device=like.device)
         return self._q[layer], torch.tensor(self.pos, device=self._q[layer].device)
+
+
+def _run(rows: Sequence[int]) -> slice | list[int]:
+    """Without a list, for which a device is waited for, where they are a run."""
+    is_run = not rows or rows[-1] - rows[0] == len(rows) - 1
+    return slice(rows[0], rows[-1] + 1) if rows and is_run else slice(0) if is_run else [*rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -17,23 +17,30 @@ from transformers.utils import logging
 
 from kvcli.engine import forward, gate, seam, stated, stops, weights
 from kvcli.engine.few import few_layers
+from kvcli.engine.frame import Frames
 from kvcli.engine.fused import fuse_
+from kvcli.engine.graphs import CudaGraphs
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
 from kvcli.engine.neighbours import rows_know_neighbours
+from kvcli.engine.places import place_
 from kvcli.engine.straight import Straight, straight_through
 from kvcli.engine.threads import use_threads
 from kvcli.errors import BadModel
+from kvcli.kernels import gpu
 from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_packed import panels
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
+from kvcli.kernels.linear_skinny import MOST
+from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
+from kvcli.kv.slots import LayerShape
 from kvcli.models.family import read_config
 from kvcli.models.gguf import quantizer
-from kvcli.models.refusals import refuse_quant
+from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.sizes import count
 from kvcli.models.source import Source
 
@@ -44,15 +51,20 @@ _PROBE = "kvcli_probe"
 class LM:
     """A causal language model whose attention is ours. Weights only: no state of any text."""
 
-    def __init__(self, model: Any, shape: seam.Shape, info: ModelInfo) -> None:
+    def __init__(
+        self, model: Any, shape: seam.Shape, info: ModelInfo, places: Sequence[torch.device] | None = None
+    ) -> None:
+        """`places`: of its layers, where they are not all where the model is."""
         self.model = model
         self.n_layers = info.layers
         self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
+        self.entry: torch.device = model.device  # where ids go in
+        self.device = places[-1] if places is not None else self.entry  # where logits come out
+        self.is_split = places is not None
         self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
-        self.shapes = shape.stored  # per layer
+        self.shapes = _placed(shape.stored, places, self.device)  # per layer
         self.sights = shape.sights  # per layer
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
@@ -62,6 +74,7 @@ class LM:
         self.info = info
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
         self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
+        self.frames: Frames | None = None  # passes that its device records, where it does
         self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
         self._layers = _decoder_layers(model, shape)
         self._has_gates = False  # and is known to take them
@@ -75,12 +88,14 @@ class LM:
         revision: str = "",
         quant: str = "none",
         device: torch.device | None = None,
+        layers_on_gpu: int | None = None,
         verify: bool = False,
         notes: tuple[str, ...] = (),
     ) -> LM:
         """Wrap a transformers causal LM that is already built; its layers are left as they are.
 
         With `quant` the decoder's linear layers are packed here, by what serves `device` (None: where the model is).
+        With `layers_on_gpu` so many of the last ones and the head go to `device`, the rest stays where it is.
         Raises BadModel for a model whose attention is not one we serve.
         """
         began = time.perf_counter()
@@ -92,7 +107,11 @@ class LM:
         of_rope = stated.settle_rope(model, text, id)
         shape = _probe(model, n_layers, limit, id)
         parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
-        backend, of_layers = _pack(model, shape, quant, device or model.device)
+        places = None
+        if layers_on_gpu is not None:
+            backend, of_layers, places = _split(model, shape, quant, device or model.device, layers_on_gpu)
+        else:
+            backend, of_layers = _pack(model, shape, quant, device or model.device)
         model.set_attn_implementation(_ATTENTION)
         info = ModelInfo(
             id=id,
@@ -107,14 +126,14 @@ class LM:
             dtype=str(model.dtype).removeprefix("torch."),
             quant=quant,
             backend=backend,
-            device=str(model.device),
+            device=str(places[-1] if places is not None else model.device),
             limit=limit,
             weight_bytes=_weight_bytes(model),
             load_seconds=time.perf_counter() - began,
             revision=revision,
             notes=(*notes, *of_limit, *of_rope, *of_layers),
         )
-        lm = LM(model, shape, info)
+        lm = LM(model, shape, info, places)
         if verify:
             seam.compare(lm, lambda: _attention(model, "eager"), id)
         return lm
@@ -126,27 +145,42 @@ class LM:
         quant: str = "none",
         dtype: str = "auto",
         device: str = "auto",
+        layers_on_gpu: int | str = "auto",
         threads: int = 0,
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
         verify: bool = True,
+        graphs: str = "auto",
     ) -> LM:
         """Load the files of `source`. Never touches the network and prints nothing; raises BadModel or UsageError.
 
-        `quant` int8, int4 or nf4: packed by torch on the CPU, by bitsandbytes on CUDA.
+        `quant` int8, int4 or nf4: packed, on CUDA by bitsandbytes where no fused kernels serve it. `graphs`: "auto" or
+        "off".
         """
         began = time.perf_counter()
-        where = weights.find_device(device)
-        refuse_quant(source.id, quant, where.type, is_quantized="quantization_config" in source.config)
+        where, is_quantized = weights.find_device(device), "quantization_config" in source.config
+        refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
+        refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
         if source.is_pickle and not allow_pickle:
             raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
         use_threads(threads or torch.get_num_threads())
         with quiet():
             config = read_config(source, trust_remote_code)
             model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code)
-            names = {"id": source.id, "path": str(source.path), "revision": source.revision}
-            lm = LM.of(model, **names, quant=quant, device=where, verify=verify, notes=notes)
+            lm = LM.of(
+                model,
+                id=source.id,
+                path=str(source.path),
+                revision=source.revision,
+                quant=quant,
+                device=where,
+                layers_on_gpu=None if layers_on_gpu == "auto" else int(layers_on_gpu),
+                verify=verify,
+                notes=notes,
+            )
         lm.lay_out()
+        if lm.is_apart:
+            lm.record(graphs)
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
 
@@ -158,6 +192,11 @@ class LM:
     def rounds_by_rows(self) -> bool:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
         return self.dtype.itemsize < 4 and not self.is_row_invariant
+
+    @property
+    def most_rows(self) -> int | None:
+        """Rows that are written, up to which a pass leaves each its bits, without those of a prompt; None = any."""
+        return MOST if self.is_apart and self.is_row_invariant else None
 
     def meet_gates(self) -> None:
         """Raises BadModel where rows cannot be stopped between layers; asked when a feed first wants that.
@@ -175,21 +214,34 @@ class LM:
             raise
 
     def lay_out(self) -> None:
-        """Have linear layers on a CPU multiplied as that CPU does it fastest: natively where that is served.
+        """Have linear layers multiplied as their device does it fastest: natively or fused, where that is served.
 
         Then a trial says whether rows are independent of each other to the bit.
         """
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
         native, experts = "layers in native panels", "weights of experts and routers in native panels"
-        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), (block_, f"layers {widened}")):
+        skinny, blocked = (lay_out_skinny_, "layers fused for few rows"), (block_, f"layers {widened}")
+        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
+        if self.is_split:  # what is fused takes all layers for one device's
+            return
         layers = list(self._layers or ())
         if fused := fuse_(self, layers):
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         with few_layers(self, layers):
             self.straight = straight_through(self, layers)
-            self.is_row_invariant = not self.is_apart and not rows_know_neighbours(self)
+            self.is_row_invariant = not rows_know_neighbours(self)
+
+    def record(self, graphs: str) -> None:
+        """Have its device record passes and replay them (frame.py), where it can; the backend says so, or why not."""
+        why = gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}"
+        if self.is_split:
+            why = why or "its layers are on two devices"
+        if not why:
+            self.frames = Frames(CudaGraphs(self.device))
+        how = f"passes not recorded: {why}" if why else "passes recorded"
+        self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
 
 
 # ---- what is packed ----
@@ -207,13 +259,49 @@ def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tu
         return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
     layers = _decoder_layers(model, shape)
     assert layers is not None, "attention modules that stand in no list of layers"
-    if device.type == "cpu":
-        swap, backend = quantize_(layers, 8 if quant == "int8" else 4, give_back), f"{by} packed {quant}"
-    else:
-        swap = weights.quantize_with_bitsandbytes(layers, quant, device)
-        backend = f"bitsandbytes {'fp4' if quant == 'int4' else quant}"
+    backend, swap = _packed(layers, quant, device)
+    assert swap is not None
     model.to(device)
     return backend, _swap_notes(swap, model, quant)
+
+
+def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, Swap | None]:
+    """Pack the linear layers below as asked, by what serves `device`; what runs them then."""
+    if quant == "none":
+        return "torch", None
+    if device.type == "cpu":
+        by = "native" if panels.serves(next(layers.parameters()).dtype) else "torch"
+        return f"{by} packed {quant}", quantize_(layers, 8 if quant == "int8" else 4, give_back)
+    swap, backend = weights.quantize_for_gpu(layers, quant, device)
+    return backend, swap
+
+
+def _split(
+    model: Any, shape: seam.Shape, quant: str, device: torch.device, on_gpu: int
+) -> tuple[str, tuple[str, ...], list[torch.device]]:
+    """The same with the last layers on `device`, and where each layer is then."""
+    layers = _decoder_layers(model, shape)
+    if layers is None:
+        why = "its attention modules stand in no list of layers"
+        raise BadModel("layers of this model cannot be placed one by one", code="no_split", lines=[why])
+    n, notes = min(on_gpu, len(layers)), list[str]()
+    backends = dict[str, None]()
+    for part, where in ((layers[: len(layers) - n], model.device), (layers[len(layers) - n :], device)):
+        if len(part):
+            backend, swap = _packed(part, quant, where)
+            backends[backend] = None
+            notes += _swap_notes(swap, part, quant) if swap is not None else ()
+    places = place_(model, list(layers), n, device)
+    said = f"{n} of {len(layers)} layers on {device}" if n < len(layers) else f"embeddings on {model.device}"
+    return f"{' and '.join(backends)}, {said}", tuple(notes), places
+
+
+def _placed(
+    stored: Sequence[LayerShape], places: Sequence[torch.device] | None, device: torch.device
+) -> tuple[LayerShape, ...]:
+    """What layers store, with where it lies for those that are elsewhere."""
+    elsewhere = [None if place == device else place for place in places or [device] * len(stored)]
+    return tuple(replace(of, device=place) if place else of for of, place in zip(stored, elsewhere, strict=True))
 
 
 def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.ModuleList | None:

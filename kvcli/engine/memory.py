@@ -29,6 +29,18 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def used_bytes(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device, what all programs took of it and how much it has, as its driver says; none of other devices.
+
+    The peak of torch's allocator knows nothing of the context, of libraries that take memory by themselves, nor of
+    blocks that fit nothing any more.
+    """
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, total
+
+
 def give_back(t: Tensor) -> None:
     """Drop the pages of a tensor that nobody will read again, if they are mapped from a file. Only Linux can.
 

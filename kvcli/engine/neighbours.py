@@ -2,6 +2,9 @@
 
 Where they do not, drafting gives the text of plain decoding in 16 bits too, and the size of a chunk or another text in
 the pass changes nothing. It rests on every op of the model: our own are made so, for the others only a trial can say.
+On a device apart it is claimed of rows that are written, as fused kernels promise it: of passes of few rows. A chunk of
+a prompt is read by whatever is fastest, and the same chunks are read with drafting and without. What no kernel of ours
+computes is chosen there by a table of shapes, so that a trial of a few of them would prove nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 from kvcli.engine.engine import run
 from kvcli.engine.feed import Feed
 from kvcli.engine.rows import Draft, Rows
+from kvcli.kernels import gpu
 from kvcli.kv.dense import Dense
 
 if TYPE_CHECKING:
@@ -20,19 +24,25 @@ if TYPE_CHECKING:
 
 STORED = 70  # tokens read first: past the first block of native attention, not at the end of the second
 DEPTH, WIDTH = 3, 5  # of the tree; the text goes through its last branches
+WIDE = 11  # of one that fills a tile of 32 rows and begins another
 
 
 def rows_know_neighbours(lm: LM) -> bool:
     """Whether logits of a text differ when its rows run among guesses or in other chunks. Random tokens, fixed."""
     n = min(STORED, lm.limit - DEPTH)
-    if n < 1:
+    if n < 1 or (lm.is_apart and gpu.why_not(lm.device, lm.dtype)):
         return True
     ids = torch.randint(0, lm.vocab, (n + DEPTH,), generator=torch.Generator().manual_seed(0)).tolist()
-    alone, cut = _past(lm, ids[:n], n), _past(lm, ids[:n], n // 2)
+    return any(_differ(lm, ids, n, width) for width in ((WIDTH, WIDE) if lm.is_apart else (WIDTH,)))
+
+
+def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
+    """Whether rows behind the first n tokens do, alone and in a tree of this width."""
+    alone, cut = _past(lm, ids[:n], n), _past(lm, ids[:n], n if lm.is_apart else n // 2)
     guesses, parent, on_path, last = list[int](), list[int](), [0], -1
     for token in ids[n + 1 :]:
-        guesses += [*((token + wrong) % lm.vocab for wrong in range(1, WIDTH)), token]
-        parent += [last] * WIDTH
+        guesses += [*((token + wrong) % lm.vocab for wrong in range(1, width)), token]
+        parent += [last] * width
         last = len(guesses) - 1
         on_path.append(last + 1)
     (among,) = run([Feed(lm, Rows.build(ids[n], n, Draft(guesses, parent)), cut, want=on_path)])

@@ -25,8 +25,9 @@ class Readback:
     """Of one text, by the logits [len(want), V] of its feed."""
 
     def __init__(self, feed: Feed, logits: Tensor) -> None:
-        self._feed, self._logits = feed, logits
-        self._ids: list[int] = []  # of all tree rows, or none yet
+        # Apple's GPU has no float64, in which noise is made and chances are summed
+        self._feed, self._logits = feed, logits.cpu() if logits.device.type == "mps" else logits
+        self.ids: list[int] = []  # of all tree rows as they were drawn, or none yet
         self._gleaned: dict[int, list[float]] = {}  # of wanted rows, so far
 
     def drawn(self, row: int) -> int:
@@ -34,7 +35,7 @@ class Readback:
 
         Raises BadModel where its logits are no numbers, BadInput where a constraint allows nothing.
         """
-        token = self._ids[row] if self._ids else int(self._draw(range(row, row + 1))[0])
+        token = self.ids[row] if self.ids else int(self._draw(range(row, row + 1))[0])
         if token == STUCK:
             raise BadInput(
                 "the answer cannot go on: its schema or grammar allows no token here",
@@ -71,7 +72,7 @@ class Readback:
     def fill(self, numbers: list[float]) -> None:
         """The same, on the host."""
         n = self._feed.rows.tree if self._feed.draw is not None else 0
-        self._ids, rest = [int(i) for i in numbers[:n]], numbers[n:]
+        self.ids, rest = [int(i) for i in numbers[:n]], numbers[n:]
         wide = len(rest) // max(1, len(self._feed.want))
         self._gleaned = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._feed.want) if wide else 0)}
 

@@ -32,10 +32,11 @@ class Draft:
     parent: list[int]
     scouts: Scouts | None = None
     hears: bool = False  # are the queries of the tree's rows to be handed back, by `Step.queries`?
+    ahead: int = 0  # without guesses: how many passes of one row follow, unless the text ends before; as in Rows
 
     @staticmethod
-    def none() -> Draft:
-        return Draft([], [])
+    def none(ahead: int = 0) -> Draft:
+        return Draft([], [], ahead=ahead)
 
     @staticmethod
     def chain(ids: Sequence[int]) -> Draft:
@@ -60,6 +61,7 @@ class Rows:
     tree: int  # rows [0:tree] are the verified tree, row 0 the pending token; the rest are scouts
     parent: tuple[int, ...]  # [tree], -1 for row 0
     wanted: tuple[int, ...] = ()  # scout rows whose logits are wanted beside the tree's
+    ahead: int = 0  # passes that follow, each of the one row that is drawn, unless the text ends before
 
     @property
     def want(self) -> list[int]:
@@ -71,16 +73,16 @@ class Rows:
         return len(self.ids)
 
     @staticmethod
-    def chain(ids: Sequence[int], start: int) -> Rows:
+    def chain(ids: Sequence[int], start: int, ahead: int = 0) -> Rows:
         """A run of tokens at positions start, start + 1, ...: prefill, or one plain decoding row."""
         n = len(ids)
-        return Rows(ids, range(start, start + n), sees=None, tree=n, parent=tuple(range(-1, n - 1)))
+        return Rows(ids, range(start, start + n), sees=None, tree=n, parent=tuple(range(-1, n - 1)), ahead=ahead)
 
     @staticmethod
     def build(pending: int, at: int, draft: Draft) -> Rows:
         """The pending token at position `at`, the draft's tree below it, then its scouts."""
         if not draft.ids and draft.scouts is None:
-            return Rows.chain([pending], at)
+            return Rows.chain([pending], at, draft.ahead)
         parent = [-1, *(p + 1 for p in draft.parent)]  # node i of the draft is row i + 1
         is_chain = all(p == i - 1 for i, p in enumerate(parent))
         if is_chain and draft.scouts is None:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.rows import Rows
+from kvcli.kernels import argmax
 from kvcli.kernels.gumbel import gumbel
+from kvcli.kernels.gumbel.reference import signed
 
 if TYPE_CHECKING:
     from kvcli.engine.constraint import Constraint
@@ -80,32 +82,70 @@ class Sampler:
 
         -1 where the logits are no numbers: a device says so with its answer, and nobody has to wait for it twice.
         """
+        if not logits.is_cpu:
+            return self.on_device(logits, pos, seen)
         ids, scores = self.scores(logits, pos, seen)
-        if scores.is_cpu:  # where torch takes 30 times as long to find the largest of 150,000, and five calls around it
-            on_host = scores.numpy()
-            at = np.arange(len(on_host)), on_host.argmax(-1)  # NaN counts as the largest
-            drawn = at[1] if ids is None else ids.numpy()[at]
-            drawn[~np.isfinite(on_host[at])] = -1
-            return torch.from_numpy(drawn)
+        # torch takes 30 times as long here to find the largest of 150,000, and five calls around it
+        on_host = scores.numpy()
+        at = np.arange(len(on_host)), on_host.argmax(-1)  # NaN counts as the largest
+        drawn = at[1] if ids is None else ids.numpy()[at]
+        drawn[~np.isfinite(on_host[at])] = -1
+        return torch.from_numpy(drawn)
+
+    def on_device(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
+        """The same without a look at the host. `seed` []: there in place of its own."""
+        if (at_once := self.fused(logits, pos, seen, seed)) is not None:
+            return at_once
+        ids, scores = self.scores(logits, pos, seen, seed)
         best = scores.argmax(-1, keepdim=True)
         found = best if ids is None else ids.gather(-1, best)
         top = scores.gather(-1, best)
         return found.masked_fill(top - top != 0, -1).squeeze(-1)  # as `isfinite`, which takes six calls for it
 
-    def scores(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+    def fused(
+        self, logits: Tensor, pos: Tensor, seen: Tensor | None = None, seed: Tensor | None = None
+    ) -> Tensor | None:
+        """Ids [N] by one kernel; None where it serves no such logits, or candidates have to be sorted.
+
+        `seed` []: on the device, in place of its own.
+        """
+        if (self.temperature and not self.keeps_all) or argmax.why_not(logits):
+            return None
+        logits = self._punished(logits, seen)
+        if self.temperature == 0:
+            return argmax.argmax(logits)
+        n, device = len(logits), logits.device
+        seeds = torch.full((n,), signed(self.seed), device=device) if seed is None else seed.repeat(n)
+        heat = torch.full((n,), self.heat, dtype=torch.float32, device=device)
+        return argmax.argmax(logits, argmax.Noise(seeds, pos, heat))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether any token may be drawn."""
+        return not self.top_k and self.top_p == 1 and not self.min_p
+
+    def _punished(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """Those of tokens already in the text made less likely, in float32; as they came where nothing is punished."""
+        if not self.needs_text or seen is None:
+            return logits
+        wide = logits.float() if logits.dtype != torch.float64 else logits
+        punished = torch.where(wide > 0, wide / self.repetition_penalty, wide * self.repetition_penalty)
+        return torch.where(seen, punished, wide)
+
+    def scores(
+        self, logits: Tensor, pos: Tensor, seen: Tensor | None = None, seed: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
         """What decides: candidates [N, C], None = all of the vocabulary, and their scores; the highest is drawn."""
-        logits = logits.float() if logits.dtype != torch.float64 else logits
-        if self.needs_text and seen is not None:
-            punished = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-            logits = torch.where(seen, punished, logits)
+        key = self.seed if seed is None else seed
+        logits = self._punished(logits.float() if logits.dtype != torch.float64 else logits, seen)
         if self.temperature == 0:
             return None, logits
-        if not self.top_k and self.top_p == 1 and not self.min_p:
+        if self.keeps_all:
             # where nothing is dropped nothing has to be sorted, which took 10 of 15 ms a row of 49,152 tokens
             every = torch.arange(logits.shape[-1], device=logits.device)
-            return None, (logits / self.heat).double() + gumbel(self.seed, pos, every)
+            return None, (logits / self.heat).double() + gumbel(key, pos, every)
         ids, scores = self.warp(logits)  # [N, C], -inf = dropped
-        return ids, scores + gumbel(self.seed, pos, ids)
+        return ids, scores + gumbel(key, pos, ids)
 
     def warp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Candidates [N, C] in order of falling probability and their log-probabilities, -inf where dropped.

@@ -179,7 +179,7 @@ def apart(mine: Tensor, theirs: Tensor, nth: int) -> float:
 
 def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
     """Logits [N, V] of one call with the attention that is in place."""
-    return call(lm.model, ids).double().cpu()
+    return call(lm.model, ids).cpu().double()
 
 
 def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
@@ -194,7 +194,7 @@ def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
         logits.append(made.logits[: b - a].flip(0))
         for layer, fresh in made.fresh.items():
             kv.append(layer, fresh.k, fresh.v, a)
-    return torch.cat(logits).double().cpu()
+    return torch.cat(logits).cpu().double()
 
 
 def _refuse(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ()) -> NoReturn:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import unwrap
+from types import MethodType
 from typing import Any
 
 import torch
@@ -47,6 +51,20 @@ def settle_rope(model: nn.Module, text: Any, name: str) -> tuple[str, ...]:
             part(x, torch.tensor([[max(reach)]], device=x.device), **kind)  # one position further: the long table
             setattr(part, table, getattr(part, f"{prefix}inv_freq").clone())
     return (f"rope: its table for texts beyond {min(reach):,} tokens is used for shorter ones too",)
+
+
+@contextmanager
+def fixed_ropes(model: nn.Module) -> Iterator[None]:
+    """For a while no table of a rotary embedding changes with the position, for which releases of transformers ask the
+    device. Within the limit, and with tables settled, none would."""
+    moving = [part for part in model.modules() if re.search("dynamic|longrope", str(getattr(part, "rope_type", "")))]
+    for part in moving:
+        part.forward = MethodType(unwrap(type(part).forward), part)  # what the decorator is around
+    try:
+        yield
+    finally:
+        for part in moving:
+            del part.forward
 
 
 def _ropes(text: Any) -> list[dict[str, Any]]:

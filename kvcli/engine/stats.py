@@ -72,8 +72,12 @@ class Stats:
     histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i guesses
     recent: list[int] = field(default_factory=list)  # tokens gained by each of the last passes, for the sparkline
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
+    near: float | None = None  # share of what recall read of host memory or a disk that was near already; None = none
+    reach: str = ""  # how rows reach slots in host memory, in words; "" = there are none
     kv_fp16: int = 0  # the same slots at 16 bit, for the compression factor
     peak: int = 0
+    used: int = 0  # of a GPU, by all programs, as its driver says when the turn ends; 0 = there is none
+    total: int = 0  # that it has
     estimate: int = 0  # of the peak, before the run; 0 = none was made
     available: int = 0  # memory there was for the run when it began; 0 = not looked at
     context: int = 0

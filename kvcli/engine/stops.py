@@ -33,6 +33,8 @@ def compare(lm: LM) -> None:
     the upper ones get fewer rows. In half precision rounding alone may do it, as in `seam.compare`.
     """
     kind, is_half = f"{lm.info.id} ({lm.info.family})", lm.dtype.itemsize < 4
+    if lm.is_split:
+        raise _unstopped(kind, "they lie on two devices")
     layers, n = spans(lm.shapes), min(24, lm.limit)
     stop, n_read = layers[len(layers) // 2].start, 2 * n // 3
     if not stop or not n_read:
@@ -49,7 +51,7 @@ def compare(lm: LM) -> None:
             whole = _Hiding(Feed(lm, rows, nothing, want=want), stop, on)
             plain = call(lm.model, rows.ids, rows.pos, want, kvcli_pass=whole)
             said = drive(_stopping(lm, rows, want, stop, on))
-        off = apart(said.double().cpu(), plain.double().cpu(), len(want) // 2 if is_half else 0)
+        off = apart(said.cpu().double(), plain.cpu().double(), len(want) // 2 if is_half else 0)
         if off <= WITHIN.get(lm.dtype, 0.05):
             return
     raise _unstopped(kind, f"{n} tokens, of which some go on later: off by {off:.2g}")

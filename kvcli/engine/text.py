@@ -63,7 +63,7 @@ class Text:
         self._n_prompt = 0  # tokens stored once the last prompt was read
         self.behind = Behind(lm, pruning)  # tokens of prompts that may go on later
         self.boundary = self._next_boundary()
-        self.seen = Seen(lm.vocab, lm.device)
+        self.seen = Seen(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # where tokens are drawn
         self.constraint: Constraint | None = None  # of the answer, which begins at `answer_at`
         self.answer_at = 0
         self.kinds = kinds  # by id

@@ -90,6 +90,10 @@ class Older:
     def __init__(self, store: Store) -> None:
         self._store, self.dtype = store, store.dtype
 
+    def fixed(self, more: int) -> str:
+        """Why it needs the host."""
+        return "tokens that come back are older than what is stored"
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> a part over what is stored, and those over their pass."""
         s = self._store.slots(layer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,10 +15,13 @@ from transformers import AutoModelForCausalLM
 from kvcli.engine.budget import within
 from kvcli.engine.memory import give_back
 from kvcli.errors import BadModel, UsageError
-from kvcli.kernels.linear_packed.module import Swap, make_native_
+from kvcli.kernels import gpu
+from kvcli.kernels.linear_packed.module import Swap, make_native_, quantize_, swap_
+from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.models.family import unreadable
 from kvcli.models.foreign import blamed
 from kvcli.models.gguf import quantizer
+from kvcli.models.refusals import refuse_device, refuse_unpackable
 from kvcli.models.source import Source
 from kvcli.settings.schema import NUMBERS, Load
 
@@ -40,13 +42,7 @@ def read_weights(
             try_=["docs/models.md lists what runs"],
         )
     is_placed = "quantization_config" in source.config and device.type != "cpu"
-    if is_placed and find_spec("accelerate") is None:
-        raise BadModel(
-            f"{source.id} comes quantized, which on a GPU needs the package accelerate",
-            code="package_missing",
-            lines=["transformers places such weights with it"],
-            try_=["pip install 'kvcli[quantized]'", "pip install accelerate"],
-        )
+    refuse_unpackable(source.id, source.config, device.type)
     quantizer.register()
     with within(source), blamed(partial(unreadable, source, "transformers could not load it")):
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -92,8 +88,10 @@ def _check_loading(source: Source, loading: Mapping[str, Any]) -> None:
 
 
 def find_device(name: str) -> torch.device:
+    """Raises UsageError where this machine has none such, or nothing here runs on it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    refuse_device(name)
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -113,9 +111,24 @@ def keeps_blocks(load: Load) -> bool:
     return load.quant == "none" and load.dtype != "fp64" and find_device(load.device).type == "cpu"
 
 
-@torch.no_grad()
+def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple[Swap, str]:
+    """Pack every plain `nn.Linear` below `root` on its way to `device`, and say what runs them there.
+
+    Where the fused kernels serve it, int8 and int4 are the numbers that a CPU has, and nf4 those of bitsandbytes.
+    """
+    if why := gpu.why_not(device, next(root.parameters()).dtype):
+        kind = "fp4" if quant == "int4" else quant
+        return quantize_with_bitsandbytes(root, quant, device), f"bitsandbytes {kind} ({why})"
+    if quant == "nf4":
+        swap = quantize_with_bitsandbytes(root, quant, device)
+    else:
+        swap = quantize_(root, 8 if quant == "int8" else 4, give_back, device)
+    lay_out_skinny_(root, give_back)
+    return swap, f"fused {quant}"
+
+
 def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device) -> Swap:
-    """Replace every plain `nn.Linear` below `root` and move it to `device`, one at a time.
+    """Have every plain `nn.Linear` below `root` in bitsandbytes' form on `device`.
 
     Done here and not by transformers, which needs one more package for it and puts whole layers on the device first.
     """
@@ -123,23 +136,18 @@ def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device
 
     # said at the first product of a process: int8 products take their inputs in float16, whatever the model's dtype
     warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")
-    count, numbers, nbytes = 0, 0, 0
-    # a list of all modules would keep every replaced layer alive until the end
-    for parent in [module for module in root.modules() if type(module) is not nn.Linear]:
-        for name, layer in list(parent.named_children()):
-            if type(layer) is not nn.Linear:
-                continue
-            size, has_bias, weight = (layer.in_features, layer.out_features), layer.bias is not None, layer.weight.data
-            if quant == "int8":
-                fresh = bnb.nn.Linear8bitLt(*size, bias=has_bias, has_fp16_weights=False, threshold=6.0, device="meta")
-                fresh.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-            else:
-                kind = "nf4" if quant == "nf4" else "fp4"
-                fresh = bnb.nn.Linear4bit(
-                    *size, bias=has_bias, compute_dtype=weight.dtype, quant_type=kind, device="meta"
-                )
-                fresh.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type=kind)
-            fresh.bias = layer.bias
-            setattr(parent, name, fresh.to(device).eval())  # moving is what quantizes
-            count, numbers, nbytes = count + 1, numbers + weight.numel(), nbytes + fresh.weight.nbytes
-    return Swap(count, {}, numbers, nbytes)
+
+    def packed(layer: nn.Linear) -> nn.Module:
+        size, has_bias, weight = (layer.in_features, layer.out_features), layer.bias is not None, layer.weight.data
+        if quant == "int8":
+            fresh = bnb.nn.Linear8bitLt(*size, bias=has_bias, has_fp16_weights=False, threshold=6.0, device="meta")
+            fresh.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        else:
+            kind = "nf4" if quant == "nf4" else "fp4"
+            fresh = bnb.nn.Linear4bit(*size, bias=has_bias, compute_dtype=weight.dtype, quant_type=kind, device="meta")
+            fresh.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type=kind)
+        fresh.bias = layer.bias
+        made: nn.Module = fresh.to(device).eval()  # moving is what quantizes
+        return made
+
+    return swap_(root, packed, lambda _: None)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import KvcliError
-from kvcli.fit.plan import Facts, Plan, Subject, plan
+from kvcli.fit.choice import plan_on
+from kvcli.fit.plan import Facts, Plan, Subject
 from kvcli.fit.room import choose
 from kvcli.fit.runs import NOTHING
 
@@ -40,13 +41,13 @@ def changes(
         # what runs took on another device says nothing
         known = facts if room.kind == wrong.room.kind else replace(facts, beyond=NOTHING)
         try:
-            tried = plan(subject, profile(), room, context, known)
+            tried = plan_on(subject, profile(), room, context, known)
         except KvcliError:  # a profile that cannot have it, as one that promises exact text cannot round its keys
             continue
         if tried.fits:
             found.append(Change(words, tried.total, tried.need.context))
         elif wrong.most < (most := _round(tried.most)) < context:
-            tried = plan(subject, profile(), room, most, known)
+            tried = plan_on(subject, profile(), room, most, known)
             shorter.append(Change(f"{words} --ctx {most}", tried.total, most))
         if len(found) == MOST:
             break
@@ -76,8 +77,7 @@ def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, 
         if name != profile.name:
             yield f"-P {name}", lambda o=other: o, room, context
     if can_pack:
-        four = "int4" if room.kind == "cpu" else "nf4"
-        yield f"--quant {four}", lambda: profile.replace(load={"quant": four}), room, context
+        yield "--quant int4", lambda: profile.replace(load={"quant": "int4"}), room, context
     for kind in rooms:
         if kind != room.device:
             yield f"--device {kind}", lambda: profile, choose(dict(rooms), kind), context
@@ -94,6 +94,8 @@ def binding(wrong: Plan) -> str:
         return "the program itself"
     if parts.base + parts.weights > wrong.usable:
         return "weights"
+    if parts.over and wrong.run.on_card is not None:
+        return "host memory, in which layers lie that the card has no room for"
     if parts.over:
         return "the room that memory.device, host and disk leave to keys and values"
     sizes = {"keys and values": parts.kv, "what drafts": parts.draft, "working memory": parts.working}

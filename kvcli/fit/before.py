@@ -11,6 +11,7 @@ from uuid import uuid4
 from kvcli.errors import DoesNotFit
 from kvcli.fit import program, runs
 from kvcli.fit.advice import changes
+from kvcli.fit.choice import plan_on
 from kvcli.fit.plan import Facts, Plan, Subject, plan
 from kvcli.fit.program import BASE
 from kvcli.fit.room import Room, choose, rooms
@@ -45,10 +46,13 @@ class Outlook:
         past = runs.beyond(runs.read(self.data), runs.Like(self.name, device.partition(":")[0], program.build()))
         return Facts(self.base, past or NOTHING, self.find)
 
-    def plan(self, profile: Profile, context: int | None = None) -> Plan:
-        """What the profile needs for a context, or for its own window."""
+    def plan(self, profile: Profile, context: int | None = None, *, as_is: bool = False) -> Plan:
+        """What the profile needs for a context, or for its own window, with what fits a GPU where it leaves that open.
+
+        `as_is`: with nothing chosen, as of what is loaded already.
+        """
         room = choose(dict(self.found), profile.load.device)
-        return plan(self.subject, profile, room, context, self.facts(room.device))
+        return (plan if as_is else plan_on)(self.subject, profile, room, context, self.facts(room.device))
 
     def fitted(
         self, profile: Profile, others: Callable[[], Mapping[str, Profile]], *, force: bool = False, whole: bool = False
@@ -58,18 +62,21 @@ class Outlook:
         Raises DoesNotFit; what was asked for by name is never changed. `whole`: the model's limit was asked for.
         `force` takes everything.
         """
-        limit = self.subject.shape.limit
+        limit, is_open = self.subject.shape.limit, profile.context.limit == "auto" and not whole
         asked = limit if profile.context.limit == "auto" else int(profile.context.limit)
-        found = self.plan(profile, min(asked, limit))  # a window beyond the limit is refused elsewhere, by its name
-        if force or found.fits:
+        # a window beyond the limit is refused elsewhere, by its name
+        found = self.plan(profile, None if is_open else min(asked, limit))
+        if is_open and (force or not found.most):
+            found = self.plan(found.profile, limit, as_is=True)
+        if force or (found.fits and found.need.context == min(asked, limit)):
             return found, ""
-        if whole or profile.context.limit != "auto":
+        if not is_open:
             raise self.refusal(found, others())
         enough = min(profile.context.reserve + 1, limit)
         if found.most < enough:
-            raise self.refusal(self.plan(profile, enough), others())
+            raise self.refusal(self.plan(found.profile, enough, as_is=True), others())
         note = f"context {found.most:,} of {limit:,} tokens: more does not fit on {found.room.device}"
-        return self.plan(profile, found.most), note
+        return found, note
 
     def refusal(self, wrong: Plan, others: Mapping[str, Profile]) -> DoesNotFit:
         """In numbers, with what would fit."""
@@ -101,14 +108,14 @@ class Outlook:
 
     def foretell(self, profile: Profile, tokens: int) -> tuple[int, int]:
         """Estimated peak of this process after so many tokens in memory, and the memory there was at its start."""
-        found = self.plan(profile, max(1, tokens))
+        found = self.plan(profile, max(1, tokens), as_is=True)
         self.highest = max(self.highest, found.total)
         self.foretold = max(self.foretold, found.total - found.facts.beyond.middle)
         return self.highest, found.room.available
 
     def fits(self, profile: Profile) -> int:
         """Tokens for which memory has room under this profile."""
-        return self.plan(profile).most
+        return self.plan(profile, as_is=True).most
 
     def record(self, profile: Profile, stats: Stats) -> str:
         """Log a finished turn; returns a note if that did not work."""
@@ -125,13 +132,19 @@ class Outlook:
             ctx=stats.context,
             build=program.build(),
             predicted=self.foretold,
-            measured=stats.peak,
+            measured=_taken(stats),
         )
         try:
             runs.append(self.data, entry)
         except OSError as error:
             return f"what this run used could not be noted in {self.data / runs.NAME}: {error.strerror}"
         return ""
+
+
+def _taken(stats: Stats) -> int:
+    """The peak; of a GPU what is gone since the run began, where its driver counts more than torch."""
+    gone = stats.available - (stats.total - stats.used) if stats.used else 0
+    return max(stats.peak, gone)
 
 
 def gib(n: int) -> str:

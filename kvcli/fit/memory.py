@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.fit.places import Held
-from kvcli.fit.working import check_bytes, product_bytes, working_bytes
+from kvcli.fit.working import check_bytes, fresh_bytes, product_bytes, working_bytes
 from kvcli.kv.footprint import STEP
 from kvcli.kv.room import EVERY
 from kvcli.kv.windows import Window
@@ -59,6 +60,10 @@ class Run:
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
     is_packed: bool = False  # linear layers run on packed weights
     is_native: bool = False  # and attention on kernels of its own
+    is_fused: bool = False  # all of it on a GPU's own kernels
+    draws: bool = False  # and so is the next token drawn
+    on_card: int | None = None  # decoder layers on a GPU, the last ones; None: all of the model
+    of_layers: int = 0  # that the model has
     check: bool = True  # compare with the stock model after loading
     order: Order = "chunks"  # what of a prompt is finished first
     prunes: bool = False  # some of its tokens go no further
@@ -80,6 +85,8 @@ class Need:
     host: int = 0  # keys and values in host memory behind a GPU
     disk: int = 0  # and on the disk
     over: int = 0  # and those for which `[memory]` leaves no room
+    host_weights: int = 0  # of layers that run on the CPU behind a GPU, and of embeddings looked up there
+    host_working: int = 0  # what these compute with
 
     @property
     def running(self) -> int:
@@ -118,17 +125,20 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     moved, known = 0, held  # below the top while most is in it; by recall, if there is any
     if run.lower is not None:
         moved, known = context - held, context - run.slots(context)
-    sliding = Counter(shape.windows)
-    working = working_bytes(
+    below = shape.layers - (shape.layers if run.on_card is None else run.on_card)  # layers, on the CPU
+    sizes = partial(
+        working_bytes,
         shape,
         chunk=chunk,
         rows=run.rows,
         slots=held + moved,
         number=run.number,
         kv_number=run.kv_number,
-        device=run.device,
         is_native=run.is_native,
         waiting=(context if run.order == "layers" else 0) * (1 + run.prunes),  # who goes on is copied
+    )
+    working = sizes(
+        device=run.device, is_fused=run.is_fused, draws=run.draws, largest=weights.largest if run.is_packed else 0
     )
     if run.device == "cpu" and run.number == 2 and not run.is_native:
         uneven = shape.layers * shape.kv_heads if run.is_uneven else 0
@@ -140,17 +150,25 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     on_cpu = run.device == "cpu"
     draft = view + (run.tables(context) if on_cpu else 0) + (run.second.stored(context) if run.second else 0)
 
+    def top(windows: Sequence[int | None], here: int) -> int:
+        each = ((n, window and Window(window).most(max(chunk, run.answer))) for window, n in Counter(windows).items())
+        return sum(n * run.layer(min(here, most or here), fresh) for n, most in each)
+
     def nbytes(here: int) -> int:
         lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well
-        each = ((n, window and Window(window).most(max(chunk, run.answer))) for window, n in sliding.items())
-        top = sum(n * run.layer(min(here, most or here), fresh) for n, most in each)
-        return top + shape.layers * lower + run.index(known, fresh)
+        return top(shape.windows[below:], here) + shape.layers * lower + run.index(known, fresh)
 
     is_all = run.lower is not None  # stored, at a boundary too
     spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)
     behind = run.behind(context) * shape.hidden * run.number
-    places = run.caps.spread(spread, chunk, run.base + weights.memory + draft + working + behind)
+    on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
+    places = run.caps.spread(spread, chunk, run.base + on_card + draft + working + behind)
+    if run.device == "cuda" and below < shape.layers:  # a layer that grows is there twice, while nothing is computed
+        grown = places.device // (shape.layers - below)
+        working = max(working, fresh_bytes(shape, chunk, run.kv_number) + grown)
+    of_host = top(shape.windows[:below], spread.most), sizes(device="cpu") if below else 0
     loading, mapped = loading_bytes(shape, weights, run.number, run.device, check=run.check)
+    loading -= on_host
     least = loading - mapped
     if run.second is not None:
         beside = weights.memory + run.second.loading
@@ -158,15 +176,17 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     return Need(
         context=context,
         base=run.base,
-        weights=weights.memory,
+        weights=on_card,
         kv=places.device + behind,
         draft=draft,
         working=working,
         loading=run.base + loading,
         mapped=loading - least,
-        host=places.host,
+        host=places.host + of_host[0],
         disk=places.disk,
-        over=places.over,
+        over=places.over + max(0, on_host + sum(of_host) + places.host - run.caps.host if on_host else 0),
+        host_weights=on_host,
+        host_working=of_host[1],
     )
 
 
@@ -177,7 +197,7 @@ def loading_bytes(shape: Shape, weights: Weights, number: int, device: str, *, c
     # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
     whole = weights.memory if weights.converted or not on_cpu else 0
     checked = check_bytes(shape, number) if check else 0
-    return whole + mapped + max(checked, weights.packing if on_cpu else 0), mapped
+    return whole + mapped + max(checked, weights.packing), mapped  # wherever it is packed
 
 
 def largest(shape: Shape, weights: Weights, run: Run, room: int, most: int) -> int:

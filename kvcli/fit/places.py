@@ -47,6 +47,7 @@ class Caps:
 
     room: Callable[[int, int], Room]  # tokens of a pass, bytes free where no size is given
     free: int  # of the device, for a whole plan
+    host: int = 0  # of host memory behind it
 
     def spread(self, held: Held, chunk: int, beside: int) -> Places:
         """Places for what is held, the device first; `beside`: bytes of what else the plan needs there."""

@@ -8,19 +8,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput
-from kvcli.fit import memory, weights
+from kvcli.fit import card, memory, weights
 from kvcli.fit.places import Caps
 from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
-from kvcli.fit.working import is_native, working_bytes
+from kvcli.fit.working import is_fused, is_native, working_bytes
 from kvcli.kv import room as kv_room
 from kvcli.kv.footprint import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.kv.room import EVERY
 from kvcli.kv.slots import LayerShape, Sight
-from kvcli.models.machine import kept_free
-from kvcli.models.refusals import refuse_quant
+from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
 from kvcli.settings.schema import NUMBERS, Memory
+from kvcli.settings.settings import DEFAULT
 
 if TYPE_CHECKING:
     from kvcli.fit.room import Room
@@ -83,11 +83,16 @@ class Plan:
     @property
     def usable(self) -> int:
         """Of the room, what a plan may use."""
-        return self.room.available - kept_free(self.room.available)
+        return self.room.usable
 
     @property
     def fits(self) -> bool:
         return self.least <= self.usable and not self.need.over and self.need.context <= self.limit
+
+    @property
+    def fits_card(self) -> bool:
+        """Whether the device has room for its part, whatever the host's is."""
+        return self.least <= self.usable
 
     @property
     def missing(self) -> int:
@@ -122,7 +127,8 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     heavy = weights.weigh(
         subject.held, shape, number=number, quant=load.quant, device=room.kind, given=subject.is_quantized
     )
-    usable = room.available - kept_free(room.available)
+    refuse_split(load.layers_on_gpu, room.kind, is_quantized=subject.is_quantized)
+    usable = room.usable
     of_layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
     below = narrow(whole.kv, of_layer, kv_number) if packs_by_age(whole.kv, whole.memory) else wide(of_layer, kv_number)
     lower = lower_bytes(whole.kv, whole.memory, of_layer, kv_number, is_cpu=room.kind == "cpu")
@@ -132,7 +138,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         kv_number=kv_number,
         layer=partial(layer_bytes, whole.kv, whole.memory, of_layer, kv_number),
         index=_index(whole, shape, kv_number),
-        caps=_caps(whole, shape, room, of_layer, kv_number, usable),
+        caps=replace(_caps(whole, shape, room, of_layer, kv_number, usable), host=max(0, room.host - facts.base)),
         chunk=profile.prefill.chunk,
         rows=max(profile.spec.rows, profile.steps.rows),
         slots=whole.policy.slots,
@@ -145,16 +151,22 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         tables=profile.spec.tables,
         copied=profile.spec.copied,
         second=_second(subject, profile, room, facts) or _kept(profile, shape, kv_number),
-        base=max(0, (facts.base if room.kind == "cpu" else 0) + facts.beyond.middle),
+        base=max(0, _base(shape, room, facts) + facts.beyond.middle),
         is_uneven=whole.policy.is_uneven and not packs_by_age(whole.kv, whole.memory),
         is_packed=load.quant != "none",
         is_native=is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind),
+        is_fused=is_fused(shape, number, room),
+        draws=profile.sample.temperature == 0,  # what the model's own settings ask for is not known here
+        of_layers=shape.layers,
+        on_card=None if load.layers_on_gpu == "auto" else min(load.layers_on_gpu, shape.layers),
         check=load.verify,
         prunes=bool(profile.prune.reads),
         behind=profile.prune.behind,
     )
     limit = profile.context.limit
-    run, most = _ordered(profile, shape, heavy, run, usable, context or (shape.limit if limit == "auto" else limit))
+    asked = context or (shape.limit if limit == "auto" else limit)
+    run = _by_room(profile, shape, heavy, run, room, asked)
+    run, most = _ordered(profile, shape, heavy, run, usable, asked)
     if context is None:
         context = (most or shape.limit) if limit == "auto" else limit
     if context < 1:
@@ -172,6 +184,24 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
 
 
+def _base(shape: Shape, room: Room, facts: Facts) -> int:
+    """Of the program: on a CPU itself, on a GPU what its libraries take there."""
+    if room.kind != "cuda":
+        return facts.base if room.kind == "cpu" else 0
+    return card.libraries(room.capability, room.total) + (0 if room.unserved else card.captured(shape.layers))
+
+
+def _by_room(
+    profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.Run, room: Room, asked: int
+) -> memory.Run:
+    """The run with chunks that a GPU has room to read, where the profile does not say how long they are."""
+    if room.kind != "cuda" or profile.origins["prefill.chunk"] != DEFAULT.name:
+        return run
+    tried = [replace(run, chunk=chunk) for chunk in (run.chunk, *card.CHUNKS) if chunk <= run.chunk]
+    most = card.working_most(room.available)
+    return next((one for one in tried if memory.need(shape, heavy, one, asked).working <= most), tried[-1])
+
+
 def _ordered(
     profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.Run, usable: int, asked: int
 ) -> tuple[memory.Run, int]:
@@ -181,10 +211,11 @@ def _ordered(
     so layers come first where something judges between them, and where only so `asked` tokens fit, or more of them.
     """
     by_layers, order = replace(run, order="layers"), profile.prefill.order
+    is_fixed = order == "chunks" or profile.policy.every is not None or run.on_card is not None
     if run.prunes or order == "layers":
         return by_layers, memory.largest(shape, heavy, by_layers, usable, shape.limit)
     most = memory.largest(shape, heavy, run, usable, shape.limit)
-    if order == "chunks" or profile.policy.every is not None or most >= min(asked, shape.limit):
+    if is_fixed or most >= min(asked, shape.limit):
         return run, most
     more = memory.largest(shape, heavy, by_layers, usable, shape.limit)
     return (by_layers, more) if more > most else (run, most)
@@ -212,6 +243,7 @@ def _second(target: Subject, profile: Profile, room: Room, facts: Facts) -> memo
         kv_number=number,
         device=room.kind,
         is_native=is_native(shape, subject.dtype if profile.load.dtype == "auto" else profile.load.dtype, room.kind),
+        is_fused=is_fused(shape, number, room),
     )
 
     def stored(n: int) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.fit.advice import binding, changes
-from kvcli.fit.speed import speed
-from kvcli.models.machine import kept_free
+from kvcli.fit.choice import chosen
+from kvcli.fit.speed import speed, split
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
 from kvcli.version import __version__
 
@@ -25,8 +25,12 @@ def document(
     calibrations: Mapping[str, CalibrationDocument],
     context: int | None,
     notes: Sequence[str],
+    host: CalibrationDocument | None = None,
 ) -> FitDocument:
-    """`calibrations`: by profile name, where anything was measured for it. At least one plan."""
+    """`calibrations`: by profile name, where anything was measured for it; `host`: of the CPU behind a GPU.
+
+    At least one plan.
+    """
     subject, first = outlook.subject, plans[0]
     dates = [found.date for found in calibrations.values()]
     return FitDocument(
@@ -40,8 +44,8 @@ def document(
         ctx=context,
         device=first.room.device,
         free_bytes=first.room.available,
-        kept_free=kept_free(first.room.available),
-        plans=[_entry(outlook, plan, others, calibrations.get(plan.profile.name)) for plan in plans],
+        kept_free=first.room.kept_free,
+        plans=[_entry(outlook, plan, others, calibrations.get(plan.profile.name), host) for plan in plans],
         described=first.room.is_described,
         calibrated=min(dates, default=None),
         notes=[*_model_notes(subject), *notes, *dict.fromkeys(outlook.notes)],
@@ -49,7 +53,11 @@ def document(
 
 
 def _entry(
-    outlook: Outlook, plan: Plan, others: Mapping[str, Profile], calibration: CalibrationDocument | None
+    outlook: Outlook,
+    plan: Plan,
+    others: Mapping[str, Profile],
+    calibration: CalibrationDocument | None,
+    host: CalibrationDocument | None,
 ) -> FitPlan:
     parts, past = plan.need, plan.facts.beyond
     tried = [] if plan.fits else changes(outlook.subject, plan, others, outlook.found, plan.facts)
@@ -76,9 +84,18 @@ def _entry(
         runs=FitRuns(runs=past.runs, low=past.low, high=past.high) if past.runs else None,
         binding=None if plan.fits else binding(plan),
         order=plan.run.order,
+        chosen=chosen(plan),
+        places=_places(plan),
+        split=split(plan, host),
         changes=[FitChange(type=c.type, total=c.total, ctx=c.context) for c in tried],
-        speed=speed(plan, outlook.subject.shape, calibration),
+        speed=speed(plan, outlook.subject.shape, calibration, host),
     )
+
+
+def _places(plan: Plan) -> dict[str, int]:
+    need = plan.need
+    away = {"host": need.host + need.host_weights + need.host_working, "disk": need.disk}
+    return {plan.room.kind: need.running} | {place: n for place, n in away.items() if n}
 
 
 def _model_notes(subject: Subject) -> list[str]:

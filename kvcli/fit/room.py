@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 
 from kvcli.errors import UsageError
+from kvcli.fit.card import CONTEXT
+from kvcli.models.machine import kept_free
+from kvcli.models.refusals import refuse_device
 
-CONTEXT = 400 << 20  # bytes that CUDA and its libraries take of a card before a program allocates anything
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _LIMITS = (  # of the container this process may be in: most, used, and the field of pages that can be taken back
     ("memory.max", "memory.current", "inactive_file"),
@@ -30,10 +32,23 @@ class Room:
     name: str = ""
     is_described: bool = False  # not of this machine, but as --vram or --ram say
     host: int = 0  # of a GPU: bytes of host memory behind it that keys and values may take
+    total: int = 0  # bytes of a GPU, whoever has them; 0 = what is available is all
+    capability: tuple[int, int] | None = None  # of a GPU; None = nobody knows
+    unserved: str = ""  # why a GPU's fused kernels do not run there; "" = they do, as on a card that is described
 
     @property
     def kind(self) -> str:
         return self.device.partition(":")[0]
+
+    @property
+    def kept_free(self) -> int:
+        """Of what is available, the part that nothing plans with."""
+        return kept_free(self.available, (self.total or self.available) if self.kind == "cuda" else 0)
+
+    @property
+    def usable(self) -> int:
+        """What a plan may use."""
+        return self.available - self.kept_free
 
 
 def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
@@ -44,22 +59,24 @@ def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
     for device in machine.devices():
         if device.free is not None:
             free = min(device.free, container_room()) if device.kind == "cpu" else device.free
-            found[device.kind] = Room(device.kind, free, device.name)
+            more = (device.total or 0, device.capability, device.unserved) if device.kind != "cpu" else ()
+            found[device.kind] = Room(device.kind, free, device.name, False, 0, *more)
     if ram is not None:
         found["cpu"] = Room("cpu", ram, is_described=True)
     if vram is not None:
-        found = {"cpu": found["cpu"], "cuda:0": Room("cuda:0", max(0, vram - CONTEXT), is_described=True)}
-    behind = found["cpu"].available - machine.kept_free(found["cpu"].available)
+        found = {"cpu": found["cpu"], "cuda:0": Room("cuda:0", max(0, vram - CONTEXT), is_described=True, total=vram)}
+    behind = found["cpu"].usable
     return {kind: replace(room, host=0 if room.kind == "cpu" else behind) for kind, room in found.items()}
 
 
 def look() -> Room:
     """The first GPU, else the CPU, without torch, whose import takes seconds: to say what would fit."""
     if smi := shutil.which("nvidia-smi"):
-        asked = [smi, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+        asked = [smi, "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
         with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
             said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
-            return Room("cuda:0", max(0, (int(said.split()[0]) << 20) - CONTEXT))
+            free, total = (int(number) << 20 for number in said.splitlines()[0].split(","))
+            return Room("cuda:0", max(0, free - CONTEXT), total=total)
     return Room("cpu", min(psutil.virtual_memory().available, container_room()))
 
 
@@ -67,6 +84,7 @@ def choose(found: dict[str, Room], device: str) -> Room:
     """The room that `load.device` names; auto is the first GPU, else the CPU."""
     if device == "auto":
         return next((room for kind, room in found.items() if kind.startswith("cuda")), found["cpu"])
+    refuse_device(device)
     wanted = "cuda:0" if device == "cuda" else device
     if wanted not in found:
         raise UsageError(

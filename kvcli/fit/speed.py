@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.schemas.fit import FitSpeed
+from kvcli.schemas.fit import FitSpeed, FitSplit
 
 if TYPE_CHECKING:
     from kvcli.fit.plan import Plan
@@ -13,13 +13,22 @@ if TYPE_CHECKING:
     from kvcli.schemas.fit import CalibrationDocument, PassTime
 
 
-def speed(plan: Plan, shape: Shape, calibration: CalibrationDocument | None) -> FitSpeed | None:
-    """Of a prompt that fills the context, and of plain decoding behind it; None where nothing was measured."""
-    if calibration is None:
+BANDWIDTH = 40e9  # bytes a second of host memory, where nobody measured it: two channels of DDR4 give as much
+
+
+def speed(
+    plan: Plan, shape: Shape, calibration: CalibrationDocument | None, host: CalibrationDocument | None = None
+) -> FitSpeed | None:
+    """Of a prompt that fills the context, and of plain decoding behind it; None where nothing was measured.
+
+    `host`: of the CPU that runs some of its layers behind a GPU.
+    """
+    parts, context = split(plan, host), plan.need.context
+    is_split = parts is not None and parts.layers < parts.of
+    if calibration is None or (is_split and host is None):
         return None
-    context = plan.need.context
     held = plan.run.slots(context) if plan.run.lower is None else context  # moved down, it is read there
-    if calibration.model is not None:
+    if calibration.model is not None and not is_split:
         grid = by_rows(calibration.model.passes)
         rows = max(grid)
         pieces = -(-context // rows)
@@ -27,11 +36,36 @@ def speed(plan: Plan, shape: Shape, calibration: CalibrationDocument | None) -> 
         first += plan.run.again(context) / rows * at(grid[rows], plan.run.reading(context))
         step = at(grid[min(grid)], held)
         return FitSpeed(first_token=first + step, tok_s=1 / step, basis="model")
-    flops = calibration.gemm.get("float32" if plan.run.number > 2 else "bfloat16", max(calibration.gemm.values()))
     again = plan.run.again(context) / context * rereading_flop(shape, context)
-    first = (reading_flop(shape, context) + again) / flops
+    first = (reading_flop(shape, context) + again) / _flops(plan, calibration)
     step = (plan.weights.read + shape.kv_per_token * plan.run.kv_number * held) / calibration.bandwidth
+    if is_split and parts is not None and host is not None:
+        above = parts.layers / parts.of
+        first *= above + (1 - above) * _flops(plan, calibration) / _flops(plan, host)
+        step = step * above + parts.seconds
     return FitSpeed(first_token=first + step, tok_s=1 / step, basis="machine")
+
+
+def _flops(plan: Plan, of: CalibrationDocument) -> float:
+    return of.gemm.get("float32" if plan.run.number > 2 else "bfloat16", max(of.gemm.values()))
+
+
+def split(plan: Plan, host: CalibrationDocument | None) -> FitSplit | None:
+    """What layers cost that the CPU runs behind a GPU, by its bandwidth; None where there are none such."""
+    if (layers := plan.run.on_card) is None:
+        return None
+    heavy, below = plan.weights, plan.run.of_layers - layers
+    share = heavy.read / heavy.memory  # of experts a token goes through few
+    read = int(share * sum(heavy.layers[:below])) + (plan.need.host if below else 0)
+    bandwidth = host.bandwidth if host is not None else BANDWIDTH
+    return FitSplit(
+        layers=layers,
+        of=plan.run.of_layers,
+        read=read,
+        seconds=read / bandwidth,
+        bandwidth=bandwidth,
+        basis="assumed" if host is None else "machine",
+    )
 
 
 def reading_flop(shape: Shape, n: int) -> float:

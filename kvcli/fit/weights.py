@@ -20,7 +20,8 @@ BYTES = {
     "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "f16": 2,
     "f32": 4, "f64": 8,
 }  # fmt: skip
-_IN_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
+_IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_EMBEDS = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
 _NOT_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 _EXPERT = re.compile(r"expert")
 _ROUNDING = 8  # bytes of each number of a weight that is being packed: itself and what it is rounded to, in float32
@@ -37,6 +38,8 @@ class Held:
     is_float: bool = True
     is_gguf: bool = False  # loaded from an unpacked copy, in the numbers of the run
     stays: bool = False  # ... or packed as it is, on a CPU
+    layer: int | None = None  # of the decoder that it is part of
+    embeds: bool = False  # a row for each token, of which a pass reads those of its own
 
     def loaded(self, number: int, keeps: bool) -> Held:
         """As the files that are loaded have it; `keeps`: what can stay packed does."""
@@ -59,6 +62,17 @@ class Weights:
     converted: bool  # the numbers change while loading, so that both forms exist at once
     read: int  # a token's pass reads these; fewer than `memory` where there are experts
     packing: int = 0  # beside them, while the largest is packed
+    embeddings: int = 0  # of `memory`; a head that is tied to them reads the same
+    layers: tuple[int, ...] = ()  # of `memory`, by layer; none where names do not tell
+    largest: int = 0  # a linear layer in the numbers of the run, as reading unpacks it
+
+    def split(self, on_card: int, is_tied: bool) -> tuple[int, int]:
+        """Bytes on a GPU that holds the last layers and the head, and those on the CPU: embeddings, the other layers.
+
+        A head that is tied to the embeddings is there twice.
+        """
+        below = self.embeddings + sum(self.layers[: len(self.layers) - on_card])
+        return self.memory - below + (self.embeddings if is_tied else 0), below
 
 
 def of_files(source: Source) -> tuple[Held, ...]:
@@ -69,11 +83,13 @@ def of_files(source: Source) -> tuple[Held, ...]:
         for name, tensor in file.tensors.items():
             if _NOT_TEXT.search(name) or (is_tied and name.endswith("lm_head.weight")):
                 continue
-            packs = len(tensor.shape) == 2 and bool(_IN_LAYER.search(name)) and not _EXPERT.search(name)
+            inside, embeds = _IN_LAYER.search(name), bool(_EMBEDS.search(name))
+            packs = len(tensor.shape) == 2 and inside is not None and not _EXPERT.search(name)
             is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf
             stays = source.is_gguf and stays_packed(name, tensor.dtype, tensor.shape)
             packs = packs and source.family != "gpt2"
-            held.append(Held(tensor.shape, tensor.nbytes, packs, is_float, source.is_gguf, stays))
+            layer = int(inside[1]) if inside is not None else None
+            held.append(Held(tensor.shape, tensor.nbytes, packs, is_float, source.is_gguf, stays, layer, embeds))
     return tuple(held)
 
 
@@ -107,7 +123,8 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
         yield held(2, d, False)
 
     ends = [held(shape.vocab, shape.hidden, False)] * (1 if shape.is_tied else 2)
-    return (*ends, *(shape.layers * tuple(layer())))
+    layers = (replace(one, layer=i) for i in range(shape.layers) for one in layer())
+    return (replace(ends[0], embeds=True), *ends[1:], *layers)
 
 
 def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool) -> Weights:
@@ -121,12 +138,19 @@ def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, devi
     is_asked = quant != "none" and not given
     packed = [math.prod(h.shape) for h in held if (h.stays and keeps) or (is_asked and h.packs and h.is_float)]
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
+    by_layer = [0] * shape.layers
+    for h, size in zip(held, sizes, strict=True):
+        if h.layer is not None and h.layer < shape.layers:
+            by_layer[h.layer] += size
     return Weights(
         memory=memory,
         files=files,
         converted=sum(plain) != files,
         read=int(memory * share),
         packing=_ROUNDING * max(packed, default=0),
+        embeddings=sum(size for h, size in zip(held, sizes, strict=True) if h.embeds),
+        layers=tuple(by_layer) if all(by_layer) else (),
+        largest=number * max((math.prod(h.shape) for h in held if h.packs), default=0),
     )
 
 
@@ -135,7 +159,7 @@ def _size(h: Held, number: int, quant: str, device: str) -> int:
     if quant == "none" or not h.packs:
         return count * number
     n, k = h.shape
-    if device != "cpu":  # bitsandbytes: a float per output, or blocks of 64 with scales that are packed once more
+    if device != "cpu" and quant != "int4":  # a float per output, or blocks of 64 with scales that are packed once more
         return count + 4 * n if quant == "int8" else int(count * _NF4)
     if why_not((n, k), 8 if quant == "int8" else 4):
         return count * number

@@ -12,6 +12,7 @@ from kvcli.kernels.attend.cpu import FEW, MANY
 from kvcli.kernels.attend.reference import BLOCK
 
 if TYPE_CHECKING:
+    from kvcli.fit.room import Room
     from kvcli.models.shape import Shape
 
 # Products of 16-bit matrices on a CPU: oneDNN compiles one for each shape that it meets and keeps the last thousand.
@@ -23,6 +24,14 @@ AGAIN = 2  # of these, those that meet all heads of unequal length
 
 WIDE = 4  # bytes of a float32, in which parts are merged and scores are summed
 CHECK = 16  # rows that are compared with the stock model after loading
+
+# Fused kernels on a GPU keep no scores. A few rows read what is stored in spans, whose parts lie in one buffer for all
+# layers until they are merged; a linear layer of few outputs is summed in stretches of its inputs, likewise.
+FRAMES = (1, 8, 16, 32, 64)  # rows that a captured pass has: those that are not used compute all the same
+SPAN = 256  # slots of the shortest span; later ones are twice, then eight times as long
+STRETCHES = 4  # of a linear layer's inputs, at most
+WIDEST = 256  # numbers of a head
+UNPACKED = 64 << 20  # of a weight in few bits, at most, while a prompt is read
 # Bytes the process holds for each byte of live tensors: malloc keeps freed blocks (tests/bench/fit.py measures how well
 # this holds). The peak of torch's CUDA allocator counts live tensors, and takes none.
 ALLOCATOR = {"cpu": 1.6}
@@ -39,6 +48,17 @@ def is_native(shape: Shape, dtype: str, device: str) -> bool:
     return not why_not(kind, torch.device(device), shape.head_dim, shape.head_dim)
 
 
+def is_fused(shape: Shape, number: int, room: Room) -> bool:
+    """Whether a GPU's fused kernels serve it."""
+    return (
+        room.kind == "cuda"
+        and not room.unserved
+        and number == 2
+        and shape.head_dim <= WIDEST
+        and not shape.head_dim % 16
+    )
+
+
 def working_bytes(
     shape: Shape,
     *,
@@ -49,26 +69,40 @@ def working_bytes(
     kv_number: int,
     device: str,
     is_native: bool = False,
+    is_fused: bool = False,
+    draws: bool = False,
+    largest: int = 0,
     waiting: int = 0,
 ) -> int:
     """The larger of reading a chunk and of decoding `rows` rows, over `slots` stored ones.
 
-    `waiting`: rows of a prompt that is read layer by layer, between two of them, of which a chunk is in one; 0 = it is
-    read chunk by chunk.
+    `is_fused`: a GPU's kernels serve it, and with `draws` the draw too. `largest`: a packed weight in the numbers of
+    the run; 0 = none is packed. `waiting`: rows of a prompt that is read layer by layer, between two of them, of which
+    a chunk is in one; 0 = it is read chunk by chunk.
     """
     kept = ALLOCATOR.get(device, 1.0)
-    scores = [0 if is_native else _scores(shape, n, slots, device) for n in (chunk, rows)]
+    rows = next((frame for frame in FRAMES if frame >= rows), rows) if is_fused else rows
+    scores = [0 if is_native or is_fused else _scores(shape, n, slots, device) for n in (chunk, rows)]
     layer = max(_inner(shape, chunk, number), _attention(shape, chunk, number) + scores[0])
-    fresh = _fresh(shape, chunk, kv_number)
+    fresh = fresh_bytes(shape, chunk, kv_number)
     reading = layer + (fresh // shape.layers + waiting * shape.hidden * number if waiting else fresh)
-    writing = _fresh(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1]
-    writing += logits_bytes(shape, rows)
+    reading += 0 if device == "cpu" else min(UNPACKED, largest)
+    writing = fresh_bytes(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1]
+    writing += rows * shape.vocab * number if is_fused and draws else logits_bytes(shape, rows)
+    writing += _parts(shape, rows, slots) if is_fused else 0
     return int(kept * max(reading, writing))
 
 
 def logits_bytes(shape: Shape, rows: int) -> int:
     """Logits as the model gives them, in float32 for the sampler, and their noise."""
     return 3 * rows * shape.vocab * WIDE
+
+
+def _parts(shape: Shape, rows: int, slots: int) -> int:
+    """What fused kernels merge: of each span an output and a sum, of each stretch of a linear layer an output."""
+    units = -(-slots // SPAN)  # as kernels/attend_rows cuts them
+    spans = min(units, 8 + units // 2, 56 + units // 8) + 1
+    return WIDE * rows * (shape.heads * spans * (shape.head_dim + 1) + STRETCHES * max(2 * shape.inner, shape.hidden))
 
 
 def product_bytes(rows: int, slots: int, uneven: int, *, is_packed: bool) -> int:
@@ -88,7 +122,7 @@ def check_bytes(shape: Shape, number: int) -> int:
     return CHECK * shape.vocab * (2 * number + 2 * 2 * WIDE)
 
 
-def _fresh(shape: Shape, rows: int, number: int) -> int:
+def fresh_bytes(shape: Shape, rows: int, number: int) -> int:
     """Keys and values of the pass itself, in all its layers, until its rows are accepted."""
     return shape.kv_per_token * rows * number
 

@@ -38,6 +38,10 @@ class Blinkers:
         self.dtype = store.dtype
         self._store, self._blind, self._reach = store, blind, reach
 
+    def fixed(self, more: int) -> str:
+        """Why it needs the host."""
+        return "heads are blinkered"
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> the store's parts without these heads, theirs, and their pass."""
         blind = self._blind[layer]  # [K]

@@ -45,6 +45,10 @@ class Checked:
         """What the whole past says: the other one makes guesses."""
         return self._whole.rounds_by_rows
 
+    def fixed(self, more: int) -> str:
+        """Why it needs the host."""
+        return "two stores hold one text"
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> parts over one of the two."""
         return (self._kept if sight.is_guess else self._whole).attend(layer, q, sight, pos, own)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcli.kernels.attend_rows import Own, Run, why_not
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kv.fixed import Fixed, Lying
 from kvcli.kv.ragged import Ragged
 from kvcli.kv.slab import Slab, agree
 from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty_like, on_host
@@ -47,6 +48,12 @@ class Held(Protocol):
 
     def run(self) -> Run:
         """The slots where they lie."""
+
+    def fixed(self, more: int) -> Lying:
+        """Where a device finds the slots, and room for `more` behind those of each head."""
+
+    def grew(self, n: int, start: int) -> None:
+        """A device stored n slots more in all heads, at positions from `start` on."""
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """Store the same rows in all heads, at positions from `start` on."""
@@ -114,14 +121,13 @@ class Dense:
         self.changes = 0
         self._step, self._shapes = step, shapes
         self.windows = Windows(windows or {})
-        self._name = "cpu" if torch.device(device).type == "cpu" else torch.device(device).type
         self._holder = [layer if shape.shares is None else shape.shares for layer, shape in enumerate(shapes)]
         self._rope = [rope[holder] if rope is not None else None for holder in self._holder]
         self._slabs: dict[int, Held] = {
             layer: Slab(
-                k=torch.empty(shape.n_kv_heads, 0, shape.k_dim, dtype=dtype, device=device),
-                v=torch.empty(shape.n_kv_heads, 0, shape.v_dim, dtype=dtype, device=device),
-                pos=torch.empty(1, 0, dtype=torch.int32, device=device),
+                k=torch.empty(shape.n_kv_heads, 0, shape.k_dim, dtype=dtype, device=shape.device or device),
+                v=torch.empty(shape.n_kv_heads, 0, shape.v_dim, dtype=dtype, device=shape.device or device),
+                pos=torch.empty(1, 0, dtype=torch.int32, device=shape.device or device),
                 step=step,
             )
             for layer, shape in enumerate(shapes)
@@ -139,6 +145,17 @@ class Dense:
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> in one part what is held and their pass, where that can be."""
         return self._read(layer).attend(q, sight, pos, self._rope[layer], own)
+
+    def fixed(self, more: int) -> Fixed | str:
+        """All of it, with room for `more` slots a head; or why keys have to be looked at."""
+        if any(rotary is not None for rotary in self._rope):
+            return "keys are turned when they are read"
+        lying = {layer: held.fixed(more) for layer, held in self._slabs.items()}
+        return Fixed([lying[holder] for holder in self._holder], list(lying), self._grew)
+
+    def _grew(self, n: int, start: int) -> None:
+        for held in self._slabs.values():
+            held.grew(n, start)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
@@ -265,7 +282,7 @@ class Dense:
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer, spare room included."""
         return [
-            Usage(layer, self._name, held.length, sum(t.untyped_storage().nbytes() for t in held.tensors))
+            Usage(layer, held.k.device.type, held.length, sum(t.untyped_storage().nbytes() for t in held.tensors))
             for layer, held in self._slabs.items()
         ]
 

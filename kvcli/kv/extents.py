@@ -1,4 +1,4 @@
-"""Extents of slots in a private temporary file.
+"""Extents of slots, and the private temporary file that they may lie in.
 
 The file has no name (it is unlinked as soon as it is open, or removed at close where that cannot be), is readable by
 its owner only, and dies with the process: it holds the text in recoverable form. Its blocks are claimed before they are
@@ -11,18 +11,22 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Run
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import WIDEST, Run, attend_part, serves
+from kvcli.kernels.merge import Part
 from kvcli.kv.folder import temporary_folder
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Slots
+from kvcli.kv.slots import Sight, Slots, visible
 from kvcli.kv.state import State
 
 FIRST, LARGEST = 256, 4096  # slots of an extent: a layer's grow with what it holds
@@ -30,39 +34,72 @@ FIRST, LARGEST = 256, 4096  # slots of an extent: a layer's grow with what it ho
 
 @dataclass(slots=True)
 class Extent:
-    """A run of slots of one layer in the file. Slots are written once; forgetting one only clears its position."""
+    """A run of slots of one layer. A place in it is written once; forgetting what is there only clears its position."""
 
-    offset: int  # bytes
+    offset: int  # bytes, in the file
     nbytes: int
     k: Tensor  # [K, cap, D], mapped
-    v: Tensor  # [K, cap, D], mapped
+    v: Tensor  # [K, cap, E], mapped
     pos: Tensor  # [K, cap] int32, in memory; -1 = empty
+    unreached: str = ""  # why a device cannot read it where it lies; "" = it can
     length: int = 0  # slots of the longest head
+    lengths: Sequence[int] = ()  # of each head, where no holes are among them
+    has_holes: bool = False
 
     @property
     def room(self) -> int:
         return self.pos.shape[1] - self.length
 
     @property
-    def has_holes(self) -> bool:
-        return bool((self.slots.pos < 0).any())
-
-    @property
     def slots(self) -> Slots:
         n = self.length
         return Slots(self.k[:, :n], self.v[:, :n], self.pos[:, :n])
 
-    @property
-    def run(self) -> Run:
-        """The same, holes included."""
-        n_kv, cap = self.pos.shape
-        starts = range(0, n_kv * cap, cap)
-        return Run(self.k.flatten(0, 1), self.v.flatten(0, 1), self.pos.flatten(), starts, [self.length] * n_kv, starts)
+    def note(self) -> None:
+        """Positions have changed."""
+        held = self.pos[:, : self.length] >= 0
+        ends = held.sum(1)
+        self.has_holes = bool((held != (torch.arange(self.length) < ends.unsqueeze(1))).any())
+        self.lengths = [self.length] * len(ends) if self.has_holes else ends.tolist()
+
+    def read(self, k: Tensor, v: Tensor, q: Tensor, sight: Sight, rows: Sequence[int]) -> Part:
+        """q [H, N, D] of rows at positions `rows` over k, v [K, n, ..]: these slots, or a copy of them."""
+        window, softcap = sight.window, sight.softcap
+        if q.device.type == "cpu" and serves(q, v):
+            (n_kv, n), cap = k.shape[:2], self.pos.shape[1]
+            starts, at = (range(0, n_kv * m, m) if m else [0] * n_kv for m in (n, cap))
+            run = Run(k.flatten(0, 1), v.flatten(0, 1), self.pos.flatten(), starts, self.lengths, at)
+            window = WIDEST if window is None and self.has_holes else window
+            return attend_part(q, run, rows, sight.scale, window=window, softcap=softcap)
+        if window is None and not self.has_holes:
+            return attend(q, k, v, sight.scale, softcap=softcap, length=self.lengths)
+        mask, n = visible(self.slots.pos, rows, window), self.length
+        mask = None if mask is None else mask.to(q.device)
+        return attend(q, k[:, :n], v[:, :n], sight.scale, softcap=softcap, mask=mask)
 
     def state(self) -> State:
         """As mapped."""
         s = self.slots
         return {"k": s.k, "v": s.v, "pos": s.pos}
+
+
+class Place(Protocol):
+    """Where extents lie."""
+
+    def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+        """One more for a layer that holds these, with room for `need` slots if one may be so large. Raises Shortage."""
+
+    def give_back(self, extents: Iterable[Extent]) -> None:
+        """Nothing is in these."""
+
+    def may_write(self, n: int) -> None:
+        """Raises Shortage where n more slots are not to be written."""
+
+    def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
+        """k, v [K, m, ..] behind what the extent holds. OSError where there turns out to be no room."""
+
+    def tidy(self, extent: Extent) -> None:
+        """Slots have come to it, or were forgotten."""
 
 
 class SlotFile:
@@ -87,11 +124,16 @@ class SlotFile:
         self._free: list[tuple[int, int]] = []  # (offset, bytes) of extents that are empty again
         self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # as long as the tier
 
-    def claim(self, need: int, held: Sequence[Extent]) -> Extent:
-        """An extent with room for at least `need` slots of a layer that holds these, its blocks on the disk claimed.
+    def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+        """An extent with room for `need` slots of a layer that holds these, or the most there are in one; its blocks
+        on the disk claimed.
 
         It takes ahead of its need no more than its part of the file, so that the last has room for as many slots.
         """
+        with self._full():
+            return self._claim(min(need, LARGEST), held)
+
+    def _claim(self, need: int, held: Sequence[Extent]) -> Extent:
         unit = mmap.ALLOCATIONGRANULARITY  # a map begins at a multiple of it
         again = next((i for i, (_, size) in enumerate(self._free) if size >= need * self._per_slot), None)
         if again is not None:
@@ -113,7 +155,8 @@ class SlotFile:
         k, v = torch.frombuffer(mapped, dtype=self._dtype, count=2 * self._heads * cap * self._dim).view(
             2, self._heads, cap, self._dim
         )
-        return Extent(offset, size, k, v, torch.full((self._heads, cap), -1, dtype=torch.int32))
+        pos = torch.full((self._heads, cap), -1, dtype=torch.int32)
+        return Extent(offset, size, k, v, pos, "it lies on the disk")
 
     def give_back(self, extents: Iterable[Extent]) -> None:
         """Nothing is in these; their place is used again."""
@@ -127,14 +170,24 @@ class SlotFile:
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
         """k, v [K, m, D] behind what the extent holds; a write says when the disk is full, a map would crash."""
         cap, row = extent.pos.shape[1], self._dim * self._dtype.itemsize
-        for i, t in enumerate((k, v)):
-            for j in range(self._heads):
-                data = t[j].to(self._dtype).contiguous().view(torch.uint8).numpy().data.cast("B")
+        for i, j in product(range(2), range(self._heads)):
+            with self._full():
+                data = (k, v)[i][j].to(self._dtype).contiguous().view(torch.uint8).numpy().data.cast("B")
                 at = extent.offset + ((i * self._heads + j) * cap + extent.length) * row
                 while data:
                     done = os.pwrite(self._file.fileno(), data, at)
                     self._written += done
                     at, data = at + done, data[done:]
+
+    def tidy(self, extent: Extent) -> None:
+        """Holes stay: what is on a disk is not moved."""
+
+    @contextmanager
+    def _full(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Shortage("the disk is full", lines=[f"{self.folder}: {error.strerror}"]) from error
 
     def _grow(self, end: int) -> None:
         fd = self._file.fileno()

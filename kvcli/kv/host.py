@@ -1,14 +1,12 @@
-"""The host tier: a tier in host memory below those of a device. Its slots are read where they are.
+"""The host tier: a tier in host memory below those of a device. How rows reach its slots: reach.py.
 
-A query is kilobytes where the slots are gigabytes, so the query travels: attention over the tier is computed on the CPU
-from host memory, and only the output and its log-sum-exp come back to be merged. Slots that come down pass through one
-pinned buffer, which a device can write to without a copy in between. All of them pinned would gain nothing more, as
-they never travel again, and torch rounds a pinned allocation up to a power of two.
+Slots that come down pass through one pinned buffer, which a device can write to without a copy in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -16,6 +14,9 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own, Run
 from kvcli.kernels.merge import Part
+from kvcli.kv.bus import Bus, Lane, Mark, bus_of
+from kvcli.kv.reach import ALIGNED, Answer, ByQuery, Staged, Way
+from kvcli.kv.recall_near import Arrival
 from kvcli.kv.recall_source import Shelf
 from kvcli.kv.slots import Sight, Slots, Usage, alone
 from kvcli.kv.state import Given, State
@@ -58,33 +59,70 @@ class Staging:
         self.is_pinned = self._buffer is not None
 
 
+class Stairs:
+    """The way up for a few slots: two pinned buffers by turns, so that one is filled while the other is copied."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._rooms: list[tuple[Staged, Mark | None]] = [(Staged(bus), None), (Staged(bus), None)]
+
+    def up(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+        """Copies of the second into the first, and the mark behind them."""
+        (room, busy), other = self._rooms
+        if busy is not None:
+            busy.synchronize()
+        whole = room.like(
+            torch.empty(sum(-(-of.nbytes // ALIGNED) * ALIGNED for _, of in pairs), dtype=torch.uint8, device="meta")
+        )
+        at = 0
+        for to, of in pairs:
+            piece = whole[at : at + of.nbytes].view(of.dtype).view(of.shape)
+            piece.copy_(of)
+            lane.copy(to, piece)
+            at += -(-of.nbytes // ALIGNED) * ALIGNED
+        behind = lane.record()
+        self._rooms = [other, (room, behind)]
+        return behind
+
+
 class Host:
     """A tier on the CPU that answers rows of `device`."""
 
     is_far = True  # across the bus
 
-    def __init__(self, tier: Shelf, device: torch.device | str) -> None:
+    def __init__(
+        self, tier: Shelf, device: torch.device | str, way: Way = ByQuery, bus: Callable[[torch.device], Bus] = bus_of
+    ) -> None:
+        """`way`: how rows reach the tier; `bus`: what leads to the device."""
         self._tier, self._device = tier, torch.device(device)
-        self.staging = Staging()
+        self._way, self._bus = way, bus
+        self._reach = way(tier, bus(self._device))
+        self.staging, self._stairs = Staging(), Stairs(bus(self._device))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Host:
+        return Host(deepcopy(self._tier, memo), self._device, self._way, self._bus)
 
     @property
     def rounds_by_rows(self) -> str:
-        """What the tier says: it is read on the CPU."""
+        """What the tier says: it is read on the CPU, or by kernels whose rows do not know of each other."""
         return self._tier.rounds_by_rows
 
+    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+        """q [H, N, D] of rows at positions pos [N], on the device -> parts there, when they are called for: what the
+        device is told before then it does meanwhile."""
+        return self._reach.ask(layer, q, sight, pos) if self._tier.n_slots(layer) else list
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
-        """q [H, N, D] of rows at positions pos [N], on the device -> parts on the device."""
-        if not self._tier.n_slots(layer):
-            return alone(q, sight, own)
-        parts = self._tier.attend(layer, q.cpu(), sight, pos)
-        return [Part(p.out.to(q.device), p.lse.to(q.device)) for p in parts] + alone(q, sight, own)
+        """The same at once, and their pass."""
+        return self.ask(layer, q, sight, pos)() + alone(q, sight, own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        self._reach.still()
         self._tier.append(layer, self.staging.down(k), self.staging.down(v), start)
 
     def take(self, layer: int, slots: Slots) -> None:
         """Slots of the device come down."""
         down = self.staging.down
+        self._reach.still()
         self._tier.take(layer, Slots(down(slots.k), down(slots.v), slots.pos.cpu()))
 
     def n_slots(self, layer: int) -> int:
@@ -111,27 +149,45 @@ class Host:
         """Only those come up."""
         return self._up(self._tier.gather(layer, index.cpu()))
 
+    def fly(self, layer: int, index: Tensor) -> Arrival:
+        """The same beside what the device computes."""
+        bus = self._bus(self._device)
+        s = self._tier.gather(layer, index.cpu())
+        there = Slots(*(torch.empty_like(t, device=self._device) for t in (s.k, s.v, s.pos)))
+        bus.copies.wait(bus.work.record())  # which may have used that room before
+        landed = self._stairs.up(bus.copies, [(there.k, s.k), (there.v, s.v), (there.pos, s.pos)])
+
+        def arrival() -> Slots:
+            bus.work.wait(landed)
+            return there
+
+        return arrival
+
     def head(self, layer: int, head: int, n: int) -> Slots:
         return self._up(self._tier.head(layer, head, n))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """What fell out stays in host memory: nobody reads it there."""
+        self._reach.still()
         return self._tier.keep(layer, mask.cpu())
 
     def crop(self, n: int) -> None:
+        self._reach.still()
         self._tier.crop(n)
 
     def state(self) -> State:
         return self._tier.state()
 
     def restore(self, given: Given) -> None:
+        self._reach.still()
         self._tier.restore(given)
 
     def usage(self) -> list[Usage]:
         """The tier's bytes, those of memory called "host"; the pinned buffer is part of the first layer's."""
         found = [replace(use, tier=use.tier.replace("cpu", "host")) for use in self._tier.usage()]
-        found[0] = replace(found[0], nbytes=found[0].nbytes + self.staging.nbytes)
-        return found
+        found[0] = replace(found[0], nbytes=found[0].nbytes + self.staging.nbytes, how=self._reach.how)
+        near = self._reach.nbytes
+        return [*found, Usage(0, self._device.type, 0, near)] if near else found
 
     def _up(self, s: Slots) -> Slots:
         return Slots(s.k.to(self._device), s.v.to(self._device), s.pos.to(self._device))

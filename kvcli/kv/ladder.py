@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.rung import Rung, Top
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Masks, Sight, Slots, Usage, compact, empty_like
@@ -50,6 +51,7 @@ class Ladder:
         self._rungs = [Rung(top, holds, group), *below]
         self._shown = self._rungs[:1] if demotes else self._rungs
         self._demotes, self._drops = demotes, drops
+        self._waits = any(rung.later is not None for rung in below)
         self._widths: dict[int, list[int]] = {}  # slots of each shown rung when `slots` last showed a layer
         self._twice: set[tuple[int, int]] = set()  # rung and layer whose slots the rung below may hold too
         self._has_dropped = False
@@ -72,10 +74,16 @@ class Ladder:
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> the parts of every rung that holds something, the top's last."""
-        below = [part for rung in self._rungs[:0:-1] for part in rung.tier.attend(layer, q, sight, pos)]
-        if own is None:
-            return [*below, *self._top.attend(layer, q, sight, pos)]
+        asked = [rung.ask(layer, q, sight, pos) for rung in self._rungs[:0:-1]]
+        if own is None or self._waits:  # the device reads its own while others are read elsewhere
+            above = self._top.attend(layer, q, sight, pos, own)
+            return [*(part for answer in asked for part in answer()), *above]
+        below = [part for answer in asked for part in answer()]
         return self._top.attend(layer, q, sight, pos, replace(own, before=below))
+
+    def fixed(self, more: int) -> Fixed | str:
+        """The top, where there is nothing below it."""
+        return self._top.fixed(more) if len(self._rungs) == 1 else "slots lie in several tiers (kv.k_bits, memory.host)"
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on in the top."""

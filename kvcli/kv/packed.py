@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadConfig
-from kvcli.kernels import linear
-from kvcli.kernels.attend_packed import PackedHead, attend_packed
+from kvcli.kernels import gpu, linear
+from kvcli.kernels.attend_packed import PackedHead, Table, attend_packed, attend_table, table_of, why_not
 from kvcli.kernels.attend_rows import WIDEST, Own, PackedRun, Run, attend_packed_part, serves_packed
 from kvcli.kernels.merge import Part
-from kvcli.kernels.pack import hadamard
+from kvcli.kernels.pack import hadamard, turned
 from kvcli.kv.packed_head import Form, Head
 from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, empty_like, opens, run_of
 from kvcli.kv.state import Given, State
@@ -58,6 +58,7 @@ class Packed:
         self._form = Form(dtype, k_bits, v_bits, group, halves)
         self._empty = torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device)
         self._layers = [[Head(self._form, head_dim, device) for _ in range(n_kv_heads)] for _ in range(n_layers)]
+        self._tables: dict[tuple[int, bool], Table | None] = {}  # by layer, and whether coarse
         wide = self._empty.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
         self._turn = hadamard(head_dim, wide) if rotate == "hadamard" else None
         self._panels = None if self._turn is None or linear.why_not(self._turn) else linear.pack(self._turn)
@@ -78,12 +79,27 @@ class Packed:
             turned = self._turned(q).to(q.dtype)
             part = attend_packed_part(turned, run, pos, sight.scale, window=window, softcap=sight.softcap)
             return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+        if (table := self._table(layer, coarse=sight.is_guess)) is not None:
+            part = attend_table(self._turned(q), table, sight.scale, pos, softcap=sight.softcap, window=sight.window)
+            return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
         seen = [_seen(head, sight.window, pos, coarse=sight.is_guess) for head in self._layers[layer]]
         masks = [mask for _, mask in seen]
         part = attend_packed(
             self._turned(q), [head for head, _ in seen], sight.scale, self.dtype, softcap=sight.softcap, masks=masks
         )
         return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+
+    def _table(self, layer: int, *, coarse: bool) -> Table | None:
+        """Where the heads lie, made once they have changed; None where no kernel reads them so."""
+        if gpu.why_not(self._empty.device, self.dtype):
+            return None
+        if (layer, coarse) not in self._tables:
+            heads = self._layers[layer]
+            held = [head.since(0, coarse=coarse) for head in heads]
+            holes = any(head.has_holes for head in heads)
+            table = None if why_not(held) else table_of(held, [head.pos for head in heads], has_holes=holes)
+            self._tables[layer, coarse] = table
+        return self._tables[layer, coarse]
 
     def _run(self, layer: int, window: int | None, *, coarse: bool) -> tuple[PackedRun, int | None]:
         """The heads where they lie, and the window: where there are holes, one that hides them alone."""
@@ -106,6 +122,7 @@ class Packed:
         """Round and store these slots, after rotary embedding; each head those whose position is not -1."""
         if not slots.n_slots:
             return
+        self._forget_table(layer)
         k, v = self._turned(slots.k), self._turned(slots.v)
         held = slots.pos >= 0
         whole = bool(held.all())
@@ -204,6 +221,7 @@ class Packed:
 
     def restore(self, given: Given) -> None:
         """The same codes: nothing is rounded again."""
+        self._tables.clear()
         for layer, heads in enumerate(self._layers):
             for j, head in enumerate(heads):
                 head.restore(given.part(str(layer)).part(str(j)))
@@ -219,7 +237,13 @@ class Packed:
             found.append(Usage(layer, self._name, slots, sum(held.values()), "rounded" if slots else None))
         return found
 
+    def _forget_table(self, layer: int) -> None:
+        """Before its heads change: a table keeps what it names, which may be what memory runs out of."""
+        for coarse in (False, True):
+            self._tables.pop((layer, coarse), None)
+
     def _keep(self, layer: int, mask: Tensor) -> None:
+        self._forget_table(layer)
         for j, head in enumerate(self._layers[layer]):
             part = mask[j, : head.length]
             if not torch.equal(part, head.pos >= 0):
@@ -238,8 +262,9 @@ class Packed:
         """t [.., D] by the Hadamard matrix, which is its own inverse; by native products, if any: row by row."""
         if self._turn is None:
             return t
-        t = t.to(self._turn.dtype)
-        return t @ self._turn if self._panels is None else linear.linear(t, self._panels, None, t.shape[-1])
+        if self._panels is None:
+            return turned(t, self._turn)
+        return linear.linear(t.to(self._turn.dtype), self._panels, None, t.shape[-1])
 
 
 def _seen(head: Head, window: int | None, rows: Sequence[int], *, coarse: bool) -> tuple[PackedHead, Tensor | None]:

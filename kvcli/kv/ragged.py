@@ -18,6 +18,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own, Run, read, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
+from kvcli.kv.fixed import AHEAD, Lying
 from kvcli.kv.slab import rises, seen
 from kvcli.kv.slots import LayerShape, Sight, Slots, alone, last, run_of
 from kvcli.kv.state import Given, State
@@ -62,6 +63,7 @@ class Ragged:
         self._lengths = [0] * n_kv
         self._extents = Extents.of(self._lengths, step)
         self._highest, self._ordered = -1, True  # as in a slab; in order if every head is
+        self._lying: Lying | None = None  # the same
         self._lay(Extents.of((slots.pos >= 0).sum(1).tolist(), step))
         self.take(slots)
 
@@ -105,7 +107,9 @@ class Ragged:
     ) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
         if serves(q, self.v):
-            return [read(q, self.run(rotary), own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
+            window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
+            run = self.run(rotary)
+            return [read(q, run, own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)]
         return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
 
     def run(self, rotary: Rotary | None = None) -> Run:
@@ -138,10 +142,25 @@ class Ragged:
         self._make_room([n + m for n in self._lengths])
         at = (self._ends.unsqueeze(1) + torch.arange(m, device=k.device)).flatten()
         self._put(at, k.flatten(0, 1), v.flatten(0, 1), run_of(start, m, len(self._lengths), k.device).flatten())
-        self._ends += m
-        self._lengths = [n + m for n in self._lengths]
+        self.grew(m, start)
+
+    def fixed(self, more: int) -> Lying:
+        """Where a device finds the slots, and room for `more` behind those of each head."""
+        if any(n + more > room for n, room in zip(self._lengths, self._extents.room, strict=True)):
+            more = max(more, AHEAD * self._step)
+            self._lay(Extents.of([n + more for n in self._lengths], self._step))
+        if self._lying is None:
+            start = self._extents.start
+            self._lying = Lying.of(self.k, self.v, self.pos, start, start, max(self._extents.room))
+        self._lying.tell(self._lengths)
+        return self._lying
+
+    def grew(self, n: int, start: int) -> None:
+        """n slots more are in place in all heads, at positions from `start` on."""
+        self._ends += n
+        self._lengths = [length + n for length in self._lengths]
         self._ordered &= start > self._highest
-        self._highest = max(self._highest, start + m - 1)
+        self._highest = max(self._highest, start + n - 1)
 
     def take(self, slots: Slots) -> bool:
         """Store these as well, whichever each head brings; always True."""
@@ -269,7 +288,13 @@ class Ragged:
         ends = starts + torch.tensor(self._lengths, device=pos.device)
         order = torch.tensor(extents.order, device=pos.device)
         back = order.argsort()  # heads in their own order again
-        self.k, self.v, self.pos, self._ends = k, v, pos, ends  # together: memory may have run out between them
+        self.k, self.v, self.pos, self._ends, self._lying = (
+            k,
+            v,
+            pos,
+            ends,
+            None,
+        )  # together: memory may have run out between them
         self._order, self._back, self._in_order = order, back, extents.order == sorted(extents.order)
         self._extents, self._runs = extents, extents.runs()
 

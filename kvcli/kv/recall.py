@@ -13,17 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import WIDEST, Chosen, Own, Run, attend_part, read, serves
+from kvcli.kernels.attend_rows import WIDEST, Chosen, Own, Run, attend_part, read, serves, serves_chosen
 from kvcli.kernels.merge import Part
 from kvcli.kernels.page_scores import log_masses
 from kvcli.kv.index import Index
-from kvcli.kv.recall_near import Near
+from kvcli.kv.recall_near import Far, Near
 from kvcli.kv.recall_pages import Budget, Pages, padded
 from kvcli.kv.recall_source import Source, Whole
 from kvcli.kv.slots import Loss, Sight, Slots, Usage, alone, visible
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvcli.kv.rung import Floor
 
 UNREAD: Loss = "unread"
+AHEAD = 0.25  # of the pages that a row may choose: so many that were nearly chosen are fetched for the next pass
 ROWS = 64  # rows that choose at a time: their scores of all pages exist at once
 
 
@@ -69,7 +70,7 @@ class Recall:
         assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
         self._source = source or Whole(tier)
-        self._near = Near(self._source) if self._source.is_far else None
+        self._near = Near(cast(Far, self._source)) if self._source.is_far else None
         self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
         self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
         self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
@@ -158,6 +159,8 @@ class Recall:
             found.append(Usage(layer, "index", p.last.shape[1] * self._index.page, size, lost))
             if self._near is not None:
                 found.append(Usage(layer, "near", 0, self._near.nbytes(layer)))
+        if self._near is not None and found:
+            found[-1] = replace(found[-1], asked=self._near.asked, found=self._near.found)  # of all layers
         return found
 
     def _forget(self, layer: int) -> None:
@@ -181,7 +184,7 @@ class Recall:
         score = score.view(*rows.shape[:3], -1)  # [K, G, N, P]
         chosen = _choose(score, pages)  # [K, N, P]
         self._count(layer, chosen)
-        part = self._read(layer, pages, q, chosen, sight)
+        part = self._read(layer, pages, q, chosen, sight, score)
         if self._epsilon is not None:
             missed = log_masses(score, pages.held.unsqueeze(1) & ~chosen)  # [K, G, N]
             out, lse = part.out.view(rows.shape), part.lse.view(rows.shape[:3])
@@ -198,7 +201,7 @@ class Recall:
         starts, at = ([a + b for a, b in zip(x, first, strict=True)] for x in (run.starts, run.pos_starts))
         return replace(run, starts=starts, pos_starts=at, lengths=[n] * len(starts))
 
-    def _read(self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: Sight) -> Part:
+    def _read(self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: Sight, score: Tensor) -> Part:
         """Each row over its own choice: as a sequence of its own, so that what others chose changes no bit of it.
 
         Where no such kernel is, all rows over the union of what they chose, each seeing its own part.
@@ -209,13 +212,16 @@ class Recall:
         scale, softcap = sight.scale, sight.softcap
         pos = [0] * n_rows  # where rows stand is of no interest
         run = None if self._near is not None else self._source.run(layer)
-        if run is not None and serves(q, run.v):
+        if run is not None and serves_chosen(q, run.v):
             return attend_part(q, run, pos, scale, softcap=softcap, chosen=Chosen(chosen, page, behind, left))
         union = padded(chosen.any(1))  # [K, U]
         index = torch.cat((pages.slots_of(union), pages.behind()), 1)
-        s = _here((self._near or self._source).gather(layer, index), q)
+        if self._near is None:
+            s = _here(self._source.gather(layer, index), q)
+        else:
+            s = _here(self._near.gather(layer, index, pages.slots_of(_nearly(score, chosen, pages))), q)
         mine = _among(chosen, union)  # [K, N, U]
-        if serves(q, s.v):
+        if serves_chosen(q, s.v):
             each = Chosen(mine, page, [union.shape[1] * page] * len(left), left)
             return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
         shown = torch.nn.functional.pad(mine.repeat_interleave(page, 2), (0, max(left)), value=True)
@@ -258,6 +264,14 @@ def _choose(score: Tensor, pages: Pages) -> Tensor:
     best = share.masked_fill(~pages.open.unsqueeze(1), -torch.inf).topk(pages.most, -1).indices
     chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(2, best, True)
     return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
+
+
+def _nearly(score: Tensor, chosen: Tensor, pages: Pages) -> Tensor:
+    """score [K, G, N, P] -> [K, A], -1 = none: the best pages that no row chose [K, N, P]."""
+    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax((1, 2))  # [K, P]
+    share = share.masked_fill(~pages.open | chosen.any(1), -torch.inf)
+    best = share.topk(min(math.ceil(AHEAD * pages.most), share.shape[1]), -1)
+    return best.indices.masked_fill(best.values == -torch.inf, -1)
 
 
 def _among(chosen: Tensor, union: Tensor) -> Tensor:

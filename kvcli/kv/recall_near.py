@@ -1,59 +1,125 @@
-"""What the last pass read of a far tier, kept where rows are computed: the next pass fetches only the difference.
+"""What rows read of a far tier, kept where they are computed, and what they may read next, fetched ahead.
 
-Neighbouring tokens want mostly the same pages, and the rows of a draft ask for those of the tokens to come.
+Neighbouring tokens want mostly the same pages, and the rows of a draft ask for those of the tokens to come. Pages that
+were nearly chosen fly while others are read: they are the likeliest to be chosen next. None of it changes what is read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from kvcli.kv.recall_source import Source
 from kvcli.kv.slots import Slots, picked
 
 NONE = torch.iinfo(torch.int64).max  # an index behind all others
+Arrival = Callable[[], Slots]
+
+
+class Far(Protocol):
+    """A tier across the bus."""
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none."""
+
+    def fly(self, layer: int, index: Tensor) -> Arrival:
+        """The same, on its way: the answer gives it, in order with what the device is told from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    index: Tensor  # [K, M] rising, NONE last
+    slots: Slots
+
+    def place(self, index: Tensor) -> Tensor:
+        """[K, M]: where these slots, -1 = none, are held; -1 where they are not."""
+        at = torch.searchsorted(self.index, index.contiguous()).clamp(max=max(0, self.index.shape[1] - 1))
+        return at.masked_fill((index < 0) | (self.index.gather(1, at) != index), -1)
 
 
 class Near:
     """Slots of `far` by their index, as long as they do not change: `forget` says when they may have."""
 
-    def __init__(self, far: Source) -> None:
+    def __init__(self, far: Far) -> None:
         self._far = far
-        self._held: dict[int, tuple[Tensor, Slots]] = {}  # index [K, M] rising, NONE last; and the slots
-        self.fetched = 0  # slots of all heads, since the beginning
-        self.asked = 0
+        self._held: dict[int, _Held] = {}
+        self._coming: dict[int, tuple[Tensor, Arrival]] = {}
+        self.asked = self.found = 0  # slots of all heads that rows wanted, and those that were here
+        self.flown = 0  # fetched ahead
 
-    def gather(self, layer: int, index: Tensor) -> Slots:
-        """Slots index [K, M] of each head, -1 = none."""
-        held = self._held.get(layer)
-        got = self._far.gather(layer, index) if held is None else self._renewed(layer, index, *held)
-        order = index.masked_fill(index < 0, NONE).sort(1)
-        self._held[layer] = order.values, picked(got, order.indices)
+    def gather(self, layer: int, index: Tensor, ahead: Tensor | None = None) -> Slots:
+        """Slots index [K, M] of each head, -1 = none. `ahead` [K, A]: those to have here next time."""
+        held = self._arrived(layer, index)
+        if held is None:
+            got = self._far.gather(layer, index)
+        else:
+            place = held.place(index)
+            got = picked(held.slots, place)
+            self._fill(layer, got, index.masked_fill(place >= 0, -1))
+            self.found += int((place >= 0).sum())
         self.asked += int((index >= 0).sum())
-        self.fetched += int((index >= 0).sum()) if held is None else 0
+        self._hold(layer, index, got, held, ahead)
         return got
 
     def forget(self, layer: int) -> None:
         """Slots of this layer may have moved or changed."""
         self._held.pop(layer, None)
+        if layer in self._coming:
+            self._coming.pop(layer)[1]()  # what is still on its way needs the room that it comes to
 
     def nbytes(self, layer: int) -> int:
         """What is kept of this layer."""
-        index, s = self._held.get(layer, (None, None))
-        return 0 if s is None or index is None else sum(t.nbytes for t in (index, s.k, s.v, s.pos))
+        if (held := self._held.get(layer)) is None:
+            return 0
+        return sum(t.nbytes for t in (held.index, held.slots.k, held.slots.v, held.slots.pos))
 
-    def _renewed(self, layer: int, index: Tensor, held: Tensor, slots: Slots) -> Slots:
-        at = torch.searchsorted(held, index.contiguous()).clamp(max=held.shape[1] - 1)
-        is_new = (held.gather(1, at) != index) & (index >= 0)
-        out = picked(slots, at.masked_fill(index < 0, -1))
-        heads, to = is_new.nonzero(as_tuple=True)
-        if heads.shape[0]:
-            count = is_new.sum(1)
-            rank = torch.arange(heads.shape[0], device=index.device) - (count.cumsum(0) - count)[heads]
-            missing = index.new_full((index.shape[0], int(count.max())), -1)
-            missing[heads, rank] = index[heads, to]
-            new = self._far.gather(layer, missing)
-            for t, fresh in ((out.k, new.k), (out.v, new.v), (out.pos, new.pos)):
-                t[heads, to] = fresh[heads, rank].to(t)
-            self.fetched += heads.shape[0]
-        return out
+    def _arrived(self, layer: int, index: Tensor) -> _Held | None:
+        """What is here, with what came since the last pass."""
+        held = self._held.get(layer)
+        if held is not None and layer in self._coming:
+            came, arrival = self._coming.pop(layer)
+            held = _sorted(torch.cat([held.index, came], 1), _beside(held.slots, arrival()))
+        return held
+
+    def _fill(self, layer: int, got: Slots, missing: Tensor) -> None:
+        """Put the slots `missing` [K, M], -1 = none, into their places."""
+        lacks = missing >= 0
+        if (packed := _packed(missing)) is None:
+            return
+        new = self._far.gather(layer, packed)
+        heads, to = lacks.nonzero(as_tuple=True)
+        rank = (lacks.cumsum(1) - 1)[heads, to]
+        for t, fresh in ((got.k, new.k), (got.v, new.v), (got.pos, new.pos)):
+            t[heads, to] = fresh[heads, rank].to(t)
+
+    def _hold(self, layer: int, index: Tensor, got: Slots, held: _Held | None, ahead: Tensor | None) -> None:
+        """What was read; of what is wanted ahead what is here, and the rest sets out."""
+        if ahead is not None and held is not None:
+            place = held.place(ahead)
+            index = torch.cat([index, ahead.masked_fill(place < 0, -1)], 1)
+            got = _beside(got, picked(held.slots, place))
+            ahead = ahead.masked_fill(place >= 0, -1)
+        self._held[layer] = _sorted(index, got)
+        if ahead is not None and (packed := _packed(ahead)) is not None:
+            self._coming[layer] = packed.masked_fill(packed < 0, NONE), self._far.fly(layer, packed)
+            self.flown += int((packed >= 0).sum())
+
+
+def _sorted(index: Tensor, s: Slots) -> _Held:
+    order = index.masked_fill(index < 0, NONE).sort(1)
+    return _Held(order.values, picked(s, order.indices))
+
+
+def _beside(a: Slots, b: Slots) -> Slots:
+    return Slots(torch.cat([a.k, b.k], 1), torch.cat([a.v, b.v], 1), torch.cat([a.pos, b.pos.to(a.pos)], 1))
+
+
+def _packed(index: Tensor) -> Tensor | None:
+    """[K, M], -1 = none -> the same in their order, as narrow as can be, -1 behind them; None where there are none."""
+    gone = index < 0
+    count = int((~gone).sum(1).max()) if index.numel() else 0
+    order = gone.to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
+    return index.gather(1, order) if count else None

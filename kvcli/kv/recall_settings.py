@@ -116,7 +116,7 @@ class _Part:
         return [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight.window is None]
 
     def near(self, head_dim: int, number: int) -> float:
-        return self.fraction * 2 * head_dim * number
+        return 1.25 * self.fraction * 2 * head_dim * number  # with what is fetched ahead, as recall.AHEAD says
 
     def index(self) -> Index:
         """How pages are known."""

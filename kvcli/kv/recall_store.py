@@ -36,6 +36,10 @@ class RecallStore(Recall):
         """The store's."""
         return self._store.forgets
 
+    def fixed(self, more: int) -> str:
+        """Why it needs the host."""
+        return "rows choose which pages they read (recall.method)"
+
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Room for n slots a head."""
         self._store.reserve(n, layers)

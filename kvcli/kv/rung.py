@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from kvcli.kv.slots import Slots, Tier, last
+from kvcli.kv.fixed import Fixed
+from kvcli.kv.reach import Answer
+from kvcli.kv.slots import Sight, Slots, Tier, last
 from kvcli.kv.windows import Windows
 
 SLACK = 16  # a rung with others below may hold this part more than it has to
+Ask = Callable[[int, Tensor, Sight, Sequence[int]], Answer]
 
 
 class Floor(Tier, Protocol):
@@ -30,6 +34,9 @@ class Top(Floor, Protocol):
     @property
     def windows(self) -> Windows: ...
 
+    def fixed(self, more: int) -> Fixed | str:
+        """As of a store."""
+
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Room for n slots a head in these layers, None = all."""
 
@@ -45,6 +52,14 @@ class Rung:
     holds: int | None = None  # slots, sinks aside (up to SLACK more); None = all. Of the last: its room
     group: int = 1  # what is older moves down in multiples of so many slots
     name: str = ""  # of its bytes, where the top's are called as its tier's are
+    later: Ask | None = None  # where the tier can be read while the device reads others: how it is asked
+
+    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+        """q [H, N, D] of rows at positions pos [N] -> the parts, when they are called for."""
+        if self.later is not None:
+            return self.later(layer, q, sight, pos)
+        parts = self.tier.attend(layer, q, sight, pos)
+        return lambda: parts
 
     def is_full(self, layer: int, *, is_last: bool) -> bool:
         """Whether what it holds too much is worth moving: a long rung is copied when its oldest go."""

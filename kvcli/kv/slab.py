@@ -13,6 +13,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import BLOCK, Own, Run, read, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
+from kvcli.kv.fixed import AHEAD, Lying
 from kvcli.kv.slots import LayerShape, Sight, Slots, alone, opens, picked
 from kvcli.kv.state import Given, State
 
@@ -35,6 +36,9 @@ class Slab:
     gone: int = 0  # slots given back before the first: with native kernels the places of the others stay as they were
     noted: int = 0  # slots whose positions are in `pos`; those behind rise one by one to `highest`
     lies: Run | None = None  # as `run` gave it last: views of the tensors, made anew once they are others
+    lying: Lying | None = None  # the same for `fixed`
+    there: Tensor | None = None  # [cap] positions beside keys on a device, where a window was read
+    sent: int = 0  # slots whose positions are in `there`
 
     @staticmethod
     def of(slots: Slots, step: int) -> Slab:
@@ -74,7 +78,7 @@ class Slab:
     @property
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
-        return [self.k, self.v, self.pos]
+        return [self.k, self.v, self.pos, *([] if self.there is None else [self.there])]
 
     @property
     def at(self) -> np.ndarray:
@@ -105,7 +109,24 @@ class Slab:
         if sight.window is not None:
             self._note()
         run = self.run(rotary) if self.length else None
-        return [read(q, run, own, rows, sight.scale, window=sight.window, softcap=sight.softcap)]
+        if run is not None and sight.window is not None and q.device.type != "cpu":
+            run.pos = self.beside()
+        window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
+        return [read(q, run, own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)]
+
+    def beside(self) -> Tensor:
+        """Positions [cap] on the device of the keys, of all that is held. New ones that rise one by one, as those of an
+        answer do, are made there: nothing is copied, and nothing waits."""
+        if self.there is None:
+            self.there, self.sent = torch.full_like(self.pos[0], -1, device=self.k.device), 0
+        if new := self.length - self.sent:
+            at, place = self.at[self.sent :], self.there[self.sent : self.length]
+            if at[-1] - at[0] == new - 1 and self.ordered:
+                torch.arange(int(at[0]), int(at[-1]) + 1, out=place)
+            else:
+                place.copy_(torch.from_numpy(at))
+            self.sent = self.length
+        return self.there
 
     def run(self, rotary: Rotary | None = None) -> Run:
         """The slots where they lie, their keys rotated first if they lie un-rotated; until the slab changes."""
@@ -116,7 +137,7 @@ class Slab:
         self.lies.lengths, self.lies.gone = [self.length] * len(self.lies.starts), self.gone
         if rotary is None:
             return self.lies
-        return replace(self.lies, k=rotate(self.k, self._pos, rotary).flatten(0, 1))
+        return replace(self.lies, k=rotate(self.k, self._pos.to(self.k.device), rotary).flatten(0, 1))
 
     def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
         """Over the slots alone."""
@@ -135,33 +156,59 @@ class Slab:
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """k, v [K, M, D] at positions from `start` on, M > 0."""
-        if start == self.highest + 1:
-            self._put(k, v)
-            self.highest += k.shape[1]
-        else:
-            self._append(k, v, np.arange(start, start + k.shape[1]))
-
-    def _append(self, k: Tensor, v: Tensor, pos: np.ndarray) -> None:
-        first = len(self.at)
         self._put(k, v)
+        self._longer(k.shape[1], start)
+
+    def _longer(self, n: int, start: int) -> None:
+        """By n slots that are in place."""
+        if start == self.highest + 1:
+            self.length += n
+            self.highest += n
+        else:
+            self._note()
+            self.length += n
+            self._place(np.arange(start, start + n))
+
+    def _place(self, pos: np.ndarray) -> None:
+        """Positions of the newest slots."""
         self.ordered &= int(pos[0]) > self.highest
         self.highest = max(self.highest, int(pos.max()))
         self.noted = self.length
-        self.at[first:] = pos
+        self.at[self.length - len(pos) :] = pos
 
     def _put(self, k: Tensor, v: Tensor) -> None:
         first, end = self.length, self.length + k.shape[1]
         self.reserve(end)
         self.k[:, first:end] = k
         self.v[:, first:end] = v
-        self.length = end
+
+    def fixed(self, more: int) -> Lying:
+        """Where a device finds the slots, and room for `more` behind them."""
+        n_kv, cap, _ = self.k.shape
+        if self.length + more > cap:
+            self.reserve(self.length + max(more, AHEAD * self.step))
+            cap = self.k.shape[1]
+        if self.lying is None:
+            starts = range(0, n_kv * cap, cap)
+            self.lying = Lying.of(self.k.flatten(0, 1), self.v.flatten(0, 1), self.beside(), starts, [0] * n_kv, cap)
+        self.lying.tell([self.length] * n_kv, self.sent < self.length)
+        self.beside()
+        return self.lying
+
+    def grew(self, n: int, start: int) -> None:
+        """A device stored n slots more at positions from `start` on, as `fixed` told it where."""
+        self._longer(n, start)
+        self.sent = self.length
 
     def take(self, slots: Slots) -> bool:
         """Store these as well, unless heads bring different ones: then nothing is stored, and the answer is False."""
         if not agree(slots):
             return False
         pos = slots.pos[0].cpu()
-        self._append(slots.k, slots.v, pos.numpy())
+        self._put(slots.k, slots.v)
+        self._note()
+        self.length += len(pos)
+        self._place(pos.numpy())
         self.ordered &= rises(pos)
         return True
 
@@ -192,7 +239,7 @@ class Slab:
         if not self.ordered:
             return False
         was, self.length = self.length, int(np.searchsorted(self.at, n))
-        self.noted = self.length
+        self.noted, self.sent = self.length, min(self.sent, self.length)
         self.v[:, self.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
         self.highest = int(self.at[-1]) if self.length else -1
         self.gone *= self.length > 0
@@ -223,7 +270,8 @@ class Slab:
         k, v = moved(self.k), moved(self.v)
         pos = self.pos.new_full((1, cap), -1)
         pos[:, :n] = self._pos[:, first : self.length]
-        self.k, self.v, self.pos, self.lies = k, v, pos, None  # together: memory may have run out between them
+        # together: memory may have run out between them
+        self.k, self.v, self.pos, self.lies, self.lying, self.there = k, v, pos, None, None, None
         self.length = self.noted = n
 
 

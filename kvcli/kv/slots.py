@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.state import Stateful
 
 
@@ -22,6 +23,7 @@ class LayerShape:
     k_dim: int  # numbers of a key
     v_dim: int  # of a value
     shares: int | None = None  # an earlier layer, whose slots this one reads: it stores none of its own
+    device: torch.device | None = None  # where it computes; None = where the model does
 
 
 def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
@@ -76,6 +78,9 @@ class Usage:
     slots: int  # of the longest head
     nbytes: int  # allocated, spare room included
     lost: Loss | None = None  # of these slots
+    how: str = ""  # rows reach them, in words, where there are several ways
+    asked: int = 0  # slots that rows wanted of those kept near, of all heads, since the text began
+    found: int = 0  # of them, how many were there
 
 
 Masks = Sequence[Tensor | None]  # by layer: which of its slots stay, bool [K, S]; None = all of them
@@ -105,6 +110,12 @@ class Reader(Readable, Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Numbers that a pass reads its own fresh rows in, as it does those stored."""
+
+    def fixed(self, more: int) -> Fixed | str:
+        """Where a device finds all of it by itself, with room for `more` slots a head; or why it cannot, in words.
+
+        Asked before a pass that is recorded once (engine/frame.py); what is stored or forgotten in between it tells.
+        """
 
 
 class Tier(Readable, Stateful, Protocol):
@@ -191,6 +202,13 @@ def nbytes(*held: Holder | None) -> dict[str, int]:
         for use in holder.usage() if holder is not None else ():
             total[use.tier] = total.get(use.tier, 0) + use.nbytes
     return total
+
+
+def hit_rate(held: Iterable[Holder | None]) -> float | None:
+    """Of the slots that rows wanted of tiers far away, the share that was near already; None = they wanted none."""
+    uses = [use for holder in held if holder is not None for use in holder.usage()]
+    asked = sum(use.asked for use in uses)
+    return sum(use.found for use in uses) / asked if asked else None
 
 
 def empty_like(s: Slots) -> Slots:

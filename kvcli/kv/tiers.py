@@ -7,16 +7,19 @@ makes one on the same device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from kvcli.errors import BadConfig
+from kvcli.kernels import dispatch, gpu
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import STEP, is_ladder, is_packed, packs_by_age
 from kvcli.kv.ladder import Ladder
+from kvcli.kv.mapped import PIECE
 from kvcli.kv.room import Room, room
 from kvcli.kv.rung import Rung
 from kvcli.kv.windows import windows_of
@@ -26,6 +29,8 @@ from kvcli.settings.schema import size_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvcli.kv.host import Host
+    from kvcli.kv.reach import Way
     from kvcli.kv.recall_settings import Chosen
     from kvcli.kv.recall_source import Shelf
     from kvcli.kv.slots import LayerShape, Sight, Store, Tier
@@ -45,6 +50,7 @@ class Plan:
     sights: Sequence[Sight]  # by layer
     chunk: int  # tokens read in one pass, at most
     held: int = 0  # bytes of the device that the store in use takes, which this one is to replace
+    working: int = 0  # bytes of the device that a pass takes beside keys and values
 
     def store(self) -> Store:
         """The store; raises BadConfig or Shortage where what is asked for cannot be."""
@@ -60,9 +66,13 @@ class Plan:
         if self.is_packed:
             below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
         if self.room.host_bytes:
-            below.append(self._rung(self._host(), self.room.in_host, self.kv.group))
+            below.append(self._far_rung(self._host(), self.room.in_host, self.kv.group))
         if size_of(self.memory.disk):
-            below.append(self._rung(self._disk(), self.room.on_disk))
+            disk = self._disk()
+            if self.device.type == "cpu":
+                below.append(self._rung(disk, self.room.on_disk))
+            else:
+                below.append(self._far_rung(self._far(disk), self.room.on_disk))
         if self.memory.demotes and not below:
             self._refuse_all_alike()
             below.append(Rung(self.recall.below(self._dense(self.device, STEP), self.sights), name="demoted"))
@@ -80,6 +90,11 @@ class Plan:
 
     def _rung(self, tier: Shelf, holds: int | None, group: int = 1) -> Rung:
         return Rung(self.recall.below(tier, self.sights), holds, group)
+
+    def _far_rung(self, tier: Host, holds: int | None, group: int = 1) -> Rung:
+        """One that is read in full is asked before the device's own rungs are, and answers behind them."""
+        later = None if self.recall.layers(self.sights) else tier.ask
+        return replace(self._rung(tier, holds, group), later=later)
 
     def _refuse_host(self) -> None:
         steps = [step for step in self.memory.ladder if step.startswith("memory.host")]
@@ -141,8 +156,10 @@ class Plan:
         """What these keys and the machine leave to keys and values."""
         is_gpu, free = self.device.type == "cuda", int(psutil.virtual_memory().available)
         behind = free - kept_free(free) if is_gpu else 0
+        taken = 0
         if is_gpu:
             free = int(torch.cuda.mem_get_info(self.device)[0])
+            taken = self.working + 2 * PIECE  # a pass, and the buffers that slots of elsewhere are copied into
         free += self.held
         return room(
             self.kv,
@@ -153,7 +170,7 @@ class Plan:
             self.dtype.itemsize,
             chunk=self.chunk,
             is_cpu=self.device.type == "cpu",
-            free=free - kept_free(free),
+            free=max(0, free - kept_free(free) - taken),
             host=behind,
         )
 
@@ -189,16 +206,53 @@ class Plan:
             halves=self.kv.halves,
         )
 
-    def _host(self) -> Shelf:
+    def _host(self) -> Host:
+        from kvcli.kv.bus import bus_of
+        from kvcli.kv.mapped import Mapped
+
+        if self.is_packed:
+            return self._far(self._packed(torch.device("cpu")))
+        return self._far(Mapped(self.shapes, self.dtype, bus_of(self.device)))
+
+    def _far(self, tier: Shelf) -> Host:
         from kvcli.kv.host import Host
 
-        cpu = torch.device("cpu")
-        return Host(self._packed(cpu) if self.is_packed else self._dense(cpu), self.device)
+        return Host(tier, self.device, self._way())
+
+    def _way(self) -> Way:
+        """How rows reach what lies in host memory; raises BadConfig where they cannot as `memory.reach` asks."""
+        from kvcli.kv.rates import rates
+        from kvcli.kv.reach import ByQuery, ByRule, ByStream
+
+        asked, unserved = self.memory.reach, self._unserved()
+        why = "slots of few bits are read by the CPU" if self.is_packed else unserved if asked == "kernel" else ""
+        if why and asked in ("kernel", "stream"):
+            raise BadConfig(
+                f'memory.reach = "{asked}" is not for these slots: {why}',
+                code="no_such_reach",
+                try_=["--set memory.reach=auto"],
+            )
+        if asked == "cpu" or self.is_packed:
+            return ByQuery
+        if asked == "stream":
+            return ByStream
+        return partial(ByRule, unserved=unserved, rates=partial(rates, self.device) if asked == "auto" else None)
+
+    def _unserved(self) -> str:
+        """Why no kernel of the device reads host memory in these numbers; "" = one does."""
+        if why := gpu.why_not(self.device, self.dtype):
+            return why
+        bends = {sight.softcap > 0 for sight in self.sights}
+        kinds = [dispatch.choose("attend", self.device.type, self.dtype, bend) for bend in bends]
+        if not all(kind.__module__.endswith(".fused") for kind in kinds):
+            return "attention has no kernel for it"
+        fits = import_module(kinds[0].__module__).fits
+        return (
+            "" if all(fits(shape.k_dim, shape.v_dim) for shape in self.shapes) else "no kernel has heads of this size"
+        )
 
     def _disk(self) -> Shelf:
         from kvcli.kv.disk import Disk
-        from kvcli.kv.host import Host
 
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
-        disk = Disk(*self._one_shape("memory.disk", "0GiB"), self.dtype, most, writes)
-        return disk if self.device.type == "cpu" else Host(disk, self.device)
+        return Disk(*self._one_shape("memory.disk", "0GiB"), self.dtype, most, writes)

@@ -17,11 +17,13 @@ ARM_FLAGS = ("asimd", "asimddp", "bf16", "i8mm", "sve")
 
 KEPT_FREE = 1 << 30  # bytes, at most; less where there is little, because an estimate is good to a tenth
 UNSURE = 0.1
+NEVER = "kvcli has never run there, MLX and llama.cpp are made for it"
+OF_CARD = 0.03  # of a GPU, on which nothing is swapped and little else moves: what the driver takes on the way
 
 
-def kept_free(available: int) -> int:
-    """Of what is available, the part that nothing plans with."""
-    return min(KEPT_FREE, int(UNSURE * available))
+def kept_free(available: int, card: int = 0) -> int:
+    """Of what is available, the part that nothing plans with; `card`: bytes of the GPU that it is of."""
+    return min(available, int(OF_CARD * card)) if card else min(KEPT_FREE, int(UNSURE * available))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,24 @@ class Found:
     name: str
     total: int | None  # bytes
     free: int | None
+    capability: tuple[int, int] | None = None  # of an NVIDIA card
+    unserved: str = ""  # why fused kernels do not run on a GPU; "" = they do
 
 
 def devices() -> Iterator[Found]:
     """The CPU first."""
     import torch
 
+    from kvcli.kernels.gpu import why_not
+
     memory = psutil.virtual_memory()
     yield Found("cpu", cpu_name() or platform.machine(), memory.total, memory.available)
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
-        yield Found(f"cuda:{i}", torch.cuda.get_device_name(i), total, free)
+        is_nvidia = torch.version.hip is None  # which torch for AMD calls cuda, too
+        capability = torch.cuda.get_device_capability(i) if is_nvidia else None
+        why = why_not(torch.device("cuda", i), torch.bfloat16)
+        yield Found(f"cuda:{i}", torch.cuda.get_device_name(i), total, free, capability, why)
     if torch.backends.mps.is_available():
         yield Found("mps", "Apple GPU", None, None)
 
@@ -88,20 +97,30 @@ def cores() -> int | None:
 
 
 def kernels() -> list[tuple[str, str, str, str]]:
-    """(device, op, choice, reason) of everything that dispatches, for each kind of device."""
+    """(device, op, choice, reason) of everything that dispatches, for each kind of device; and of each GPU, whether it
+    has kernels of its own."""
     import torch
 
     from kvcli.kernels.dispatch import explain
 
-    kinds = dict.fromkeys(found.kind.partition(":")[0] for found in devices())
-    return [(kind, *choice) for kind in kinds for choice in explain(kind, torch.bfloat16)]
+    there = list(devices())
+    kinds = dict.fromkeys(found.kind.partition(":")[0] for found in there)
+    rows = [(kind, *choice) for kind in kinds for choice in explain(kind, torch.bfloat16)]
+    for found in there:
+        if found.kind == "mps":
+            rows.append(("mps", "all", "reference", f"plain PyTorch, draws on the host; {NEVER}"))
+        elif found.kind != "cpu":
+            capability = ".".join(map(str, found.capability or ()))
+            served = ("Triton", f"compute capability {capability}")
+            rows.append((found.kind, "fused", *(("none", found.unserved) if found.unserved else served)))
+    return rows
 
 
 def quant_backends() -> dict[str, str]:
-    """What runs quantized weights, by kind of device."""
-    kinds = dict.fromkeys(found.kind.partition(":")[0] for found in devices())
-    words = {"cpu": "packed int8 and int4", "cuda": "bitsandbytes int8 and nf4", "mps": "none"}
-    return {kind: words[kind] for kind in kinds}
+    """What runs quantized weights, by device."""
+    words = {"cpu": "packed int8 and int4", "mps": "none: MLX and llama.cpp have it"}
+    on_gpu = {True: "fused int8, int4 (packed as on a CPU) and nf4", False: "bitsandbytes int8, fp4 and nf4"}
+    return {found.kind: words.get(found.kind) or on_gpu[not found.unserved] for found in devices()}
 
 
 def _cpuinfo() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from kvcli.errors import BadModel, UsageError
@@ -27,6 +28,16 @@ _STATE_FAMILIES = {
     "jamba",
     "zamba",
     "zamba2",
+}
+# Packages that transformers unpacks weights with, by the quant_method of a checkpoint: their modules, and their names.
+_UNPACKS = {
+    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
+    "awq": {"gptqmodel": "gptqmodel"},
+    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
+    "hqq": {"hqq": "hqq"},
+    "torchao": {"torchao": "torchao"},
+    "auto-round": {"auto_round": "auto-round"},
+    "aqlm": {"aqlm": "aqlm"},
 }
 _WRITES_TEXT = ("CausalLM", "ForConditionalGeneration", "LMHead", "ForImageTextToText")
 
@@ -54,6 +65,17 @@ def refuse(config: Config, name: str) -> None:
             )
 
 
+def refuse_device(name: str) -> None:
+    """A GPU that torch serves and nobody here has run anything on, before anything is looked for there."""
+    if name.startswith("xpu"):
+        raise UsageError(
+            f"load.device = {name}: kvcli has never run on Intel's GPUs",
+            code="no_such_device",
+            lines=["llama.cpp (SYCL) and vLLM-XPU serve them"],
+            try_=["--device cpu", "kvcli doctor"],
+        )
+
+
 def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> None:
     """Weights that cannot be packed so, on such a device."""
     if quant == "none":
@@ -73,7 +95,48 @@ def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> Non
         )
     if kind not in ("cpu", "cuda"):
         raise UsageError(
-            f"load.quant = {quant} does not run on {kind}", code="bad_quant", try_=["--set load.quant=none"]
+            f"load.quant = {quant} does not run on {kind}",
+            code="bad_quant",
+            lines=["MLX and llama.cpp have kernels for weights in few bits there"] * (kind == "mps"),
+            try_=["--set load.quant=none", "--device cpu"],
+        )
+
+
+def refuse_unpackable(name: str, config: Config, kind: str) -> None:
+    """A checkpoint that comes quantized, where what transformers needs for it is not installed."""
+    quantized = config.get("quantization_config")
+    if not isinstance(quantized, dict):
+        return
+    method = str(quantized.get("quant_method", ""))
+    wanted = _UNPACKS.get(method, {}) | ({} if kind == "cpu" else {"accelerate": "accelerate"})
+    missing = [package for module, package in wanted.items() if find_spec(module) is None]
+    if missing:
+        where, packages = ("" if kind == "cpu" else " on a GPU"), f"package{'s' * (len(missing) > 1)}"
+        ours = ["pip install 'kvcli[quantized]'"] * ("accelerate" in missing)
+        theirs = " ".join(package for package in missing if package != "accelerate")
+        raise BadModel(
+            f"{name} comes quantized, which{where} needs the {packages} {' and '.join(missing)}",
+            code="package_missing",
+            lines=[f"transformers reads {method or 'such'} weights with {'it' if len(missing) == 1 else 'them'}"],
+            try_=[*ours, *([f"pip install {theirs}"] if theirs else []), "the unquantized model with --quant int4"],
+        )
+
+
+def refuse_split(layers: int | str, kind: str, *, is_quantized: bool) -> None:
+    """Layers that are to lie on a GPU, `auto` = all or what fits, where there is none, or none can be moved."""
+    if layers == "auto":
+        return
+    if kind != "cuda":
+        raise UsageError(
+            f"load.layers_on_gpu = {layers}, but the model runs on {kind}",
+            code="no_gpu",
+            try_=["--set load.layers_on_gpu=auto", "--device cuda"],
+        )
+    if is_quantized:
+        raise UsageError(
+            f"load.layers_on_gpu = {layers}: a model that comes quantized is placed as a whole",
+            code="no_split",
+            try_=["--set load.layers_on_gpu=auto", "the original, unquantized model with --quant int4"],
         )
 
 

@@ -57,6 +57,10 @@ class _Before:
         self.dtype = at.kv.dtype
         self._at, self._end, self._pick = at, end, pick
 
+    def fixed(self, more: int) -> str:
+        """Why it needs the host."""
+        return "a text is read again by what a policy picks"
+
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         s, at = self._at.layer(layer)
         few = compact(s, (s.pos >= 0) & (s.pos < self._end) & self._pick(s, at))

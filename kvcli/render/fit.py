@@ -148,6 +148,12 @@ def _foot(document: FitDocument) -> Iterator[str]:
         yield f"calibrated {_age(document.calibrated)}"
     elif not timed:
         yield DESCRIBED if document.described else MEASURE
+    gave: dict[str, list[str]] = {}
+    for plan in document.plans:
+        for said in _gave_way(plan, document):
+            gave.setdefault(said, []).append(f"{plan.profile} at {f.count(plan.ctx)}")
+    for said, names in gave.items():
+        yield f"{', '.join(names) if len(names) < len(document.plans) else 'all'}: {said}"
     for plan in document.plans:
         away = [f"{f.long_size(n)} {_AWAY[where]}" for where, n in plan.kv_tiers.items() if where in _AWAY]
         if away:
@@ -157,6 +163,23 @@ def _foot(document: FitDocument) -> Iterator[str]:
     if document.plans[0].runs:
         yield _past(document.plans[0])
     yield from (f"note: {note}" for note in document.notes)
+
+
+def _gave_way(plan: FitPlan, document: FitDocument) -> Iterator[str]:
+    """What a card has no room for, where that goes, and what it costs."""
+    if quant := plan.chosen.get("load.quant"):
+        yield f"weights in {quant}, which fit {document.device} (--quant none keeps them, with layers on the CPU)"
+    if (split := plan.split) is None:
+        return
+    if split.layers == split.of:
+        yield f"{f.long_size(plan.places.get('host', 0))} of embeddings are in host memory: a pass reads a few rows"
+        return
+    by = "" if split.basis == "machine" else ", as is assumed"
+    yield (
+        f"{split.layers} of {split.of} layers on {document.device}, the first {split.of - split.layers} on the CPU: "
+        f"{f.long_size(plan.places.get('host', 0))} of host memory, and {f.seconds(split.seconds)} more a token "
+        f"at {f.long_size(split.bandwidth)}/s{by}"
+    )
 
 
 def _past(plan: FitPlan) -> str:

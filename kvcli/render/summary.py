@@ -114,7 +114,10 @@ def _memory(stats: Stats) -> list[str]:
     before = f" ({f.long_size(fp16)} at fp16)" if fp16 > 1.05 * stats.kv_bytes else ""
     return [
         f"kv {f.long_size(stats.kv_bytes)}{before}" if stats.kv_bytes else "",
+        f"host memory: {stats.reach}" if stats.reach else "",
+        f"{f.percent(stats.near)} of it found near" if stats.near is not None else "",
         f"peak {f.long_size(stats.peak)}{guess}" if stats.peak else "",
+        f"{f.long_size(stats.used)} of the card's {f.long_size(stats.total)} in use" if stats.used else "",
         f"context {f.count(stats.context)} of {f.count(stats.limit)}" if stats.limit else "",
     ]
 

@@ -37,6 +37,17 @@ class FitRuns(Json):
     high: int
 
 
+class FitSplit(Json):
+    """A model larger than the card: the first layers, and embeddings, are with the CPU."""
+
+    layers: Count = Field(description="on the GPU, the last ones")
+    of: Count = Field(description="layers of the model")
+    read: Bytes = Field(description="weights, keys and values that the CPU reads for each token")
+    seconds: Seconds = Field(description="that this takes, beside the GPU's part: bytes over bandwidth")
+    bandwidth: Rate = Field(description="of host memory, bytes a second")
+    basis: Literal["machine", "assumed"] = Field(description="whether that was measured here")
+
+
 class FitPlan(Json):
     """One profile at one context."""
 
@@ -67,6 +78,9 @@ class FitPlan(Json):
     runs: FitRuns | None
     binding: str | None = Field(description="what it fails on; null where it fits")
     order: Order = Field(description="what of a prompt is finished first while it is read: a chunk of it, or a layer")
+    chosen: dict[str, int | str] = Field(description="settings that nobody typed, by dotted key: what fits")
+    places: dict[str, Bytes] = Field(description="all of it by where it lies while it runs: a device, host, disk")
+    split: FitSplit | None = Field(description="null: all of the model runs on one device")
     changes: list[FitChange]
     speed: FitSpeed | None
 

@@ -64,7 +64,13 @@ class Memory(Json):
     kv_bytes: Bytes
     kv_bytes_fp16: Bytes | None = Field(description="the same keys and values at 16 bit")
     kv_tiers: dict[str, Bytes]
+    near_hits: Share | None = Field(default=None, description="of what recall read of host memory: found near already")
+    host_reach: str | None = Field(default=None, description="how rows reach slots in host memory, in words")
     peak_bytes: Bytes | None
+    used_bytes: Bytes | None = Field(
+        description="of a GPU, by all programs, as its driver says when the answer ends: context and libraries, which "
+        "the peak of torch's allocator lacks, included"
+    )
     estimate_bytes: Bytes | None = Field(description="what kvcli fit says of the tokens in memory")
     device: str
     limit_bytes: Bytes | None = Field(description="memory of the device that was available when the run began")

@@ -46,7 +46,7 @@ class Form:
     words: str
 
 
-DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
+DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
 _SIZE = r"\d+(\.\d+)? ?[KMGT]iB"
 SIZE = Form(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
 AUTO_SIZE = Form(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
@@ -74,20 +74,22 @@ def tokens_of(text: str) -> int:
 class Load:
     """What is loaded, and where to."""
 
-    quant: Quant = "none"  # precision of the weights
+    quant: Quant = "none"  # precision of the weights; where nobody says it, int4 on a GPU that has no room for more
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # numbers the model computes in; auto = its own
     device: Annotated[str, DEVICE] = "auto"  # where it runs; cuda:N = that GPU
+    layers_on_gpu: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # layers on a GPU; auto = all, or what fits
     threads: Annotated[int, Range(0)] = 0  # CPU threads; 0 = all
     allow_pickle: bool = False  # load weights from pickle files, which can run code of whoever wrote them
     trust_remote_code: bool = False  # run Python code that comes with the model
     verify: bool = True  # compare a few tokens with the stock model after loading
+    graphs: Literal["auto", "off"] = "auto"  # passes that a GPU records once and replays; auto = where it can
 
 
 @dataclass(frozen=True)
 class Prefill:
     """How the prompt is read."""
 
-    chunk: Annotated[int, Range(1)] = 2048  # tokens read in one pass
+    chunk: Annotated[int, Range(1)] = 2048  # tokens read in one pass; on a GPU, where nobody says, what fits
     order: Literal["auto"] | Order = "auto"  # what is finished first: a chunk, or a layer; auto = what fits
 
 
@@ -111,6 +113,7 @@ class Memory:
 
     device: Annotated[str, AUTO_SIZE] = "auto"  # bytes on the device that computes; auto = what is free
     host: Annotated[str, AUTO_SIZE] = "0GiB"  # host memory for old tokens of a GPU; auto = what is free, none on a CPU
+    reach: Literal["auto", "kernel", "cpu", "stream"] = "auto"  # who reads host memory for a GPU; auto = the fastest
     disk: Annotated[str, SIZE] = "0GiB"  # bytes of a private temporary file for what is older still; 0GiB = none
     disk_writes: Annotated[str, SIZE] = "256GiB"  # bytes written to that file at most, as disks wear
     disposition: Literal["drop", "demote"] = "drop"  # what a policy lets go is forgotten, or moves down a tier

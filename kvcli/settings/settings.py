@@ -73,6 +73,7 @@ class Typed:
 
 
 DEFAULT = Typed("default")
+BY = "what fits"  # the name of an origin: where nobody said it, and a plan of memory did
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ Tiny random models. A wait is an operation whose result the host needs before it
 `nonzero`; on a CPU it costs nothing, on a GPU each one empties the queue. They are counted as they are called, so the
 count is the same on any device; what the host knows by itself (numpy, lists, what was made of tensors that came over)
 is none. With the name of the line that waits. Prints a table, then JSON on the last line.
+
+Each side once by single operations, and once recorded (engine/frame.py): on a CPU by a device that stands for CUDA's
+graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are not replayed.
 """
 
 from __future__ import annotations
@@ -32,12 +35,15 @@ from kvcli.drafts.lookahead import Lookahead  # noqa: E402
 from kvcli.drafts.ngram import Ngram  # noqa: E402
 from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
+from kvcli.engine.frame import Frames  # noqa: E402
+from kvcli.engine.graphs import CudaGraphs  # noqa: E402
 from kvcli.engine.lm import LM  # noqa: E402
 from kvcli.engine.sample import Sampler  # noqa: E402
 from kvcli.engine.session import Session  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.policies.snap import Snap  # noqa: E402
 from tests import families  # noqa: E402
+from tests.fake_graphs import FakeGraphs  # noqa: E402
 
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}
 COPIES = {"lift_fresh", "lift"}
@@ -56,25 +62,34 @@ SIDES: dict[str, tuple[str, Any, bool]] = {  # family, drafter, whether a policy
 class Count(TorchDispatchMode):
     """Operations as they are dispatched."""
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: FakeGraphs | None = None) -> None:
         super().__init__()
+        self.graphs = graphs
         self.operations = 0
+        self.allocations = 0
         self.waits: Counter[str] = Counter()
         self.copies = 0
         self.host = WeakTensorKeyDictionary()  # tensors that came over, and what is made of them alone
 
+    def is_on_host(self, t: torch.Tensor) -> bool:
+        return t in self.host or (self.graphs is not None and t.untyped_storage()._cdata in self.graphs.of_host)
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.overloadpacket.__name__
+        if self.graphs is not None and self.graphs.is_inside:
+            return op(*args, **(kwargs or {}))
         self.operations += 1
         self.copies += name in COPIES
         given = tensors([args, kwargs])
-        is_here = bool(given) and all(t in self.host for t in given)
+        is_here = bool(given) and all(map(self.is_on_host, given))
         by_flags = name.startswith("index") and any(
             t.dtype == torch.bool and t not in self.host for t in tensors(args[1])
         )
         if (name in WAITS and not is_here) or by_flags:
             self.waits[_line()] += 1
         made = op(*args, **(kwargs or {}))
+        known = {t.untyped_storage()._cdata for t in given}
+        self.allocations += not is_here and any(t.untyped_storage()._cdata not in known for t in tensors(made))
         for t in tensors(made) if is_here else ():
             self.host[t] = True
         return made
@@ -89,7 +104,7 @@ class Asked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.tolist, torch.Tensor.cpu) or (func is torch.Tensor.to and "cpu" in args):
-            if args[0] in self.count.host:
+            if self.count.is_on_host(args[0]):
                 return func(*args, **(kwargs or {}))
             self.count.waits[_line()] += 1
             if func is not torch.Tensor.tolist:
@@ -112,11 +127,13 @@ def _line() -> str:
     return "transformers"
 
 
-def opened(side: str, layers: int, device: str = "cpu") -> Session:
+def opened(side: str, layers: int, device: str = "cpu", *, is_recorded: bool = False) -> Session:
     """A session that has read its prompt and written until boundaries evict."""
     family, drafts, is_evicting = SIDES[side]
     lm = LM.of(families.build(family, torch.float32, **sized(family, layers)).to(device))
     lm.is_apart = True  # as on a GPU
+    if is_recorded:
+        lm.frames = Frames(FakeGraphs() if device == "cpu" else CudaGraphs(lm.device))
     kv, drafter = Dense(lm.shapes, lm.dtype, lm.device), drafts.drafter()
     policy = Snap(sinks=2, guard=5, keep=0.5, keep_new=9, every=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
@@ -134,13 +151,20 @@ def steps_of(side: str, steps: int) -> int:
     return EVERY if SIDES[side][2] else steps
 
 
-def counted(side: str, layers: int, steps: int, device: str = "cpu") -> dict[str, Any]:
-    session, steps = opened(side, layers, device), steps_of(side, steps)
-    with Count() as count, Asked(count):
+def counted(side: str, layers: int, steps: int, device: str = "cpu", *, is_recorded: bool = False) -> dict[str, Any]:
+    session, steps = opened(side, layers, device, is_recorded=is_recorded), steps_of(side, steps)
+    frames = session.lm.frames
+    graphs = frames.graphs if frames is not None and isinstance(frames.graphs, FakeGraphs) else None
+    before = graphs.waits if graphs is not None else 0
+    with Count(graphs) as count, Asked(count):
         for _ in range(steps):
             drive(session.step())
+    if graphs is not None:
+        count.waits["kvcli/engine/frame.py, as it asks for"] += graphs.waits - before
     return {
-        "side": side,
+        "side": f"{side}, recorded" if is_recorded else side,
+        "eager": dict(frames.eager) if frames is not None else {},
+        "allocations": count.allocations / steps,
         "family": SIDES[side][0],
         "layers": layers,
         "operations": count.operations / steps,
@@ -164,12 +188,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = [counted(side, int(n), args.steps) for side in SIDES for n in args.layers.split(",")]
-    print(f"{'':18}{'layers':>7}{'operations':>12}{'waits':>7}{'copies':>8}  a step")
+    cells = [(side, int(n), how) for side in SIDES for n in args.layers.split(",") for how in (False, True)]
+    found = [counted(side, n, args.steps, is_recorded=how) for side, n, how in cells]
+    shown = ("layers", "operations", "allocations", "waits", "copies")
+    print(f"{'':26}{''.join(f'{name:>12}' for name in shown)}  a step")
     for one in found:
-        print(f"{one['side']:18}{one['layers']:7}{one['operations']:12.0f}{one['waits']:7.1f}{one['copies']:8.1f}")
+        print(f"{one['side']:26}{''.join(f'{one[name]:12.1f}' for name in shown)}")
         for line, n in one["where"].items():
-            print(f"{'':34}{n:5.1f}  {line}")
+            print(f"{'':60}{n:5.1f}  {line}")
+        for why, n in one["eager"].items():
+            print(f"{'':60}{n:5}  passes by single operations: {why}")
     text = json.dumps({"torch": torch.__version__, "sides": found})
     if args.out:
         args.out.write_text(text, encoding="utf-8")

@@ -33,15 +33,19 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
+from kvcli.kv.bus import bus_of
 from kvcli.kv.checked import Checked
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
+from kvcli.kv.host import Host
 from kvcli.kv.index import Index
 from kvcli.kv.index_certified import Certified
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.ladder import Ladder
+from kvcli.kv.mapped import Mapped
 from kvcli.kv.packed import Packed
+from kvcli.kv.reach import ByKernel, ByQuery, ByRule, ByStream, Way
 from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
 from kvcli.kv.recall_store import RecallStore
@@ -55,6 +59,7 @@ from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
 from tests import drafters, families, small_tokenizers
 from tests.exact.half import Half
+from tests.fake_bus import FakeBus
 from tests.policies import KeepAll, Ragged
 
 NEW = 40
@@ -76,6 +81,12 @@ PARTS = (*INDEXES, "turned", "disk", "halves", "checked")
 NATIVE = ("dense", "sliding", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama")
+# old slots lie in host memory: each way to them gives the text of slots that never moved; packed ones are rounded
+FAR = {"by kernel": ("dense", "fp64"), "by stream": ("sliding", "fp64"), "by rule": ("sliding", "fp32")}
+STORAGES += [("by query", "fp32"), *((name, dtype) for name, (_, dtype) in FAR.items())]
+PARTS += ("by query", *FAR)
+MODELS |= {"by query": "llama", **{name: MODELS[twin] for name, (twin, _) in FAR.items()}}
+WAYS: dict[str, Way] = {"by query": ByQuery, "by kernel": ByKernel, "by stream": ByStream, "by rule": ByRule}
 # how a prompt gets into the store: from what another process kept, some of it left behind on the way, by layers, or
 # taken over from another text and some of that read again
 READ = ("kept", "lazy", "layers", "blend")
@@ -235,6 +246,13 @@ def past(storage: str, model: LM) -> Store:
         epsilon = 0.3 if storage == "certified" else None
         part = Budget(0.1, 4, 2, 5)
         return RecallStore(top, INDEXES[storage], part, range(1, model.n_layers), epsilon=epsilon, source=top)
+    if storage in WAYS:
+        bus = FakeBus() if model.device.type == "cpu" else bus_of(model.device)
+        far: Any = Mapped(model.shapes, stored, bus)
+        if storage == "by query":
+            far = Packed(*shape, stored, k_bits=8, v_bits=8, group=5)
+        host = Host(far, model.device, WAYS[storage], lambda _: bus)
+        return Ladder(top, [Rung(host, later=host.ask)], holds=7, group=5, sinks=2)
     if storage in PARTS:
         below: Floor = Disk(*shape, stored, 1 << 26, 1 << 30)
         if storage == "halves":
@@ -313,6 +331,8 @@ def decode(
 def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu", seed: int = 0) -> list[int]:
     if storage == "checked":  # whatever is kept beside the whole past
         return plain("dense", "all", sampler, dtype, device, seed)
+    if storage in FAR:
+        return plain(FAR[storage][0], policy, sampler, dtype, device, seed)
     return decode(TWINS.get(storage, storage), policy, sampler, dtype, Off(), device, seed)
 
 

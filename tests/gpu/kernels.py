@@ -22,24 +22,26 @@ from kvcli.kernels.code_scores import code_scores, pack2, unpack2
 from kvcli.kernels.column_mass import column_mass
 from kvcli.kernels.gumbel import gumbel
 from kvcli.kernels.linear_packed import Packed, linear_packed, pack
+from kvcli.kernels.linear_skinny import Weight
 from kvcli.kernels.merge import Part, merge
 from kvcli.kernels.pack import Rounded, hadamard, pack_keys, pack_values, unpack_keys, unpack_values
 from kvcli.kernels.page_bounds import page_bounds
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
-from tests.gpu.stage import On, Row, why
+from tests.gpu import fused
+from tests.gpu.stage import On, Row, interpret_on_a_cpu, why
 
 NUMBERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WITHIN = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # of the largest number that should come out
 SCALE, GROUP, WINDOW = 0.1, 64, 33
+HALVES = ("bf16", "fp16")  # what fused kernels serve
 CPU_ONLY = (
-    "attend_rows",
+    "attend_fixed",
     "decoder_layer",
     "gated_mlp",
     "linear",
     "linear_blocked",
     "native",
     "page_scores",
-    "rms_norm",
 )
 
 Inputs = dict[str, Any]  # tensors, and what else a call takes
@@ -64,6 +66,7 @@ class Case:
     reference: Callable[[Inputs], Sequence[Tensor]]
     step: float = 0.0  # allowed besides: codes that a tie rounds the other way
     before: Callable[[Inputs], Inputs] = dict  # done in the type itself, on the CPU, for both sides
+    dtypes: Sequence[str] = tuple(NUMBERS)
 
 
 def _normal(noise: Generator, *shape: int) -> Tensor:
@@ -190,7 +193,11 @@ def _cases() -> dict[str, list[Case]]:
     def chosen(over: Any, **more: Any) -> Callable[[Inputs], Sequence[Tensor]]:
         return lambda x: [column_mass(x["q"], x["q_pos"], x["k"], x["pos"], SCALE, over=over, **more)]
 
-    return {
+    ours = {
+        op: [Case(name, of, run, wanted, before=before, dtypes=HALVES) for name, of, run, wanted, before in given]
+        for op, given in fused.cases().items()
+    }
+    return ours | {
         "attend": [
             both("whole", _attention, _attend),
             both("ragged", _attention, _attend, ragged=True),
@@ -241,6 +248,9 @@ def moved(value: Any, dtype: torch.dtype | None, device: str) -> Any:
     if isinstance(value, Rounded):
         tensors = [None if t is None else t.to(device) for t in (value.codes, value.scale, value.zero)]
         return Rounded(value.bits, *tensors)
+    if isinstance(value, Weight):
+        data, scale = (moved(t, dtype if dtype is torch.float64 else None, device) for t in (value.data, value.scale))
+        return replace(value, data=data, scale=scale)
     if isinstance(value, dict):
         return {key: moved(each, dtype, device) for key, each in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], PackedHead):
@@ -266,12 +276,15 @@ def tried(op: str, case: Case, size: Size, made: Inputs, dtype: str, device: str
     try:
         want = case.reference(moved(given, torch.float64, "cpu"))
         error = error_of(case.op(moved(given, None, device)), want)
+    except ImportError as fault:
+        return {**row, "not_here": why(fault), "ok": None}
     except Exception as fault:
         return {**row, "fault": why(fault), "ok": False}
     return {**row, "error": error, "ok": error <= within}
 
 
 def run(on: On) -> Iterator[Row]:
+    interpret_on_a_cpu(on)
     sizes = [Size(2, 2, 5, 131, 64)] if on.is_tiny else [Size(), Size(n=1, s=16_384), Size(g=1, n=33, s=1_031)]
     torch.use_deterministic_algorithms(True, warn_only=True)  # this is what makes torch.empty fill with NaN
     tries = good = 0
@@ -281,11 +294,13 @@ def run(on: On) -> Iterator[Row]:
         for op, case in ((op, case) for op, cases in _cases().items() for case in cases):
             if case.of not in made:
                 made[case.of] = case.of(size, torch.Generator().manual_seed(1))
-            for dtype in NUMBERS:
+            for dtype in case.dtypes:
                 if on.left < 0:
                     yield {"says": f"{good} of {tries} within bounds; out of time at {op}"}
                     return
                 yield (row := tried(op, case, size, made[case.of], dtype, on.device))
+                if row["ok"] is None:
+                    continue
                 tries, good = tries + 1, good + row["ok"]
                 worst[dtype] = max(worst.get(dtype, 0.0), row.get("error", 0.0) if not case.step else 0.0)
     said = ", ".join(f"{dtype} {error:.1e}" for dtype, error in worst.items())

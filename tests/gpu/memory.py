@@ -73,6 +73,8 @@ def run(on: On) -> Iterator[Row]:
                     row |= {"estimate": need.peak, "weights": need.weights, "kv": need.kv, "working": need.working}
                     row |= {"loading": need.loading, **_peak(found, profile, n, on)}
                     row["measured_over_estimate"] = round(row["measured"] / row["estimate"], 4)
+                    if "gone" in row:
+                        row["gone_over_estimate"] = round(row["gone"] / row["estimate"], 4)
                     worst.append(row["measured_over_estimate"])
                 except Exception as error:
                     row["fault"] = why(error)

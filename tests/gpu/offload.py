@@ -1,7 +1,9 @@
 """Stores with tiers beside the device, and recall over them: the text of everything on the device, and what travels.
 
 Random models in float32 whose keys and values go down to the host or the disk every few tokens, so that nearly all that
-is read lies there; then the bundled model by the keys of a profile.
+is read lies there; then the bundled model by the keys of a profile. Last, how fast each way to host memory is: slots of
+eight layers of an 8B shape in bf16, one row and many, beside a rung of the device's own. "overlap" is the share of the
+shorter of the two that is hidden behind the longer one.
 """
 
 from __future__ import annotations
@@ -17,17 +19,21 @@ from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
+from kvcli.kv.bus import bus_of
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host
 from kvcli.kv.ladder import Ladder
+from kvcli.kv.mapped import Mapped
 from kvcli.kv.packed import Packed
+from kvcli.kv.rates import rates
+from kvcli.kv.reach import ByKernel, ByQuery, ByStream, Way
 from kvcli.kv.recall_settings import Certified, MinMax, Sketch
 from kvcli.kv.rung import Rung
-from kvcli.kv.slots import Store
+from kvcli.kv.slots import Sight, Slots, Store, alike, run_of
 from tests import families
 from tests.exact import table as exactness
-from tests.gpu.clock import runtime_calls
+from tests.gpu.clock import runtime_calls, spread, times
 from tests.gpu.stage import On, Row, why
 
 BIG = 1 << 30
@@ -54,8 +60,11 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], Store], str]]:
     def packed(device: torch.device = lm.device) -> Packed:
         return Packed(*of, lm.dtype, device, k_bits=8, v_bits=8, group=4, rotate="none")
 
-    def far(tier: Any) -> Host:
-        return Host(tier, lm.device)
+    def far(tier: Any, way: Way = ByQuery) -> Host:
+        return Host(tier, lm.device, way)
+
+    def streamed() -> Host:
+        return far(Mapped(lm.shapes, lm.dtype, bus_of(lm.device)), ByStream)
 
     def ladder(*below: Rung, group: int = 4) -> Ladder:
         return Ladder(dense(), list(below), holds=6, group=group, sinks=2)
@@ -67,6 +76,7 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], Store], str]]:
         "device": (dense, "device"),
         "two tiers": (lambda: ladder(Rung(dense())), "device"),
         "host": (lambda: ladder(Rung(far(dense(cpu)))), "device"),
+        "streamed": (lambda: ladder(Rung(host := streamed(), later=host.ask)), "device"),
         "host and disk": (lambda: ladder(Rung(far(dense(cpu)), 8, 4), Rung(disk())), "device"),
         "disk": (lambda: ladder(Rung(disk())), "device"),
         "packed": (lambda: ladder(Rung(packed())), "packed"),
@@ -123,6 +133,49 @@ def _by_profile(on: On) -> Row:
     return {"store": "demo, mostly in host memory", "same": same, "bytes": texts["host"][1], "decode": texts["host"][2]}
 
 
+WAYS: dict[str, Way] = {"by query": ByQuery, "by kernel": ByKernel, "by stream": ByStream}
+
+
+def _timed(name: str, way: Way, rows: int, on: On) -> Row:
+    """One pass of attention over slots in host memory, over as many on the device, and over both."""
+    device = torch.device(on.device)
+    layers, n, (heads, group, dim) = (2, 600, (2, 2, 16)) if on.is_tiny else (8, 32_768, (8, 4, 128))
+    dtype = torch.float32 if on.is_tiny else torch.bfloat16
+    shapes, bus = alike(layers, heads, dim), bus_of(device)
+    tier = Mapped(shapes, dtype, bus)
+    host, own = Host(tier, device, way), Dense(shapes, dtype, device)
+    row: Row = {"way": name, "rows": rows}
+    for layer in range(layers):
+        k = torch.randn(heads, n, dim, dtype=dtype)
+        tier.take(layer, Slots(k, k.flip(1), run_of(0, n, heads, k.device)))
+        own.take(layer, Slots(k.to(device), k.flip(1).to(device), run_of(n, n, heads, device)))
+    row["unreached"] = "" if on.is_tiny else tier.pieces(0)[0].unreached
+    if row["unreached"] and name == "by kernel":
+        return row
+    q, sight, pos = torch.randn(heads * group, rows, dim, dtype=dtype, device=device), Sight(dim**-0.5), [2 * n] * rows
+
+    def read(*, far: bool, near: bool) -> None:
+        for layer in range(layers):
+            answer = host.ask(layer, q, sight, pos) if far else list
+            if near:
+                own.attend(layer, q, sight, pos)
+            answer()
+
+    reps = 2 if on.is_tiny else 5
+    kinds = {"host": (True, False), "device": (False, True), "both": (True, True)}
+    found = {kind: times(lambda f=f, d=d: read(far=f, near=d), on.device, reps) for kind, (f, d) in kinds.items()}  # type: ignore[misc]
+    least = {kind: min(seconds) for kind, seconds in found.items()}
+    nbytes = sum(t.nbytes for layer in range(layers) for piece in tier.pieces(layer) for t in piece.tensors)
+    hidden = (least["host"] + least["device"] - least["both"]) / min(least["host"], least["device"])
+    row |= {"bytes": nbytes} | {kind: spread(seconds) for kind, seconds in found.items()}
+    row |= {"bytes_s": round(nbytes / least["host"]), "overlap": round(hidden, 3)}
+    if not on.is_tiny:  # of the link, of the CPU, and of a query that goes down
+        known = rates(device)
+        row |= {"link": round(known.link), "cpu": round(known.cpu), "trip": known.trip}
+        row["of_the_link"] = round(row["bytes_s"] / known.link, 3)
+    return row
+
+
 def run(on: On) -> Iterator[Row]:
     new, tried, good, faults = 8 if on.is_tiny else 40, 0, 0, 0
     for family in ("llama",) if on.is_tiny else ("llama", "gemma3", "gpt_oss"):
@@ -145,4 +198,13 @@ def run(on: On) -> Iterator[Row]:
         except Exception as error:
             faults += 1
             yield {"store": "demo", "fault": why(error)}
+    for name, way in WAYS.items():
+        for rows in (1, 16, 512):
+            if on.left < 0:
+                break
+            try:
+                yield _timed(name, way, rows, on)
+            except Exception as error:
+                faults += 1
+                yield {"way": name, "rows": rows, "fault": why(error)}
     yield {"says": f"{good} of {tried} stores give the text of the one beside them, drafting or not; {faults} faults"}

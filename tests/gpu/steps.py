@@ -1,41 +1,55 @@
-"""What a pass takes by rows and context, how fast a prompt is read, and transformers' own `generate` beside it.
+"""What a step takes by rows and context, recorded and not; how fast a prompt is read, and transformers beside it.
 
-A random model of 1.2 billion weights in bfloat16, keys and values random too. Least, median and most of several passes
-in milliseconds, by events of the device, waits of the host included. `floor`: the time that the device's own copies
-take for as many bytes as weights and stored keys and values have, which a pass must read once.
+Random models, keys and values random too: 1.2 billion weights in bfloat16, and the shape of an 8B Llama in int4. Least,
+median and most of several steps in milliseconds, by events of the device, waits of the host included. `floor`: the time
+that the device's own copies take for as many bytes as weights and stored keys and values have, which a pass must read
+once.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
-from kvcli.engine.engine import run as run_feeds
-from kvcli.engine.feed import Feed
 from kvcli.engine.lm import LM
-from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.rows import Draft
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
 from tests import families
 from tests.bench.decode import theirs
+from tests.drafters import Scripted
 from tests.gpu.clock import copy_rate, spread, times, wait
-from tests.gpu.models import llama
+from tests.gpu.models import eight, llama
 from tests.gpu.stage import On, Row, why
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-CONTEXTS = (512, 4096, 16_384, 32_768)
+ROWS = (1, 8, 16, 32, 64)
+CONTEXTS = (2048, 32_768, 131_072)
 NEW = 64
+LEFT = 4 << 30  # bytes of the device that keys and values leave
+
+
+class Guesses(Scripted):
+    """So many tokens, whatever they are: a step of one row more."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__([], 0, -1)
+        self.n = n
+
+    def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
+        return Draft.chain([5] * min(self.n, room))
 
 
 def _filled(lm: LM, n: int) -> Dense:
     """n random slots a head."""
     kv = Dense(lm.shapes, lm.dtype, lm.device)
-    kv.reserve(n)
+    kv.reserve(n + 1024)
     noise = torch.Generator(lm.device).manual_seed(0)
     for layer in range(lm.n_layers):
         shape = (lm.n_kv_heads, n, lm.head_dim)
@@ -44,11 +58,13 @@ def _filled(lm: LM, n: int) -> Dense:
     return kv
 
 
-def _pass(lm: LM, kv: Dense, n_rows: int, at: int) -> None:
-    """One pass whose drawn tokens come to the host, as of a decoding step."""
-    rows = Rows.build(9, at, Draft.chain(list(range(10, 9 + n_rows))))
-    (made,) = run_feeds([Feed(lm, rows, kv, want=rows.want)])
-    made.logits.argmax(-1).tolist()
+def _steps(lm: LM, kv: Dense, n: int, n_rows: int, reps: int) -> list[float]:
+    """Milliseconds of steps behind n tokens."""
+    session = Session(lm, kv, Off() if n_rows == 1 else Guesses(n_rows - 1), Sampler())
+    session.ids, session.committed = families.prompt(n + 1, vocab=lm.vocab), n
+    ms = spread(times(lambda: drive(session.step()), str(lm.device), reps))
+    kv.crop(n)
+    return ms
 
 
 def _ours(lm: LM, n: int, new: int) -> tuple[float, float]:
@@ -59,40 +75,72 @@ def _ours(lm: LM, n: int, new: int) -> tuple[float, float]:
     return first + steps[0], statistics.median(steps[1:])
 
 
-def run(on: On) -> Iterator[Row]:
-    rows_of, contexts = (ROWS[:2], (64,)) if on.is_tiny else (ROWS, CONTEXTS)
-    new, reps = (4, 2) if on.is_tiny else (NEW, 12)
-    rate = copy_rate(on.device, 1 << 20 if on.is_tiny else 4 << 30) / 2  # only read
-    model = llama(on.device, on.is_tiny)
-    lm = LM.of(model)
-    yield {"what": "model", "parameters": lm.info.parameters, "weight_bytes": lm.info.weight_bytes, "rate": rate}
-    said = ""
-    for n in contexts:
-        model.set_attn_implementation("kvcli")
+def _has_room(lm: LM, n: int, on: On) -> bool:
+    needs = 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * n * lm.dtype.itemsize
+    return on.is_tiny or torch.cuda.mem_get_info(on.device)[0] - needs > LEFT
+
+
+def _of_model(name: str, lm: LM, rate: float, on: On) -> Iterator[Row]:
+    for n in (64,) if on.is_tiny else CONTEXTS:
+        if not _has_room(lm, n, on):
+            yield {"what": "skipped", "model": name, "context": n, "why": "no room for keys and values"}
+            continue
         kv = _filled(lm, n)
         nbytes = lm.info.weight_bytes + sum(use.nbytes for use in kv.usage())
         floor = 1e3 * nbytes / rate
-        for n_rows in rows_of:
-            if on.left < 0:
-                break
-            ms = spread(times(lambda kv=kv, r=n_rows, n=n: _pass(lm, kv, r, n), on.device, reps))  # type: ignore[misc]
-            yield {"what": "pass", "context": n, "rows": n_rows, "ms": ms, "floor_ms": floor, "over": ms[1] / floor}
-        del kv
-        if on.left < 0:
-            break
-        row: Row = {"what": "side by side", "context": n}
+        for graphs in ("auto", "off"):
+            lm.frames = None
+            lm.record(graphs)
+            for n_rows in ROWS[:2] if on.is_tiny else ROWS:
+                if on.left < 0:
+                    return
+                row: Row = {"what": "step", "model": name, "context": n, "rows": n_rows, "graphs": graphs}
+                row["records"] = lm.frames is not None
+                try:
+                    ms = _steps(lm, kv, n, n_rows, 2 if on.is_tiny else 12)
+                    row |= {"ms": ms, "floor_ms": floor, "over": ms[1] / floor}
+                    row["eager"] = dict(lm.frames.eager) if lm.frames is not None else {}
+                except Exception as error:
+                    row["fault"] = why(error)
+                yield row
+
+
+def _beside(lm: LM, model: Any, n: int, new: int, on: On) -> Row:
+    """transformers' own `generate` over the same prompt."""
+    _ours(lm, n, 4)  # warm-up
+    first, step = _ours(lm, n, new)
+    row: Row = {"what": "side by side", "context": n, "kvcli": {"read_tokens_s": n / first, "tokens_s": 1 / step}}
+    model.set_attn_implementation("sdpa")
+    ids = families.prompt(n, vocab=lm.vocab)
+    theirs(model, ids, 4)
+    wait(on.device)
+    begun, steps, _ = theirs(model, ids, new)
+    row["transformers"] = {"read_tokens_s": n / begun, "tokens_s": 1 / statistics.median(steps)}
+    return row
+
+
+def run(on: On) -> Iterator[Row]:
+    rate = copy_rate(on.device, 1 << 20 if on.is_tiny else 4 << 30) / 2  # only read
+    model = llama(on.device, on.is_tiny)
+    lm = LM.of(model)
+    lm.lay_out()
+    yield {"what": "model", "parameters": lm.info.parameters, "weight_bytes": lm.info.weight_bytes, "rate": rate}
+    yield from _of_model("1.2B bf16", lm, rate, on)
+    said = "out of time"
+    try:
+        lm.record("auto")
+        yield (row := _beside(lm, model, 64 if on.is_tiny else 4096, 4 if on.is_tiny else NEW, on))
+        mine, other = (row[side]["tokens_s"] for side in ("kvcli", "transformers"))
+        said = f"{row['context']:,} tokens: {mine:.0f} tokens/s, transformers {other:.0f}"
+    except Exception as error:
+        yield {"what": "side by side", "fault": why(error)}
+    del lm, model
+    gc.collect()
+    if not on.is_tiny:  # there `whole` has it, and a tiny model cannot be packed
         try:
-            _ours(lm, n, 4)  # warm-up
-            first, step = _ours(lm, n, new)
-            row["kvcli"] = {"read_tokens_s": n / first, "tokens_s": 1 / step}
-            model.set_attn_implementation("sdpa")
-            ids = families.prompt(n, vocab=lm.vocab)
-            theirs(model, ids, 4)
-            wait(on.device)
-            begun, steps, _ = theirs(model, ids, new)
-            row["transformers"] = {"read_tokens_s": n / begun, "tokens_s": 1 / statistics.median(steps)}
-            said = f"{n:,} tokens: {1 / step:.0f} tokens/s, transformers {row['transformers']['tokens_s']:.0f}"
+            large = LM.of(eight(on.device, False), quant="int4", device=torch.device(on.device))
+            large.lay_out()
+            yield from _of_model("8B int4", large, rate, on)
         except Exception as error:
-            row["fault"] = why(error)
-        yield row
-    yield {"says": said or "out of time"}
+            yield {"what": "model", "model": "8B int4", "fault": why(error)}
+    yield {"says": said}

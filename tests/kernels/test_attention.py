@@ -190,6 +190,14 @@ def test_dispatch_says_what_it_chose_and_why() -> None:
     assert attend.dispatch is attend_fresh.dispatch
 
 
+def test_a_card_that_kernels_serve_is_told_what_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch.gpu, "why_not", lambda device, dtype: "")
+    told = {op: (what, why) for op, what, why in dispatch.explain("cuda", torch.bfloat16)}
+    assert all(told[op][0] == "fused" for op in dispatch.ON_GPUS)
+    assert "mask" in told["attend"][1]
+    assert told["attend_fresh"][0] == "reference"
+
+
 @pytest.mark.parametrize("levels", [(), ("avx2",), ("avx2", "avx512")])
 def test_native_kernels_are_named_or_missed(levels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "levels", lambda: levels)

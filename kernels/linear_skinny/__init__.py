@@ -1,0 +1,105 @@
+"""A linear layer for few rows on a GPU: of weights in 16 bits, int8, int4 in kvcli's groups, and nf4.
+
+Layouts: x [..., K], weight [N, K], bias [N], result [..., N], in bfloat16 or float16 throughout.
+  plain: the weight as it came
+  int8, int4: the numbers of kernels/linear_packed, int4's bytes in another order (`reference.arrange`)
+  nf4: the numbers of bitsandbytes; scales lie side by side for the two halves of a step
+A row has the same bits whoever shares its pass, as long as the pass has MOST rows or fewer: that is for rows that are
+written. More of them, as in reading, are multiplied by whatever is fastest; packed weights are then widened to the type
+of the inputs, a stretch at a time. Refused by `why_not`: inputs that are no multiple of 16, which rows of a weight need
+so as to begin where 16 bytes can be loaded at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvcli.kernels import gpu
+from kvcli.kernels.linear_skinny import reference
+
+Kind = Literal["plain", "int8", "int4", "nf4"]
+MOST = 64  # rows of a pass that are served one by one; each 32 read the weight again
+STRETCH = 64 << 20  # bytes of a packed weight that are widened at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Of one layer."""
+
+    kind: Kind
+    shape: tuple[int, int]  # N, K
+    data: Tensor  # plain [N, K]; int8 [N, K]; 4 bits [N, ceil(K / step) * step // 2] uint8
+    scale: Tensor | None = None  # int8: [N]; int4: [K // g, N, 2], scale and zero; nf4: [ceil(K / step), N, 2] float16
+    group: int = 0  # inputs that share a scale
+
+    @property
+    def step(self) -> int:
+        """Inputs of one step of the kernel: two halves, each with one scale."""
+        return 64 if self.group == 32 else 128
+
+
+def why_not(weight: Tensor) -> str:
+    """Why a weight [N, K] in 16 bits is not served where it is; "" if it is."""
+    if why := gpu.why_not(weight.device, weight.dtype):
+        return why
+    if not weight.is_contiguous():
+        return "its rows do not lie one behind another"
+    return f"{weight.shape[1]} inputs are not a multiple of 16" if weight.shape[1] % 16 else ""
+
+
+def pack4(q: Tensor, scale: Tensor, group: int) -> Weight:
+    """From codes [N, K] in 0..15, scale and zero [K // g, N, 2] as kernels/linear_packed rounds to them."""
+    n, k = q.shape
+    blank = Weight("int4", (n, k), q, scale, group)
+    return Weight("int4", (n, k), reference.arrange(q, blank.step), scale, group)
+
+
+def pack_nf4(q: Tensor, largest: Tensor) -> Weight:
+    """From codes [N, K] of NF4 and the largest number of each 64 of a row, [N, K // 64].
+
+    float16 holds those finer by far than the eight bits that bitsandbytes rounds them to.
+    """
+    (n, k), blank = q.shape, Weight("nf4", (q.shape[0], q.shape[1]), q, largest, 64)
+    scale = functional.pad(largest, (0, largest.shape[1] % 2)).view(n, -1, 2).transpose(0, 1)
+    return Weight("nf4", (n, k), reference.arrange(q, blank.step), scale.to(torch.float16).contiguous(), 64)
+
+
+def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] -> [..., N]."""
+    n, k = w.shape
+    dtype = x.dtype if w.kind == "nf4" else (w.data if w.scale is None else w.scale).dtype
+    if x.shape[-1] != k or x.dtype != dtype or dtype not in gpu.TYPES:
+        raise ValueError(f"{x.shape[-1]} inputs in {x.dtype} for a weight of {k} in {dtype} ({w.kind})")
+    rows = x.reshape(-1, k).contiguous()  # [M, K]
+    if rows.shape[0] == 0:
+        return x.new_empty(*x.shape[:-1], n)
+    # imported late: there is no Triton where nothing is served
+    from kvcli.kernels.linear_skinny import fused
+
+    y = fused.linear(rows, w, bias) if rows.shape[0] <= MOST else _many(rows, w, bias)
+    return y.view(*x.shape[:-1], n)
+
+
+def _many(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
+    """x [M, K] -> [M, N] by torch's product."""
+    from kvcli.kernels.linear_skinny import fused
+
+    n, k = w.shape
+    if w.kind == "plain":
+        return functional.linear(x, w.data, bias)
+    y = x.new_empty(x.shape[0], n)
+    rows = max(1, STRETCH // (k * x.itemsize))
+    for a in range(0, n, rows):
+        b = min(a + rows, n)
+        y[:, a:b] = functional.linear(x, fused.widen(w, a, b, x.dtype))
+    if w.kind == "int8" and w.scale is not None:
+        y *= w.scale  # so that no weight is rounded twice
+    return y if bias is None else y.add_(bias)
+
+
+__all__ = ["MOST", "Kind", "Weight", "linear_skinny", "pack4", "pack_nf4", "why_not"]

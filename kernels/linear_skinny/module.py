@@ -1,0 +1,94 @@
+"""Linear layers on the kernels for few rows, in the place of plain and packed ones on a GPU that they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.kernels import gpu
+from kvcli.kernels.linear_packed import reference
+from kvcli.kernels.linear_packed.module import PackedLinear
+from kvcli.kernels.linear_skinny import Weight, linear_skinny, pack4, pack_nf4, why_not
+
+BLOCK = 64  # inputs to a scale of nf4
+
+
+class SkinnyLinear(nn.Linear):
+    """A plain layer, whose weight stays where it is and may be shared with an embedding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_skinny(x, Weight("plain", (self.out_features, self.in_features), self.weight), self.bias)
+
+
+class SkinnyPacked(nn.Module):
+    """A packed layer."""
+
+    data: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.kind, self.group = weight.kind, weight.group
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("data", weight.data)
+        self.register_buffer("scale", weight.scale)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        return linear_skinny(x, Weight(self.kind, shape, self.data, self.scale, self.group), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.kind}"
+
+
+@torch.no_grad()
+def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
+    """Have each linear layer below `root` that is served run on the kernels: plain ones, kvcli's packed ones that lie
+    in the order of files, and nf4 as bitsandbytes has it. One at a time. Returns how many.
+
+    `done_with` is shown each old weight, which nothing here reads again.
+    """
+    done = 0
+    for parent in list(root.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear and not why_not(layer.weight):
+                layer.__class__ = SkinnyLinear
+            elif (weight := packed_of(layer)) is not None:
+                setattr(parent, name, SkinnyPacked(weight, layer.bias))  # type: ignore[arg-type]
+                done_with(layer.data if isinstance(layer, PackedLinear) else layer.weight)  # type: ignore[arg-type]
+            else:
+                continue
+            done += 1
+    return done
+
+
+def packed_of(layer: nn.Module) -> Weight | None:
+    """Its numbers as the kernels want them; None where it is not packed, or not served."""
+    if isinstance(layer, PackedLinear):
+        if layer.is_native or gpu.why_not(layer.data.device, layer.scale.dtype):
+            return None
+        if layer.bits == 4:
+            return pack4(reference.unpack4(layer.data), layer.scale, layer.group)
+        return Weight("int8", (layer.out_features, layer.in_features), layer.data, layer.scale)
+    weight = layer._parameters.get("weight")
+    state: Any = getattr(weight, "quant_state", None)  # of bitsandbytes, once the weight is where it stays
+    if weight is None or (getattr(state, "quant_type", ""), getattr(state, "blocksize", 0)) != ("nf4", BLOCK):
+        return None
+    if gpu.why_not(weight.device, state.dtype) or len(state.shape) != 2 or state.shape[1] % BLOCK:
+        return None
+    return pack_nf4(*of_bitsandbytes(weight.data, state))
+
+
+def of_bitsandbytes(data: Tensor, state: Any) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] and the largest number of each block of a row [N, K // 64], which it rounds in blocks once more."""
+    n, k = state.shape
+    q = torch.stack([data.flatten() >> 4, data.flatten() & 15], dim=1).view(n, k)  # the first in the high half
+    largest = state.absmax
+    if state.nested:
+        of_block = state.state2.absmax.repeat_interleave(state.state2.blocksize)[: largest.numel()]
+        largest = state.state2.code[largest.long()] * of_block + state.offset
+    return q, largest.float().view(n, k // BLOCK)

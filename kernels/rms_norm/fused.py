@@ -1,0 +1,41 @@
+"""RMSNorm on a GPU, a program a row, so that a row has the same bits whoever shares its pass.
+
+PyTorch adds rows up in blocks whose shape follows from how many rows there are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
+    """x [..., H], weight [H] of one type -> [..., H]; what forms are, reference.py says."""
+    h = weight.shape[0]
+    rows = x.reshape(-1, h).contiguous()  # [N, H]
+    y = torch.empty_like(rows)
+    block = triton.next_power_of_2(h)
+    warps = max(1, min(16, block // 512))  # by the width alone
+    if rows.shape[0]:
+        rms_norm_kernel[(rows.shape[0],)](
+            rows, weight, y, eps, H=h, BLOCK=block, FORM=form, num_warps=warps, enable_fp_fusion=False
+        )
+    return y.view(x.shape)
+
+
+@triton.jit
+def rms_norm_kernel(p_x, p_w, p_y, eps, H: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr):
+    """One row; grid (N,)."""
+    row = tl.program_id(0).to(tl.int64)
+    i_h = tl.arange(0, BLOCK)
+    m_h = i_h < H
+    b_x = tl.load(p_x + row * H + i_h, mask=m_h, other=0.0).to(tl.float32)  # [BLOCK]
+    b_w = tl.load(p_w + i_h, mask=m_h, other=0.0).to(tl.float32)
+    b_x *= tl.rsqrt(tl.sum(b_x * b_x, 0) / H + eps)
+    if FORM == "round first":
+        b_x = b_x.to(p_y.dtype.element_ty).to(tl.float32)
+    elif FORM == "one more":
+        b_w += 1.0
+    tl.store(p_y + row * H + i_h, (b_x * b_w).to(p_y.dtype.element_ty), mask=m_h)

@@ -1,0 +1,103 @@
+"""What gives way where a GPU has no room for a model: bits of its weights, then layers, which the CPU runs.
+
+Only what nobody said. The last layers stay on the card, with the head: a pass then crosses once, upwards and without
+waiting, and the tokens that it draws are made where logits are. First of what goes are the embeddings, of which a pass
+reads a few rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcli.build import may_split
+from kvcli.fit.plan import Facts, Plan, Subject, plan
+from kvcli.settings.settings import BY, DEFAULT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvcli.fit.room import Room
+    from kvcli.settings.profile import Profile
+
+WINDOW = 8192  # tokens that a split is made for where no window is asked for
+
+
+def plan_on(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:
+    """As `plan`, but on a GPU with what fits, where the profile leaves it open; `plan.profile` says what that is.
+
+    The last that was tried where nothing fits.
+    """
+    found = plan(subject, profile, room, context, facts)
+    if room.kind != "cuda" or _is_enough(found, context):
+        return found
+    for other in _packed(subject, profile):
+        profile, found = other, plan(subject, other, room, context, facts)
+    if _is_enough(found, context) or profile.load.layers_on_gpu != "auto" or subject.is_quantized:
+        return found
+    return _split(subject, profile, room, context, facts) or found
+
+
+def chosen(found: Plan) -> dict[str, int | str]:
+    """Dotted key -> what a plan chose where its profile leaves it open."""
+    profile, run, made = found.profile, found.run, dict[str, int | str]()
+    for key, origin in profile.origins.items():
+        if origin == BY and isinstance(value := profile.values[key], int | str):
+            made[key] = value
+    if run.chunk != profile.prefill.chunk:
+        made["prefill.chunk"] = run.chunk
+    if run.order == "layers" and profile.prefill.order == "auto" and not profile.prune.reads:
+        made["prefill.order"] = run.order
+    return made
+
+
+def told(found: Plan) -> list[str]:
+    """What of it the user should know, in words, with what to type for something else."""
+    device, made = found.room.device, chosen(found)
+    said = []
+    if quant := made.get("load.quant"):
+        why = f"in full precision they do not fit on {device}"
+        said.append(f"weights in {quant}: {why} (--quant none keeps them, and has the CPU run some layers)")
+    if (n := found.run.on_card) is not None and "load.layers_on_gpu" in made:
+        below = found.run.of_layers - n
+        what = f"embeddings and the first {below} of {found.run.of_layers} layers" if below else "embeddings"
+        said.append(f"{what} are in host memory, with the CPU: more does not fit on {device}")
+    if made.get("prefill.order"):
+        said.append("prompts are read layer by layer: by chunks, less of them fits")
+    return said
+
+
+def _is_enough(found: Plan, context: int | None) -> bool:
+    """Whether it fits; where no window was asked for, with room for an answer."""
+    if context is not None or found.profile.context.limit != "auto":
+        return found.fits
+    return found.most >= min(found.profile.context.reserve + 1, found.limit)
+
+
+def _packed(subject: Subject, profile: Profile) -> Iterator[Profile]:
+    if profile.origins["load.quant"] == DEFAULT.name and not subject.is_quantized:
+        yield profile.changed({"load": {"quant": "int4"}}, BY)
+
+
+def _split(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan | None:
+    """With as many layers on the card as fit there; None where no number of them does."""
+    layers, limit, window = subject.shape.layers, subject.shape.limit, profile.context.limit
+
+    def tried(on_card: int, context: int | None) -> Plan:
+        return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card}}, BY), room, context, facts)
+
+    if profile.prune.reads or profile.prefill.order == "layers":  # rows of a split model are not stopped on the way
+        return None
+    if window != "auto":
+        context = context or window
+    for asked in [context] if context else [min(limit, WINDOW), min(limit, profile.context.reserve + 1)]:
+        if not (whole := tried(layers, asked)).weights.layers:
+            return None
+        if whole.fits:
+            return tried(layers, context)
+        low, high = 0, layers if may_split(profile) else 1
+        while high - low > 1:  # fewer layers need less of the card, and more of the host
+            middle = (low + high) // 2
+            low, high = (middle, high) if tried(middle, asked).fits_card else (low, middle)
+        if low and tried(low, asked).fits:
+            return tried(low, context)
+    return None

@@ -1,0 +1,154 @@
+"""Between host memory and a device: what the device does in order, what it copies meanwhile, and memory it can reach.
+
+Everything that is told a stream of CUDA by the host tier goes through this seam. `tests/fake_bus.py` stands behind it
+where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A place in a lane."""
+
+    def synchronize(self) -> None:
+        """The host waits until the device is past it."""
+
+
+class Lane(Protocol):
+    """What a device does one after another."""
+
+    def record(self) -> Mark:
+        """A mark behind all that it was told so far."""
+
+    def wait(self, mark: Mark) -> None:
+        """What it is told from here on comes after that mark, of any lane."""
+
+    def copy(self, to: Tensor, of: Tensor) -> None:
+        """Of one shape and type, both contiguous. Returns at once: neither may be touched before a mark behind it."""
+
+
+class Bus(Protocol):
+    """A device beside the host."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def work(self) -> Lane:
+        """What computes."""
+
+    @property
+    def copies(self) -> Lane:
+        """Copies beside it."""
+
+    def staging(self, nbytes: int) -> Tensor:
+        """uint8 in host memory, over which copies are fast: pinned where that can be."""
+
+    def pin(self, t: Tensor) -> str:
+        """Have the device reach these bytes of a mapping of ours: "", or why it cannot."""
+
+    def unpin(self, address: int) -> None:
+        """Before the mapping goes."""
+
+
+class Idle:
+    """Lanes and marks of a device that does all at once, as a CPU for itself."""
+
+    def synchronize(self) -> None: ...
+
+    def record(self) -> Mark:
+        return self
+
+    def wait(self, mark: Mark) -> None: ...
+
+    def copy(self, to: Tensor, of: Tensor) -> None:
+        to.copy_(of)
+
+
+class Plain:
+    """A device without streams of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.work: Lane = Idle()
+        self.copies: Lane = self.work
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Plain:
+        return self
+
+    def staging(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def pin(self, t: Tensor) -> str:
+        return f"{self.device.type} reads its own memory alone"
+
+    def unpin(self, address: int) -> None: ...
+
+
+class Stream:
+    """A lane of a CUDA device: a stream, or whichever is current."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._device, self._own = device, stream
+
+    def record(self) -> Mark:
+        mark: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(self._stream)
+        return mark  # type: ignore[no-any-return]
+
+    def wait(self, mark: Mark) -> None:
+        self._stream.wait_event(mark)  # type: ignore[arg-type]
+
+    def copy(self, to: Tensor, of: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            to.copy_(of, non_blocking=True)
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return self._own or torch.cuda.current_stream(self._device)
+
+
+class Cuda(Plain):
+    """A CUDA device, with a stream for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.work = Stream(device)
+        self.copies = Stream(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    def staging(self, nbytes: int) -> Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # containers and WSL may forbid it; copies are slower then, and as right
+            return super().staging(nbytes)
+
+    def pin(self, t: Tensor) -> str:
+        try:
+            torch.cuda.check_error(_runtime().cudaHostRegister(t.data_ptr(), t.nbytes, 0))
+        except RuntimeError as error:
+            # the next launch would find the error and raise it: this one does, and clears it
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.device)
+            return f"host memory cannot be pinned ({str(error).strip().splitlines()[0]})"
+        return ""
+
+    def unpin(self, address: int) -> None:
+        torch.cuda.synchronize(self.device)  # a kernel of a pass that was given up may still read there
+        _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+@cache
+def bus_of(device: torch.device) -> Bus:
+    """The way to a device, with one stream for the copies of all texts."""
+    return Cuda(device) if device.type == "cuda" else Plain(device)

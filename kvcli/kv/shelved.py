@@ -1,0 +1,178 @@
+"""Slots in extents, each of which stays where it is: of a file (disk.py), or of host memory (mapped.py).
+
+Rows read extent by extent, as parts that are merged. A layer grows by further extents, so nothing is copied then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend_rows import Own, Run, why_not
+from kvcli.kernels.merge import Part
+from kvcli.kv.extents import Extent, Place
+from kvcli.kv.reach import Piece
+from kvcli.kv.slots import LayerShape, Sight, Slots, alone, compact, last, run_of
+from kvcli.kv.state import Given, State
+
+
+class Shelved:
+    """Keys and values in the numbers `dtype`, at a place that the host reads; computed on the CPU."""
+
+    is_far = False
+
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: Place) -> None:
+        assert all(shape.shares is None for shape in shapes), "a layer that reads another's slots stores none"
+        self.dtype = dtype
+        self._shapes, self._place = shapes, place
+        self._layers: list[list[Extent]] = [[] for _ in shapes]
+        self._pieces: dict[int, list[Piece]] = {}  # by layer, until it changes
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """Where native kernels do not serve its numbers."""
+        cpu = torch.device("cpu")
+        sizes = {(shape.k_dim, shape.v_dim) for shape in self._shapes}
+        return "kv.dtype" if any(why_not(self.dtype, cpu, *size) for size in sizes) else ""
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> one part for each extent."""
+        parts = [e.read(e.k, e.v, q, sight, pos) for e in self._layers[layer] if e.length]
+        return [*parts, *alone(q, sight, own)]
+
+    def pieces(self, layer: int) -> list[Piece]:
+        """What `attend` reads, to be read elsewhere: an extent each. Those of a pass, as it asks in each layer."""
+        if layer not in self._pieces:
+            held = [(e, e.slots) for e in self._layers[layer] if e.length]
+            self._pieces[layer] = [Piece((s.k, s.v), e.read, e.unreached) for e, s in held]
+        return self._pieces[layer]
+
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
+        self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
+
+    def take(self, layer: int, slots: Slots) -> None:
+        """Write these slots to the file. All of them are stored, or none and Shortage is raised."""
+        self._store(layer, compact(slots, slots.pos >= 0) if bool((slots.pos < 0).any()) else slots)
+
+    def _store(self, layer: int, s: Slots) -> None:
+        """As they are."""
+        n, held = s.n_slots, self._layers[layer]
+        self._place.may_write(n)
+        at = min(n, held[-1].room) if held else 0
+        places, fresh = [(held[-1], 0, at)] if at else [], list[Extent]()
+        try:
+            while at < n:
+                fresh.append(self._place.claim(layer, n - at, [*held, *fresh]))
+                places.append((fresh[-1], at, min(n, at + fresh[-1].room)))
+                at = places[-1][2]
+            for extent, a, b in places:
+                self._place.write(extent, s.k[:, a:b], s.v[:, a:b])
+        except BaseException:
+            self._place.give_back(fresh)
+            raise
+        for extent, a, b in places:
+            extent.pos[:, extent.length : extent.length + b - a] = s.pos[:, a:b]
+            extent.length += b - a
+            self._tidy(extent)
+        held += fresh
+        self._pieces.pop(layer, None)
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head, forgotten ones included where others share their extent."""
+        return sum(extent.length for extent in self._layers[layer])
+
+    def slots(self, layer: int) -> Slots:
+        """A copy in memory of what this layer holds; as mapped where one extent holds it all."""
+        found = [extent.slots for extent in self._layers[layer]]
+        if len(found) == 1:
+            return found[0]
+        none = self._none(layer)
+        return Slots(*(torch.cat([getattr(s, t) for s in (none, *found)], 1) for t in ("k", "v", "pos")))
+
+    def newest(self, layer: int, n: int) -> Slots:
+        """The n slots that each head stored last."""
+        return last(self.slots(layer), n)
+
+    def positions(self, layer: int) -> Tensor:
+        """pos [K, S] of all slots, -1 = forgotten."""
+        return torch.cat([self._none(layer).pos, *(extent.slots.pos for extent in self._layers[layer])], 1)
+
+    def run(self, layer: int) -> Run | None:
+        """Slots lie in several extents."""
+        return None
+
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """All n [K] slots: nothing is rounded."""
+        return n
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none: no other part of the file is read, whole pages aside."""
+        k, v = (t.new_zeros(*index.shape, t.shape[2]) for t in (self._none(layer).k, self._none(layer).v))
+        pos, first = torch.full_like(index, -1, dtype=torch.int32), 0
+        for s in (extent.slots for extent in self._layers[layer]):
+            heads, to = ((index >= first) & (index < first + s.n_slots)).nonzero(as_tuple=True)
+            at = index[heads, to] - first
+            k[heads, to], v[heads, to], pos[heads, to] = s.k[heads, at], s.v[heads, at], s.pos[heads, at]
+            first += s.n_slots
+        return Slots(k, v, pos)
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        """The first n slots of one head, as a copy in memory."""
+        found = [extent.slots for extent in self._layers[layer]]
+        mine = [[t[head : head + 1] for t in (s.k, s.v, s.pos)] for s in found]
+        return Slots(*(torch.cat(ts, 1)[:, :n] for ts in zip(*mine, strict=True)))
+
+    def keep(self, layer: int, mask: Tensor) -> Slots:
+        """Forget slots whose mask [K, S] is False. Their place is used again once an extent is empty."""
+        fell = compact(self.slots(layer), ~mask)
+        shown = mask.split_with_sizes([extent.length for extent in self._layers[layer]], dim=1)
+        for extent, part in zip(self._layers[layer], shown, strict=True):
+            extent.pos[:, : extent.length].masked_fill_(~part, -1)
+            self._tidy(extent)
+        self._sweep(layer)
+        return fell
+
+    def crop(self, n: int) -> None:
+        """Forget every slot at position n or later; the place at the end of an extent is used again."""
+        for layer, extents in enumerate(self._layers):
+            for extent in extents:
+                extent.pos.masked_fill_(extent.pos >= n, -1)
+            if extents:
+                live = (extents[-1].pos >= 0).any(0).nonzero()
+                extents[-1].length = int(live.max()) + 1 if live.numel() else 0
+            for extent in extents:
+                self._tidy(extent)
+            self._sweep(layer)
+
+    def state(self) -> State:
+        """By layer and extent, as mapped."""
+        return {str(layer): {str(i): e.state() for i, e in enumerate(held)} for layer, held in enumerate(self._layers)}
+
+    def restore(self, given: Given) -> None:
+        """In extents of their own, as rows read each of them apart."""
+        for layer in range(len(self._layers)):
+            for one in given.part(str(layer)).parts(given.n):
+                none = self._none(layer)
+                pos = one.positions("pos", none.pos.shape[0], None, least=-1)
+                k, v = (one.tensor(name, self.dtype, *pos.shape, getattr(none, name).shape[2]) for name in "kv")
+                self._layers[layer].append(self._place.claim(layer, max(1, pos.shape[1]), self._layers[layer]))
+                self._store(layer, Slots(k, v, pos))
+
+    def _sweep(self, layer: int) -> None:
+        """Give back extents in which nothing is left."""
+        empty = [e for e in self._layers[layer] if not bool((e.pos >= 0).any())]
+        self._layers[layer] = [e for e in self._layers[layer] if not any(e is gone for gone in empty)]
+        self._place.give_back(empty)
+        self._pieces.pop(layer, None)
+
+    def _tidy(self, extent: Extent) -> None:
+        self._place.tidy(extent)
+        extent.note()
+
+    def _none(self, layer: int) -> Slots:
+        shape = self._shapes[layer]
+        k, v = (torch.empty(shape.n_kv_heads, 0, dim, dtype=self.dtype) for dim in (shape.k_dim, shape.v_dim))
+        return Slots(k, v, torch.empty(shape.n_kv_heads, 0, dtype=torch.int32))

@@ -1,0 +1,189 @@
+"""What a pass of an 8B Llama should take on GPUs, by compiled kernels. MODEL, not measured: no GPU was at hand.
+
+    python tests/bench/gpu_model.py [--out FILE]
+
+The longest of three decides what a kernel takes: bytes over 0.85 of the card's bandwidth, operations over 0.6 of its
+matrix units, instructions over 0.6 of what its processors issue. Instructions are counted in the machine code that
+Triton makes here for the card's architecture, the rest is arithmetic; a launch in a graph adds 1.2 microseconds.
+Cards by their makers' data sheets. Prints tables, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.kernels.compiled import Compiled, compiled, variants  # noqa: E402
+from tests.kernels.variants import Variant  # noqa: E402
+
+BANDWIDTH, MATRIX, ISSUE = 0.85, 0.6, 0.6  # of what a card has that kernels get
+LAUNCH, LAUNCHES, AROUND = 1.2e-6, 9, 20e-6  # seconds of one, how many a layer, seconds of a pass beside its layers
+LAYERS, HIDDEN, INNER, HEADS, KV, D, VOCAB = 32, 4096, 14_336, 32, 8, 128, 128_256
+IN_LAYERS = LAYERS * (HIDDEN * (HIDDEN + 2 * KV * D) + HIDDEN * HIDDEN + 3 * HIDDEN * INNER)  # weights
+OF_HEAD = VOCAB * HIDDEN
+ROWS = (1, 8, 16, 32)
+TAKEN = 1.2  # GiB of a card that are neither weights nor keys and values
+
+
+@dataclass(frozen=True)
+class Card:
+    arch: int
+    processors: int
+    ghz: float
+    gb_s: float
+    tflop_s: float  # bf16 with sums in float32, dense
+    gib: int
+
+
+CARDS = {
+    "RTX 3060 12 GB": Card(86, 28, 1.78, 360, 25.5, 12),
+    "RTX 3090": Card(86, 82, 1.70, 936, 71, 24),
+    "RTX 4060 Ti 16 GB": Card(89, 34, 2.54, 288, 44, 16),
+    "RTX 4090": Card(89, 128, 2.52, 1008, 165, 24),
+    "RTX 5090": Card(120, 170, 2.41, 1792, 209, 32),
+    "A10": Card(86, 72, 1.70, 600, 62, 24),
+    "H100": Card(90, 132, 1.76, 3350, 989, 80),
+}
+# the form for 16 rows and for 32 of what reads them, and bytes of a number with its share of scales
+Forms = tuple[str, str, str]
+WEIGHTS: dict[str, tuple[Forms, float]] = {
+    "bf16": (("linear_skinny", "plain, 16 rows, bf16", "plain, 32 rows, bf16"), 2.0),
+    "int4": (("linear_skinny", "int4 by 128, 16 rows, bf16", "int4 by 128, 32 rows, bf16"), 0.5 + 4 / 128),
+    "nf4": (("linear_skinny", "nf4 by 64, 16 rows, bf16", "nf4 by 64, 32 rows, bf16"), 0.5 + 2 / 64),
+}
+STORED: dict[str, tuple[Forms, float]] = {
+    "bf16": (("attend_rows", "16 rows", "32 rows"), 2.0),
+    "4 bits": (("attend_packed", "4 bits, 16 rows, heads of 128", "4 bits, 32 rows, heads of 128"), 0.5 + 4 / 64),
+}
+SIDES = (
+    ("bf16", "bf16", 4096),
+    ("int4", "bf16", 4096),
+    ("nf4", "bf16", 4096),
+    ("int4", "bf16", 32_768),
+    ("int4", "4 bits", 131_072),
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A form on an architecture."""
+
+    variant: Variant
+    found: Compiled
+
+    @property
+    def density(self) -> float:
+        """Bytes of memory for each instruction of a warp."""
+        return self.variant.tile_bytes / (self.found.step * self.variant.warps)
+
+    def headroom(self, card: Card) -> float:
+        """Instructions that the processors issue while the memory brings what they are for: 1 = no more than needed."""
+        return card.processors * 4 * card.ghz * self.density / card.gb_s
+
+
+Kernels = dict[tuple[str, str, int], Kernel]
+
+
+def listed(folder: Path) -> Kernels:
+    """Forms that the model asks for, on each architecture of a card."""
+    wanted = {(op, name) for (op, *names), _ in [*WEIGHTS.values(), *STORED.values()] for name in names}
+    assert wanted <= {(op, one.name) for op, of in variants().items() for one in of}, "a form has another name now"
+    archs = sorted({card.arch for card in CARDS.values()})
+    asked = [
+        (op, one, arch) for op, of in variants().items() for one in of if (op, one.name) in wanted for arch in archs
+    ]
+    made = compiled([(one, arch) for _, one, arch in asked], folder)
+    return {(op, one.name, arch): Kernel(one, found) for (op, one, arch), found in zip(asked, made, strict=True)}
+
+
+def seconds(card: Card, forms: Forms, numbers: int, size: float, rows: int, kernels: Kernels) -> float:
+    """To multiply so many numbers of `size` bytes with so many rows; memory brings them once for all rows."""
+    op, few, many = forms
+    tile = 16 if rows <= 16 else 32
+    kernel, blocks = kernels[op, few if tile == 16 else many, card.arch], -(-rows // tile)
+    return max(
+        numbers * size / (BANDWIDTH * card.gb_s * 1e9),
+        2 * numbers * blocks * tile / (MATRIX * card.tflop_s * 1e12),
+        numbers * size / kernel.density * blocks / (ISSUE * card.processors * 4 * card.ghz * 1e9),
+    )
+
+
+def ms_of_pass(card: Card, weights: str, stored: str, context: int, rows: int, kernels: Kernels) -> float:
+    slots = LAYERS * KV * context * 2 * D  # numbers of keys and values
+    took = seconds(card, WEIGHTS[weights][0], IN_LAYERS, WEIGHTS[weights][1], rows, kernels)
+    took += seconds(card, WEIGHTS["bf16"][0], OF_HEAD, 2.0, rows, kernels)
+    took += seconds(card, STORED[stored][0], slots, STORED[stored][1], rows * HEADS // KV, kernels)
+    return 1e3 * (took + LAYERS * LAUNCHES * LAUNCH + AROUND)
+
+
+def gib_of(weights: str, stored: str, context: int) -> float:
+    numbers = LAYERS * KV * context * 2 * D
+    return (IN_LAYERS * WEIGHTS[weights][1] + 2 * OF_HEAD * 2.0 + numbers * STORED[stored][1]) / 2**30
+
+
+def passes(kernels: Kernels) -> list[dict[str, Any]]:
+    """A row for each card and side; None where it does not fit."""
+    rows = []
+    for name, card in CARDS.items():
+        for weights, stored, context in SIDES:
+            row: dict[str, Any] = {"card": name, "weights": weights, "kv": stored, "context": context}
+            needs = gib_of(weights, stored, context)
+            fits = needs < card.gib - TAKEN
+            ms = [ms_of_pass(card, weights, stored, context, n, kernels) if fits else None for n in ROWS]
+            row |= {f"ms_{n}_rows": took and round(took, 2) for n, took in zip(ROWS, ms, strict=True)}
+            row["16 over 1"] = ms[2] and ms[0] and round(ms[2] / ms[0], 2)
+            rows.append(row | {"gib": round(needs, 1)})
+    return rows
+
+
+def forms(kernels: Kernels) -> list[dict[str, Any]]:
+    """A row for each form, what it takes by architecture, and what it leaves of what a card issues."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for (op, name, arch), kernel in kernels.items():
+        row = rows.setdefault((op, name), {"kernel": op, "form": name, "on": {}, "headroom": {}})
+        row["on"][f"sm{arch}"] = {
+            "registers": kernel.found.registers,
+            "shared": kernel.found.shared,
+            "programs": kernel.found.programs,
+            "instructions": round(kernel.found.step),
+            "bytes_an_instruction": round(kernel.density, 1),
+        }
+        row["headroom"] |= {c: round(kernel.headroom(card), 1) for c, card in CARDS.items() if card.arch == arch}
+    return [{**row, "headroom": {card: row["headroom"][card] for card in CARDS}} for row in rows.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    import triton
+
+    folder = ROOT / ".pytest_cache" / "d" / "compiled"
+    kernels = listed(folder)
+    result = {
+        "title": "MODEL, not measured: milliseconds of a recorded pass of an 8B Llama by its rows",
+        "command": "python tests/bench/gpu_model.py",
+        "machine": f"no GPU; kernels compiled ahead of time by triton {triton.__version__}",
+        "columns": ["card", "weights", "kv", "context", *(f"ms_{n}_rows" for n in ROWS), "16 over 1", "gib"],
+        "note": "No times where weights, keys and values do not leave 1.2 GiB of the card's memory.",
+        "rows": passes(kernels),
+        "kernels": forms(kernels),
+    }
+    for table in ("kernels", "rows"):
+        for row in result[table]:  # type: ignore[attr-defined]
+            print("  ".join(f"{key} {value}" for key, value in row.items()))
+    text = json.dumps(result)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Plans on GPUs that are described or faked: what is counted there, and what gives way where one has no room."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvcli.commands.outlook import Wanted, prepare
+from kvcli.commands.setup import Setup
+from kvcli.errors import DoesNotFit, UsageError
+from kvcli.fit import card, program
+from kvcli.fit.before import Outlook
+from kvcli.fit.choice import chosen, plan_on
+from kvcli.fit.memory import GIB
+from kvcli.fit.plan import Facts, Subject, plan
+from kvcli.fit.program import BASE
+from kvcli.fit.report import document
+from kvcli.fit.room import Room
+from kvcli.fit.speed import split
+from kvcli.fit.weights import of_shape
+from kvcli.fit.working import working_bytes
+from kvcli.models import machine as this_machine
+from kvcli.models.machine import Found
+from kvcli.models.shape import shape_of
+from kvcli.schemas.fit import CalibrationDocument
+from kvcli.settings.profile import Profile
+from tests.fakes import Machine
+from tests.fit.test_formulas import config
+
+MIB = 1 << 20
+LLAMA_8B = shape_of(config(32, 4096, 32, 8, 128, 14336, 128256))
+SUBJECT = Subject("8B", LLAMA_8B, of_shape(LLAMA_8B), "bfloat16", False, True, False, 16 * GIB)
+NGRAM, BALANCED = Profile.load("ngram"), Profile.load("balanced")
+
+
+def room(gib, host=64, **more):
+    return Room("cuda:0", gib * GIB - card.CONTEXT, host=host * GIB, total=gib * GIB, **more)
+
+
+def planned(profile, gib, context=32768, subject=SUBJECT, **more):
+    return plan_on(subject, profile, room(gib, **more), context, Facts())
+
+
+@pytest.mark.parametrize("gib", [8, 12])
+@pytest.mark.parametrize("name", ["balanced", "lean", "max-context", "gpu"])
+def test_an_8b_model_fits_at_32k(name, gib):
+    found = planned(Profile.load(name), gib)
+
+    assert found.fits
+    assert found.need.working <= GIB // 2
+    assert found.run.chunk == 1024, "by room"
+    assert found.profile.load.quant == "int4"
+    assert found.run.on_card in (None, 32), "all layers are on the card"
+    (said,) = document(Outlook(SUBJECT, "8B", None, {}), [found], {}, {}, 32768, []).plans
+    assert said.places["cuda"] == said.total == said.weights + said.kv + said.draft + said.working + said.base
+    weights = said.weights + said.places.get("host", 0) - found.need.host
+    assert weights == found.weights.memory, "every byte of them is somewhere"
+    assert found.weights.memory == pytest.approx(0.53125 * LLAMA_8B.linear + 4 * 128256 * 4096, rel=0.001)
+
+
+def test_scores_are_kept_where_no_fused_kernel_serves():
+    why = "fused kernels need compute capability 8.0, this card has 7.5"
+    long = BALANCED.replace(prefill={"chunk": 2048})
+    old, new = (planned(long, 24, unserved=said).need.working for said in (why, ""))
+    assert old > 3 * GIB > 0.6 * GIB > new
+    assert planned(BALANCED, 24, unserved=why).run.chunk == 512, "where that leaves room for little else"
+    wide = planned(long.replace(load={"dtype": "fp32"}), 80).need.working
+    assert wide > 3 * GIB, "which is held to in full"
+
+
+def test_of_a_card_three_in_a_hundred_are_never_planned_with():
+    assert room(8).kept_free == int(0.03 * 8 * GIB)
+    assert room(8).usable == room(8).available - room(8).kept_free
+    assert replace(room(8), available=MIB).usable == 0, "others took the rest"
+
+
+def test_libraries_take_what_their_builds_ask_for_and_a_described_card_the_most():
+    ampere, large, hopper, blackwell = (
+        card.libraries(*of) for of in (((8, 6), 12 * GIB), ((8, 6), 24 * GIB), ((9, 0), 80 * GIB), ((12, 0), 8 * GIB))
+    )
+    assert ampere < large < blackwell < hopper
+    assert card.libraries(None, 8 * GIB) == blackwell
+
+
+def test_a_draw_on_the_card_has_no_logits_in_float32():
+    sizes = {"chunk": 1, "rows": 17, "slots": 512, "number": 2, "kv_number": 2, "device": "cuda", "is_fused": True}
+    less, more = (working_bytes(LLAMA_8B, **sizes, draws=draws) for draws in (True, False))
+    assert more - less == 32 * 128256 * (3 * 4 - 2), "17 rows are a pass of 32"
+    greedy = NGRAM.replace(sample={"temperature": 0.0})
+    assert [planned(profile, 12).run.draws for profile in (greedy, NGRAM)] == [True, False]
+
+
+@pytest.mark.parametrize(("gib", "chunk"), [(8, 1024), (80, 2048)])
+def test_a_chunk_is_as_long_as_there_is_room_for_unless_somebody_says(gib, chunk):
+    assert planned(NGRAM, gib, 8192).run.chunk == chunk
+    assert planned(NGRAM.replace(prefill={"chunk": 2048}), gib, 8192).run.chunk == 2048
+
+
+# ---- what gives way ----
+
+
+def test_nothing_gives_way_where_there_is_room():
+    found = planned(NGRAM, 24)
+    assert (chosen(found), found.profile, found.run.on_card) == ({}, NGRAM, None)
+
+
+def test_weights_come_in_four_bits_where_nobody_says_how_many():
+    assert chosen(planned(NGRAM, 12)) == {"load.quant": "int4", "prefill.chunk": 1024}
+    said = planned(NGRAM.replace(load={"quant": "none"}), 12)
+    assert (said.fits, "load.quant" in chosen(said)) == (True, False)
+    assert 0 < said.run.on_card < 32, "the CPU runs some"
+    eight = planned(NGRAM.replace(load={"quant": "int8"}), 8, 8192)
+    assert (eight.profile.load.quant, eight.fits) == ("int8", True)
+
+
+def test_as_many_layers_as_fit_are_on_the_card():
+    whole = NGRAM.replace(load={"quant": "none"})
+    found = planned(whole, 8)
+    n = found.run.on_card
+
+    assert (found.fits, 0 < n < 32) == (True, True)
+    one_more = plan(SUBJECT, whole.replace(load={"layers_on_gpu": n + 1}), room(8), 32768, Facts())
+    assert not one_more.fits
+    assert found.need.weights + found.need.host_weights == found.weights.memory
+    assert found.need.host == pytest.approx((32 - n) / 32 * 32768 * LLAMA_8B.kv_per_token * 2, rel=0.01)
+    assert not planned(whole, 8, host=4).fits, "the host has no room for the others"
+
+
+def test_a_tied_head_is_there_twice_where_layers_are_split():
+    tied = replace(LLAMA_8B, is_tied=True)
+    found = planned(NGRAM.replace(load={"quant": "none"}), 8, subject=replace(SUBJECT, shape=tied, held=of_shape(tied)))
+    assert found.need.weights + found.need.host_weights == found.weights.memory + found.weights.embeddings
+
+
+def test_what_reads_parts_of_a_past_keeps_its_layers_together():
+    """So an 8B model in full precision is refused, and not split, under a profile that packs keys and values."""
+    assert not planned(BALANCED.replace(load={"quant": "none"}), 8).fits
+    quantized = replace(SUBJECT, is_quantized=True)
+    assert not planned(NGRAM, 8, subject=quantized).fits
+    with pytest.raises(UsageError, match="placed as a whole"):
+        planned(NGRAM.replace(load={"layers_on_gpu": 3}), 8, subject=quantized)
+    with pytest.raises(UsageError, match="runs on cpu"):
+        plan(SUBJECT, NGRAM.replace(load={"layers_on_gpu": 3}), Room("cpu", 64 * GIB), 4096, Facts())
+
+
+def test_layers_on_the_cpu_cost_the_bytes_that_it_reads():
+    found = planned(NGRAM.replace(load={"quant": "none"}), 8)
+    below = 32 - found.run.on_card
+    measured = CalibrationDocument.model_construct(bandwidth=80e9)
+    guessed, known = split(found, None), split(found, measured)
+    assert guessed.read == pytest.approx(below * LLAMA_8B.linear / 32 * 2 + found.need.host, rel=0.01)
+    assert (guessed.basis, known.basis) == ("assumed", "machine")
+    assert known.seconds == known.read / 80e9 == guessed.seconds / 2
+    assert split(planned(NGRAM, 24), None) is None
+
+
+def test_a_narrower_window_comes_before_fewer_bits(tmp_path):
+    looked = Outlook(SUBJECT, "8B", tmp_path, {"cpu": Room("cpu", 64 * GIB), "cuda:0": room(20)})
+    found, note = looked.fitted(NGRAM, dict)
+    assert (found.fits, chosen(found).get("load.quant")) == (True, None)
+    assert f"context {found.need.context:,} of 131,072 tokens" in note
+    looked.found = {"cpu": Room("cpu", 64 * GIB), "cuda:0": room(12)}
+    found, note = looked.fitted(NGRAM, dict)
+    assert (found.fits, found.profile.load.quant) == (True, "int4")
+    looked.found = {"cpu": Room("cpu", GIB), "cuda:0": room(2, host=1)}
+    with pytest.raises(DoesNotFit):
+        looked.fitted(NGRAM, dict)
+
+
+# ---- commands, on a card that this machine seems to have ----
+
+
+@pytest.fixture
+def typed(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "here", lambda: BASE)
+    found = Machine(tmp_path)
+    monkeypatch.setattr(Setup, "load", found.load)
+
+    def with_card(mib, unserved=""):
+        cards = [Found("cpu", "a CPU", 64 * GIB, 64 * GIB), Found("cuda:0", "a card", GIB, mib * MIB, (8, 6), unserved)]
+        monkeypatch.setattr(this_machine, "devices", lambda: iter(cards))
+        return found
+
+    return with_card
+
+
+def test_a_chat_takes_what_fits_and_says_what_undoes_it(typed):
+    machine = typed(72)
+    done = machine("chat", "demo", "--prompt", "hello", "--device", "cuda")
+    assert done.exit == 0
+    assert "weights in int4: in full precision they do not fit on cuda:0 (--quant none" in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize("asked", [{"flags": {"load.quant": ("none", "--quant")}}, {"exact": True}])
+def test_who_insists_on_full_precision_has_the_cpu_run_layers(typed, asked):
+    world = typed(72).world()
+    setup = Setup(world, "demo", **{"flags": {}, **asked})
+    ready = prepare(setup, setup.profile(), Wanted(), print)
+    assert ready.profile.load.quant == "none"
+    assert isinstance(ready.profile.load.layers_on_gpu, int)
+    assert any("are in host memory, with the CPU" in note for note in ready.notes)
+
+
+def test_what_was_chosen_holds_for_profiles_on_the_way(typed):
+    setup = Setup(typed(72).world(), "demo")
+    prepare(setup, setup.profile(), Wanted(), print)
+    later = setup.resolve("exact", [])
+    assert (later.load.quant, later.origins["load.quant"]) == ("int4", "what fits")
+    assert setup.resolve("cpu", []).load.quant == "int8", "which says so itself"
+
+
+def test_fit_says_what_gave_way_and_what_it_costs(typed):
+    machine = typed(1)
+    folder = machine.folder / "model"
+    folder.mkdir()
+    stated = config(32, 4096, 32, 8, 128, 14336, 128256, model_type="llama", dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(stated | {"architectures": ["LlamaForCausalLM"]}))
+    args = ("fit", str(folder), "--vram", "8GiB", "--ram", "64GiB", "--ctx", "32k")
+    said = " ".join(machine(*args, "--profiles", "balanced,lean").out.split())
+    assert "all: weights in int4" in said
+    assert "balanced at 32,768: 1.0 GiB of embeddings are in host memory" in said
+    said = " ".join(machine(*args, "-P", "exact", "--quant", "none").out.split())
+    assert "10 of 32 layers on cuda:0, the first 22 on the CPU" in said
+    assert "more a token at 37.3 GiB/s, as is assumed" in said
+
+
+@pytest.mark.parametrize("why", ["", "fused kernels need compute capability 8.0, this card has 7.5"])
+def test_doctor_says_of_each_card_what_serves_it(typed, monkeypatch, why):
+    monkeypatch.setattr("kvcli.kernels.dispatch.explain", lambda *_: [])
+    done = typed(500, why)("doctor")
+    assert ("fused         Triton: compute capability 8.6" in done.out) == (not why)
+    assert why in done.out
+    assert ("bitsandbytes int8" in done.out) == bool(why)
+
+
+def test_intels_gpus_are_refused_with_what_serves_them(typed):
+    done = typed(500)("fit", "demo", "--device", "xpu:0")
+    assert done.exit == 2
+    assert "vLLM-XPU" in done.err
+
+
+def test_a_run_is_noted_with_what_its_card_lacks(tmp_path):
+    from kvcli.engine.stats import Stats
+    from kvcli.fit.before import _taken
+
+    assert _taken(Stats(peak=5, available=90)) == 5
+    assert _taken(Stats(peak=5, available=90, used=40, total=100)) == 30
+    assert _taken(Stats(peak=50, available=90, used=40, total=100)) == 50

@@ -1,0 +1,59 @@
+"""How much of the memory's rate each fused op gets from cold memory, by rows; and what libraries get in its place.
+
+Of the rate at which the device copies, read and written. Several sets of inputs take turns, more bytes than any cache
+holds, so that each call finds none of its own there. What a call reads is what it must: weights, or keys and values.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from itertools import cycle
+
+import torch
+
+from tests.gpu.clock import copy_rate, times
+from tests.gpu.ops import OURS, THEIRS, TINY, Make, Size
+from tests.gpu.stage import On, Row, interpret_on_a_cpu, why
+
+COLD = 200 << 20  # bytes: three times the largest second-level cache
+ROWS = (1, 16, 32)
+
+
+def _rate(make: Make, size: Size, n_rows: int, on: On) -> tuple[float, float]:
+    """Microseconds of a call, and bytes a second."""
+    g = torch.Generator(on.device).manual_seed(0)
+    first = make(size, g)
+    more = 1 if on.is_tiny or not first.nbytes else COLD // first.nbytes + 1
+    ops = cycle([first, *(make(size, g) for _ in range(more))])
+    rows = list(range(n_rows))
+    took = statistics.median(
+        times(lambda: next(ops).call(rows), on.device, 1 if on.is_tiny else 50, 1 if on.is_tiny else 5)
+    )
+    return 1e6 * took, first.nbytes / took
+
+
+def run(on: On) -> Iterator[Row]:
+    interpret_on_a_cpu(on)
+    copied = copy_rate(on.device, 1 << 20 if on.is_tiny else 4 << 30)
+    said = []
+    for kind, ops in (("ours", OURS), ("libraries", THEIRS)):
+        for name, make in ops.items():
+            for slots in (TINY.slots,) if on.is_tiny or "atten" not in name else (8192, 32_768):
+                size = TINY if on.is_tiny else Size(slots=slots)
+                for n in ROWS[: 1 if on.is_tiny else None]:
+                    if on.left < 0:
+                        yield {"says": f"out of time at {name}; of the copy rate: {', '.join(said)}"}
+                        return
+                    row: Row = {"op": name, "kind": kind, "rows": n, "slots": slots}
+                    try:
+                        us, rate = _rate(make, size, n, on)
+                        row |= {"us": us, "gb_s": rate / 1e9, "of_copy": rate / copied}
+                    except ImportError as error:
+                        row["not_here"] = why(error)
+                    except Exception as error:
+                        row["fault"] = why(error)
+                    else:
+                        said += [f"{name} {rate / copied:.2f}"] if n == 1 and kind == "ours" else []
+                    yield row
+    yield {"says": f"of the copy rate, one row: {', '.join(said)}"}

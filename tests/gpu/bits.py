@@ -1,0 +1,123 @@
+"""Whether a row has the same bits alone as among others: fused ops by rows and places, attention by what is stored.
+
+Of ours none may differ. What libraries do instead is counted beside it, which is why there are ops of our own; and an
+op that does what ours may not has to be caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.gpu.ops import OURS, SEEDED, THEIRS, TINY, Op, Size, layer
+from tests.gpu.stage import On, Row, interpret_on_a_cpu, why
+
+TOGETHER = (2, 3, 8, 16, 17, 32)
+SCALE = 0.1
+# round tiles of 32 and 64 slots, and round the ends of spans: of 256 each at first, then 512, from 32,768 on 2,048
+AT = [0, 1, 5, 31, 32, 33, 60, 63, 64, 65, 96, 120, 127, 128, 129, 250, 255, 256, 257, 300, 511, 512, 513, 1000, 1023]
+AT += [1024, 1025, 2047, 2048, 4088, 4095, 4096, 4097, 4600, 4607, 4608, 8191, 32_760, 32_767, 32_768, 34_815]
+CHAIN, TREE = [*range(-1, 8)], [-1, 0, 0, 1, 1, 2, 3, 5, 5, 6]  # parents of rows
+SHAPES = {"chain of 9": CHAIN, "chain of 32": [*range(-1, 31)], "tree of 10": TREE}
+
+
+def differing(op: Op, together: Sequence[int], places: int) -> tuple[int, int]:
+    """Rows that were tried among others, and how many of them had other bits than alone."""
+    alone = torch.cat([op.call([i]) for i in range(max(together))])
+    assert alone.isfinite().all(), "not all of it is a number"
+    tried = bad = 0
+    for n in together:
+        for shift in range(0, n, max(1, n // places)):
+            rows = [(i + shift) % n for i in range(n)]
+            bad += _unequal(op.call(rows), alone[rows])
+            tried += n
+    return tried, bad
+
+
+def _unequal(got: Tensor, want: Tensor) -> int:
+    """Rows whose bits differ."""
+    kind = {2: torch.int16, 4: torch.int32}[got.itemsize]
+    return int((got.contiguous().view(kind) != want.contiguous().view(kind)).view(len(want), -1).any(1).sum())
+
+
+def apart(parents: Sequence[int], slots: int, size: Size, g: torch.Generator, **more: Any) -> tuple[int, int]:
+    """Rows of a tree in one pass against each alone, its ancestors stored: how many, and how many differ."""
+    from kvcli.kernels.attend_rows import fused
+    from kvcli.kernels.attend_rows.tables import Tree
+
+    n = len(parents)
+    q, table, k, v = layer(replace(size, slots=slots), g, room=n)
+    lines = [_line(parents, row) for row in range(n)]
+    pos = [slots + len(line) - 1 for line in lines]
+    given = dict(capacity=slots + n, **more)
+    tree = Tree.of_rows(parents, pos, g.device)
+    fresh = (q[:, :n].contiguous(), k[:, :n].contiguous(), v[:, :n].contiguous())
+    together, lse = fused.attend_rows(fresh[0], table, *fresh[1:], tree, SCALE, **given)
+    bad = 0
+    for row, line in enumerate(lines):
+        above = line[:-1]
+        for head in range(size.kv):  # its ancestors become slots
+            at = int(table.start[head]) + slots
+            for held, new in ((table.k, k), (table.v, v)):
+                held[at : at + len(above)] = new[head, above]
+        one = replace(table, length=table.length + len(above))
+        x, fresh_k, fresh_v = (t[:, row : row + 1].contiguous() for t in (q, k, v))
+        alone, lse_alone = fused.attend_rows(
+            x, one, fresh_k, fresh_v, Tree.of_rows([-1], pos[row : row + 1], g.device), SCALE, **given
+        )
+        bad += bool(_unequal(together[row : row + 1], alone) or _unequal(lse[row : row + 1], lse_alone))
+    return n, bad
+
+
+def _line(parents: Sequence[int], row: int) -> list[int]:
+    """A row's ancestors from the root down, and itself."""
+    return [*(_line(parents, parents[row]) if parents[row] >= 0 else []), row]
+
+
+def _sinks(size: Size, g: torch.Generator) -> dict[str, dict[str, Any]]:
+    sink = torch.randn(size.heads, generator=g, device=g.device)
+    return {"plain": {}, "softcap, window, sink": {"softcap": 5.0, "window": 100, "sink": sink}}
+
+
+def run(on: On) -> Iterator[Row]:
+    interpret_on_a_cpu(on)
+    size, together, places = (TINY, (3,), 1) if on.is_tiny else (Size(slots=8192), TOGETHER, 32)
+    g = torch.Generator(on.device).manual_seed(0)
+    ours = bad = 0
+    for kind, ops in (("ours", OURS), ("libraries", THEIRS), ("seeded", SEEDED)):
+        for name, make in ops.items():
+            row = _counted(name, kind, lambda make=make: differing(make(size, g), together, places))  # type: ignore[misc]
+            yield row
+            if kind == "ours":
+                ours, bad = ours + row.get("tried", 0), bad + row.get("differ", 0)
+            if kind == "seeded":
+                assert row["differ"], "an op that adds up by the number of rows was not caught"
+    small = TINY if on.is_tiny else Size()
+    for slots in (62,) if on.is_tiny else AT:
+        for mode, more in _sinks(small, g).items():
+            for shape, parents in list(SHAPES.items())[2 if on.is_tiny else 0 :]:
+                if on.left < 0:
+                    yield {"says": f"{bad} of {ours} rows differ; out of time at {slots} slots"}
+                    return
+                row = _counted(
+                    f"attend_rows, {shape}, {mode}", "stored", partial(apart, parents, slots, small, g, **more)
+                )
+                yield {**row, "slots": slots}
+                ours, bad = ours + row.get("tried", 0), bad + row.get("differ", 0)
+    yield {"differ": bad, "tried": ours, "says": f"{bad} of {ours} rows differ"}
+
+
+def _counted(name: str, kind: str, count: Callable[[], tuple[int, int]]) -> Row:
+    row: Row = {"op": name, "kind": kind}
+    try:
+        tried, differ = count()
+    except ImportError as error:
+        return {**row, "not_here": why(error)}
+    except Exception as error:
+        return {**row, "fault": why(error)}
+    return {**row, "tried": tried, "differ": differ}

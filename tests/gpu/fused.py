@@ -1,0 +1,173 @@
+"""Cases of ops that have no plain form for all devices: the fused kernel itself, called as a pass calls it.
+
+On a CPU Triton's interpreter runs it. Its inputs are of 16 bits, as it serves no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Generator, Tensor
+
+if TYPE_CHECKING:
+    from tests.gpu.kernels import Inputs, Size
+
+SCALE = 0.1
+PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5, 5, 6]
+BENT: dict[str, Any] = {"window": 70, "softcap": 5.0}
+
+
+def tree(size: Size, noise: Generator) -> Inputs:
+    """A tree over stored slots, of heads that differ in length."""
+    n, heads = len(PARENTS), size.kv * size.g
+    shapes = {
+        "q": (heads, n),
+        "k": (size.kv * size.s,),
+        "v": (size.kv * size.s,),
+        "fk": (size.kv, n),
+        "fv": (size.kv, n),
+    }
+    x: Inputs = {
+        name: torch.randn(*shape, size.d, generator=noise, dtype=torch.float64) for name, shape in shapes.items()
+    }
+    x["sink"] = torch.randn(heads, generator=noise, dtype=torch.float64)
+    lengths = [size.s - 7 * head for head in range(size.kv)]
+    depth = [len(_line(row)) - 1 for row in range(n)]
+    return {
+        **x,
+        "lengths": lengths,
+        "starts": [size.s * head for head in range(size.kv)],
+        "pos": [size.s + d for d in depth],
+    }
+
+
+def _line(row: int) -> list[int]:
+    return [*(_line(PARENTS[row]) if PARENTS[row] >= 0 else []), row]
+
+
+def rows(x: Inputs, *, bent: bool) -> Sequence[Tensor]:
+    """[N, H, E] and [N, H]"""
+    from kvcli.kernels.attend_rows import fused
+    from kvcli.kernels.attend_rows.tables import Table, Tree
+
+    device, each = x["q"].device, x["k"].shape[0] // len(x["starts"])
+    start, length = (torch.tensor(x[name], dtype=torch.int32, device=device) for name in ("starts", "lengths"))
+    pos = torch.arange(each, dtype=torch.int32, device=device).repeat(len(start))
+    more = BENT | {"sink": x["sink"].float()} if bent else {}
+    table = Table(x["k"], x["v"], pos, start, length)
+    made = Tree.of_rows(PARENTS, x["pos"], device)
+    return fused.attend_rows(x["q"], table, x["fk"], x["fv"], made, SCALE, capacity=each, **more)
+
+
+def rows_reference(x: Inputs, *, bent: bool) -> Sequence[Tensor]:
+    from kvcli.kernels.attend_rows import Run
+    from kvcli.kernels.attend_rows.reference import attend_rows
+
+    n, each = len(PARENTS), x["k"].shape[0] // len(x["starts"])
+    pos = torch.arange(each, dtype=torch.int32).repeat(len(x["starts"]))
+    sees = torch.zeros(n, n, dtype=torch.bool)
+    for row in range(n):
+        sees[row, _line(row)] = True
+    run = Run(x["k"], x["v"], pos, x["starts"], x["lengths"], x["starts"])
+    more = BENT | {"sink": x["sink"]} if bent else {}
+    part = attend_rows(x["q"], run, (x["fk"], x["fv"]), x["pos"], SCALE, sees=sees, **more)
+    return part.out.transpose(0, 1), part.lse.T
+
+
+def linear(size: Size, noise: Generator) -> Inputs:
+    """As many inputs as there are slots, in whole groups."""
+    k, n = size.s // 128 * 128, 8 * size.d
+    x, w = (torch.randn(rows, k, generator=noise, dtype=torch.float64) for rows in (size.n, n))
+    return {"x": x, "w": w}
+
+
+def product(x: Inputs) -> Sequence[Tensor]:
+    from kvcli.kernels.linear_skinny import fused
+
+    return [fused.linear(x["x"], x["weight"], None)]
+
+
+def product_reference(x: Inputs) -> Sequence[Tensor]:
+    from kvcli.kernels.linear_skinny import reference
+
+    return [x["x"] @ reference.weight(x["weight"]).double().T]
+
+
+def weight_of(x: Inputs, kind: str) -> Inputs:
+    """Packed where it is right, so that both sides read the same codes."""
+    from kvcli.kernels.linear_packed import reference as rounding
+    from kvcli.kernels.linear_skinny import Weight, pack4, pack_nf4
+
+    w = x["w"] / x["w"].shape[1] ** 0.5
+    shape = (w.shape[0], w.shape[1])
+    codes = (w.float() * 40).round().clamp(-8, 7).add(8).to(torch.uint8)
+    packed: dict[str, Callable[[], Weight]] = {
+        "plain": lambda: Weight("plain", shape, w),
+        "int8": lambda: Weight("int8", shape, *rounding.round8(w)),
+        "int4": lambda: pack4(*rounding.round4(w, 128), 128),
+        "nf4": lambda: pack_nf4(codes, w.float().view(shape[0], -1, 64).abs().amax(2)),
+    }
+    return {"x": x["x"], "weight": packed[kind]()}
+
+
+def norm(x: Inputs, form: str) -> Sequence[Tensor]:
+    from kvcli.kernels.rms_norm import fused
+
+    return [fused.rms_norm(x["x"], x["w"][0], 1e-6, form)]
+
+
+def norm_reference(x: Inputs, form: str) -> Sequence[Tensor]:
+    """In float64 nothing is rounded, wherever a form would."""
+    normed = x["x"] * torch.rsqrt(x["x"].square().mean(-1, keepdim=True) + 1e-6)
+    return [normed * (x["w"][0] + (form == "one more"))]
+
+
+def likeliest(x: Inputs) -> Sequence[Tensor]:
+    from kvcli.kernels.argmax import fused
+
+    return [fused.argmax(x["x"])]
+
+
+def stored(x: Inputs, *, is_reference: bool) -> Sequence[Tensor]:
+    """What three accepted rows leave behind two slots of each head: keys, values, positions, lengths."""
+    from kvcli.kernels.append import addresses, fused, reference
+    from kvcli.kernels.attend_rows.tables import Table
+
+    k, v = x["fk"], x["fv"]
+    kv, room, d = len(k), 8, k.shape[2]
+    path, count, pos = (torch.tensor(n, dtype=torch.int32, device=k.device) for n in ([0, 2, 5, -1], [3], x["pos"]))
+    start = torch.arange(kv, dtype=torch.int32, device=k.device) * room
+    lying = (
+        k.new_zeros(kv * room, d),
+        k.new_zeros(kv * room, d),
+        torch.zeros(kv * room, dtype=torch.int32, device=k.device),
+    )
+    table = Table(*lying, start, torch.full_like(start, 2))
+    if is_reference:
+        reference.append([table], [(k, v)], path, count, pos)
+    else:
+        fused.append(addresses([table], [(k, v)], k.device), path, count, pos, heads=kv, d=d, e=d, like=k)
+    return [*lying, table.length]
+
+
+def cases() -> dict[str, list[tuple[Any, ...]]]:
+    """By op: name, inputs, the op, its reference, what comes before both."""
+    return {
+        "attend_rows": [
+            (name, tree, partial(rows, bent=bent), partial(rows_reference, bent=bent), dict)
+            for name, bent in (("tree", False), ("tree, window, softcap, sink", True))
+        ],
+        "linear_skinny": [
+            (kind, linear, product, product_reference, partial(weight_of, kind=kind))
+            for kind in ("plain", "int8", "int4", "nf4")
+        ],
+        "rms_norm": [
+            (form, linear, partial(norm, form=form), partial(norm_reference, form=form), dict)
+            for form in ("round first", "one more", "round last")
+        ],
+        "argmax": [("likeliest", linear, likeliest, lambda x: [x["x"].argmax(-1)], dict)],
+        "append": [("a path", tree, partial(stored, is_reference=False), partial(stored, is_reference=True), dict)],
+    }

@@ -1,0 +1,197 @@
+"""The fused ops over inputs of a size, as calls by rows; what libraries have in their place; one that breaks the law.
+
+On a CPU they run in Triton's interpreter: import `tests.kernels.interpreted` before anything that imports a `fused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional
+
+Rows = Sequence[int]
+MOST = 64  # rows with inputs of their own
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of one layer: an 8B Llama's."""
+
+    inputs: int = 4096
+    outputs: int = 14_336
+    heads: int = 32
+    kv: int = 8
+    d: int = 128
+    slots: int = 32_768
+
+
+TINY = Size(inputs=256, outputs=64, heads=2, kv=1, d=64, slots=300)  # that the interpreter gets through
+
+
+@dataclass(frozen=True)
+class Op:
+    """`call` gives the outputs of some rows in one pass, [rows, ..]: with the bits that they have in any other."""
+
+    call: Callable[[Rows], Tensor]
+    nbytes: int  # of weights, or of stored keys and values, that a pass has to read however many rows it has
+
+
+Make = Callable[[Size, Generator], Op]
+
+
+def noise(g: Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=g, device=g.device, dtype=torch.bfloat16)
+
+
+# ---- ours ----
+
+
+def _product(kind: str, size: Size, g: Generator) -> Op:
+    from kvcli.kernels.linear_packed import reference as rounding
+    from kvcli.kernels.linear_skinny import Weight, fused, pack4, pack_nf4
+
+    x, shape = noise(g, MOST, size.inputs), (size.outputs, size.inputs)
+    codes = torch.randint(0, 16, shape, generator=g, device=g.device, dtype=torch.uint8)
+    if kind == "int8":
+        w = Weight("int8", shape, *rounding.round8(noise(g, *shape)))
+    elif kind == "int4":
+        w = pack4(codes, noise(g, size.inputs // 128, size.outputs, 2), 128)
+    elif kind == "nf4":
+        w = pack_nf4(codes, noise(g, size.outputs, size.inputs // 64).abs().float())
+    else:
+        w = Weight("plain", shape, noise(g, *shape))
+    nbytes = w.data.nbytes + (0 if w.scale is None else w.scale.nbytes)
+    return Op(lambda rows: fused.linear(x[list(rows)], w, None), nbytes)
+
+
+def layer(size: Size, g: Generator, room: int = 0) -> tuple[Tensor, Any, Tensor, Tensor]:
+    """Queries [H, MOST, D]; a table of stored slots, with so much room behind those of each head; fresh k and v."""
+    from kvcli.kernels.attend_rows.tables import Table
+
+    each = size.slots + room
+    k, v = (noise(g, size.kv * each, size.d) for _ in "kv")
+    start = torch.arange(size.kv, device=g.device, dtype=torch.int32) * each
+    pos = torch.arange(each, device=g.device, dtype=torch.int32).repeat(size.kv)
+    table = Table(k, v, pos, start, torch.full_like(start, size.slots))
+    fresh_k, fresh_v = (noise(g, size.kv, MOST, size.d) for _ in "kv")
+    return noise(g, size.heads, MOST, size.d), table, fresh_k, fresh_v
+
+
+def _attention(size: Size, g: Generator) -> Op:
+    """Each row reads what is stored, and itself."""
+    from kvcli.kernels.attend_rows import fused
+    from kvcli.kernels.attend_rows.tables import Tree
+
+    q, table, k, v = layer(size, g)
+
+    def call(rows: Rows) -> Tensor:
+        of, n = list(rows), len(rows)
+        tree = Tree.of_rows([-1] * n, [size.slots] * n, g.device)
+        x, fresh_k, fresh_v = (t[:, of].contiguous() for t in (q, k, v))
+        return fused.attend_rows(x, table, fresh_k, fresh_v, tree, size.d**-0.5, capacity=size.slots)[0]
+
+    return Op(call, table.k.nbytes + table.v.nbytes)
+
+
+def _packed_attention(bits: int, size: Size, g: Generator) -> Op:
+    from kvcli.kernels.attend_packed import PackedHead, fused
+    from kvcli.kernels.pack import pack_keys, pack_values
+
+    q, heads = noise(g, size.heads, MOST, size.d), []
+    full = size.slots if bits == 8 else size.slots // 64 * 64  # keys in fewer bits wait until a group is full
+    for _ in range(size.kv):
+        k, v = (noise(g, size.slots, size.d) for _ in "kv")
+        heads.append(PackedHead(pack_keys(k[:full], bits, 64), k[full:], pack_values(v, bits, 64), size.slots))
+
+    def call(rows: Rows) -> Tensor:
+        x = q[:, list(rows)].contiguous()
+        return fused.attend_packed(x, heads, size.d**-0.5, x.dtype, 0.0, [None] * size.kv)[0].transpose(0, 1)
+
+    held = [t for head in heads for side in (head.keys, head.values) for t in (side.codes, side.scale, side.zero)]
+    return Op(call, sum(t.nbytes for t in held if t is not None))
+
+
+def _norm(size: Size, g: Generator) -> Op:
+    from kvcli.kernels.rms_norm import fused
+
+    x, w = noise(g, MOST, size.inputs), noise(g, size.inputs)
+    return Op(lambda rows: fused.rms_norm(x[list(rows)], w, 1e-6, "round first"), 0)
+
+
+def _drawn(size: Size, g: Generator) -> Op:
+    from kvcli.kernels.argmax import Noise, fused
+
+    logits, pos = noise(g, MOST, 8 * size.inputs), torch.arange(MOST, device=g.device)
+    seed, heat = torch.full_like(pos, 7), torch.full((MOST,), 0.8, device=g.device)
+
+    def call(rows: Rows) -> Tensor:
+        of = list(rows)
+        return fused.argmax(logits[of], Noise(seed[of], pos[of], heat[of]))
+
+    return Op(call, 0)
+
+
+OURS: dict[str, Make] = {f"linear_skinny, {kind}": partial(_product, kind) for kind in ("plain", "int8", "int4", "nf4")}
+OURS |= {"attend_rows": _attention, "rms_norm": _norm, "argmax, drawn": _drawn}
+OURS |= {f"attend_packed, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
+
+
+# ---- what libraries have ----
+
+
+def _torch_product(size: Size, g: Generator) -> Op:
+    x, w = noise(g, MOST, size.inputs), noise(g, size.outputs, size.inputs)
+    return Op(lambda rows: functional.linear(x[list(rows)], w), w.nbytes)
+
+
+def _torch_norm(size: Size, g: Generator) -> Op:
+    """As models write it."""
+    x = noise(g, MOST, size.inputs).float()
+    return Op(lambda rows: x[list(rows)].pow(2).mean(-1), 0)
+
+
+def _torch_attention(size: Size, g: Generator) -> Op:
+    q, k, v = noise(g, size.heads, MOST, size.d), *(noise(g, size.kv, size.slots, size.d)[None] for _ in "kv")
+
+    def call(rows: Rows) -> Tensor:
+        found = functional.scaled_dot_product_attention(q[None, :, list(rows)], k, v, enable_gqa=True)
+        return found[0].transpose(0, 1).contiguous()
+
+    return Op(call, k.nbytes + v.nbytes)
+
+
+def _bitsandbytes(size: Size, g: Generator) -> Op:
+    import bitsandbytes
+    from bitsandbytes.functional import quantize_4bit
+
+    x = noise(g, MOST, size.inputs)
+    codes, state = quantize_4bit(noise(g, size.outputs, size.inputs), quant_type="nf4")
+    return Op(lambda rows: bitsandbytes.matmul_4bit(x[list(rows)], codes.t(), state), codes.nbytes)
+
+
+THEIRS: dict[str, Make] = {
+    "torch's product": _torch_product,
+    "torch's mean of squares": _torch_norm,
+    "torch's attention": _torch_attention,
+    "bitsandbytes, nf4": _bitsandbytes,
+}
+
+
+def _by_rows(size: Size, g: Generator) -> Op:
+    """A sum in one stretch for one row and in two for several: what a library does that looks at the shape."""
+    x, w = noise(g, MOST, size.inputs).float(), noise(g, 64, size.inputs).float()
+
+    def call(rows: Rows) -> Tensor:
+        cut = size.inputs if len(rows) == 1 else size.inputs // 2
+        found = [(row * w).view(64, -1, cut).sum(-1) for row in x[list(rows)]]  # [64, stretches]
+        return torch.stack([parts[:, 0] if cut == size.inputs else parts[:, 0] + parts[:, 1] for parts in found])
+
+    return Op(call, w.nbytes)
+
+
+SEEDED: dict[str, Make] = {"a sum cut by the number of rows": _by_rows}

@@ -1,0 +1,327 @@
+"""Compiles Triton kernels for GPUs that are not here, and reads off the machine code what it takes and whether it may.
+
+    python -m tests.kernels.compiled FOLDER < JOBS
+
+A job is a line of JSON, `{"variant": Variant, "arch": 86 | "gfx1201"}`; for each a line comes back in their order.
+FOLDER keeps what was found by the source, the form and the compiler. That runs in a process of its own, since whether a
+kernel is interpreted is decided where it is defined. `python -m tests.kernels.compiled --table` prints all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tests.kernels.variants import Variant
+
+ROOT = Path(__file__).resolve().parents[2]
+KIB = 1024
+# by compute capability: KiB of shared memory of a program and of a processor, threads and programs of a processor
+CARDS = {
+    75: (64, 64, 1024, 16),
+    80: (163, 164, 2048, 32),
+    86: (99, 100, 1536, 16),
+    89: (99, 100, 1536, 24),
+    90: (227, 228, 2048, 32),
+    120: (99, 100, 1536, 24),
+}
+NARROW = (
+    1 / 3
+)  # of what a step loads may come in pieces of 1 or 2 bytes: scales, which threads share, not what is streamed
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one form takes on one architecture; of AMD's only `arch`, `registers`, `stack` and `shared`."""
+
+    arch: int | str
+    fault: str = ""  # of the compiler
+    registers: int = 0
+    stack: int = 0  # bytes; of AMD's, registers that were spilled
+    spills: int = 0  # instructions that load or store local memory
+    shared: int = 0  # bytes
+    programs: int = 0  # of a processor at once
+    limit: str = ""  # what bounds them
+    layouts: list[str] = field(default_factory=list)  # of matrix products: version, warps, instruction
+    matrix: dict[str, int] = field(default_factory=dict)  # matrix instructions of all of it
+    step: float = 0.0  # instructions of a warp in a step of the innermost loop; not of Hopper's own products
+    loads: dict[str, int] = field(default_factory=dict)  # from memory, in that loop, unrolled as it is
+    counts: dict[str, float] = field(default_factory=dict)  # instructions of a step by their names
+
+
+def variants() -> dict[str, list[Variant]]:
+    """What is listed, by op."""
+    files = sorted((ROOT / "tests" / "kernels" / "variants").glob("[!_]*.py"))
+    return {file.stem: import_module(f"tests.kernels.variants.{file.stem}").VARIANTS for file in files}
+
+
+def compiled(jobs: Sequence[tuple[Variant, int | str]], folder: Path) -> list[Compiled]:
+    """Each of them, in a process that knows nothing of an interpreter."""
+    lines = [json.dumps({"variant": asdict(variant), "arch": arch}) for variant, arch in jobs]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled", str(folder)],
+        input="\n".join(lines),
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+# ---- what may be ----
+
+
+def faults(variant: Variant, found: Compiled) -> list[str]:
+    """What is wrong with a form on an architecture, a sentence each."""
+    if found.fault:
+        return [f"does not compile: {found.fault}"]
+    said = []
+    if found.stack or found.spills:
+        said.append(f"spills: {found.stack} bytes of stack, {found.spills} accesses ({found.registers} registers)")
+    if isinstance(found.arch, str):
+        return said
+    most = CARDS[found.arch][0] * KIB
+    if found.shared > most:
+        said.append(f"takes {found.shared:,} bytes of shared memory, a program has {most:,}")
+    if variant.streams:
+        said += _streaming_faults(found)
+    if variant.budget and found.arch == 86 and found.step > 1.1 * variant.budget:
+        said.append(f"takes {found.step:.0f} instructions a step, its budget is {variant.budget}")
+    if variant.products and not found.layouts:
+        said.append("has no matrix product")
+    return said
+
+
+def _streaming_faults(found: Compiled) -> list[str]:
+    said = []
+    width = {name: n * _bytes(name) for name, n in found.loads.items()}
+    narrow = sum(n for name, n in width.items() if _bytes(name) < 4)
+    if narrow > NARROW * sum(width.values()):
+        said.append(f"loads in pieces of 1 and 2 bytes: {found.loads}")
+    if not any(_bytes(name) == 16 for name in width):
+        said.append(f"loads nothing in pieces of 16 bytes: {found.loads}")
+    if found.programs < 2:
+        said.append(f"{found.programs} program fits on a processor, for {found.limit}: nothing hides what it waits for")
+    return said
+
+
+def _bytes(load: str) -> int:
+    """That an instruction loads for a thread: LDG.E.U16, LDGSTS.E.BYPASS.128."""
+    words = set(load.split("."))
+    return next(
+        (n for n, names in {1: {"U8", "S8"}, 2: {"U16", "S16"}, 8: {"64"}, 16: {"128"}}.items() if words & names), 4
+    )
+
+
+def parted(found: Sequence[Compiled]) -> list[str]:
+    """Layouts of warps and instructions, where forms of an op have several on an architecture: their rows part."""
+    return (
+        sorted({layout for one in found for layout in one.layouts})
+        if len({str(one.layouts) for one in found}) > 1
+        else []
+    )
+
+
+# ---- compiling; here Triton may be imported ----
+
+
+def _one(job: tuple[str, Path]) -> str:
+    """A line for a line; from the folder if nothing has changed."""
+    given = json.loads(job[0])
+    variant, arch = Variant(**given["variant"]), given["arch"]
+    import triton
+
+    module, _, name = variant.kernel.partition(":")
+    kernel = getattr(import_module(module), name)
+    parts = (kernel.cache_key, job[0], triton.__version__, Path(__file__).read_text(encoding="utf-8"))
+    kept = job[1] / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
+    if not kept.exists():
+        try:
+            found = _amd(kernel, variant, arch) if isinstance(arch, str) else _nvidia(kernel, variant, arch)
+        except Exception as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            found = Compiled(arch, fault=f"{type(error).__name__}: {lines[-1][:300] if lines else ''}")
+        kept.write_text(json.dumps(asdict(found)))
+    return kept.read_text()
+
+
+def _built(kernel: Any, variant: Variant, backend: str, arch: int | str) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as build
+
+    signature = {name: "constexpr" if name in variant.consts else variant.types[name] for name in kernel.arg_names}
+    known = [i for i, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name in variant.aligned]
+    source = ASTSource(kernel, signature, dict(variant.consts), {(i,): [["tt.divisibility", 16]] for i in known})
+    options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": False}
+    return build(source, target=GPUTarget(backend, arch, 32), options=options)
+
+
+def _amd(kernel: Any, variant: Variant, arch: str) -> Compiled:
+    # PTX is NVIDIA's; LLVM ends the process over it
+    plain = {name: False if name == "PTX" else value for name, value in variant.consts.items()}
+    built = _built(kernel, replace(variant, consts=plain), "hip", arch)
+    take = {key: int(n) for key, n in re.findall(r"\.(\w+(?:_count|_size)):\s+(\d+)", built.asm["amdgcn"])}
+    spilled = take["vgpr_spill_count"] + take["sgpr_spill_count"]
+    return Compiled(arch, registers=take["vgpr_count"], stack=spilled, shared=built.metadata.shared)
+
+
+def _nvidia(kernel: Any, variant: Variant, arch: int) -> Compiled:
+    built = _built(kernel, variant, "cuda", arch)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        take = dict(re.findall(r"(REG|STACK):(\d+)", _dump("--dump-resource-usage", file.name)))
+        code = _instructions(_dump("-sass", file.name))
+    names = Counter(_name(words) for _, words in code)
+    registers, shared = int(take["REG"]), built.metadata.shared
+    fits = _fits(registers, shared, variant.warps, arch)
+    body, share = _step(code, built.asm["ttgir"])
+    inside = Counter(_name(words) for words in body)
+    return Compiled(
+        arch,
+        registers=registers,
+        stack=int(take["STACK"]),
+        spills=sum(n for name, n in names.items() if name.startswith(("LDL", "STL"))),
+        shared=shared,
+        programs=min(fits.values()),
+        limit=min(fits, key=lambda what: fits[what]),
+        layouts=_layouts(built.asm["ttgir"]),
+        matrix={name: n for name, n in names.items() if _is_matrix(name)},
+        step=len(body) * share,
+        loads={name: n for name, n in inside.items() if _is_load(name)},
+        counts={name: round(n * share, 2) for name, n in sorted(inside.items())},
+    )
+
+
+def _dump(what: str, cubin: str) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def _instructions(sass: str) -> list[tuple[int, str]]:
+    """Addresses and instructions; without the padding behind the last."""
+    code = [(int(at, 16), words.strip()) for at, words in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)]
+    return [(at, words) for at, words in code if words != "NOP"]
+
+
+def _name(words: str) -> str:
+    return re.sub(r"^@!?U?P\w+\s+", "", words).split()[0]
+
+
+def _is_matrix(name: str) -> bool:
+    return name.startswith(("HMMA", "HGMMA", "IMMA", "QGMMA", "UTC"))
+
+
+def _is_load(name: str) -> bool:
+    return name.startswith(("LDG.", "LDGSTS."))
+
+
+def _fits(registers: int, shared: int, warps: int, arch: int) -> dict[str, int]:
+    """Programs of a processor by what bounds them: 64 Ki registers, by 8 a thread; 1 KiB of each is not ours."""
+    _, most, threads, programs = CARDS[arch]
+    return {
+        "registers": 65536 // (-(-registers // 8) * 8 * 32 * warps),
+        "shared memory": most * KIB // (shared + KIB),
+        "threads": threads // (32 * warps),
+        "programs": programs,
+    }
+
+
+def _layouts(ttgir: str) -> list[str]:
+    """Of matrix products: what decides which numbers an instruction adds up, and in which warp."""
+    found = set()
+    for words in re.findall(r"#ttg\.nvidia_mma<\{(.*?)\}>", ttgir):
+        take = dict(re.findall(r"(\w+) = (\d+|\[[^\]]*\])", words))
+        found.add(f"mma {take['versionMajor']}, warps {take['warpsPerCTA']}, instruction {take['instrShape']}")
+    return sorted(found)
+
+
+def _step(code: list[tuple[int, str]], ttgir: str) -> tuple[list[str], float]:
+    """The innermost loop that works most, and what share of it a step is: ptxas unrolls loops.
+
+    Without a loop that holds a product, or where there are none a load, it is all of the kernel.
+    """
+    place = {at: i for i, (at, _) in enumerate(code)}
+    loops = []
+    for i, (at, words) in enumerate(code):
+        to = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", words)
+        if to and (start := place.get(int(to[1], 16), i + 1)) <= i and int(to[1], 16) < at:
+            loops.append((start, i + 1))
+    inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    bodies = [[words for _, words in code[a:b]] for a, b in inner] or [[words for _, words in code]]
+    products = [sum(_is_matrix(_name(words)) for words in body) for body in bodies]
+    if not any(products):
+        loads = [sum(_is_load(_name(words)) for words in body) for body in bodies]
+        at = loads.index(max(loads))
+        return (bodies[at] if loads[at] else [words for _, words in code]), 1.0
+    # a loop over whole tiles and one over those with edges have the same products: the one with less beside them
+    body, n = max(zip(bodies, products, strict=True), key=lambda each: each[1] / len(each[0]))
+    return body, _products_of_a_step(ttgir) / n
+
+
+def _products_of_a_step(ttgir: str) -> float:
+    """Matrix instructions (m16n8k16) of a warp in one turn of the loop that has most of them, as Triton wrote it."""
+    warps = int(re.findall(r'"ttg\.num-warps" = (\d+)', ttgir)[0])
+    turns: Counter[int] = Counter()  # by the loop: the indentation and number of the last one that began
+    open_loops: list[tuple[int, int]] = []
+    for at, line in enumerate(ttgir.splitlines()):
+        depth = len(line) - len(line.lstrip())
+        while open_loops and depth <= open_loops[-1][0]:
+            open_loops.pop()
+        if "scf.for" in line or "scf.while" in line:
+            open_loops.append((depth, at))
+        dot = re.search(r"tt\.dot\b.*tensor<(\d+)x(\d+)x\w+,.*\* tensor<\d+x(\d+)x", line)
+        if dot:
+            m, k, n = map(int, dot.groups())
+            turns[open_loops[-1][1] if open_loops else -1] += max(1, m // 16) * max(1, n // 8) * (k // 16)
+    return max(turns.values(), default=warps) / warps
+
+
+def _all(folder: Path, lines: list[str]) -> list[str]:
+    import fcntl  # there is none on Windows, where nothing is compiled but modules are imported
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock, tempfile.TemporaryDirectory() as own:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test runners one compiles, the others find it done
+        os.environ["TRITON_CACHE_DIR"] = own
+        with ProcessPoolExecutor(min(2, len(lines) or 1), mp_context=get_context("fork")) as pool:
+            return list(pool.map(_one, [(line, folder) for line in lines]))
+
+
+def _table(folder: Path) -> None:
+    jobs = [(op, variant, arch) for op, of in variants().items() for variant in of for arch in variant.archs]
+    for (op, variant, arch), found in zip(jobs, compiled([job[1:] for job in jobs], folder), strict=True):
+        said = "; ".join(faults(variant, found)) or "ok"
+        print(
+            f"{op:15} {variant.name:28} sm{arch:<4} {found.registers:3} registers {found.shared:6,} B shared "
+            f"{found.programs} ({found.limit}) {found.step:6.0f} a step  {said}"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--table"]:
+        _table(ROOT / ".pytest_cache" / "d" / "compiled")
+    else:
+        print("\n".join(_all(Path(sys.argv[1]), sys.stdin.read().splitlines())))

@@ -1,0 +1,155 @@
+"""Kernels of boundaries in Triton's interpreter: what the references give, codes to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli.kernels import code_scores, column_mass, gpu, pack, page_bounds, rotate
+
+pytest.importorskip("tests.kernels.interpreted")  # before what is fused
+FUSED = {
+    op: pytest.importorskip(f"kvcli.kernels.{op}.fused")
+    for op in ("pack", "rotate", "column_mass", "code_scores", "page_bounds")
+}
+
+torch.set_num_threads(1)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
+    """What a call gives with the kernels, whose results are NaN before they are written, and without."""
+
+    def run(call: Callable[[], Any]) -> tuple[Any, Any]:
+        want = call()
+        with monkeypatch.context() as m:
+            m.setattr(gpu, "why_not", lambda *_: "")
+            for module in FUSED.values():
+                _poison(m, module)
+            return call(), want
+
+    return run
+
+
+def _poison(m: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Its own `torch.empty` and `new_empty`, whichever it has."""
+    for name in ("empty", "empty_like"):
+        made = getattr(torch, name)
+        m.setattr(module.torch, name, lambda *a, _made=made, **k: _filled(_made(*a, **k)))
+    new = Tensor.new_empty
+    m.setattr(Tensor, "new_empty", lambda t, *a, **k: _filled(new(t, *a, **k)))
+
+
+def _filled(t: Tensor) -> Tensor:
+    return t.fill_(torch.nan if t.is_floating_point() else 85)
+
+
+# slots, channels, numbers in a group: primes and ones, several programs
+SHAPES = [(7, 16, 7), (130, 64, 13), (64, 80, 64), (96, 128, 32)]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_and_scales_are_those_of_the_reference(shape: tuple[int, int, int], bits: int, both: Any) -> None:
+    s, d, group = shape
+    x = noise(s, d) * torch.linspace(0.1, 4, d) + torch.linspace(-9, 9, d)
+    x[: s // 3] *= 1e-9  # groups of tiny numbers, and of all the same
+    x[s // 2 :, ::3] = 7e4 if bits == 8 else 3.25
+    for dtype in (torch.bfloat16, torch.float32):
+        k, v = x[: s // group * group].to(dtype), x.to(dtype)
+        for call in (lambda k=k: pack.pack_keys(k, bits, group), lambda v=v: pack.pack_values(v, bits, group)):
+            got, want = both(call)
+            assert [t.shape for t in got.tensors] == [t.shape for t in want.tensors]
+            assert all(torch.equal(a, b) for a, b in zip(got.tensors, want.tensors, strict=True))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_no_slots_are_packed(bits: int, both: Any) -> None:
+    got, want = both(lambda: (pack.pack_keys(noise(0, 16), bits, 8), pack.pack_values(noise(0, 16), bits, 8)))
+    for a, b in zip(got, want, strict=True):
+        assert [t.shape for t in a.tensors] == [t.shape for t in b.tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("d", [16, 128])
+def test_a_hadamard_turn_is_that_of_its_matrix(d: int, dtype: torch.dtype, both: Any) -> None:
+    """To the rounding of float32, and a row the same alone."""
+    x = noise(3, 7, d).to(dtype)
+    matrix = pack.hadamard(d, x.float())
+    torch.testing.assert_close(*both(lambda: pack.turned(x, matrix)), atol=3e-6, rtol=1e-5)
+    together, alone = (both(lambda n=n: pack.turned(x[:, :n], matrix))[0] for n in (7, 1))
+    assert torch.equal(together[:, :1], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dims", "near"), [(16, False), (10, True), (6, False)])
+def test_keys_turn_and_turn_back(dims: int, near: bool, dtype: torch.dtype, both: Any) -> None:
+    rotary = rotate.Rotary(100.0 ** (-torch.arange(0, dims, 2) / dims), 1.3, near)
+    k = noise(3, 19, 16).to(dtype)[:, 1:]  # strides are free
+    pos = torch.randint(0, 100_000, (3, 18), generator=torch.Generator().manual_seed(1))
+    for at in (pos, pos[:1], pos[0]):
+        for way in (rotate.rotate, rotate.unrotate):
+            got, want = both(lambda way=way, at=at: way(k, at, rotary))
+            assert got.dtype == dtype
+            torch.testing.assert_close(got, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("over", ["mean", "sum", "max", "none"])
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, None), (1.5, 20)])
+def test_masses_are_those_of_the_reference(over: str, softcap: float, window: int | None, both: Any) -> None:
+    kv, g, w, s, d = 2, 3, 35, 131, 64
+    q, k = noise(kv * g, w, d).bfloat16(), noise(kv, s + 3, d, seed=1).bfloat16()[:, 3:]
+    pos = torch.stack([torch.randperm(2 * s, generator=torch.Generator().manual_seed(j))[:s] for j in range(kv)])
+    pos[1, 100:] = -1
+    q_pos = torch.arange(s // 2, s // 2 + w)
+    q_pos[0] = -1  # sees nothing
+    both_of = both(
+        lambda: column_mass.column_mass(q, q_pos, k, pos, 0.2, softcap=softcap, window=window, over=over)  # type: ignore[arg-type]
+    )
+    torch.testing.assert_close(*both_of, atol=1e-5, rtol=2e-3)
+
+
+def test_masses_of_long_pasts_are_found_in_spans(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FUSED["column_mass"], "SPAN", 64)
+    q, k = noise(1, 3, 64).half(), noise(1, 200, 64, seed=1).half()
+    pos = torch.arange(200, dtype=torch.int32).expand(1, -1)
+    call = lambda: column_mass.column_mass(q, torch.tensor([199, 70, 3]), k, pos, 0.2)  # noqa: E731
+    torch.testing.assert_close(*both(call), atol=1e-5, rtol=2e-3)
+    nobody, nothing = (
+        both(lambda n=n, m=m: column_mass.column_mass(q[:, :n], q.new_zeros(n).long(), k[:, :m], pos[:, :m], 0.2))
+        for n, m in ((0, 200), (3, 0))
+    )
+    assert torch.equal(*nobody)
+    assert torch.equal(*nothing)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scores_of_codes_are_those_of_float32(dtype: torch.dtype, both: Any) -> None:
+    rows = noise(2, 19, 48).to(dtype)
+    codes = torch.randint(-127, 128, (2, 70, 48), generator=torch.Generator().manual_seed(2)).to(torch.int8)
+    scale = noise(2, 70).abs().bfloat16()
+    got, want = both(lambda: code_scores.code_scores(rows, codes, scale))
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-5)
+
+
+def test_bounds_are_those_of_the_reference(both: Any) -> None:
+    low, high = noise(2, 35, 48).bfloat16(), noise(2, 35, 48).bfloat16() + 1
+    got, want = both(lambda: page_bounds.page_bounds(noise(2, 5, 48), low, high))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
+
+
+def test_kernels_wait_for_nothing() -> None:
+    """None of their modules asks a tensor for its numbers."""
+    for module in FUSED.values():
+        with open(module.__file__, encoding="utf-8") as file:  # type: ignore[arg-type]
+            text = file.read()
+        assert not any(word in text for word in (".item(", ".tolist(", "bool(", ".cpu("))

@@ -1,0 +1,66 @@
+"""A frame whose attention and storing are the fused kernels, in Triton's interpreter: the text of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from kvcli.drafts.off import Off
+from kvcli.engine.engine import drive
+from kvcli.engine.frame import Frames
+from kvcli.engine.lm import LM
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.kernels import gpu
+from kvcli.kv.dense import Dense
+from tests import families
+from tests.drafters import Bush
+from tests.fake_graphs import FakeGraphs
+
+pytest.importorskip("tests.kernels.interpreted")  # before what is fused
+OPS = ("attend_rows", "append", "argmax")
+FUSED = {name: pytest.importorskip(f"kvcli.kernels.{name}.fused") for name in OPS}
+
+SINGLE = {"num_hidden_layers": 1, "vocab_size": 61}
+
+
+def written(lm: LM, drafter: Any, new: int) -> list[int]:
+    kv = Dense(lm.shapes, lm.dtype, lm.device, step=16)
+    session = Session(lm, kv, drafter, Sampler(), chunk=64)
+    drive(session.read(families.prompt(30, vocab=61)))
+    while len(session.ids) < 30 + new:
+        drive(session.step((), 30 + new - len(session.ids)))
+    return session.ids[30:]
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_fused_kernels_drop_in(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16, whose numbers are near enough to the reference's that a short text is the same; plain rows and a tree."""
+    windowed = {"layer_types": ["sliding_attention"]} if family == "gemma2" else {}
+    lm, graphs = LM.of(families.build(family, torch.float16, **SINGLE, **windowed)), FakeGraphs()
+    want = written(lm, Off(), 6)
+    lm.frames = Frames(graphs)
+    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "")
+    asked = [opaque(monkeypatch, graphs, FUSED[name], name) for name in OPS]
+    assert written(lm, Off(), 6) == want
+    assert written(lm, Bush([*families.prompt(30, vocab=61), *want], 61, 60), 6) == want
+    assert all(calls() for calls in asked)
+    assert (dict(lm.frames.eager), lm.frames.why) == ({}, "")
+
+
+def opaque(monkeypatch: pytest.MonkeyPatch, graphs: FakeGraphs, module: Any, name: str) -> Callable[[], int]:
+    """Recorded as one operation, whatever the interpreter makes of it; how often it ran."""
+    own, n = getattr(module, name), 0
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal n
+        n += 1
+        with _disable_current_modes():
+            return own(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: graphs.launch(kernel, args, kwargs))
+    return lambda: n

@@ -1,0 +1,244 @@
+"""Linear layers for few rows: each row has the bits that it has alone, and numbers that are those of its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcli.engine.weights import quantize_for_gpu
+from kvcli.kernels import gpu, linear_packed
+from kvcli.kernels.linear_packed import reference as packed
+from kvcli.kernels.linear_skinny import MOST, Weight, linear_skinny, pack4, pack_nf4, ptx, reference
+from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
+
+pytest.importorskip("tests.kernels.interpreted")  # before anything that is fused
+fused = import_module("kvcli.kernels.linear_skinny.fused")
+torch.set_num_threads(1)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# kind, N, K: one shape a group, and among them outputs that fill no program and inputs that fill no step
+SHAPES = [
+    ("plain", 71, 272),
+    ("int8", 7, 272),
+    ("int4", 16, 256),
+    ("int4", 16, 192),
+    ("int4", 16, 160),
+    ("nf4", 12, 192),
+]
+WITHIN = {BF16: 4e-3, FP16: 6e-4}  # of the norm of the result: what it costs to round it, and the numbers of nf4
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Rows of different sizes, so that a scale on the wrong row shows."""
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return noise * torch.linspace(0.1, 3.0, shape[0]).unsqueeze(1)
+
+
+@cache
+def weight(kind: str, n: int, k: int, dtype: torch.dtype = BF16) -> Weight:
+    w = numbers(n, k).to(dtype)
+    if kind == "plain":
+        return Weight("plain", (n, k), w)
+    if kind == "int8":
+        q, scale = packed.round8(w)
+        return Weight("int8", (n, k), q, scale)
+    if kind == "int4":
+        group = linear_packed.group_of(k)
+        return pack4(*packed.round4(w, group), group)
+    return pack_nf4(*quantized(w)[:2])
+
+
+def quantized(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """By bitsandbytes: codes [N, K], the largest of each 64 [N, K // 64], and the numbers that they stand for."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    data, state = functional.quantize_4bit(w, blocksize=64, quant_type="nf4", compress_statistics=True)
+    return *of_bitsandbytes(data, state), functional.dequantize_4bit(data, state)
+
+
+def ours(x: Tensor, w: Weight, sk: int) -> Tensor:
+    """In float32: rounded to 16 bits, most sums in another order are the same."""
+    return fused.linear(x.contiguous(), w, None, sk, torch.float32)
+
+
+def differing(run: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
+    """How many rows there were in passes where one of them was not as among all of x."""
+    together, last = run(x), len(x) - 1
+    parts = [slice(m) for m in (1, 5, 16, 32)] + [slice(last, last + 1)]
+    return [len(x[part]) for part in parts if not torch.equal(run(x[part]), together[part])]
+
+
+@pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
+def test_a_row_has_the_bits_that_it_has_alone(kind: str, n: int, k: int):
+    x = numbers(33, k, seed=1).to(BF16)
+    assert differing(lambda rows: ours(rows, weight(kind, n, k), 2), x) == []
+
+
+def test_a_kernel_that_looks_at_the_number_of_rows_is_caught():
+    """The test of the test: as many stretches as there are rows, up to two."""
+    x = numbers(33, 384, seed=1).to(BF16)
+    assert differing(lambda rows: ours(rows, weight("plain", 16, 384), min(2, len(rows))), x) == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
+def test_results_are_those_of_the_weight(kind: str, n: int, k: int, dtype: torch.dtype):
+    w, x, bias = weight(kind, n, k, dtype), numbers(3, k, seed=2).to(dtype), numbers(n, 1, seed=3).flatten().to(dtype)
+    want = x.double() @ reference.weight(w).double().T + bias.double()
+    for sk in (1, 2):
+        got = fused.linear(x, w, bias, sk)
+        assert (got.double() - want).norm() < WITHIN[dtype] * want.norm()
+    assert (reference.linear_skinny(x, w, bias).double() - want).norm() < WITHIN[dtype] * want.norm()
+
+
+@pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
+def test_many_rows_are_multiplied_by_what_is_fastest(kind: str, n: int, k: int, monkeypatch: pytest.MonkeyPatch):
+    from kvcli.kernels import linear_skinny as op
+
+    monkeypatch.setattr(op, "STRETCH", 2 * k * 64)
+    w, x = weight(kind, n, k), numbers(MOST + 1, k, seed=2).to(BF16)
+    want = x.double() @ reference.weight(w).double().T
+    got = linear_skinny(x, w, torch.ones(n, dtype=BF16))
+    assert (got.double() - want - 1).norm() < 2 * WITHIN[BF16] * want.norm()
+
+
+def test_int4_is_of_the_numbers_that_a_cpu_has():
+    for k in (256, 192, 160):
+        w = numbers(32, k).to(BF16)
+        there = linear_packed.pack(w, 4, native=False)
+        here = pack4(packed.unpack4(there.data), there.scale, there.group)
+        assert torch.equal(
+            reference.weight(here), packed.weight(4, there.group, packed.unpack4(there.data), there.scale)
+        )
+
+
+def test_nf4_is_of_the_numbers_of_bitsandbytes():
+    w = numbers(12, 192).to(BF16)
+    codes, largest, theirs = quantized(w)
+    within = torch.finfo(BF16).eps * theirs.abs().max()
+    assert (reference.weight(pack_nf4(codes, largest)) - theirs.float()).abs().max() < within
+
+
+# ---- what only a GPU runs, emulated ----
+
+
+def run_ptx(asm: str, word: int, dtype: torch.dtype) -> list[int]:
+    """The eight numbers that it makes of four bytes, as bits."""
+    register = {"$4": word}
+
+    def value(name: str) -> int:
+        return register[name] if name in register else int(name, 0)
+
+    def fma(a: int, b: int, c: int) -> int:
+        x, y, z = (torch.tensor([v & 0xFFFF, v >> 16], dtype=torch.uint16).view(dtype).double() for v in (a, b, c))
+        low, high = (x * y + z).to(dtype).view(torch.int16).tolist()
+        return low & 0xFFFF | (high & 0xFFFF) << 16
+
+    def prmt(a: int, b: int, order: int) -> int:
+        both = (a | b << 32).to_bytes(8, "little")
+        picked = [(both[n & 7], n & 8) for n in (order >> 4 * i & 15 for i in range(4))]
+        return int.from_bytes(bytes((255 if v & 128 else 0) if sign else v for v, sign in picked), "little")
+
+    for line in asm.strip("{}").split(";"):
+        op, _, rest = line.strip().partition(" ")
+        to, *given = [name.strip() for name in rest.split(",")]
+        if not op or op == ".reg":
+            continue
+        a, b, c = (*map(value, given[:3]), 0, 0)[:3]
+        kind = op.split(".")[0]
+        register[to] = {
+            "and": lambda a=a, b=b: a & b,
+            "shr": lambda a=a, b=b: a >> b,
+            "mov": lambda a=a: a,
+            "prmt": lambda a=a, b=b, c=c: prmt(a, b, c),
+            "lop3": lambda a=a, b=b, c=c: (a & b) | (~a & c & 0xFFFFFFFF),
+            "fma": lambda a=a, b=b, c=c: fma(a, b, c),
+        }[kind]()
+    return [half for i in range(4) for half in (register[f"${i}"] & 0xFFFF, register[f"${i}"] >> 16)]
+
+
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+def test_ptx_makes_the_numbers_of_the_codes(kind: str, dtype: torch.dtype):
+    of = torch.tensor(ptx.NF4) if kind == "nf4" else torch.arange(16) - 8.0
+    bits = of.to(dtype).view(torch.int16)
+    words = torch.randint(0, 1 << 32, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    for word in words:
+        each = word.to_bytes(4, "little")
+        want = [int(bits[code]) & 0xFFFF for code in (*(b & 15 for b in each), *(b >> 4 for b in each))]
+        assert run_ptx(getattr(ptx, kind)(dtype), word, dtype) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4", "nf4"])
+@pytest.mark.parametrize("sk", [1, 2, 3])
+def test_bits_of_more_shapes(kind: str, sk: int):
+    for n, k in ((64, 512), (130, 384), (48, 320)):
+        if kind == "int4" and n % 16:
+            continue
+        x = numbers(49, k, seed=4).to(FP16)
+        assert differing(lambda rows, n=n, k=k: ours(rows, weight(kind, n, k, FP16), sk), x) == []
+
+
+# ---- in a model ----
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "" if dtype in WITHIN else "float32 is held to in full")
+
+
+def layers() -> nn.Sequential:
+    """Plain ones, one with a bias, one of odd width, and one that is tied to an embedding."""
+    torch.manual_seed(0)
+    root = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 48, bias=False), nn.Linear(9, 7), nn.Embedding(32, 48))
+    root.append(nn.Linear(48, 32, bias=False)).bfloat16().requires_grad_(False)
+    root[4].weight = root[3].weight
+    return root
+
+
+def test_plain_layers_keep_their_weights(served: None):
+    root, x = layers(), numbers(3, 48).to(BF16)
+    want, names = root[4](x), [*root.state_dict()]
+    assert lay_out_skinny_(root) == 3
+    assert [type(layer).__name__ for layer in root[:3]] == ["SkinnyLinear", "SkinnyLinear", "Linear"]
+    assert root[4].weight is root[3].weight
+    assert [*root.state_dict()] == names
+    torch.testing.assert_close(root[4](x), want, rtol=1e-2, atol=1e-2)
+    assert root[0](numbers(2 * 3, 128).view(2, 3, 128).to(BF16)).shape == (2, 3, 64)
+    assert lay_out_skinny_(root) == 0
+
+
+@pytest.mark.parametrize(("quant", "within"), [("int8", 0.02), ("int4", 0.15), ("nf4", 0.13)])
+@pytest.mark.filterwarnings("ignore")
+def test_quant_on_a_gpu_is_in_our_kernels(quant: str, within: float, served: None):
+    if quant == "nf4":
+        pytest.importorskip("bitsandbytes")
+    root, x = layers()[:2], numbers(3, 128).to(BF16)
+    before = root(x).float()
+    swap, by = quantize_for_gpu(root, quant, torch.device("cpu"))
+    assert (by, swap.packed) == (f"fused {quant}", 2)
+    assert [(layer.kind, layer.out_features) for layer in root] == [(quant, 64), (quant, 48)]
+    assert 0 < (root(x).float() - before).norm() < 2 * within * before.norm()
+    if quant != "nf4":
+        there = linear_packed.pack(layers()[0].weight, 8 if quant == "int8" else 4, native=False)
+        assert torch.equal(root[0].scale, there.scale)
+
+
+def test_what_no_kernel_serves_stays_with_others():
+    pytest.importorskip("bitsandbytes")
+    _, by = quantize_for_gpu(layers()[:2], "int4", torch.device("cpu"))
+    assert by == "bitsandbytes fp4 (no fused kernels for cpu)"
+    assert lay_out_skinny_(layers()) == 0
+
+
+def test_wrong_inputs_are_refused():
+    with pytest.raises(ValueError, match="64 inputs in"):
+        linear_skinny(torch.zeros(1, 64, dtype=BF16), weight("int4", 16, 192))
+    with pytest.raises(ValueError, match=r"in torch\.bfloat16 \(int4\)"):
+        linear_skinny(torch.zeros(1, 192), weight("int4", 16, 192))
+    assert linear_skinny(torch.zeros(2, 0, 192, dtype=BF16), weight("int4", 16, 192)).shape == (2, 0, 16)

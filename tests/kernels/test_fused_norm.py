@@ -1,0 +1,93 @@
+"""RMSNorm on a GPU: the numbers of each form, the bits of a row alone, and only for modules that are one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from kvcli.kernels import gpu
+from kvcli.kernels.rms_norm import FORMS, reference
+from kvcli.kernels.rms_norm.module import FusedNorm, norm_
+
+pytest.importorskip("tests.kernels.interpreted")  # before anything that is fused
+fused = import_module("kvcli.kernels.rms_norm.fused")
+torch.set_num_threads(1)
+
+TYPES = (torch.bfloat16, torch.float16)
+WIDTHS = (131, 768)
+
+
+def rows(n: int, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """And a weight."""
+    noise = torch.Generator().manual_seed(h)
+    return torch.randn(n, h, generator=noise).to(dtype) * 3, torch.rand(h, generator=noise).to(dtype) + 0.5
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("h", WIDTHS)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_round_where_the_reference_does(form: str, h: int, dtype: torch.dtype):
+    x, weight = rows(3, h, dtype)
+    got, want = fused.rms_norm(x, weight, 1e-6, form), reference.rms_norm(x, weight, 1e-6, form)
+    assert (got == want).float().mean() > 0.99
+    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def differing(norm: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
+    """How many rows there were in passes where one of them was not as among all of x."""
+    together = norm(x)
+    return [n for n in (1, 5, 16) if not torch.equal(norm(x[-n:]), together[-n:])]
+
+
+def test_a_row_has_the_bits_that_it_has_alone():
+    x, weight = rows(33, 131, torch.bfloat16)
+    assert differing(lambda some: fused.rms_norm(some, weight, 1e-6, "round first"), x) == []
+
+
+def test_sums_in_another_order_are_caught():
+    """The test of the test: a row is added up in as many pieces as there are rows, up to eight."""
+
+    def norm(x: Tensor) -> Tensor:
+        squares = x.float().pow(2)
+        total = torch.stack([part.sum(-1, keepdim=True) for part in squares.chunk(min(8, len(x)), -1)]).sum(0)
+        return x.float() * torch.rsqrt(total / x.shape[-1] + 1e-6)
+
+    assert differing(norm, rows(33, 768, torch.bfloat16)[0]) != []
+
+
+class Centred(LlamaRMSNorm):
+    """Another norm, by a name that ends alike."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "" if dtype in TYPES else "float32 is held to in full")
+
+
+@pytest.mark.parametrize(
+    ("made", "form"), [(LlamaRMSNorm, "round first"), (GemmaRMSNorm, "one more"), (Olmo2RMSNorm, "round last")]
+)
+def test_a_norm_is_known_by_what_it_does(made: type[nn.Module], form: str, served: None):
+    root = nn.Sequential(made(768, 1e-6), Centred(768, 1e-6), nn.LayerNorm(768)).bfloat16()
+    root[0].weight.data = rows(1, 768, torch.bfloat16)[1]
+    assert norm_(root) == 1
+    forward = vars(root[0])["forward"]
+    assert isinstance(forward, FusedNorm)
+    assert forward.kind[0] == form
+
+
+def test_rows_of_another_type_go_the_own_way(served: None):
+    root = nn.Sequential(LlamaRMSNorm(131, 1e-6)).bfloat16()
+    assert norm_(root) == 1
+    assert root(torch.ones(2, 131)).dtype == torch.float32
+    assert norm_(nn.Sequential(LlamaRMSNorm(5, 1e-6))) == 0

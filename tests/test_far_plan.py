@@ -1,0 +1,131 @@
+"""A store for a GPU that is not there: which way to host memory it takes, and what room it leaves a pass."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli.drafts.off import Off
+from kvcli.engine.engine import drive
+from kvcli.engine.lm import LM
+from kvcli.engine.pass_bytes import pass_bytes
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.errors import BadConfig
+from kvcli.kernels import dispatch, gpu
+from kvcli.kv import tiers
+from kvcli.kv.dense import Dense
+from kvcli.kv.host import Host
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.mapped import Mapped
+from kvcli.kv.reach import ByRule
+from kvcli.kv.recall_settings import Everything, Sketch
+from kvcli.kv.room import room
+from kvcli.kv.rung import Rung
+from kvcli.kv.slots import Sight, alike
+from kvcli.settings.profile import load_profile
+from kvcli.settings.schema import Kv, Memory
+from tests import families
+from tests.fake_bus import FakeBus
+from tests.fake_device import FakeDevice
+
+GIB = 1 << 30
+HOST = Memory(host="4GiB")
+
+
+def plan(memory: Memory = HOST, **more: Any) -> tiers.Plan:
+    """Of an 8B shape."""
+    of: dict[str, Any] = {"kv": Kv(), "recall": Everything(), **more}
+    shapes, sights = alike(32, 8, 128), [Sight(0.1)] * 32
+    return tiers.Plan(shapes, torch.bfloat16, torch.device("cuda"), memory=memory, sights=sights, chunk=512, **of)
+
+
+@pytest.fixture
+def _served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a card and kernels for it are."""
+    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "")
+    name = "kvcli.kernels.attend.fused"
+    monkeypatch.setattr(dispatch, "choose", lambda *_: SimpleNamespace(__module__=name))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(fits=lambda d, e: d <= 256))  # type: ignore[misc]
+
+
+def way(memory: Memory = HOST, **more: Any) -> tuple[str, dict[str, Any]]:
+    found = plan(memory, **more)._way()
+    return getattr(found, "func", found).__name__, getattr(found, "keywords", {})  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_served")
+def test_the_way_is_what_the_setting_asks_for() -> None:
+    name, how = way()
+    assert name == "ByRule"
+    assert how["unserved"] == ""
+    assert how["rates"] is not None
+    assert way(replace(HOST, reach="kernel")) == ("ByRule", {"unserved": "", "rates": None})
+    assert way(replace(HOST, reach="cpu"))[0] == "ByQuery"
+    assert way(replace(HOST, reach="stream"))[0] == "ByStream"
+    assert way(kv=Kv(k_bits=4, v_bits=4))[0] == "ByQuery"
+    for reach in ("kernel", "stream"):
+        with pytest.raises(BadConfig, match="few bits"):
+            way(replace(HOST, reach=reach), kv=Kv(k_bits=4))  # type: ignore[arg-type]
+
+
+def test_where_no_kernel_serves_answers_go_by_query_and_asking_for_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "triton is not installed")
+    name, how = way()
+    assert name == "ByRule"
+    assert how["unserved"] == "triton is not installed"
+    with pytest.raises(BadConfig, match=r"memory\.reach"):
+        way(replace(HOST, reach="kernel"))
+
+
+def test_a_reach_without_host_memory_is_refused() -> None:
+    with pytest.raises(BadConfig) as refused:
+        load_profile("exact").replace(memory={"reach": "cpu"})
+    assert "nothing to reach" in "".join(refused.value.lines)
+
+
+@pytest.mark.parametrize("recall", [Everything(), Sketch()])
+def test_room_is_left_for_a_pass(recall: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 12 * GIB))
+    free, kept = plan(recall=recall), plan(recall=recall, working=2 * GIB)
+    assert free.room.free - kept.room.free == 2 * GIB
+    assert 0 < kept.room.on_device < free.room.on_device  # type: ignore[operator]
+    held = kept.room.on_device * kept.room.wide + 2 * GIB  # type: ignore[operator]
+    assert held < 8 * GIB
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_promised_context_is_reached_because_room_counts_a_pass(counts: bool) -> None:
+    """On a device with so much memory beside the weights, whatever is not in host memory, at every moment."""
+    lm = LM.of(families.build("llama", torch.float64))
+    sizes, bus = (lm.shapes, lm.dtype), FakeBus()
+    per_slot = sum(shape.n_kv_heads * (shape.k_dim + shape.v_dim) * 8 + 4 for shape in lm.shapes)
+    free, working, buffers = 600 * per_slot, pass_bytes(lm, 16, lm.dtype), 2 << 20
+    given: dict[str, Any] = {"chunk": 16, "is_cpu": False, "host": GIB, "free": free if counts else free + working}
+    found = room(Kv(group=4, sinks=2), HOST, Everything(), lm.sights, lm.shapes, 8, **given)
+    host = Host(Mapped(*sizes, bus), "cpu", ByRule, lambda _: bus)
+    below = [Rung(host, found.in_host, 4, later=host.ask)]
+    kv = Ladder(Dense(*sizes, step=64), below, holds=found.on_device, group=4, sinks=2)
+    session = Session(lm, kv, Off(), Sampler(), every=64, chunk=16)
+    with (
+        FakeDevice(budget=free + working + buffers),
+        nullcontext() if counts else pytest.raises(torch.OutOfMemoryError),
+    ):
+        drive(session.read(families.prompt(2600)))
+    assert (session.committed == 2599) == counts
+
+
+def test_a_pass_takes_more_with_more_rows_and_scores_where_no_kernel_is() -> None:
+    lm = LM.of(families.build("llama"))
+    few, many = (pass_bytes(lm, rows, torch.float32) for rows in (1, 64))
+    assert 0 < few < many
+    fresh = 64 * 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * 4
+    assert many > fresh

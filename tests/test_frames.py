@@ -1,0 +1,294 @@
+"""Frames on a device that records (fake_graphs.py): the text of passes that run one operation at a time, one wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from inspect import unwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcli.drafts.off import Off
+from kvcli.engine.engine import drive, together
+from kvcli.engine.frame import Frames
+from kvcli.engine.lm import LM
+from kvcli.engine.policy import Policy
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.errors import BadModel
+from kvcli.kv.dense import Dense
+from kvcli.kv.windows import windows_of
+from kvcli.policies.random import Random
+from kvcli.policies.snap import Snap
+from tests import families
+from tests.bench.waits import counted
+from tests.drafters import Bush, Right
+from tests.fake_graphs import FakeGraphs, poison
+from tests.policies import Ragged
+
+SEEDED = Sampler(temperature=0.8, seed=5)
+CUT = Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=-3)
+PROMPT = [*families.prompt(17, seed=2), *(again := families.prompt(9)), *families.prompt(5, seed=3), *again[:6]]
+NEW = 30
+
+
+class Plain(nn.Module):
+    """What stands for the experts of a family all of whose other parts are dense."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Linear(size, size, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return torch.nn.functional.silu(self.weight(x)), None
+
+
+@cache
+def lm(family: str) -> LM:
+    model: Any = families.build(family.removesuffix("-dense"), torch.float64)
+    if family.endswith("-dense"):
+        for layer in model.model.layers:
+            layer.mlp = Plain(model.config.hidden_size).double()
+        families.sharpen(model)
+    return LM.of(model)
+
+
+def recorded(family: str) -> tuple[LM, FakeGraphs]:
+    its, graphs = lm(family), FakeGraphs()
+    its.frames = Frames(graphs)
+    return its, graphs
+
+
+def session(its: LM, drafter: Any = None, sampler: Sampler = SEEDED, policy: Policy | None = None) -> Session:
+    every = None if policy is None else 7
+    kv = Dense(its.shapes, its.dtype, its.device, step=4, windows=windows_of(its.shapes, its.sights))
+    return Session(its, kv, drafter or Off(), sampler, policy=policy, every=every, chunk=16)
+
+
+def written(text: Session, new: int = NEW, stop: Sequence[int] = ()) -> list[int]:
+    start = len(text.ids)
+    for _ in iter(lambda: drive(text.step(stop, start + new - len(text.ids))), None):
+        if len(text.ids) == start + new or text.ids[-1] in stop:
+            return text.ids[start:]
+    raise AssertionError
+
+
+@cache
+def plain(family: str, sampler: Sampler, policy: Policy | None = None) -> list[int]:
+    its = lm(family)
+    its.frames = None
+    text = session(its, None, sampler, policy)
+    drive(text.read(PROMPT))
+    return written(text)
+
+
+DENSE = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss-dense", "phi3")
+
+
+@pytest.mark.parametrize("drafts", ["off", "chain", "tree"])
+@pytest.mark.parametrize("family", DENSE)
+def test_a_frame_gives_the_text_of_single_operations(family: str, drafts: str) -> None:
+    """Chains, trees and none, greedy and seeded, while layers grow and windows open."""
+    sampler = {"off": CUT, "chain": Sampler(), "tree": SEEDED}[drafts]
+    want = plain(family, sampler)
+    its, graphs = recorded(family)
+    truth = [*PROMPT, *want]
+    drafter: Any = {"off": Off(), "chain": Right(truth, 97, 96), "tree": Bush(truth, 97, 96)}[drafts]
+    text = session(its, drafter, sampler)
+    drive(text.read(PROMPT))
+    assert written(text) == want
+    assert its.frames is not None
+    assert (dict(its.frames.eager), its.frames.why) == ({}, "")
+    assert graphs.waits <= NEW if drafts == "off" else graphs.waits < NEW
+
+
+@pytest.mark.parametrize("drafts", ["off", "tree"])
+@pytest.mark.parametrize(
+    "policy", [Ragged(), Random(budget=17, sinks=2, window=5), Snap(sinks=2, guard=5, keep=0.5, keep_new=9, every=7)]
+)
+def test_boundaries_change_a_past_under_a_frame(policy: Policy, drafts: str) -> None:
+    """Heads that keep slots of their own, and a policy that hears queries of what is accepted."""
+    want = plain("llama", SEEDED, policy)
+    its, _ = recorded("llama")
+    text = session(its, Bush([*PROMPT, *want], 97, 96) if drafts == "tree" else Off(), SEEDED, policy)
+    drive(text.read(PROMPT))
+    assert written(text) == want
+    assert its.frames is not None
+    assert not its.frames.eager
+
+
+@pytest.mark.parametrize("side", ["dense, n-gram", "sliding", "dense, sampled"])
+def test_a_step_waits_once_and_allocates_nothing(side: str) -> None:
+    found = counted(side, 3, 4, is_recorded=True)
+    assert (found["waits"], found["allocations"], found["eager"]) == (1, 0, {})
+
+
+def test_plain_rows_run_before_they_are_asked_for_and_one_is_dropped_behind_a_stop() -> None:
+    want = plain("llama", SEEDED)
+    stop = want[12]
+    end = want.index(stop) + 1
+    its, graphs = recorded("llama")
+    text = session(its)
+    drive(text.read(PROMPT))
+    assert written(text, NEW, [stop]) == want[:end]
+    frame = next(iter(its.frames._frames.values()))  # type: ignore[union-attr]
+    assert frame._under_way is not None, "the token behind the stop was on its way"
+    assert graphs.waits == end
+    assert written(text, NEW - end) == want[end:]
+
+
+def test_a_rewound_text_forgets_what_ran_ahead() -> None:
+    """To where the device went on by itself, with another token and another seed."""
+    its, _ = recorded("llama")
+    text = session(its)
+    drive(text.read(PROMPT))
+    first = written(text, 8)
+    assert first == plain("llama", SEEDED)[:8]
+    for back, token in ((1, 5), (3, 60), (7, 7)):
+        begins = [*text.ids[:-back], token]
+        text.resume(begins)
+        drive(text.read(begins[len(text.ids) :]))
+        mine = written(text, 6)
+        its.frames, frames = None, its.frames
+        other = session(its)
+        drive(other.read(begins))
+        assert mine == written(other, 6)
+        its.frames = frames
+
+
+def test_two_texts_side_by_side_and_in_turn() -> None:
+    want, other = plain("gemma3", SEEDED), plain("gemma3", CUT)
+    its, _ = recorded("gemma3")
+    texts = [session(its, Bush([*PROMPT, *want], 97, 96)), session(its, None, CUT)]
+    for text in texts:
+        drive(text.read(PROMPT))
+    tickets = together(texts[0].stream(9), texts[1].stream(9))
+    assert all(ticket.error is None for ticket in tickets)
+    for _ in range(5):  # what runs ahead of one does not disturb the other
+        for text in texts:
+            drive(text.step())
+    for text, truth in zip(texts, (want, other), strict=True):
+        mine = text.ids[len(PROMPT) :][:NEW]
+        assert mine == truth[: len(mine)]
+        assert len(mine) >= 14
+    assert its.frames is not None
+    assert not its.frames.eager
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    its, _ = recorded("llama")
+    text = session(its)
+    drive(text.read(PROMPT))
+    written(text, 5)
+    twin = text.fork()
+    assert written(text, 9) == written(twin, 9) == plain("llama", SEEDED)[5:14]
+
+
+def test_what_depends_on_the_text_is_drawn_apart() -> None:
+    penalty = Sampler(temperature=0.7, repetition_penalty=1.3, seed=11)
+    want = plain("llama", penalty)
+    its, graphs = recorded("llama")
+    text = session(its, Right([*PROMPT, *want], 97, 96), penalty)
+    drive(text.read(PROMPT))
+    assert written(text) == want
+    assert graphs.replays
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_model_that_asks_the_host_is_not_recorded_and_says_so(family: str) -> None:
+    want = plain(family, SEEDED)
+    its, _ = recorded(family)
+    text = session(its)
+    drive(text.read(PROMPT))
+    assert written(text) == want
+    assert its.frames is not None
+    assert set(its.frames.eager) == {its.frames.why}
+    assert its.info.notes[-1].startswith("passes run one operation at a time: ")
+
+
+def test_rope_tables_that_move_are_held_still() -> None:
+    """As in releases of transformers that ask the device how far a text is."""
+    its, _ = recorded("llama")
+    rope = its.model.model.rotary_emb
+    stock, kind = type(rope).forward, rope.rope_type
+    own = unwrap(stock)
+
+    def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> Any:
+        assert int(torch.max(position_ids)) < 512
+        return own(self, x, position_ids)
+
+    forward.__wrapped__ = own  # type: ignore[attr-defined]
+    want = plain("llama", SEEDED)
+    its.frames = Frames(FakeGraphs())
+    try:
+        type(rope).forward, rope.rope_type = forward, "longrope"
+        text = session(its)
+        drive(text.read(PROMPT))
+        assert written(text) == want
+        assert its.frames.why == ""
+        assert "forward" not in vars(rope)
+    finally:
+        type(rope).forward, rope.rope_type = stock, kind
+
+
+def test_logits_that_are_no_numbers_end_the_text() -> None:
+    its, _ = recorded("llama")
+    text = session(its)
+    drive(text.read(PROMPT))
+    written(text, 4)
+    frame = next(iter(its.frames._frames.values()))  # type: ignore[union-attr]
+    frame._under_way = None
+    head = its.model.lm_head.weight
+    kept = head.clone()
+    try:
+        poison(head)
+        with pytest.raises(BadModel):
+            drive(text.step())
+    finally:
+        head.copy_(kept)
+    assert written(text, 4) == plain("llama", SEEDED)[4:8]
+
+
+# ---- the device of these tests is one that would notice ----
+
+
+def test_a_number_of_the_host_is_the_one_that_was_recorded() -> None:
+    graphs, at = FakeGraphs(), 1
+    x = torch.arange(4.0)
+    y, replay = graphs.record(lambda: x + at)
+    at = 2
+    x.add_(10)
+    replay()
+    assert y.tolist() == [11, 12, 13, 14]
+
+
+def test_asking_the_host_is_refused_while_recording() -> None:
+    x = torch.arange(4.0)
+    for work in (lambda: int(x[1]), x.nonzero, lambda: x[x > 1], lambda: torch.tensor([1, 2])):
+        with pytest.raises(RuntimeError, match="capturing"):
+            FakeGraphs().record(work)
+
+
+def test_numbers_arrive_when_they_are_waited_for() -> None:
+    graphs = FakeGraphs()
+    there, here = torch.ones(2), graphs.host(2, torch.float32)
+    wait = graphs.fetch(there, here)
+    assert here.isnan().all()
+    there.zero_()
+    wait()
+    assert here.tolist() == [1, 1]
+
+
+def test_a_past_that_moved_under_a_frame_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frame goes on although its layers lie elsewhere: the text is another."""
+    its, _ = recorded("llama")
+    text = session(its)
+    drive(text.read(PROMPT))
+    assert written(text, 5) == plain("llama", SEEDED)[:5]
+    (frame,) = its.frames._frames.values()  # type: ignore[union-attr]
+    monkeypatch.setattr(Frames, "_frame", lambda *_: frame)
+    text.kv.reserve(400)
+    assert written(text, NEW - 5) != plain("llama", SEEDED)[5:]

@@ -1,0 +1,140 @@
+"""Layers on two devices: where each part goes, that a pass crosses once, and that nothing else sees the difference.
+
+There is no second device here. Placement is tried on "meta"; whether every tensor is where it is wanted, with fake
+tensors, which know their device and refuse to meet others; and tokens with a split whose two sides are both the CPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvcli import build
+from kvcli.drafts.ngram import Ngram
+from kvcli.drafts.off import Off
+from kvcli.engine.commit import commit
+from kvcli.engine.engine import drive, events, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.places import Crossing, place_
+from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.session import Session
+from kvcli.errors import BadConfig, BadModel, UsageError
+from kvcli.kv.dense import Dense
+from kvcli.kv.windows import windows_of
+from kvcli.settings.profile import Profile
+from tests import families
+from tests.exact.table import SAMPLERS
+
+CPU, CARD = torch.device("cpu"), torch.device("meta")
+
+
+def crossing(lm: LM) -> Crossing:
+    return vars(list(lm._layers)[-1])["forward"].crossing
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_the_last_layers_and_the_head_go_to_the_device_and_nothing_else(family):
+    model = families.build(family)
+    layers = model.model.layers
+
+    places = place_(model, layers, 2, CARD)
+
+    first = len(layers) - 2
+    assert [place.type for place in places] == ["cpu"] * first + ["meta"] * 2
+    for layer, place in zip(layers, places, strict=True):
+        assert {t.device for t in (*layer.parameters(), *layer.buffers())} == {place}
+    assert model.get_input_embeddings().weight.device == CPU
+    assert {t.device.type for t in model.model.rotary_emb.buffers()} == {"cpu"}
+    assert {model.get_output_embeddings().weight.device.type, model.model.norm.weight.device.type} == {"meta"}
+
+
+def test_a_tied_head_gets_a_weight_of_its_own():
+    model = families.build("llama", tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    place_(model, model.model.layers, 99, CARD)
+    assert (model.model.embed_tokens.weight.device, model.lm_head.weight.device.type) == (CPU, "meta")
+
+
+@pytest.mark.parametrize("on_card", [1, 2])
+def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
+    """Fake tensors of two devices: a pass over a chunk, one with a tree, what they store, in layers of both sides."""
+    lm = LM.of(families.build("llama", torch.float64))  # which no native kernel serves, that would ask for addresses
+    first = lm.n_layers - on_card
+    twin = families.build("llama", torch.float64)
+    place_(twin, twin.model.layers, on_card, CARD)
+    moved = {name for name, t in (*twin.named_parameters(), *twin.named_buffers()) if t.is_meta}
+    places = [CPU] * first + [CARD] * on_card
+    place_(lm.model, list(lm._layers), on_card, CPU)
+    crossing(lm).device = CARD
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name, t in (*lm.model.named_parameters(), *lm.model.named_buffers()):
+            parent, _, last = name.rpartition(".")
+            part, fake = lm.model.get_submodule(parent), torch.empty_like(t, device=CARD if name in moved else CPU)
+            held = part._parameters if last in part._parameters else part._buffers
+            held[last] = torch.nn.Parameter(fake, requires_grad=False) if held is part._parameters else fake
+        shape = SimpleNamespace(n_heads=lm.n_heads, n_kv_heads=lm.n_kv_heads, head_dim=lm.head_dim, sights=lm.sights)
+        vars(shape).update(stored=lm.shapes, sinks=lm.sinks, attentions=[layer.self_attn for layer in lm._layers])
+        split = LM(lm.model, shape, lm.info, places)
+        kv = Dense(split.shapes, torch.float64, split.device, windows=windows_of(split.shapes, split.sights))
+        assert (split.entry, split.device) == (CPU, CARD)
+
+        chunk = Rows.chain([*range(13)], 0)
+        (made,) = run([Feed(split, chunk, kv, want=[12])])
+        commit(kv, chunk, made, range(13))
+        tree = Rows.build(5, 13, Draft([1, 2, 3], [-1, -1, 0]))
+        (more,) = run([Feed(split, tree, kv, want=range(4))])
+        commit(kv, tree, more, [0, 1])
+
+        assert {more.logits.device, made.logits.device} == {CARD}
+        assert [held.k.device for held in kv._slabs.values()] == places
+        assert {(use.layer < first, use.tier) for use in kv.usage()} == {(True, "cpu"), (False, "meta")}
+        assert crossing(split).count == 2
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "sampled"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_split_changes_no_token_and_is_crossed_once_a_pass(sampler, drafts):
+    def written(lm: LM) -> tuple[list[int], int]:
+        drafter, passes = Ngram(adaptive=False).drafter() if drafts else Off(), 0
+        session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, SAMPLERS[sampler], chunk=13)
+        drive(session.read(families.prompt(60)))
+        for _ in events(session.stream(40)):
+            passes += 1
+        return session.ids, passes
+
+    whole, split = (LM.of(families.build("llama"), layers_on_gpu=n, verify=True) for n in (None, 2))
+    assert (split.info.layers, split.is_split, whole.is_split) == (3, True, False)
+    assert "2 of 3 layers on cpu" in split.info.backend
+    before = crossing(split).count
+
+    ids, passes = written(split)
+
+    assert ids == written(whole)[0]
+    assert crossing(split).count - before == passes + -(-59 // 13)
+
+
+def test_what_chooses_from_a_past_is_refused_where_layers_lie_apart(monkeypatch):
+    lm = LM.of(families.build("llama"), layers_on_gpu=2)
+    build.store(lm, Profile.load("balanced"))  # all on one device after all
+    lm.shapes = (*(build.replace(of, device=CPU) for of in lm.shapes[:1]), *lm.shapes[1:])
+    build.store(lm, Profile.load("ngram"))
+    for name in ("balanced", "streaming", "fafo", "lazy"):
+        with pytest.raises(BadConfig, match="two devices"):
+            build.store(lm, Profile.load(name))
+
+
+def test_rows_of_a_split_model_are_not_stopped_on_the_way():
+    lm = LM.of(families.build("llama"), layers_on_gpu=2)
+    with pytest.raises(BadModel, match="cannot be stopped between its layers"):
+        lm.meet_gates()
+
+
+def test_layers_on_a_gpu_are_refused_where_there_is_none():
+    import kvcli
+
+    with pytest.raises(UsageError, match="layers_on_gpu = 3, but the model runs on cpu"):
+        kvcli.load("demo", "exact", set={"load.device": "cpu", "load.layers_on_gpu": 3})

@@ -1,0 +1,313 @@
+"""How rows reach host memory: three ways give one answer, and none touches what may still be under way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli.kernels.merge import merge
+from kvcli.kv import reach, recall
+from kvcli.kv.bus import Bus
+from kvcli.kv.dense import Dense
+from kvcli.kv.host import Host
+from kvcli.kv.index_sketch import Sketch
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.mapped import Mapped
+from kvcli.kv.reach import ByKernel, ByQuery, ByRule, ByStream, Rates, Way
+from kvcli.kv.recall import Recall
+from kvcli.kv.recall_pages import Budget
+from kvcli.kv.rung import Rung
+from kvcli.kv.slots import LayerShape, Readable, Sight, Slots, alike, hit_rate, nbytes
+from tests.fake_bus import FakeBus
+
+L, K, H, D = 3, 2, 4, 8
+WAYS: dict[str, Way] = {"query": ByQuery, "kernel": ByKernel, "stream": ByStream, "rule": ByRule}
+SIGHT = Sight(0.3)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several extents of a few slots."""
+    from kvcli.kv import mapped
+
+    monkeypatch.setattr(mapped, "PIECE", 11 * 2 * K * D * 8)
+
+
+def some(n: int, at: int = 0, layer: int = 0) -> Slots:
+    g = torch.Generator().manual_seed(1000 * layer + at)
+    k, v = torch.randn(2, K, n, D, generator=g, dtype=torch.float64).unbind(0)
+    return Slots(k, v, torch.arange(at, at + n, dtype=torch.int32).expand(K, -1))
+
+
+def asked(n: int = 3) -> Tensor:
+    return torch.randn(H, n, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def host(bus: FakeBus, way: Way = ByQuery) -> Host:
+    return Host(Mapped(alike(L, K, D), torch.float64, bus), "cpu", way, lambda device: bus)
+
+
+def filled(bus: FakeBus, way: Way, uneven: bool = False) -> tuple[Host, Dense]:
+    far, one = host(bus, way), Dense(alike(L, K, D), torch.float64)
+    for layer in range(L):
+        for at, n in ((0, 25), (25, 4), (29, 17)):
+            s = some(n, at, layer)
+            if uneven:
+                hidden = torch.stack([s.pos[j] % (j + 2) == 0 for j in range(K)])
+                s = Slots(s.k, s.v, s.pos.masked_fill(hidden, -1))
+            far.take(layer, s)
+            one.take(layer, s)
+    return far, one
+
+
+def answer(kv: Readable, layer: int, q: Tensor, sight: Sight = SIGHT) -> Tensor:
+    parts = kv.attend(layer, q, sight, range(46, 46 + q.shape[1]))
+    return merge([*parts, *parts])
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_reads_what_a_dense_tier_holds(name: str, uneven: bool) -> None:
+    bus, q = FakeBus(), asked()
+    far, one = filled(bus, WAYS[name], uneven)
+    assert len(far._tier.pieces(1)) > 2
+    want = [answer(one, layer, q, sight) for layer in range(L) for sight in (SIGHT, Sight(0.3, 0.0, 9))]
+    with bus:
+        for _ in range(2):
+            got = [answer(far, layer, q, sight) for layer in range(L) for sight in (SIGHT, Sight(0.3, 0.0, 9))]
+            torch.testing.assert_close(got, want)
+        far.keep(1, far.slots(1).pos % 3 != 1)
+        far.crop(40)
+    one.keep(1, one.slots(1).pos % 3 != 1)
+    one.crop(40)
+    want = [answer(one, layer, q) for layer in range(L)]
+    with bus:
+        torch.testing.assert_close([answer(far, layer, q) for layer in range(L)], want)
+
+
+def test_pieces_fly_while_others_are_read() -> None:
+    bus = FakeBus()
+    far, _ = filled(bus, ByStream)
+    held = sum(t.nbytes for layer in range(L) for piece in far._tier.pieces(layer) for t in piece.tensors)
+    with bus:
+        for _ in range(2):
+            before, bus.copied, bus.hidden = bus.hidden, 0, 0
+            for layer in range(L):
+                answer(far, layer, asked())
+            assert bus.copied == held, "each piece once"
+            assert bus.hidden >= before
+        first = sum(t.nbytes for t in far._tier.pieces(0)[0].tensors)
+        assert bus.hidden == held - first, "all but the first piece of a pass"
+    assert all(buffer.room.nbytes == 1 << 20 for buffer in far._reach._buffers)  # type: ignore[attr-defined]
+
+
+Breaks = Callable[[pytest.MonkeyPatch], None]
+
+
+def _unwaited(lane: str) -> Breaks:
+    """A way that does not wait in one lane."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        from tests import fake_bus
+
+        right = fake_bus.Lane.wait
+
+        def wait(self: fake_bus.Lane, mark: fake_bus.Mark) -> None:
+            if self is not getattr(self.bus, lane):
+                right(self, mark)
+
+        patch.setattr(fake_bus.Lane, "wait", wait)
+
+    return apply
+
+
+@pytest.mark.parametrize("lane", ["work", "copies"])
+def test_a_wait_that_is_missing_is_found(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, q = FakeBus(), asked()
+    far, one = host(bus, ByStream), Dense(alike(L, K, D), torch.float64)
+    for kv in (far, one):
+        kv.take(0, some(20 if lane == "work" else 46))
+    _unwaited(lane)(monkeypatch)
+    if lane == "copies":
+        with bus, pytest.raises(AssertionError, match="it may still be read"):
+            answer(far, 0, q)
+    else:
+        with bus:
+            assert bool(answer(far, 0, q).isnan().any())
+        assert not bool(answer(one, 0, q).isnan().any())
+
+
+def test_what_flies_ahead_is_dropped_when_its_tier_changes() -> None:
+    bus, q = FakeBus(), asked()
+    far, one = filled(bus, ByStream)
+    with bus:
+        for _ in range(2):
+            answer(far, 0, q)
+            answer(far, 1, q)
+        answer(far, 0, q)  # the first piece of layer 1 flies
+        assert bus.flights
+        far.keep(1, far.slots(1).pos != 3)
+        assert not bus.flights
+        got = answer(far, 1, q)
+    one.keep(1, one.slots(1).pos != 3)
+    torch.testing.assert_close(got, answer(one, 1, q))
+
+
+def test_the_cpu_attends_while_the_device_reads_its_own_rungs() -> None:
+    bus, told = FakeBus(), list[str]()
+
+    class Told(Dense):
+        def attend(self, *args):  # type: ignore[no-untyped-def]
+            told.append("device")
+            return super().attend(*args)
+
+    class ToldMapped(Mapped):
+        def attend(self, *args):  # type: ignore[no-untyped-def]
+            told.append("host")
+            return super().attend(*args)
+
+    shapes = alike(L, K, D)
+    far = Host(ToldMapped(shapes, torch.float64, bus), "cpu", ByQuery, lambda device: bus)
+    top = Told(shapes, torch.float64)
+    ladder = Ladder(top, [Rung(Told(shapes, torch.float64), 6), Rung(far, later=far.ask)], holds=5)
+    one = Dense(shapes, torch.float64)
+    for layer in range(L):
+        one.take(layer, some(46, 0, layer))
+        ladder.take(layer, some(46, 0, layer))
+    with bus:
+        got = answer(ladder, 1, asked())
+    assert told == ["device", "device", "host"], "what the host does comes when the device has been told all else"
+    torch.testing.assert_close(got, answer(one, 1, asked()))
+
+
+def test_prompts_are_streamed_and_answers_go_the_faster_way() -> None:
+    bus = FakeBus()
+
+    def way(rates: Rates | None, unserved: str = "", refuses: str = "", window: int | None = None) -> str:
+        bus = FakeBus(refuses)
+        rule = partial(ByRule, unserved=unserved, rates=None if rates is None else lambda: rates)
+        far, _ = filled(bus, rule)
+        return type(far._reach._way(0, Sight(0.3, 0.0, window))).__name__  # type: ignore[attr-defined]
+
+    slow_cpu, fast_cpu, far_cpu = Rates(2e9, 1e9, 0.0), Rates(1e9, 2e9, 0.0), Rates(1e9, 2e9, 1.0)
+    assert [way(r) for r in (None, slow_cpu, fast_cpu, far_cpu)] == ["ByKernel", "ByKernel", "ByQuery", "ByKernel"]
+    assert way(None, window=3) == way(None, unserved="fp64") == way(None, refuses="no") == "ByQuery"
+    far, _ = filled(bus, ByRule)
+    assert type(far._reach._way(0, Sight(0.3, is_prompt=True))).__name__ == "ByStream"  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_pinned_is_said_and_read_by_the_cpu() -> None:
+    bus = FakeBus("host memory cannot be pinned (operation not supported)")
+    far, one = filled(bus, ByRule)
+    torch.testing.assert_close(answer(far, 1, asked()), answer(one, 1, asked()))
+    assert far.usage()[0].how == "the CPU reads it: host memory cannot be pinned (operation not supported)"
+
+
+def test_mappings_are_pinned_while_they_live_and_no_larger_than_they_must() -> None:
+    bus = FakeBus()
+    far, _ = filled(bus, ByKernel)
+    held = sum(bus.pinned.values())
+    assert nbytes(far)["host"] >= held >= 46 * L * 2 * K * D * 8
+    far.keep(0, far.slots(0).pos < 11)
+    gc.collect()
+    assert sum(bus.pinned.values()) < held
+    del far
+    gc.collect()
+    assert not bus.pinned
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_copy_has_mappings_of_its_own(name: str) -> None:
+    bus, q = FakeBus(), asked()
+    far, one = filled(bus, WAYS[name], uneven=True)
+    new = deepcopy(far)
+    far.crop(3)
+    torch.testing.assert_close(answer(new, 1, q), answer(one, 1, q))
+    assert nbytes(new)["host"] > 0
+
+
+def test_layers_of_different_shapes_lie_in_one_tier() -> None:
+    shapes = [LayerShape(2, 8, 8), LayerShape(1, 4, 6)]
+    tier, one = Mapped(shapes, torch.float64, FakeBus()), Dense(shapes, torch.float64)
+    for layer, shape in enumerate(shapes):
+        k = torch.randn(shape.n_kv_heads, 30, shape.k_dim, dtype=torch.float64)
+        s = Slots(k, torch.randn(shape.n_kv_heads, 30, shape.v_dim, dtype=torch.float64), some(30).pos[: k.shape[0]])
+        tier.take(layer, s)
+        one.take(layer, s)
+        q = torch.randn(2, 3, shape.k_dim, dtype=torch.float64)
+        want, got = (merge(kv.attend(layer, q, SIGHT, range(30, 33))) for kv in (one, tier))
+        torch.testing.assert_close(got, want)
+
+
+def test_parts_join_into_one() -> None:
+    _, one = filled(FakeBus(), ByQuery)
+    half = [Dense(alike(L, K, D), torch.float64) for _ in "ab"]
+    for tier, (a, b) in zip(half, ((0, 20), (20, 46)), strict=True):
+        s = one.slots(0)
+        tier.take(0, Slots(s.k[:, a:b], s.v[:, a:b], s.pos[:, a:b]))
+    q, rows = asked(), range(46, 49)
+    part = reach.joined([p for tier in half for p in tier.attend(0, q, SIGHT, rows)])
+    (want,) = one.attend(0, q, SIGHT, rows)
+    torch.testing.assert_close(part.out, want.out)
+    torch.testing.assert_close(part.lse, want.lse)
+
+
+def test_the_seam_has_a_lane_where_there_are_no_streams() -> None:
+    from kvcli.kv.bus import bus_of
+
+    bus: Bus = bus_of(torch.device("cpu"))
+    to, of = torch.zeros(3), torch.ones(3)
+    bus.copies.wait(bus.work.record())
+    bus.copies.copy(to, of)
+    bus.copies.record().synchronize()
+    assert torch.equal(to, of)
+    assert bus.pin(of)
+
+
+# ---- what recall reads of host memory ----
+
+
+def recalled(bus: FakeBus, far: Host | Dense) -> Recall:
+    kv = Recall(far, Sketch(2), Budget(0.0, 8, 1, 2), range(L), source=far)
+    for layer in range(L):
+        kv.take(layer, some(46, 0, layer))
+    return kv
+
+
+def test_pages_fetched_ahead_change_no_answer_and_are_found() -> None:
+    bus = FakeBus()
+    near, plain = recalled(bus, host(bus)), recalled(bus, Dense(alike(L, K, D), torch.float64))
+    assert near._near is not None
+    g = torch.Generator().manual_seed(2)
+    q = asked()
+    with bus:
+        for at in range(12):
+            q = q + 0.3 * torch.randn(q.shape, generator=g, dtype=torch.float64)
+            for layer in range(L):
+                torch.testing.assert_close(answer(near, layer, q), answer(plain, layer, q))
+            if at == 6:
+                near.keep(1, near.slots(1).pos != 5)
+                plain.keep(1, plain.slots(1).pos != 5)
+    use = next(use for use in near.usage() if use.asked)
+    assert 0 < use.found < use.asked
+    assert near._near.flown > 0
+    assert hit_rate([near]) == use.found / use.asked
+
+
+def test_a_read_ahead_finds_more_than_what_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rate(share: float) -> float:
+        monkeypatch.setattr(recall, "AHEAD", share)
+        bus, g, q = FakeBus(), torch.Generator().manual_seed(2), asked(1)
+        near = recalled(bus, host(bus))
+        for _ in range(30):
+            q = q + 0.3 * torch.randn(q.shape, generator=g, dtype=torch.float64)
+            answer(near, 1, q)
+        return hit_rate([near]) or 0.0
+
+    assert rate(0.5) > rate(0.0) > 0.3
