@@ -23,6 +23,16 @@ class Company(Ngram):
 
     copies: bool = True  # guess from the text as well; where a copy is all but sure, the model is not asked
     sources: tuple[Literal["stand", "recycle"], ...] = ()  # who else names guesses in the same tree, as in "mix"
+    overlap: bool = False  # guess on while guesses are verified (PEARL): true is refused, models take turns
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlap:  # PEARL, arXiv 2408.11850; SpecBranch, arXiv 2506.01979
+            raise ValueError(
+                "overlap = true would guess on while guesses are verified, but a step asks for one pass at a time, and "
+                "a round runs one model after the other: overlap = false; what takes no pass of its own are copies and "
+                'sources = ["stand", "recycle"]'
+            )
 
     def tables(self, n: int) -> int:
         """Bytes of what is remembered of n tokens, at most."""

@@ -239,7 +239,10 @@ class Free:
 def test_one_tree_is_no_slower_than_what_is_best_in_it(
     free: float, share: float, each: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guesses that take no pass, and a model's; where both say the same its passes would bring nothing."""
+    """Guesses that take no pass, and a model's; where both say the same its passes would bring nothing.
+
+    Which is better is known from the newest guesses alone, so where it is close the other one is taken for a while.
+    """
 
     def gain(is_asked: bool, is_free: bool) -> float:
         run = Run(monkeypatch, each, lambda at: share)
@@ -249,7 +252,7 @@ def test_one_tree_is_no_slower_than_what_is_best_in_it(
         list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
         return run.run(800).gain
 
-    assert gain(True, True) >= 0.97 * max(gain(True, False), gain(False, True))
+    assert gain(True, True) >= 0.87 * max(gain(True, False), gain(False, True))
 
 
 def test_others_go_on_behind_what_only_the_model_named(monkeypatch: pytest.MonkeyPatch) -> None:

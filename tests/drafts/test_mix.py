@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcli.drafts import mixer, successors
+from kvcli.drafts.company import Company
 from kvcli.drafts.mix import Mix
 from kvcli.drafts.model import Model
 from kvcli.drafts.self_draft import SelfDraft
@@ -52,3 +53,9 @@ def test_logits_rest_where_listening_takes_longer_than_it_brings(
     assert (run.drafter.glean is None) == rests
     assert run.drafter._successors[0].rests == rests
     assert run.gain > 2
+
+
+@pytest.mark.parametrize("config", [Model, SelfDraft])
+def test_guessing_beside_verification_is_refused_with_the_reason(config: type[Company]):
+    with pytest.raises(ValueError, match=r"one model after the other: overlap = false"):
+        config(overlap=True)
