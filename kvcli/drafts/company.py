@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.chain import Chain
     from kvcli.drafts.copies import Copies
     from kvcli.drafts.mixer import Mixer
+    from kvcli.drafts.successors import Successors
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,6 @@ class Company(Ngram):
         from kvcli.drafts.successors import learners
 
         successors = learners(self.sources)
-        others = [*([copies] if self.copies else []), *successors]  # the cheapest first
+        others: list[Copies | Successors] = [*([copies] if self.copies else []), *successors]  # the cheapest first
         beyond = [(i, source.behind) for i, source in enumerate(others)]
         return Mixer(self, [*others, chain], successors=successors, chain=chain, beyond=beyond, **of)
