@@ -9,7 +9,7 @@ from typing import Any
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.self_draft import SelfDraft
 from kvcli.engine.drafter import Costs, Pair
-from kvcli.engine.feed import Asks, asked
+from kvcli.engine.feed import Asks, Glean, asked
 from kvcli.engine.policy import Policy
 from kvcli.engine.report import Report
 from kvcli.engine.rows import Draft
@@ -104,13 +104,15 @@ ADVERSARIES = (Right, Wrong, EndSpam, Bush, Moody)
 class Itself:
     """The model of whichever session it is given to."""
 
-    glean = None
-
     def __init__(self, **settings: Any) -> None:
         self._config = SelfDraft(adaptive=False, depth=3, copies=False, **settings)
         self.view = self._config.glance()
         self._mixer: Mixer | None = None
         self._text: tuple[Sequence[int], Sampler | None] = ((), None)
+
+    @property
+    def glean(self) -> Glean | None:
+        return self._mixer.glean if self._mixer is not None else None
 
     def expect(self, costs: Costs) -> None:
         return

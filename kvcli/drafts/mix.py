@@ -47,26 +47,26 @@ class Mix(Scouting):
     def tables(self, n: int) -> int:
         """Bytes of what its sources remember of n tokens, at most."""
         from kvcli.drafts.copies import TOKEN_BYTES
-        from kvcli.drafts.successors import KEY_BYTES, KEYS
+        from kvcli.drafts.successors import LENGTHS, learned_bytes
 
         each = {"suffix": TOKEN_BYTES * n, "scouts": super().tables(n)}
-        each |= {"recycle": KEY_BYTES * min(KEYS, n), "stand": KEY_BYTES * min(KEYS, 3 * n)}
+        each |= {name: learned_bytes([name], n) for name in LENGTHS}
         return sum(each[name] for name in set(self.sources))
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
         from kvcli.drafts.copies import Copies
         from kvcli.drafts.mixer import Mixer
-        from kvcli.drafts.successors import Successors
+        from kvcli.drafts.successors import LENGTHS, learners
 
         scouting = self.scouting(ends)
-        recycle, stand = Successors("recycle", 1, 1), Successors("stand", 2, 4)
-        suffix = Copies(self.min_match, self.max_match)
-        known: dict[str, Source] = {"suffix": suffix, "scouts": scouting[1], "recycle": recycle, "stand": stand}
+        successors = learners([name for name in self.sources if name in LENGTHS])
+        known: dict[str, Source] = {"suffix": Copies(self.min_match, self.max_match), "scouts": scouting[1]}
+        known |= {source.name: source for source in successors}
         return Mixer(
             self,
             [known[name] for name in dict.fromkeys(self.sources)],
-            successors=[s for s in (recycle, stand) if s.name in self.sources],
+            successors=successors,
             scouting=scouting if "scouts" in self.sources else None,
             view=self.glance() if "scouts" in self.sources else None,
         )

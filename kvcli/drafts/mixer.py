@@ -45,12 +45,12 @@ class Mixer:
         scouting: tuple[Window, Pool] | None = None,
         view: Glance | None = None,
         chain: Chain | None = None,
-        beyond: tuple[int, Beyond] | None = None,
+        beyond: Sequence[tuple[int, Beyond]] = (),
         stop: Stop | None = None,
     ) -> None:
         """`successors` are those of the sources that learn from logits, the pool of `scouting` is one of them, too, and
-        so is `chain`, whose guesses take passes; `stop` may end them sooner than the clock does. `beyond`: as `grow`
-        has it."""
+        so is `chain`, which comes last and whose guesses take passes; `stop` may end them sooner than the clock does.
+        `beyond`: as `grow` has it."""
         self._config, self._sources, self._successors = config, list(sources), successors
         self._window: Window | None = scouting[0] if scouting else None
         self._pool: Pool | None = scouting[1] if scouting else None
@@ -112,6 +112,10 @@ class Mixer:
         elif self._n < len(ids):
             self._extend(ids[self._n :])
         mode = self._mode = self._pace.mode() if self._config.adaptive else Mode.DRAFT
+        if self._rest and self._successors and mode is Mode.DRAFT:
+            rests = not self._thrift.due(0.0, self._pace.speed)
+            for source in self._successors:
+                source.rests, source.spent = rests, 0.0
         if self._chain is not None and mode is not Mode.PLAIN:
             self._chain.guesser.over(past)
             return self._ahead(self._chain, mode, room)
@@ -122,7 +126,11 @@ class Mixer:
         is_asked = mode is Mode.DRAFT and self._pays(())
         if is_asked and self._config.adaptive and len(self._sources) > 1:
             others = [source for source in self._sources if source is not chain]
-            is_asked = all(guess.chance < SURE for guess in grow(others, 1, room, branches=1))
+            named = grow(others, self._config.max, room, self._config.branches)
+            chances = [guess.chance for guess in named]
+            is_sure = bool(chances) and chances[0] >= SURE
+            # what they name takes no pass: the model has to be worth more, with what its passes take
+            is_asked = not is_sure and self._pays((), self._pace.worth(chances, self._safe(named)))
         looked = yield from chain.ahead(room if is_asked else 0, self._pays, self._pace.plain, self._pace.costs)
         if looked and mode is Mode.PAPER:
             self._pace.hear_paper(self._pays(()))
@@ -131,10 +139,6 @@ class Mixer:
     def _proposal(self, mode: Mode, room: int) -> Draft:
         from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
 
-        if self._rest and self._successors and mode is Mode.DRAFT:
-            rests = not self._thrift.due(0.0, self._pace.speed)
-            for source in self._successors:
-                source.rests, source.spent = rests, 0.0
         self._guesses = self._grow(mode, room)
         rows = self._rows(self._guesses) if mode is Mode.DRAFT else 0
         self._scouts = self._send(mode, room, rows)
@@ -191,15 +195,16 @@ class Mixer:
 
     # ---- the pass to come ----
 
-    def _pays(self, chances: Sequence[float]) -> bool:
-        """Is one more guess of the second model worth its pass, behind some with these chances?"""
+    def _pays(self, chances: Sequence[float], beside: float = 0.0) -> bool:
+        """Is one more guess of the second model worth its pass, behind some with these chances? `beside`: what those of
+        others are worth."""
         chain = self._chain
         if chain is None or not self._config.adaptive:
             return True
         self._asked = list(chances)
         if self._stop is not None and chances and not self._stop.goes_on(chances):
             return False
-        return self._pace.deeper(chances, chain.depth, chain.mean, chain.cost(self._pace.plain))
+        return self._pace.deeper(chances, chain.depth, chain.mean, chain.cost(self._pace.plain), beside)
 
     def _teach(self, stop: Stop, found: Sequence[tuple[Guess, bool]]) -> None:
         """How the second model's first choices fared, down to the first rejected one: others were not tested."""
@@ -229,8 +234,11 @@ class Mixer:
         """How many of the guesses to verify: as many as are safe, more or fewer once the clock says so; or all."""
         if not guesses or not self._config.adaptive:
             return len(guesses)
-        safe = max(self._sources[i].safe(offer) for i, offer in guesses[0].named)
-        return self._pace.rows([g.chance for g in guesses], safe)
+        return self._pace.rows([g.chance for g in guesses], self._safe(guesses))
+
+    def _safe(self, guesses: Sequence[Guess]) -> int:
+        """Rows that these may have before their cost is known."""
+        return max((self._sources[i].safe(offer) for guess in guesses[:1] for i, offer in guess.named), default=0)
 
     def _send(self, mode: Mode, room: int, guesses: int) -> Scouts | None:
         window = self._window

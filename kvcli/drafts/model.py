@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.ngram import Ngram
+from kvcli.drafts.company import Company
 from kvcli.drafts.stop import Rule, rule
 from kvcli.settings.schema import Form, Quant, Range, Second
 from kvcli.settings.values import keys_of
@@ -28,7 +28,7 @@ _READING = Form(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:N" 
 
 
 @dataclass(frozen=True)
-class Model(Ngram):
+class Model(Company):
     """Guess with a second, smaller model, and copy where the text repeats itself."""
 
     model: str = ""  # that drafts: as after -m; with another tokenizer the text is spelled anew for it
@@ -44,7 +44,6 @@ class Model(Ngram):
     cascade: Annotated[int, Range(0, 32)] = 0  # copied tokens that it checks in one of its passes, at most
     stop: Rule = "marginal"  # it guesses on while that pays by the clock; "reject", "disco": and `risk` is not reached
     risk: Annotated[float, Range(0, 1)] = 0.7  # chance of a rejection, of any guess or of the newest, at which to stop
-    copies: bool = True  # guess from the text as well; where a copy is all but sure, the model is not asked
     # retrieval: of `working` tokens some are those that the model which writes looks at
     retrieval: Annotated[str, _RETRIEVAL] = "off"  # when they are chosen: never; each N passes; where guesses fail
     chunk: Annotated[int, Range(1, 1024)] = 32  # tokens that are chosen together
@@ -115,8 +114,8 @@ class Model(Ngram):
         return ready + (min(n, max(self.working, self._far) + CHUNK) if self.working and self.prefill != "full" else n)
 
     def tables(self, n: int) -> int:
-        """Bytes of the index of n tokens, and of the text, which the model's side keeps as well."""
-        return 8 * n + (super().tables(n) if self.copies else 0)
+        """Bytes of what is remembered of n tokens, and of the text, which the model's side keeps as well."""
+        return 8 * n + super().tables(n)
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet. Raises BadConfig where `working` tokens are more than the model that drafts
@@ -124,7 +123,6 @@ class Model(Ngram):
         from kvcli.drafts.chain import Chain
         from kvcli.drafts.copies import Copies
         from kvcli.drafts.growth import Growth
-        from kvcli.drafts.mixer import Mixer
         from kvcli.errors import BadConfig
 
         assert pair is not None, "somebody must draft"
@@ -148,13 +146,7 @@ class Model(Ngram):
             growth=Growth(self.tree, self.branches, self.wide, self.max, self.promise),
             cascade=(copies, self.cascade) if self.cascade else None,
         )
-        return Mixer(
-            self,
-            [*([copies] if self.copies else []), chain],
-            chain=chain,
-            beyond=(0, copies.behind) if self.copies else None,
-            stop=rule(self.stop, self.risk),
-        )
+        return self.mixer(chain, copies, stop=rule(self.stop, self.risk))
 
     def _guesser(self, pair: Pair, sees: int | None, closes: bool) -> Guesser:
         from kvcli.drafts.foreign import Foreign

@@ -124,21 +124,30 @@ class Pace:
 
         Past `safe` a stair at a time, each of which must have been timed before the next one is tried.
         """
+        return self._best(chances, safe)[0]
+
+    def worth(self, chances: Sequence[float], safe: int) -> float:
+        """Tokens that verifying the best number of these guesses brings beyond what it costs at the present speed."""
+        return self._best(chances, safe)[1]
+
+    def _best(self, chances: Sequence[float], safe: int) -> tuple[int, float]:
+        """How many to verify, and what that is worth."""
         costs = self._clock.costs(len(chances) + 1)
         rate, reach = max(self._window.rate, 1.0), self._clock.reach
-        best, most, tokens = 0, 1 - rate, 1.0
+        best, most, tokens = 0, 0.0, 0.0
         for n, chance in enumerate(chances, start=1):
             if n > safe and n + 1 > reach:
                 break
             tokens += chance
-            if tokens - rate * costs[n] > most:
-                best, most = n, tokens - rate * costs[n]
-        return best
+            if (worth := tokens - rate * (costs[n] - 1)) > most:
+                best, most = n, worth
+        return best, most
 
-    def deeper(self, chances: Sequence[float], most: int, mean: float, each: float) -> bool:
+    def deeper(self, chances: Sequence[float], most: int, mean: float, each: float, beside: float = 0.0) -> bool:
         """Does it pay to guess on behind guesses of these `chances`, up to `most`, where a guess takes a pass first?
 
-        `mean`: how often further ones come true, as far as is known before they are made; `each`: plain passes of one.
+        `mean`: how often further ones come true, as far as is known before they are made; `each`: plain passes of one;
+        `beside`: what guesses that take none are `worth` at this place.
         """
         n, chance, gain = len(chances), chances[-1] if chances else 1.0, 0.0
         rate = max(self._window.rate, 1.0)
@@ -148,7 +157,7 @@ class Pace:
         for further in range(1, min(most, max(_SAFE, self._clock.reach - 1)) - n + 1):
             chance *= mean
             gain += chance
-            if gain > rate * (further * each + costs[n + further] - costs[n]):
+            if gain > beside + rate * (further * each + costs[n + further] - costs[n]):
                 return True
         return False
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from kvcli.drafts.ngram import Ngram
+from kvcli.drafts.company import Company
 from kvcli.drafts.viewing import Viewing
 from kvcli.settings.schema import Range
 
@@ -25,7 +25,7 @@ _UNTRIED = 0.3  # plain passes that a pass is taken for until two were measured:
 
 
 @dataclass(frozen=True)
-class SelfDraft(Ngram, Viewing):
+class SelfDraft(Company, Viewing):
     """Guess with the model itself over less of the past, and copy where the text repeats itself."""
 
     checks: ClassVar[bool] = True  # under `exactness = "exact"` what `[kv]` and `[policy]` keep guesses, no more
@@ -33,18 +33,12 @@ class SelfDraft(Ngram, Viewing):
     depth: Annotated[int, Range(1, 64)] = 4  # tokens that it guesses in a row, at most
     skip: Literal["none", "swift", "clasp"] = "none"  # how layers are chosen that guesses do not go through
     skipped: Annotated[float, Range(0, 1)] = 0.45  # of the layers between the first and the last, those left out
-    copies: bool = True  # guess from the text as well; where a copy is all but sure, the model is not asked
-
-    def tables(self, n: int) -> int:
-        """Bytes of the index of n tokens."""
-        return super().tables(n) if self.copies else 0
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
         from kvcli.drafts.chain import Chain
         from kvcli.drafts.copies import Copies
         from kvcli.drafts.itself import Itself
-        from kvcli.drafts.mixer import Mixer
         from kvcli.drafts.skipping import Clasp, Nothing, Swift
 
         assert pair is not None, "somebody must draft"
@@ -53,5 +47,4 @@ class SelfDraft(Ngram, Viewing):
         if self.skip != "none":
             skipping = (Swift if self.skip == "swift" else Clasp)(lm, self.skipped)
         chain = Chain(Itself(lm, skipping), depth=self.depth, vocab=lm.vocab, share=_UNTRIED, ends=ends, name="self")
-        copies = [Copies(self.min_match, self.max_match)] if self.copies else []
-        return Mixer(self, [*copies, chain], chain=chain, view=self.glance())
+        return self.mixer(chain, Copies(self.min_match, self.max_match), view=self.glance())

@@ -31,6 +31,7 @@ TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilit
 PART = 64  # rows of the table that a vocabulary is laid out in
 KEYS = 1 << 14  # at most; the oldest go first
 KEY_BYTES = 830  # of a key and its successors, as Python holds them; measured with tracemalloc
+LENGTHS = {"recycle": (1, 1), "stand": (2, 4)}  # of the keys, shortest and longest
 _MEAN = 8  # tellings after which a mean moves as if it were of so many
 # Rows: how far the guess leads the next one (a first choice) or trails the best (a later one), in nats.
 GAPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -89,7 +90,11 @@ class Successors:
 
     def root(self, depth: int) -> Any:
         """A state is the last tokens, guessed ones included."""
-        return None if self.rests else tuple(self._tail)
+        return self.behind((), depth)
+
+    def behind(self, path: Sequence[int], depth: int) -> Any:
+        """The same where a text would stand that went on like this."""
+        return None if self.rests else (*self._tail, *path)[-self.longest :]
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
         began = perf_counter()
@@ -131,6 +136,17 @@ class Successors:
             chance = self._odds.chance(row, column)
             found.append(Offer(token, chance, (*state, token)[-self.longest :], (row, column)))
         return found
+
+
+def learners(names: Sequence[str]) -> list[Successors]:
+    """Each of these once, knowing nothing."""
+    return [Successors(name, *LENGTHS[name]) for name in dict.fromkeys(names)]
+
+
+def learned_bytes(names: Sequence[str], n: int) -> int:
+    """Of what these remember of n tokens, at most."""
+    keys = [longest - shortest + 1 for shortest, longest in (LENGTHS[name] for name in set(names))]
+    return sum(KEY_BYTES * min(KEYS, each * n) for each in keys)
 
 
 def cell(scores: Sequence[float], rank: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcli.engine.report import Accepted
 
 FAINT = 0.02  # chance of acceptance below which a row is not even considered, where rows have to pay
-_LIKELY = 0.2  # chance of a guess above which another source is asked how it goes on
+_LIKELY = 0.2  # chance of a guess above which other sources are asked how it goes on
 SURE = 0.8  # chance of a token above which no further source is asked about its place
 
 
@@ -78,11 +78,11 @@ def grow(
     room: int,
     branches: int,
     faint: float = FAINT,
-    beyond: tuple[int, Beyond] | None = None,
+    beyond: Sequence[tuple[int, Beyond]] = (),
 ) -> list[Guess]:
     """Up to `most` guesses, the likeliest first, none deeper than `room`; a parent comes before its children.
 
-    `beyond`: a source that goes on, where all end, behind what others named, and how it does.
+    `beyond`: sources that go on, where all end, behind what others named, and how they do.
     """
     if most < 1 or room < 1:
         return []
@@ -104,9 +104,9 @@ def grow(
         guesses.append(guess)
         if depth < deepest and len(guesses) < most:
             states = [(i, found.state) for i, found in guess.named if found.state is not None]
-            if not states and beyond is not None and guess.chance >= _LIKELY:
-                state = beyond[1](_path(guesses), deepest)
-                states = [(beyond[0], state)] if state is not None else []
+            if not states and beyond and guess.chance >= _LIKELY:
+                path = _path(guesses)
+                states = [(i, state) for i, behind in beyond if (state := behind(path, deepest)) is not None]
             offer(len(guesses) - 1, guess.chance, depth, states)
     return guesses
 

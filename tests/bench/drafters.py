@@ -56,6 +56,7 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "small": ("draft", {"spec": {"model": SMALL, "copies": False}}),
     "small-full": ("draft", {"spec": {"model": SMALL, "copies": False, **ALL}}),
     "small+copies": ("draft", {"spec": {"model": SMALL}}),
+    "mix+small": ("draft", {"spec": {"model": SMALL, "sources": ["stand", "recycle"]}}),
     "specextend": ("specextend", {"spec": {"model": SMALL, "copies": False}}),
     "specextend-every": ("specextend", {"spec": {"model": SMALL, "copies": False, "retrieval": "every:8"}}),
     # what guesses are worth where the clock would have none made

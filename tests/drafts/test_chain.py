@@ -17,6 +17,7 @@ from kvcli.drafts.copies import Copies
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.model import Model
 from kvcli.drafts.stop import rule
+from kvcli.drafts.tree import Offer
 from kvcli.engine.rows import Rows
 from kvcli.engine.stats import Step
 
@@ -200,3 +201,69 @@ def test_where_a_copy_is_all_but_sure_it_is_not_asked(phrase: int, monkeypatch: 
     run.run(200)
     assert sum(run.passes[50:]) <= 3  # looks
     assert run.gain > 5
+
+
+class Free:
+    """A source that takes no pass, and names the right token as often as it says."""
+
+    name = "free"
+
+    def __init__(self, share: float) -> None:
+        self.share, self.n = share, 0
+
+    def start(self, ids: Sequence[int]) -> None:
+        self.n = len(ids)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self.n += len(ids)
+
+    def root(self, depth: int) -> int:
+        return self.n
+
+    def offers(self, state: int, depth: int, branches: int) -> list[Offer]:
+        is_right = Random(-state).random() < self.share
+        return [Offer(state if is_right else WRONG + 1, self.share, state + 1, None)]
+
+    def safe(self, offer: Offer) -> int:
+        return 4
+
+    def learn(self, offer: Offer, was_right: bool) -> None:
+        return
+
+    def record(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize(("free", "share"), [(0.7, 0.7), (0.7, 0.9), (0.3, 0.7), (0.78, 0.6)])
+@pytest.mark.parametrize("each", [0.1, 0.3])
+def test_one_tree_is_no_slower_than_what_is_best_in_it(
+    free: float, share: float, each: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses that take no pass, and a model's; where both say the same its passes would bring nothing.
+
+    Which is better is known from the newest guesses alone, so where it is close the other one is taken for a while.
+    """
+
+    def gain(is_asked: bool, is_free: bool) -> float:
+        run = Run(monkeypatch, each, lambda at: share)
+        own = run.drafter._sources[0]
+        of = [*([Free(free)] if is_free else []), *([own] if is_asked else [])]
+        run.drafter = Mixer(Model(), of, chain=own if is_asked else None)  # type: ignore[arg-type]
+        list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
+        return run.run(800).gain
+
+    assert gain(True, True) >= 0.87 * max(gain(True, False), gain(False, True))
+
+
+def test_others_go_on_behind_what_only_the_model_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, 0.1, lambda at: 1.0)
+    run.truth = run.known.truth = [i % 40 for i in range(2000)]
+    config = Model(adaptive=False, depth=2, branches=1, copies=False, sources=("stand", "recycle"))
+    run.drafter = config.mixer(Chain(run.known, depth=2, vocab=30000, share=0.1), Copies(1, 32))  # type: ignore[arg-type]
+    list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
+    for source in run.drafter._successors:
+        for at in range(40):
+            source.tell(run.truth[at : at + 4], [run.truth[at + 4], 7000], [-0.01, -9.0])
+    run.drafter._hear_logits = lambda step: None  # type: ignore[method-assign]
+    run.run(3)
+    assert run.rows == [16] * 3

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvcli.drafts import mixer, successors
+from kvcli.drafts.company import Company
 from kvcli.drafts.mix import Mix
+from kvcli.drafts.model import Model
+from kvcli.drafts.self_draft import SelfDraft
 
 
 def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
@@ -17,6 +20,14 @@ def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
     assert without.rows == 8
     assert without.copied(1000) == 0
     assert without.drafter().view is None
+
+
+def test_what_a_model_keeps_beside_its_guesses_is_planned_for_as_in_a_mix():
+    beside = Model(sources=("stand", "recycle"))
+    learned = Mix(sources=("stand", "recycle")).tables(100)
+    assert learned == 400 * successors.KEY_BYTES
+    assert beside.tables(100) == Model().tables(100) + learned
+    assert SelfDraft(sources=("recycle",), copies=False).tables(100) == 100 * successors.KEY_BYTES
 
 
 def test_a_mix_of_nothing_is_refused():
@@ -42,3 +53,9 @@ def test_logits_rest_where_listening_takes_longer_than_it_brings(
     assert (run.drafter.glean is None) == rests
     assert run.drafter._successors[0].rests == rests
     assert run.gain > 2
+
+
+@pytest.mark.parametrize("config", [Model, SelfDraft])
+def test_guessing_beside_verification_is_refused_with_the_reason(config: type[Company]):
+    with pytest.raises(ValueError, match=r"one model after the other: overlap = false"):
+        config(overlap=True)

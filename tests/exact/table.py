@@ -141,8 +141,12 @@ DRAFTERS: dict[str, Make] = {
         for name in ("foreign", "constant")
     },
     # itself, over what the store shows to guesses, by half of the layers; tests/drafts/test_self_draft.py has more
-    "self": lambda truth: drafters.Itself(skip="clasp", skipped=0.5),
+    "self": lambda truth: drafters.Itself(skip="clasp", skipped=0.5, sources=("recycle",)),
     "model-tree": lambda truth: trees(TREES[sum(truth) % len(TREES)]),  # each cell has one of the kinds
+    # a second model, copies and what the model that writes thought likely, in one tree
+    "model-mix": lambda truth: Model(adaptive=False, depth=2, branches=2, sources=("stand", "recycle")).drafter(
+        [STOP], Pair(lm("dense", "fp32"), sibling())
+    ),
     "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
     **{
         kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]

@@ -1,0 +1,52 @@
+"""Who names guesses beside a model whose guesses take passes: copies, and what the model that writes thought likely.
+
+All of them are in one tree: a token that several name is one row, and behind what only the model that drafts named,
+where it goes no further, the others go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvcli.drafts.ngram import Ngram
+
+if TYPE_CHECKING:
+    from kvcli.drafts.chain import Chain
+    from kvcli.drafts.copies import Copies
+    from kvcli.drafts.mixer import Mixer
+    from kvcli.drafts.successors import Successors
+
+
+@dataclass(frozen=True)
+class Company(Ngram):
+    """Keys of every method in which a model is asked for guesses."""
+
+    copies: bool = True  # guess from the text as well; where a copy is all but sure, the model is not asked
+    sources: tuple[Literal["stand", "recycle"], ...] = ()  # who else names guesses in the same tree, as in "mix"
+    overlap: bool = False  # guess on while guesses are verified (PEARL): true is refused, models take turns
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlap:  # PEARL, arXiv 2408.11850; SpecBranch, arXiv 2506.01979
+            raise ValueError(
+                "overlap = true would guess on while guesses are verified, but a step asks for one pass at a time, and "
+                "a round runs one model after the other: overlap = false; what takes no pass of its own are copies and "
+                'sources = ["stand", "recycle"]'
+            )
+
+    def tables(self, n: int) -> int:
+        """Bytes of what is remembered of n tokens, at most."""
+        from kvcli.drafts.successors import learned_bytes
+
+        return (super().tables(n) if self.copies else 0) + learned_bytes(self.sources, n)
+
+    def mixer(self, chain: Chain, copies: Copies, **of: Any) -> Mixer:
+        """The drafter of a chain and its company. `of`: as `Mixer` has it."""
+        from kvcli.drafts.mixer import Mixer
+        from kvcli.drafts.successors import learners
+
+        successors = learners(self.sources)
+        others: list[Copies | Successors] = [*([copies] if self.copies else []), *successors]  # the cheapest first
+        beyond = [(i, source.behind) for i, source in enumerate(others)]
+        return Mixer(self, [*others, chain], successors=successors, chain=chain, beyond=beyond, **of)
