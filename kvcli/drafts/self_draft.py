@@ -16,7 +16,7 @@ from kvcli.drafts.viewing import Viewing
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from kvcli.drafts.mixer import Mixer
     from kvcli.drafts.skipping import Known, Skipping
@@ -61,10 +61,11 @@ class SelfDraft(Ngram, Viewing):
         return Mixer(self, [*copies, chain], chain=chain, view=self.glance())
 
     def _skipping(self, lm: LM) -> Skipping:
-        from kvcli.drafts.skipping import Clasp, Early, Known, Knn, Nothing, Swift
+        from kvcli.drafts.skipping import Clasp, Early, Knn, Known, Nothing, Swift
 
         if self.skip == "none":
             return Nothing()
         if self.skip == "knn":
             return Knn(lm, self.skipped, self._known.setdefault(lm, Known()))
-        return {"swift": Swift, "clasp": Clasp, "early": Early}[self.skip](lm, self.skipped)
+        kinds: dict[str, Callable[[LM, float], Skipping]] = {"swift": Swift, "clasp": Clasp, "early": Early}
+        return kinds[self.skip](lm, self.skipped)

@@ -1,6 +1,7 @@
 """Which layers guesses of the model itself leave out: found while it writes, or known of an earlier text.
 
-Layers that share slots go together, and the first never goes. A chooser is asked before each draft, and may ask for passes of its own.
+Layers that share slots go together, and the first never goes. A chooser is asked before each draft, and may ask for
+passes of its own.
 """
 
 from __future__ import annotations
@@ -215,8 +216,12 @@ class Known:
     def __init__(self) -> None:
         self._found: list[Found] = []
 
+    def __deepcopy__(self, memo: object) -> Known:
+        """Itself: texts that are copied share it."""
+        return self
+
     def near(self, like: Tensor) -> tuple[Found | None, float]:
-        """That of the text which is most like one at `like`, None where it is not; and the cosine, 0 = there is none."""
+        """That of the text most like one at `like`, None where none is near; and the cosine, 0 = there is no text."""
         if not self._found:
             return None, 0.0
         cosines = torch.stack([found.like for found in self._found]) @ like
