@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SEEN = 32  # tokens by which a set is judged
 _BEFORE = 256  # tokens before them that its rows read
 _ENOUGH, _TRIES = 0.93, 300  # share that keeps the text's token, and sets, after which the search ends
-_NEAR = 0.9  # cosine from which a text is like another one
+_NEAR = 0.9  # cosine of texts that are alike: in SmolLM2-135M 0.87 to 0.97 within a kind, 0.59 to 0.87 across, mostly
 _SHARE = 0.05  # of the time since the text began, for searching
 
 
