@@ -180,7 +180,7 @@ class Knn(Swift):
             self._found, near = self._known.near(like)
             self._how = f", as for an earlier text like this one (cosine {near:.2f})"
             if self._found is None:
-                self._how = ", by search: " + ("no earlier text is like this one" if near else "this is the first text")
+                self._how = ", by search: no text that is known is like this one"
                 self._found = Found(like, self.runs)
             self.runs, self._tries = self._found.runs, self._found.tries
             self._best = self._found.best if self._found.best >= _ENOUGH else -1.0  # what a text says of another's
@@ -221,7 +221,7 @@ class Known:
         return self
 
     def near(self, like: Tensor) -> tuple[Found | None, float]:
-        """That of the text most like one at `like`, None where none is near; and the cosine, 0 = there is no text."""
+        """That of the text most like one at `like`, None where none is near; and the cosine."""
         if not self._found:
             return None, 0.0
         cosines = torch.stack([found.like for found in self._found]) @ like
