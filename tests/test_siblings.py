@@ -109,3 +109,14 @@ def test_layers_that_draft_are_named_and_said_not_to_be_used(name: str, machine:
     (said,) = found_in(source.find(str(folder)))
     assert said.startswith(f"1 MTP layer (1 tensors, {name}, ...): not used, ")
     assert "1 MTP layer" in machine("models", "show", "tiny").out
+
+
+@pytest.mark.parametrize(("stated", "is_said"), [(2, True), (1, False), (3, False), (True, False), ("2", False)])
+def test_an_early_exit_is_named_where_the_files_say_so(stated: object, is_said: bool, machine: Machine) -> None:
+    folder = machine.folder / "tiny"
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"assistant_early_exit": stated}))
+    said = found_in(source.find(str(folder)))
+    use = "--set spec.method=self --set spec.skip=early --set spec.skipped=1"
+    assert said == ([f"an early exit behind 2 of 3 layers, by its generation_config.json: {use}"] if is_said else [])
+    assert ("spec.skip=early" in machine("models", "show", "tiny").out) == is_said

@@ -46,7 +46,9 @@ class Itself:
 
     @property
     def name(self) -> str:
-        return self.lm.info.id
+        """Of the model, and what of it guesses leave out."""
+        about = self._skipping.about
+        return f"{self.lm.info.id} ({about})" if about else self.lm.info.id
 
     @property
     def limit(self) -> int:

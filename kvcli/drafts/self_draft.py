@@ -7,19 +7,21 @@ Tokens are drawn over the whole past and compared with guesses afterwards, so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 from kvcli.drafts.company import Company
 from kvcli.drafts.viewing import Viewing
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from kvcli.drafts.mixer import Mixer
-    from kvcli.drafts.skipping import Skipping
+    from kvcli.drafts.skipping import Known, Skipping
     from kvcli.engine.drafter import Pair
+    from kvcli.engine.lm import LM
 
 _UNTRIED = 0.3  # plain passes that a pass is taken for until two were measured: a low price, so that it is tried
 
@@ -31,20 +33,31 @@ class SelfDraft(Company, Viewing):
     checks: ClassVar[bool] = True  # under `exactness = "exact"` what `[kv]` and `[policy]` keep guesses, no more
 
     depth: Annotated[int, Range(1, 64)] = 4  # tokens that it guesses in a row, at most
-    skip: Literal["none", "swift", "clasp"] = "none"  # how layers are chosen that guesses do not go through
-    skipped: Annotated[float, Range(0, 1)] = 0.45  # of the layers between the first and the last, those left out
+    skip: Literal["none", "swift", "clasp", "knn", "early"] = "none"  # how layers are chosen that guesses leave out
+    skipped: Annotated[float, Range(0, 1)] = 0.45  # how many, as a share of those between the first and the last
+    # what "knn" found for texts of a model, as long as somebody has both this and the model
+    _known: WeakKeyDictionary[LM, Known] = field(
+        init=False, repr=False, compare=False, default_factory=WeakKeyDictionary
+    )
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
         from kvcli.drafts.chain import Chain
         from kvcli.drafts.copies import Copies
         from kvcli.drafts.itself import Itself
-        from kvcli.drafts.skipping import Clasp, Nothing, Swift
 
         assert pair is not None, "somebody must draft"
         lm = pair.target
-        skipping: Skipping = Nothing()
-        if self.skip != "none":
-            skipping = (Swift if self.skip == "swift" else Clasp)(lm, self.skipped)
-        chain = Chain(Itself(lm, skipping), depth=self.depth, vocab=lm.vocab, share=_UNTRIED, ends=ends, name="self")
+        guesser = Itself(lm, self._skipping(lm))
+        chain = Chain(guesser, depth=self.depth, vocab=lm.vocab, share=_UNTRIED, ends=ends, name="self")
         return self.mixer(chain, Copies(self.min_match, self.max_match), view=self.glance())
+
+    def _skipping(self, lm: LM) -> Skipping:
+        from kvcli.drafts.skipping import Clasp, Early, Knn, Known, Nothing, Swift
+
+        if self.skip == "none":
+            return Nothing()
+        if self.skip == "knn":
+            return Knn(lm, self.skipped, self._known.setdefault(lm, Known()))
+        kinds: dict[str, Callable[[LM, float], Skipping]] = {"swift": Swift, "clasp": Clasp, "early": Early}
+        return kinds[self.skip](lm, self.skipped)

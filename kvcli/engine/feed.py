@@ -38,7 +38,7 @@ class Feed:
     glean: Glean | None = None  # what else the host is to learn of each wanted row's logits
     hear: Sequence[int] = ()  # rows whose queries are handed back
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
-    layers: range | None = None  # that it goes through; None = all
+    layers: range | None = None  # that it goes through; none behind the last = norm and head alone; None = all
     hidden: Tensor | None = None  # [N, E]: what goes into the first of these; None = the embeddings
     only_kv: bool = False  # it ends where the last of these has keys and values
 

@@ -44,7 +44,7 @@ class Pass:
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window, on the layer's device
         self._sent: dict[Any, Any] = {}  # by what kernels have put there for all layers
-        self.layers = feed.layers or range(feed.lm.n_layers)
+        self.layers = range(feed.lm.n_layers) if feed.layers is None else feed.layers
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:

@@ -33,10 +33,11 @@ class Gate:
         layers: range | None = getattr(its_pass, "layers", None)
         if layers is None:
             return forward(hidden_states, *args, **told)
-        if self._layer < layers.start:  # which a pass from the first layer on has shown (stops.py)
-            return hidden_states if self._rest is None else (hidden_states, *self._rest)
-        if self._layer == layers.start and its_pass.hidden is not None:
+        is_passed = self._layer < layers.start
+        if self._layer == layers.start - (is_passed and self._is_last) and its_pass.hidden is not None:
             hidden_states = its_pass.hidden.unsqueeze(0)
+        if is_passed:  # what else it gives a pass from the first layer on has shown (stops.py)
+            return hidden_states if self._rest is None else (hidden_states, *self._rest)
         out = forward(hidden_states, *args, **told)
         # tuples come from some models written for older releases
         self._rest = out[1:] if isinstance(out, tuple) else None

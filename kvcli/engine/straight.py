@@ -85,7 +85,7 @@ class Straight:
         `layers`: through these alone, of which the first is given `hidden` [N, E], or the embeddings. What they give
         [N, E] where they end below the last.
         """
-        through = layers or range(len(self._layers))
+        through = range(len(self._layers)) if layers is None else layers
         with torch.inference_mode():
             x = self._embedded(ids) if hidden is None else hidden
             cos, sin = self._turns(pos) if self._turns is not None else (None, None)

@@ -1,6 +1,7 @@
 """What comes with a model to draft for it: layers in its files, or a head in files of its own. Standard library only.
 
-All of these read the hidden states of the model that writes, which kvcli keeps of no row once its pass is over.
+Layers and heads read the hidden states of the model that writes, which kvcli keeps of no row once its pass is over; an
+early exit has no weights of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadModel
+from kvcli.models.config_file import read_json
 
 if TYPE_CHECKING:
     from kvcli.models.source import Source
@@ -26,7 +28,22 @@ WHY = "it reads the hidden states of the model that writes, which kvcli hands to
 
 
 def found_in(source: Source) -> list[str]:
-    """What drafts in the model's own files, and why it is not used, one line each."""
+    """What drafts in the model's own files, and how, or why it is not used, one line each."""
+    return [*_early_exit(source), *_mtp(source)]
+
+
+def _early_exit(source: Source) -> list[str]:
+    """Whether its files name a layer to end at (LayerSkip, arXiv 2404.16710), by the key of transformers' `generate`:
+    no family's config.json has one for it."""
+    file, layers = source.path / "generation_config.json", source.text_config.get("num_hidden_layers")
+    stop = read_json(file, source.id).get("assistant_early_exit") if file.is_file() else None
+    if not (isinstance(stop, int) and isinstance(layers, int) and 1 < stop < layers):
+        return []
+    use = f"--set spec.method=self --set spec.skip=early --set spec.skipped={(layers - stop) / (layers - 2):.3g}"
+    return [f"an early exit behind {stop} of {layers} layers, by its generation_config.json: {use}"]
+
+
+def _mtp(source: Source) -> list[str]:
     text = source.text_config
     said = next((n for key in _MTP if isinstance(n := text.get(key), int) and n > 0), 0)
     layers = text.get("num_hidden_layers")

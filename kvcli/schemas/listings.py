@@ -32,7 +32,7 @@ class ModelEntry(Json):
     reason: str | None = Field(description="why it is not supported")
     profile: str | None = Field(description="profile that the config names for it")
     drafts: list[SiblingEntry] = Field(default=[], description="models that can draft for it, the best first")
-    heads: list[str] = Field(default=[], description="what drafts in its own files, and why it is not used")
+    heads: list[str] = Field(default=[], description="what drafts in its own files, and how, or why it is not used")
 
 
 class ProblemEntry(Json):

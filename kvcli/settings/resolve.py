@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvcli.errors import KvcliError
 from kvcli.settings.config import Config
 from kvcli.settings.problems import Problem, any_of, did_you_mean
-from kvcli.settings.schema import METHODS, ORDER, TABLES, Header
+from kvcli.settings.schema import DECLINED, METHODS, ORDER, TABLES, Header
 from kvcli.settings.settings import DEFAULT, Setting, Settings, Typed, merge
 from kvcli.settings.toml_places import Keys, toml_value
 from kvcli.settings.values import WrongValue, check, keys_of, noun
@@ -180,7 +180,11 @@ def _method(table: str, mine: Settings, registries: Registries, problems: list[P
     if not isinstance(chosen.value, str) or chosen.value not in registry:
         near = did_you_mean(str(chosen.value), registry)
         hint = "; ".join(filter(None, [f"use {any_of([toml_value(name) for name in registry])}", near]))
-        problems.append(chosen.problem((table, key), f"{toml_value(chosen.value)} is not allowed", hint, of_value=True))
+        message = f"{toml_value(chosen.value)} is not allowed"
+        if (table, str(chosen.value)) in DECLINED:
+            why, hint = DECLINED[table, str(chosen.value)]
+            message = f"{toml_value(chosen.value)} is not built: {why}"
+        problems.append(chosen.problem((table, key), message, hint, of_value=True))
         return None
     schema = method_class(registry[chosen.value])
     known, values, before = keys_of(schema), {}, len(problems)

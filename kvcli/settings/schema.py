@@ -211,6 +211,15 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "spec": ("method", "off"),
     "steps": ("method", "none"),
 }
+# methods that are asked for by name and not built: table and name -> why not, and what to write
+DECLINED: Mapping[tuple[str, str], tuple[str, str]] = dict.fromkeys(
+    [("spec", "fastcot"), ("steps", "fastcot")],
+    (
+        "it takes guesses that nobody verified for the rest of the reasoning, and nothing tells when these are enough",
+        'use spec.method = "lookahead", which refines the same window beside decoding and verifies it, '
+        'or steps.method = "lookahead", where steps are judged',
+    ),
+)
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
 ORDER = (
     "load",

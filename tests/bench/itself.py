@@ -38,6 +38,8 @@ SIDES: dict[str, tuple[str, list[str]]] = {  # profile, and settings beside thos
     "view: 16 + 64 tokens and 32 pages of 16": ("exact", ["spec.method=self", "spec.view=quest", "spec.local=64"]),
     "everything, layers by SWIFT": ("exact", ["spec.method=self", "spec.skip=swift"]),
     "everything, layers by CLaSp": ("exact", ["spec.method=self", "spec.skip=clasp"]),
+    "everything, layers by KNN-SSD": ("exact", ["spec.method=self", "spec.skip=knn"]),
+    "everything, early exit": ("exact", ["spec.method=self", "spec.skip=early"]),
     "upper half of 8 bits": ("balanced", ["spec.method=self", *HALVES]),
     **{
         f"{name}, checked": (name, ["spec.method=self", "exactness=exact"])

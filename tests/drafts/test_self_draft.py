@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,18 +11,20 @@ import pytest
 import torch
 
 from kvcli.build import view
+from kvcli.drafts import skipping
 from kvcli.drafts.chain import Chain
 from kvcli.drafts.itself import Itself
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.off import Off
 from kvcli.drafts.self_draft import SelfDraft
-from kvcli.drafts.skipping import Clasp, Swift
+from kvcli.drafts.skipping import Clasp, Early, Found, Knn, Known, Swift
 from kvcli.engine.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.engine.stats import Stats
+from kvcli.kernels.native import native
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Store
 from tests import families
@@ -103,18 +106,20 @@ def test_a_draft_under_way_is_read_as_a_pass_would_read_it() -> None:
 
 
 @cache
-def idle(dtype: torch.dtype = torch.float32) -> LM:
-    """Of its eight layers four add nothing to a row: without these guesses are always right."""
-    model = families.build("llama", dtype, num_hidden_layers=8)
-    for layer in (2, 3, 5, 6):
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            model.model.layers[layer].get_submodule(name).weight.data.zero_()
+def idle(
+    dtype: torch.dtype = torch.float32, family: str = "llama", layers: Sequence[int] = (2, 3, 5, 6), **changes: Any
+) -> LM:
+    """Of its layers some add nothing to a row: without these guesses are always right."""
+    model = families.build(family, dtype, **{"num_hidden_layers": 8, **changes})
+    for layer in layers:
+        for name in ("self_attn.o_proj", "mlp.down_proj"):  # of zeros no product is ours, and so little adds nothing
+            model.model.layers[layer].get_submodule(name).weight.data.mul_(1e-20)
     found = LM.of(model)
     found.lay_out()
     return found
 
 
-@pytest.mark.parametrize("how", ["swift", "clasp"])
+@pytest.mark.parametrize("how", ["swift", "clasp", "knn", "early"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_left_out_change_no_text(how: str, dtype: torch.dtype) -> None:
     model = lm("llama", dtype, num_hidden_layers=6)
@@ -143,3 +148,94 @@ def test_a_search_by_chance_keeps_the_best_set() -> None:
     for _ in range(200):
         drive(chosen.improve(session.kv, session.kv, session.ids, len(session.ids)))
     assert chosen.runs == [range(2), range(4, 5), range(7, 8)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # a way straight through it, and gates
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_early_exit_is_norm_and_head_behind_the_first_layers(family: str, dtype: torch.dtype) -> None:
+    changes = {"num_hidden_layers": 3} if family == "gemma3" else {}
+    layers = changes.get("num_hidden_layers", 8)
+    model = idle(dtype, family, range(2, layers), **changes)
+    assert (model.straight is not None) == (family == "llama" and native() is not None)
+    chosen = Early(model, 1.0)
+    assert chosen.runs == [range(2), range(layers, layers)]
+    assert chosen.about == f"without {layers - 2} of {layers} layers"
+    got, stats = written(opened(model, drafter(model, skip="early", skipped=1.0)))
+    same, whole = written(opened(model, drafter(model)))  # in bf16 some tokens are as likely as others
+    assert got == same == written(opened(model, Off()))[0]
+    assert (stats.accepted_tokens, stats.draft_tokens) == (whole.accepted_tokens, whole.draft_tokens)
+    assert stats.accepted_tokens > 0
+
+
+def test_as_many_layers_go_at_the_end_as_elsewhere() -> None:
+    assert Early(idle(), 4 / 6).runs == [range(4), range(8, 8)]
+    assert Early(idle(), 0.0).runs == [range(8)]
+
+
+def searched(known: Known, prompt: list[int], drafts: int = 200) -> Knn:
+    """A text that had time to search."""
+    chosen = Knn(idle(), 4 / 6, known)
+    session = opened(idle(), Off())
+    drive(session.read(prompt))
+    drive(session.stream(60))
+    chosen._began -= 1e6
+    for _ in range(drafts):
+        drive(chosen.improve(session.kv, session.kv, session.ids, len(session.ids)))
+    return chosen
+
+
+def test_a_text_begins_with_what_was_found_for_one_like_it() -> None:
+    known = Known()
+    first = searched(known, families.prompt(60))
+    assert first.runs == [range(2), range(4, 5), range(7, 8)]
+    assert first.about == "without 4 of 8 layers, by search: no text that is known is like this one"
+    second = searched(known, families.prompt(60), drafts=1)
+    assert second.runs == first.runs
+    assert second.about == "without 4 of 8 layers, as for an earlier text like this one (cosine 1.00)"
+    assert second._tries == first._tries, "that search had come to its end"
+
+
+def test_a_search_goes_on_where_an_earlier_text_left_it() -> None:
+    known = Known()
+    tried = [searched(known, families.prompt(60), drafts=2)._tries for _ in range(3)]
+    assert tried == [2, 4, 6]
+
+
+def test_where_no_text_is_near_it_is_searched_and_said() -> None:
+    known = Known()
+    known.keep(Found(-torch.ones(48) / 48**0.5, [range(8)], 1.0, 7))
+    chosen = searched(known, families.prompt(60), drafts=2)
+    assert chosen.runs != [range(8)]
+    assert chosen._tries == 2
+    assert chosen.about.endswith(", by search: no text that is known is like this one")
+
+
+def test_of_texts_those_asked_for_last_are_remembered() -> None:
+    known, texts = Known(), [Found(like, [range(8)], 0.5, 1) for like in torch.eye(Known.MOST + 2)]
+    for text in texts[:-2]:
+        known.keep(text)
+    known.keep(texts[0])  # asked for once more
+    for text in texts[-2:]:
+        known.keep(text)
+    assert [known.near(text.like)[0] is text for text in texts[:4]] == [True, False, False, True]
+    assert known.near(texts[-1].like) == (texts[-1], 1.0)
+
+
+def test_what_one_text_taught_belongs_to_its_settings_and_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = SelfDraft(adaptive=False, copies=False, skip="knn", skipped=4 / 6)
+
+    def name(of: SelfDraft, model: LM) -> str:
+        drafting = of.drafter(pair=Pair(model, model))
+        written(opened(model, drafting))
+        report = drafting.report()
+        assert report is not None
+        return report.by.partition(", ")[2]
+
+    monkeypatch.setattr(skipping, "_SHARE", math.inf)  # there is time
+    first = "by search: no text that is known is like this one)"
+    again = "as for an earlier text like this one (cosine 1.00))"
+    assert name(factory, idle()) == first
+    assert name(factory, idle()) == again
+    assert name(factory, lm("llama", num_hidden_layers=6)) == first
+    assert name(SelfDraft(adaptive=False, copies=False, skip="knn", skipped=4 / 6), idle()) == first
+    assert "known" not in repr(factory)

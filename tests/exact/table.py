@@ -140,8 +140,11 @@ DRAFTERS: dict[str, Make] = {
         )
         for name in ("foreign", "constant")
     },
-    # itself, over what the store shows to guesses, by half of the layers; tests/drafts/test_self_draft.py has more
-    "self": lambda truth: drafters.Itself(skip="clasp", skipped=0.5, sources=("recycle",)),
+    # itself, over what the store shows to guesses, by two of three layers; tests/drafts/test_self_draft.py has more
+    "self": lambda truth: drafters.Itself(skip="clasp", skipped=1.0, sources=("recycle",)),
+    # the same without its last layers, and without those that an earlier text of the table did not need
+    "self-early": lambda truth: drafters.Itself(skip="early", skipped=1.0),
+    "self-knn": lambda truth: drafters.Itself(skip="knn", skipped=1.0),
     "model-tree": lambda truth: trees(TREES[sum(truth) % len(TREES)]),  # each cell has one of the kinds
     # a second model, copies and what the model that writes thought likely, in one tree
     "model-mix": lambda truth: Model(adaptive=False, depth=2, branches=2, sources=("stand", "recycle")).drafter(
