@@ -23,7 +23,7 @@ def attend(
     upto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As the reference, which serves masks and sizes that the kernel does not; `upto` [N] int32 on the device."""
-    if mask is not None or not fits(q.shape[2], v.shape[2]):
+    if mask is not None or not fits(q.shape[2], v.shape[2]) or not k.shape[1]:
         return reference.attend(q, k, v, scale, softcap, mask, length, upto)
     kv, device = k.shape[0], q.device
     (flat_k, room), (flat_v, room_v) = _flat(k), _flat(v)

@@ -268,6 +268,13 @@ def test_slots_alone_are_read_as_the_reference_reads_them(length: int | list[int
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
+def test_no_slots_at_all_are_read() -> None:
+    q, k = torch.randn(2, 3, 16).bfloat16(), torch.zeros(2, 0, 16).bfloat16()
+    out, lse = attend.attend(q, k, k, 0.3, 0.0, None, 0)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
 def test_masks_are_left_to_the_reference() -> None:
     q, k = torch.randn(2, 3, 16).bfloat16(), torch.randn(1, 5, 16).bfloat16()
     mask = torch.rand(3, 5) < 0.5
