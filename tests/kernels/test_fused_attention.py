@@ -300,6 +300,37 @@ def test_parts_merge_and_one_that_saw_nothing_changes_no_bit(n_parts: int) -> No
         assert torch.equal(out[:, 1:], outs[0][:, 1:]), "one part is as it is"
 
 
+def merged(outs: list[Tensor], lses: list[Tensor], rows: slice) -> Tensor:
+    return merge.merge([o[:, rows] for o in outs], [t[:, rows] for t in lses])[0]
+
+
+def rows_that_merge_otherwise() -> int:
+    r, n = torch.Generator().manual_seed(9), 7
+    outs, lses = ([torch.randn(2, n, *more, generator=r) for _ in range(6)] for more in ((24,), ()))
+    together = merged(outs, lses, slice(n))
+    return sum(not torch.equal(merged(outs, lses, slice(i, i + 1))[:, 0], together[:, i]) for i in range(n))
+
+
+def test_rows_merge_alone_as_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows_that_merge_otherwise() == 0
+    fold = merge.fold  # and the test of the test: as many parts at once as there are rows, up to two
+    monkeypatch.setattr(merge, "fold", lambda *a, **k: fold(*a, **k, at_once=min(2, a[0].shape[1])))
+    assert rows_that_merge_otherwise() > 0
+
+
+def test_rows_with_limits_have_the_same_bits_alone() -> None:
+    """A tile that one row's limit lies in, and others are past, is one that all slots are stored of."""
+    r = torch.Generator().manual_seed(4)
+    limits = torch.tensor([0, 9, 63, 64, 65, 200, 256, 299], dtype=torch.int32)
+    q, k, v = (torch.randn(kv, n, 16, generator=r).bfloat16() for kv, n in ((2, len(limits)), (1, 300), (1, 300)))
+    args = k, v, 0.3, 0.0, None, 300
+    together = attend.attend(q, *args, limits)
+    for i in range(len(limits)):
+        mine = slice(i, i + 1)
+        for got, want in zip(attend.attend(q[:, mine], *args, limits[mine]), together, strict=True):
+            assert torch.equal(got, want[:, mine])
+
+
 def test_accepted_rows_are_slots_of_all_layers() -> None:
     r = torch.Generator().manual_seed(6)
     got, want = ([_layer(r, shared) for shared in (False, True)] for r in (r, torch.Generator().manual_seed(6)))
