@@ -268,6 +268,23 @@ def test_slots_alone_are_read_as_the_reference_reads_them(length: int | list[int
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
+def test_many_rows_over_slots_alone_leave_one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of a prompt over a tier of 32,768 slots would take 2.4 GB otherwise, in an 8B shape."""
+    monkeypatch.setattr(attend, "MANY", 2)
+    monkeypatch.setattr(passes, "MANY", 2)
+    parts, fold = [], fused.fold
+    monkeypatch.setattr(fused, "fold", lambda outs, *a, **k: (parts.append(outs.shape[2]), fold(outs, *a, **k)))
+    r = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 3, 16, generator=r).bfloat16(), torch.randn(1, 600, 16, generator=r).bfloat16()
+    want = attend_reference.attend(q, k, k, 0.3, 0.0, None, 600)
+    run = Run(k[0], k[0], torch.arange(600, dtype=torch.int32), [0], [600], [0])
+    part = passes.read(q, run, None, [600] * 3, 0.3, window=None, softcap=0.0)
+    for got in (attend.attend(q, k, k, 0.3, 0.0, None, 600), (part.out, part.lse)):
+        torch.testing.assert_close(got[0], want[0], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(got[1], want[1], atol=1e-4, rtol=1e-4)
+    assert parts == [1, 1]
+
+
 def test_no_slots_at_all_are_read() -> None:
     q, k = torch.randn(2, 3, 16).bfloat16(), torch.zeros(2, 0, 16).bfloat16()
     out, lse = attend.attend(q, k, k, 0.3, 0.0, None, 0)
