@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend import reference
 from kvcli.kernels.attend_rows.fused import attend_rows
+from kvcli.kernels.attend_rows.passes import MANY
 from kvcli.kernels.attend_rows.tables import Table, fits, uploaded
 
 
@@ -23,7 +24,7 @@ def attend(
     upto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As the reference, which serves masks and sizes that the kernel does not; `upto` [N] int32 on the device."""
-    if mask is not None or not fits(q.shape[2], v.shape[2]):
+    if mask is not None or not fits(q.shape[2], v.shape[2]) or not k.shape[1]:
         return reference.attend(q, k, v, scale, softcap, mask, length, upto)
     kv, device = k.shape[0], q.device
     (flat_k, room), (flat_v, room_v) = _flat(k), _flat(v)
@@ -36,7 +37,9 @@ def attend(
         lengths, capacity = uploaded([length], device)[0], max(length)
     out = q.new_empty(q.shape[1], q.shape[0], v.shape[2], dtype=torch.float32)
     table = Table(flat_k, flat_v, None, start, lengths)
-    out, lse = attend_rows(q, table, None, None, None, scale, capacity=capacity, softcap=softcap, upto=upto, out=out)
+    args = q, table, None, None, None, scale
+    is_prompt = q.shape[1] > MANY
+    out, lse = attend_rows(*args, capacity=capacity, softcap=softcap, upto=upto, out=out, is_prompt=is_prompt)
     return out.transpose(0, 1), lse.T
 
 

@@ -2,7 +2,8 @@
 
 A head's slots are cut into spans and these into tiles, by index alone: a tile is of one group of keys, and updates the
 running softmax of its span (arXiv 2205.14135); spans meet in order at the end. Rows are padded to 16 or 32, which is
-the same instruction once or twice. So a row has the same bits alone and among others.
+the same instruction once or twice. So a row has the same bits alone and among others. The many rows of a prompt, which
+are not held to that, go through one span: their parts would take gigabytes.
 
 Products are of float16, whatever the store's type. Codes, scales and zeros are numbers of that type as they are stored,
 so a key comes out at 11 bits, where bfloat16 has 8; what float16 does not hold, beyond 65,504, these layouts clip as
@@ -24,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.attend_packed.table import Table, table_of
+from kvcli.kernels.attend_rows.passes import MANY
 
 if TYPE_CHECKING:
     from kvcli.kernels.attend_packed import PackedHead
@@ -85,7 +87,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """q [H, N, D] -> out [H, N, D] and lse [H, N], float32. `window`: rows at positions at [N] see so many."""
     (h, n, d), kv = q.shape, len(table.heads)
-    span, g = table.span, h // kv
+    span, g = table.span if n <= MANY else table.whole, h // kv
     n_spans = max(1, triton.cdiv(table.longest, span))
     parts, lses = (torch.empty(h, n, n_spans, *more, dtype=torch.float32, device=q.device) for more in ((d,), ()))
     tile = 16 if g * n <= 16 else 32
@@ -235,7 +237,7 @@ def _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP: tl.constexpr, A
     return new, mass * shrink + p, tl.dot(p.to(tl.float16), v, acc * shrink)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_spans"])
+@triton.jit(do_not_specialize=["window", "n_rows", "n_spans"])
 def packed_kernel(
     p_q, p_table, p_at, p_out, p_lse, by, cap, window, n_rows, n_spans, span,
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,

@@ -43,7 +43,12 @@ class Table:
     @property
     def span(self) -> int:
         """Slots of one program. It depends on what is stored and on nothing of a pass."""
-        return int(max(NARROWEST, (1 << (self.longest - 1).bit_length()) // SPANS))
+        return max(NARROWEST, self.whole // SPANS)
+
+    @property
+    def whole(self) -> int:
+        """Slots of a span that takes all; a power of two."""
+        return max(NARROWEST, 1 << max(0, self.longest - 1).bit_length())
 
 
 def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) -> str:

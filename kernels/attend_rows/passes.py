@@ -21,7 +21,7 @@ from kvcli.kernels.merge.fused import merge
 if TYPE_CHECKING:
     from kvcli.kernels.attend_rows import Own, Run
 
-MANY = 64  # rows of a prompt; beyond, there are programs enough without cutting the slots
+MANY = 64  # rows of a prompt; beyond, there are programs enough without cutting the slots, and parts would be gigabytes
 
 
 def read(
@@ -59,6 +59,7 @@ def read(
         fresh = own.k, own.v, once((n, len(own.pos)), lambda: _tree(own, device))
     elif window is not None:
         (row_pos,) = uploaded([pos], device)
+    is_prompt = n > MANY and (is_prompt or own is None)
     before = () if own is None else own.before
     sink = None if own is None or own.sink is None else own.sink.float()
     is_part = own is None or bool(before)
@@ -71,7 +72,7 @@ def read(
         sink=None if before else sink,
         row_pos=row_pos,
         out=out,
-        is_prompt=is_prompt and n > MANY,
+        is_prompt=is_prompt,
     )
     part = Part(out.transpose(0, 1), lse.T)
     if not before:

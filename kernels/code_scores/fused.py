@@ -27,7 +27,7 @@ def code_scores(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "s"])
 def scores_kernel(
     p_row, p_code, p_scale, p_out, n_rows, s, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, Y: tl.constexpr,
     THREE: tl.constexpr,

@@ -15,6 +15,7 @@ ROWS, SLOTS = 32, 64  # of a product
 SPAN = 4096  # slots of a program that looks for a log-sum-exp
 LOG2E = 1.4426950408889634
 FOLDS = {"none": 0, "sum": 1, "mean": 1, "max": 2}
+NUMBERS = ["window", "w", "s", "pos_head", "pos_slot"]  # that change as a text goes on
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
@@ -61,7 +62,7 @@ def _scores(
     return tl.where(sees, score, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def lse_kernel(
     p_q, p_at, p_k, p_pos, by, cap, window, w, s, k_head, k_slot, pos_head, pos_slot, p_lse, G: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, SPAN: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -87,7 +88,7 @@ def lse_kernel(
     tl.store(p_lse + (h * w + n) * tl.num_programs(2) + span, found, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def mass_kernel(
     p_q, p_at, p_k, p_pos, by, cap, window, w, s, k_head, k_slot, pos_head, pos_slot, p_lse, p_out, share,
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, HAS_CAP: tl.constexpr,

@@ -235,7 +235,7 @@ def add_kernel(p_parts, p_bias, p_y, M, N, SK: tl.constexpr, BLOCK: tl.constexpr
     tl.store(p_y + row * N + i_n, b_y.to(p_y.dtype.element_ty), mask=m_n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last"])
 def widen_kernel(
     p_w, p_scale, p_book, p_y, first, last, N,
     K: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,

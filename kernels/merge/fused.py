@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["p_rows", "n_rows", "n_parts"])
+@triton.jit(do_not_specialize=["p_rows", "n_rows", "n_parts", "lse_head", "lse_row"])
 def merge_kernel(
     p_outs,  # [H, N, P, E] float32; what a part of lse -inf holds is not read
     p_lses,  # [H, N, P] float32

@@ -101,7 +101,7 @@ def turn_kernel(
     tl.store(p_out + row[:, None] * D + i_out[None, :], y * by, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def range_kernel(
     p_x, p_code, p_scale, p_zero, m, d, BITS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, DIM: tl.constexpr
 ):
@@ -142,7 +142,7 @@ def range_kernel(
     tl.store(p_code + row[:, None] * width + i_byte[None, :], byte, mask=held[:, None] & (i_byte < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s"])
 def scaled_kernel(
     p_x, p_code, p_scale, s, room, D: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, TURNED: tl.constexpr
 ):

@@ -23,7 +23,7 @@ def page_bounds(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_pages"])  # one row would get code of its own
 def bounds_kernel(p_row, p_low, p_high, p_out, n_rows, n_pages, D: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
     """Grid (blocks of X pages, K)."""
     head = tl.program_id(1).to(tl.int64)

@@ -25,7 +25,7 @@ def turned(k: Tensor, pos: Tensor, inv_freq: Tensor, scaling: float, interleaved
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s"])
 def rotate_kernel(
     p_k, p_pos, p_freq, p_out, scaling, s, R: tl.constexpr, D: tl.constexpr, X: tl.constexpr, P: tl.constexpr,
     Y: tl.constexpr, NEAR: tl.constexpr, BACK: tl.constexpr,

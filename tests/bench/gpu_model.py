@@ -91,16 +91,19 @@ class Kernel:
 Kernels = dict[tuple[str, str, int], Kernel]
 
 
-def listed(folder: Path) -> Kernels:
-    """Forms that the model asks for, on each architecture of a card."""
-    wanted = {(op, name) for (op, *names), _ in [*WEIGHTS.values(), *STORED.values()] for name in names}
-    assert wanted <= {(op, one.name) for op, of in variants().items() for one in of}, "a form has another name now"
+def wanted() -> list[tuple[str, Variant]]:
+    """Forms that the model asks for, each by its op."""
+    of = {(op, one.name): one for op, listed in variants().items() for one in listed}
+    names = [(op, name) for (op, *both), _ in [*WEIGHTS.values(), *STORED.values()] for name in both]
+    return [(op, of[op, name]) for op, name in names]
+
+
+def made(folder: Path) -> Kernels:
+    """Each of them on each architecture of a card."""
     archs = sorted({card.arch for card in CARDS.values()})
-    asked = [
-        (op, one, arch) for op, of in variants().items() for one in of if (op, one.name) in wanted for arch in archs
-    ]
-    made = compiled([(one, arch) for _, one, arch in asked], folder)
-    return {(op, one.name, arch): Kernel(one, found) for (op, one, arch), found in zip(asked, made, strict=True)}
+    asked = [(op, one, arch) for op, one in wanted() for arch in archs]
+    code = compiled([(one, arch) for _, one, arch in asked], folder)
+    return {(op, one.name, arch): Kernel(one, found) for (op, one, arch), found in zip(asked, code, strict=True)}
 
 
 def seconds(card: Card, forms: Forms, numbers: int, size: float, rows: int, kernels: Kernels) -> float:
@@ -166,7 +169,7 @@ def main() -> None:
     import triton
 
     folder = ROOT / ".pytest_cache" / "d" / "compiled"
-    kernels = listed(folder)
+    kernels = made(folder)
     result = {
         "title": "MODEL, not measured: milliseconds of a recorded pass of an 8B Llama by its rows",
         "command": "python tests/bench/gpu_model.py",

@@ -48,15 +48,15 @@ def _line(row: int) -> list[int]:
     return [*(_line(PARENTS[row]) if PARENTS[row] >= 0 else []), row]
 
 
-def rows(x: Inputs, *, bent: bool) -> Sequence[Tensor]:
-    """[N, H, E] and [N, H]"""
+def rows(x: Inputs, *, bent: bool, is_prompt: bool = False) -> Sequence[Tensor]:
+    """[N, H, E] and [N, H]; `is_prompt`: in the form for many."""
     from kvcli.kernels.attend_rows import fused
     from kvcli.kernels.attend_rows.tables import Table, Tree
 
     device, each = x["q"].device, x["k"].shape[0] // len(x["starts"])
     start, length = (torch.tensor(x[name], dtype=torch.int32, device=device) for name in ("starts", "lengths"))
     pos = torch.arange(each, dtype=torch.int32, device=device).repeat(len(start))
-    more = BENT | {"sink": x["sink"].float()} if bent else {}
+    more: dict[str, Any] = {"is_prompt": is_prompt} | (BENT | {"sink": x["sink"].float()} if bent else {})
     table = Table(x["k"], x["v"], pos, start, length)
     made = Tree.of_rows(PARENTS, x["pos"], device)
     return fused.attend_rows(x["q"], table, x["fk"], x["fv"], made, SCALE, capacity=each, **more)
@@ -157,8 +157,9 @@ def cases() -> dict[str, list[tuple[Any, ...]]]:
     """By op: name, inputs, the op, its reference, what comes before both."""
     return {
         "attend_rows": [
-            (name, tree, partial(rows, bent=bent), partial(rows_reference, bent=bent), dict)
+            (kind + name, tree, partial(rows, bent=bent, is_prompt=many), partial(rows_reference, bent=bent), dict)
             for name, bent in (("tree", False), ("tree, window, softcap, sink", True))
+            for kind, many in (("", False), ("prompt, ", True))
         ],
         "linear_skinny": [
             (kind, linear, product, product_reference, partial(weight_of, kind=kind))

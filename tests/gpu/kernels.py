@@ -285,7 +285,14 @@ def tried(op: str, case: Case, size: Size, made: Inputs, dtype: str, device: str
 
 def run(on: On) -> Iterator[Row]:
     interpret_on_a_cpu(on)
-    sizes = [Size(2, 2, 5, 131, 64)] if on.is_tiny else [Size(), Size(n=1, s=16_384), Size(g=1, n=33, s=1_031)]
+    sizes = (
+        [Size(2, 2, 5, 131, 64)]
+        if on.is_tiny
+        else [
+            *(Size(), Size(n=1, s=16_384), Size(g=1, n=33, s=1_031)),
+            Size(kv=2, n=129, s=1_031),  # more rows than have bits of their own: what prompts are read with
+        ]
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)  # this is what makes torch.empty fill with NaN
     tries = good = 0
     worst: dict[str, float] = {}

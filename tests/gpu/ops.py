@@ -35,13 +35,26 @@ TINY = Size(inputs=256, outputs=64, heads=2, kv=1, d=64, slots=300)  # that the 
 
 @dataclass(frozen=True)
 class Op:
-    """`call` gives the outputs of some rows in one pass, [rows, ..]: with the bits that they have in any other."""
+    """`of` has the inputs of some rows lie ready, and gives the call for one pass over them: their outputs [rows, ..],
+    with the bits that they have in any other."""
 
-    call: Callable[[Rows], Tensor]
+    of: Callable[[Rows], Callable[[], Tensor]]
     nbytes: int  # of weights, or of stored keys and values, that a pass has to read however many rows it has
+
+    def call(self, rows: Rows) -> Tensor:
+        return self.of(rows)()
 
 
 Make = Callable[[Size, Generator], Op]
+
+
+def by_rows(run: Callable[[Tensor], Tensor], x: Tensor, nbytes: int = 0) -> Op:
+    """An op whose rows are those of one tensor."""
+
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        return partial(run, x[list(rows)])
+
+    return Op(of, nbytes)
 
 
 def noise(g: Generator, *shape: int) -> Tensor:
@@ -66,7 +79,7 @@ def _product(kind: str, size: Size, g: Generator) -> Op:
     else:
         w = Weight("plain", shape, noise(g, *shape))
     nbytes = w.data.nbytes + (0 if w.scale is None else w.scale.nbytes)
-    return Op(lambda rows: fused.linear(x[list(rows)], w, None), nbytes)
+    return by_rows(lambda some: fused.linear(some, w, None), x, nbytes)
 
 
 def layer(size: Size, g: Generator, room: int = 0) -> tuple[Tensor, Any, Tensor, Tensor]:
@@ -89,17 +102,18 @@ def _attention(size: Size, g: Generator) -> Op:
 
     q, table, k, v = layer(size, g)
 
-    def call(rows: Rows) -> Tensor:
-        of, n = list(rows), len(rows)
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        n = len(rows)
         tree = Tree.of_rows([-1] * n, [size.slots] * n, g.device)
-        x, fresh_k, fresh_v = (t[:, of].contiguous() for t in (q, k, v))
-        return fused.attend_rows(x, table, fresh_k, fresh_v, tree, size.d**-0.5, capacity=size.slots)[0]
+        x, fresh_k, fresh_v = (t[:, list(rows)].contiguous() for t in (q, k, v))
+        given = x, table, fresh_k, fresh_v, tree, size.d**-0.5
+        return lambda: fused.attend_rows(*given, capacity=size.slots)[0]
 
-    return Op(call, table.k.nbytes + table.v.nbytes)
+    return Op(of, table.k.nbytes + table.v.nbytes)
 
 
 def _packed_attention(bits: int, size: Size, g: Generator) -> Op:
-    from kvcli.kernels.attend_packed import PackedHead, fused
+    from kvcli.kernels.attend_packed import PackedHead, fused, table_of
     from kvcli.kernels.pack import pack_keys, pack_values
 
     q, heads = noise(g, size.heads, MOST, size.d), []
@@ -108,19 +122,21 @@ def _packed_attention(bits: int, size: Size, g: Generator) -> Op:
         k, v = (noise(g, size.slots, size.d) for _ in "kv")
         heads.append(PackedHead(pack_keys(k[:full], bits, 64), k[full:], pack_values(v, bits, 64), size.slots))
 
-    def call(rows: Rows) -> Tensor:
+    table = table_of(heads, [None] * size.kv, has_holes=False)
+
+    def of(rows: Rows) -> Callable[[], Tensor]:
         x = q[:, list(rows)].contiguous()
-        return fused.attend_packed(x, heads, size.d**-0.5, x.dtype, 0.0, [None] * size.kv)[0].transpose(0, 1)
+        return lambda: fused.attend(x, table, size.d**-0.5, 0.0)[0].transpose(0, 1)
 
     held = [t for head in heads for side in (head.keys, head.values) for t in (side.codes, side.scale, side.zero)]
-    return Op(call, sum(t.nbytes for t in held if t is not None))
+    return Op(of, sum(t.nbytes for t in held if t is not None))
 
 
 def _norm(size: Size, g: Generator) -> Op:
     from kvcli.kernels.rms_norm import fused
 
-    x, w = noise(g, MOST, size.inputs), noise(g, size.inputs)
-    return Op(lambda rows: fused.rms_norm(x[list(rows)], w, 1e-6, "round first"), 0)
+    w = noise(g, size.inputs)
+    return by_rows(lambda some: fused.rms_norm(some, w, 1e-6, "round first"), noise(g, MOST, size.inputs))
 
 
 def _drawn(size: Size, g: Generator) -> Op:
@@ -129,49 +145,90 @@ def _drawn(size: Size, g: Generator) -> Op:
     logits, pos = noise(g, MOST, 8 * size.inputs), torch.arange(MOST, device=g.device)
     seed, heat = torch.full_like(pos, 7), torch.full((MOST,), 0.8, device=g.device)
 
-    def call(rows: Rows) -> Tensor:
-        of = list(rows)
-        return fused.argmax(logits[of], Noise(seed[of], pos[of], heat[of]))
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        mine = list(rows)
+        return partial(fused.argmax, logits[mine], Noise(seed[mine], pos[mine], heat[mine]))
 
-    return Op(call, 0)
+    return Op(of, 0)
+
+
+def _merged(size: Size, g: Generator) -> Op:
+    """Parts of three tiers, one of which some rows see nothing of."""
+    from kvcli.kernels.merge import fused
+
+    outs, lses = (
+        [torch.randn(MOST, size.heads, *more, generator=g, device=g.device) for _ in "abc"] for more in ((size.d,), ())
+    )
+    lses[1][::2] = -torch.inf
+
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        parts = [[t[list(rows)].transpose(0, 1) for t in ts] for ts in (outs, lses)]
+        return lambda: fused.merge(*parts)[0].transpose(0, 1)
+
+    return Op(of, 0)
+
+
+def _turned(size: Size, g: Generator) -> Op:
+    from kvcli.kernels.pack import fused
+
+    return by_rows(fused.turned, noise(g, MOST, size.heads, size.d))
+
+
+def _scored(size: Size, g: Generator, *, by_codes: bool) -> Op:
+    """Pages by their bounds, or slots by their codes, as recall has them in a pass."""
+    from kvcli.kernels.code_scores import fused as scores
+    from kvcli.kernels.page_bounds import fused as bounds
+
+    shape = size.kv, size.slots if by_codes else size.slots // 16, size.d
+    low, high, codes = noise(g, *shape), noise(g, *shape).abs() + 3, noise(g, *shape).to(torch.int8)
+    scale = noise(g, *shape[:2]).abs()
+
+    def run(some: Tensor) -> Tensor:
+        x = some.transpose(0, 1)
+        found = scores.code_scores(x, codes, scale) if by_codes else bounds.page_bounds(x, low, high)
+        return found.transpose(0, 1)
+
+    return by_rows(run, noise(g, MOST, size.kv, size.d).float(), codes.nbytes if by_codes else low.nbytes + high.nbytes)
 
 
 OURS: dict[str, Make] = {f"linear_skinny, {kind}": partial(_product, kind) for kind in ("plain", "int8", "int4", "nf4")}
 OURS |= {"attend_rows": _attention, "rms_norm": _norm, "argmax, drawn": _drawn}
 OURS |= {f"attend_packed, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
+OURS |= {"merge": _merged, "pack, turned": _turned}
+OURS |= {"page_bounds": partial(_scored, by_codes=False), "code_scores": partial(_scored, by_codes=True)}
 
 
 # ---- what libraries have ----
 
 
 def _torch_product(size: Size, g: Generator) -> Op:
-    x, w = noise(g, MOST, size.inputs), noise(g, size.outputs, size.inputs)
-    return Op(lambda rows: functional.linear(x[list(rows)], w), w.nbytes)
+    w = noise(g, size.outputs, size.inputs)
+    return by_rows(lambda some: functional.linear(some, w), noise(g, MOST, size.inputs), w.nbytes)
 
 
 def _torch_norm(size: Size, g: Generator) -> Op:
     """As models write it."""
-    x = noise(g, MOST, size.inputs).float()
-    return Op(lambda rows: x[list(rows)].pow(2).mean(-1), 0)
+    return by_rows(lambda some: some.pow(2).mean(-1), noise(g, MOST, size.inputs).float())
 
 
 def _torch_attention(size: Size, g: Generator) -> Op:
     q, k, v = noise(g, size.heads, MOST, size.d), *(noise(g, size.kv, size.slots, size.d)[None] for _ in "kv")
 
-    def call(rows: Rows) -> Tensor:
-        found = functional.scaled_dot_product_attention(q[None, :, list(rows)], k, v, enable_gqa=True)
+    def run(some: Tensor) -> Tensor:
+        found = functional.scaled_dot_product_attention(some.transpose(0, 1)[None], k, v, enable_gqa=True)
         return found[0].transpose(0, 1).contiguous()
 
-    return Op(call, k.nbytes + v.nbytes)
+    return by_rows(run, q.transpose(0, 1), k.nbytes + v.nbytes)
 
 
 def _bitsandbytes(size: Size, g: Generator) -> Op:
     import bitsandbytes
     from bitsandbytes.functional import quantize_4bit
 
-    x = noise(g, MOST, size.inputs)
     codes, state = quantize_4bit(noise(g, size.outputs, size.inputs), quant_type="nf4")
-    return Op(lambda rows: bitsandbytes.matmul_4bit(x[list(rows)], codes.t(), state), codes.nbytes)
+    return by_rows(
+        lambda some: bitsandbytes.matmul_4bit(some, codes.t(), state), noise(g, MOST, size.inputs), codes.nbytes
+    )
 
 
 THEIRS: dict[str, Make] = {
@@ -182,16 +239,16 @@ THEIRS: dict[str, Make] = {
 }
 
 
-def _by_rows(size: Size, g: Generator) -> Op:
+def _cut(size: Size, g: Generator) -> Op:
     """A sum in one stretch for one row and in two for several: what a library does that looks at the shape."""
-    x, w = noise(g, MOST, size.inputs).float(), noise(g, 64, size.inputs).float()
+    w = noise(g, 64, size.inputs).float()
 
-    def call(rows: Rows) -> Tensor:
-        cut = size.inputs if len(rows) == 1 else size.inputs // 2
-        found = [(row * w).view(64, -1, cut).sum(-1) for row in x[list(rows)]]  # [64, stretches]
+    def run(some: Tensor) -> Tensor:
+        cut = size.inputs if len(some) == 1 else size.inputs // 2
+        found = [(row * w).view(64, -1, cut).sum(-1) for row in some]  # [64, stretches]
         return torch.stack([parts[:, 0] if cut == size.inputs else parts[:, 0] + parts[:, 1] for parts in found])
 
-    return Op(call, w.nbytes)
+    return by_rows(run, noise(g, MOST, size.inputs).float(), w.nbytes)
 
 
-SEEDED: dict[str, Make] = {"a sum cut by the number of rows": _by_rows}
+SEEDED: dict[str, Make] = {"a sum cut by the number of rows": _cut}

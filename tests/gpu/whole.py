@@ -80,8 +80,8 @@ def _logits(on: On) -> Row:
     for device, dtype in ((on.device, torch.bfloat16), ("cpu", torch.float32)):
         lm = LM.of(model.to(device, dtype))
         kv = Dense(lm.shapes, lm.dtype, lm.device)
-        rows = Rows.chain(families.prompt(64, vocab=lm.vocab), 0)
-        (made,) = run_feeds([Feed(lm, rows, kv, want=range(64))])
+        rows = Rows.chain(families.prompt(READ, vocab=lm.vocab), 0)
+        (made,) = run_feeds([Feed(lm, rows, kv, want=range(READ), is_prompt=True)])
         found.append(made.logits.float().cpu())
     got, want = found
     return {"what": "logits", "relative_error": float((got - want).norm() / want.norm())}

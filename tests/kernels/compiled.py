@@ -170,7 +170,19 @@ def _built(kernel: Any, variant: Variant, backend: str, arch: int | str) -> Any:
     from triton.compiler import compile as build
 
     signature = {name: "constexpr" if name in variant.consts else variant.types[name] for name in kernel.arg_names}
-    known = [i for i, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name in variant.aligned]
+    # as at a launch, where nothing is known of what is not to be looked at
+    known = [
+        p.num
+        for p in kernel.params
+        if not p.do_not_specialize and (signature[p.name][0] == "*" or p.name in variant.aligned)
+    ]
+    loose = [
+        p.name
+        for p in kernel.params
+        if p.num not in known and not p.do_not_specialize and signature[p.name] in ("i32", "i64")
+    ]
+    if loose:
+        raise ValueError(f"is compiled anew where {', '.join(loose)} is 1, or a multiple of 16: see do_not_specialize")
     source = ASTSource(kernel, signature, dict(variant.consts), {(i,): [["tt.divisibility", 16]] for i in known})
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": False}
     return build(source, target=GPUTarget(backend, arch, 32), options=options)

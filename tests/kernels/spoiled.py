@@ -10,7 +10,7 @@ import triton.language as tl
 from tests.kernels.variants import Variant
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def product(p_x, p_w, p_y, stride, I: tl.constexpr, M: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr):  # noqa: E741
     """y [M, O] of x [M, I] and w [O, I], whose rows lie `stride` numbers apart."""
     o = tl.program_id(0) * BO + tl.arange(0, BO)
@@ -53,3 +53,13 @@ SPILLING = form("one warp for a large tile", 86, warps=1, BO=256)
 GREEDY = form("eight stages", 86, stages=8)
 TALL = form("32 rows", 90, M=32)
 TALLER = form("64 rows, for which Hopper has another instruction", 90, M=64)
+
+
+@triton.jit
+def halved(p_x, n):
+    """Of whose form only a launch decides: one number would be no argument at all."""
+    i = tl.arange(0, 128)
+    tl.store(p_x + i, tl.load(p_x + i, mask=i < n, other=0.0) / 2, mask=i < n)
+
+
+LOOKING = Variant("tests.kernels.spoiled:halved", "looking at a number", {"p_x": "*fp32", "n": "i32"}, {}, archs=(86,))

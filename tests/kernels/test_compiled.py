@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench import gpu_model
 from tests.kernels.compiled import ROOT, Compiled, compiled, faults, parted, variants
 from tests.kernels.variants import Variant
 
@@ -104,6 +105,10 @@ def test_every_kernel_is_compiled(path: Path) -> None:
     assert {f"kvcli.kernels.{path.parent.name}.fused:{name}" for name, _ in _launches(path)} - listed == set()
 
 
+def test_the_model_of_time_asks_for_forms_that_are_listed() -> None:
+    assert {one.products for _, one in gpu_model.wanted()} == {True}
+
+
 @pytest.mark.parametrize("path", FUSED, ids=lambda path: path.parent.name)
 def test_no_launch_leaves_the_contraction_of_sums_to_the_compiler(path: Path) -> None:
     """Releases of Triton differ in what they contract when not told, and so would texts."""
@@ -128,7 +133,7 @@ def spoiled(request: pytest.FixtureRequest) -> Found:
     pytest.importorskip("triton")
     from tests.kernels import spoiled as of
 
-    forms = (of.SOUND, of.NARROW, of.SPILLING, of.GREEDY, of.TALL, of.TALLER)
+    forms = (of.SOUND, of.NARROW, of.SPILLING, of.GREEDY, of.TALL, of.TALLER, of.LOOKING)
     return _made(request, [(one, arch) for one in forms for arch in one.archs])
 
 
@@ -146,6 +151,13 @@ def test_spills_narrow_loads_and_too_much_shared_memory_are_caught(spoiled: Foun
     assert "spills" in faults(SPILLING, spoiled["86", SPILLING.name])[0]
     assert any("pieces of 1 and 2 bytes" in said for said in faults(NARROW, spoiled["86", "narrow"]))
     assert any("shared memory, a program has" in said for said in faults(GREEDY, spoiled["86", GREEDY.name]))
+
+
+def test_a_kernel_that_takes_another_form_by_a_number_is_caught(spoiled: Found) -> None:
+    """One row would run what nobody compiled, and might add up in another order."""
+    from tests.kernels.spoiled import LOOKING
+
+    assert "compiled anew where n is 1" in faults(LOOKING, spoiled["86", LOOKING.name])[0]
 
 
 def test_a_step_over_its_budget_is_caught(spoiled: Found) -> None:

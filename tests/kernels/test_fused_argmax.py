@@ -70,9 +70,21 @@ def test_a_sampler_takes_it_where_it_is_served(sampler: Sampler, monkeypatch: py
     assert sampler(x, pos, seen).tolist() == want
 
 
-def test_a_row_draws_alone_as_among_others():
+def differing(by_place: bool) -> int:
+    """Rows that draw otherwise alone than among others; `by_place`: with the noise of a place in the pass."""
     x, by = logits(5, torch.bfloat16), noise(5, 11, 0.9)
-    together = fused.argmax(x, by).tolist()
-    for i in range(5):
-        alone = Noise(*(of[i : i + 1] for of in (by.seed, by.pos, by.heat)))
-        assert fused.argmax(x[i : i + 1], alone).tolist() == together[i : i + 1]
+
+    def drawn(rows: slice) -> list[int]:
+        pos = by.pos[: len(x[rows])] if by_place else by.pos[rows]
+        return fused.argmax(x[rows], Noise(by.seed[rows], pos, by.heat[rows])).tolist()
+
+    together = drawn(slice(5))
+    return sum(drawn(slice(i, i + 1)) != together[i : i + 1] for i in range(5))
+
+
+def test_a_row_draws_alone_as_among_others():
+    assert differing(by_place=False) == 0
+
+
+def test_noise_by_the_place_of_a_row_is_caught():
+    assert differing(by_place=True) > 0

@@ -268,6 +268,30 @@ def test_slots_alone_are_read_as_the_reference_reads_them(length: int | list[int
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
+def test_many_rows_over_slots_alone_leave_one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of a prompt over a tier of 32,768 slots would take 2.4 GB otherwise, in an 8B shape."""
+    monkeypatch.setattr(attend, "MANY", 2)
+    monkeypatch.setattr(passes, "MANY", 2)
+    parts, fold = [], fused.fold
+    monkeypatch.setattr(fused, "fold", lambda outs, *a, **k: (parts.append(outs.shape[2]), fold(outs, *a, **k)))
+    r = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 3, 16, generator=r).bfloat16(), torch.randn(1, 600, 16, generator=r).bfloat16()
+    want = attend_reference.attend(q, k, k, 0.3, 0.0, None, 600)
+    run = Run(k[0], k[0], torch.arange(600, dtype=torch.int32), [0], [600], [0])
+    part = passes.read(q, run, None, [600] * 3, 0.3, window=None, softcap=0.0)
+    for got in (attend.attend(q, k, k, 0.3, 0.0, None, 600), (part.out, part.lse)):
+        torch.testing.assert_close(got[0], want[0], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(got[1], want[1], atol=1e-4, rtol=1e-4)
+    assert parts == [1, 1]
+
+
+def test_no_slots_at_all_are_read() -> None:
+    q, k = torch.randn(2, 3, 16).bfloat16(), torch.zeros(2, 0, 16).bfloat16()
+    out, lse = attend.attend(q, k, k, 0.3, 0.0, None, 0)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
 def test_masks_are_left_to_the_reference() -> None:
     q, k = torch.randn(2, 3, 16).bfloat16(), torch.randn(1, 5, 16).bfloat16()
     mask = torch.rand(3, 5) < 0.5
@@ -291,6 +315,37 @@ def test_parts_merge_and_one_that_saw_nothing_changes_no_bit(n_parts: int) -> No
         assert all(map(torch.equal, merge.merge(*more), (out, lse)))
     if n_parts == 1:
         assert torch.equal(out[:, 1:], outs[0][:, 1:]), "one part is as it is"
+
+
+def merged(outs: list[Tensor], lses: list[Tensor], rows: slice) -> Tensor:
+    return merge.merge([o[:, rows] for o in outs], [t[:, rows] for t in lses])[0]
+
+
+def rows_that_merge_otherwise() -> int:
+    r, n = torch.Generator().manual_seed(9), 7
+    outs, lses = ([torch.randn(2, n, *more, generator=r) for _ in range(6)] for more in ((24,), ()))
+    together = merged(outs, lses, slice(n))
+    return sum(not torch.equal(merged(outs, lses, slice(i, i + 1))[:, 0], together[:, i]) for i in range(n))
+
+
+def test_rows_merge_alone_as_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows_that_merge_otherwise() == 0
+    fold = merge.fold  # and the test of the test: as many parts at once as there are rows, up to two
+    monkeypatch.setattr(merge, "fold", lambda *a, **k: fold(*a, **k, at_once=min(2, a[0].shape[1])))
+    assert rows_that_merge_otherwise() > 0
+
+
+def test_rows_with_limits_have_the_same_bits_alone() -> None:
+    """A tile that one row's limit lies in, and others are past, is one that all slots are stored of."""
+    r = torch.Generator().manual_seed(4)
+    limits = torch.tensor([0, 9, 63, 64, 65, 200, 256, 299], dtype=torch.int32)
+    q, k, v = (torch.randn(kv, n, 16, generator=r).bfloat16() for kv, n in ((2, len(limits)), (1, 300), (1, 300)))
+    args = k, v, 0.3, 0.0, None, 300
+    together = attend.attend(q, *args, limits)
+    for i in range(len(limits)):
+        mine = slice(i, i + 1)
+        for got, want in zip(attend.attend(q[:, mine], *args, limits[mine]), together, strict=True):
+            assert torch.equal(got, want[:, mine])
 
 
 def test_accepted_rows_are_slots_of_all_layers() -> None:

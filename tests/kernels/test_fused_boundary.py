@@ -147,6 +147,49 @@ def test_bounds_are_those_of_the_reference(both: Any) -> None:
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
 
 
+# ---- rows alone and together: of those that a pass asks for ----
+
+ROWS = 19  # a tile and a part of one
+
+
+def _boxes(op: str) -> Callable[[slice], Tensor]:
+    """Some rows of an op's result [K, rows, ..]."""
+    x, low, high = noise(2, ROWS, 128), noise(2, 35, 128, seed=1), noise(2, 35, 128, seed=2).abs() + 3
+    codes = torch.randint(-127, 128, (2, 70, 128), generator=torch.Generator().manual_seed(2)).to(torch.int8)
+    scale, pos, at = noise(2, 70).abs(), torch.arange(35).expand(2, -1), torch.arange(35 - ROWS, 35)
+    calls: dict[str, Callable[[slice], Tensor]] = {
+        "page_bounds": lambda some: FUSED["page_bounds"].page_bounds(x[:, some], low, high),
+        "code_scores": lambda some: FUSED["code_scores"].code_scores(x[:, some], codes, scale),
+        "pack": lambda some: FUSED["pack"].turned(x[:, some]),
+        "rotate": lambda some: FUSED["rotate"].turned(x[:, some], at[some], x[0, 0, :64], 1.0, False, back=False),
+        "column_mass": lambda some: FUSED["column_mass"].column_mass(
+            *(x[:, some].half(), at[some], low.half(), pos, 0.1, 2.0, 20, "none")
+        )[:, 0],
+        "spoiled": lambda some: _by_rows(x[:, some]),
+    }
+    return calls[op]
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """A sum in one piece for one row, and in two for several."""
+    return torch.stack(x.chunk(min(2, x.shape[1]), -1)).sum(-1).sum(0)
+
+
+def differing(call: Callable[[slice], Tensor]) -> int:
+    """Rows that have other bits alone than among others."""
+    together = call(slice(ROWS))
+    return sum(not torch.equal(call(slice(i, i + 1))[:, 0], together[:, i]) for i in range(ROWS))
+
+
+@pytest.mark.parametrize("op", FUSED)
+def test_a_row_has_the_bits_that_it_has_alone(op: str) -> None:
+    assert differing(_boxes(op)) == 0
+
+
+def test_a_sum_by_the_number_of_rows_is_caught() -> None:
+    assert differing(_boxes("spoiled")) > 0
+
+
 def test_kernels_wait_for_nothing() -> None:
     """None of their modules asks a tensor for its numbers."""
     for module in FUSED.values():

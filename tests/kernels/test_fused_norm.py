@@ -74,12 +74,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "" if dtype in TYPES else "float32 is held to in full")
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
     ("made", "form"), [(LlamaRMSNorm, "round first"), (GemmaRMSNorm, "one more"), (Olmo2RMSNorm, "round last")]
 )
-def test_a_norm_is_known_by_what_it_does(made: type[nn.Module], form: str, served: None):
-    root = nn.Sequential(made(768, 1e-6), Centred(768, 1e-6), nn.LayerNorm(768)).bfloat16()
-    root[0].weight.data = rows(1, 768, torch.bfloat16)[1]
+def test_a_norm_is_known_by_what_it_does(made: type[nn.Module], form: str, dtype: torch.dtype, served: None):
+    root = nn.Sequential(made(768, 1e-6), Centred(768, 1e-6), nn.LayerNorm(768)).to(dtype)
+    root[0].weight.data = rows(1, 768, dtype)[1]
     assert norm_(root) == 1
     forward = vars(root[0])["forward"]
     assert isinstance(forward, FusedNorm)

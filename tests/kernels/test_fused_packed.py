@@ -158,6 +158,19 @@ def test_a_partition_by_rows_would_be_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert differing(rows(heads, 3), heads, (3,)) > 0
 
 
+def test_many_rows_go_through_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = [head.since(0) for head in heads_of((4, 4), (600,))]
+    table, q = table_of(heads, [None], has_holes=False), rows(heads, 3)  # type: ignore[arg-type]
+    few = fused.attend(q, table, D**-0.5, 0.0)
+    monkeypatch.setattr(fused, "MANY", 2)
+    empty, shapes = torch.empty, []
+    monkeypatch.setattr(fused.torch, "empty", lambda *a, **k: (shapes.append(a), empty(*a, **k))[1])
+    many = fused.attend(q, table, D**-0.5, 0.0)
+    assert shapes[0][2] == 1 < 600 // table.span
+    for got, want in zip(many, few, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
+
+
 # ---- what the interpreter does not run ----
 
 

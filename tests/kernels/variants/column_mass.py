@@ -17,7 +17,7 @@ def form(of: str, d: int, bent: bool, more: dict[str, int], types: dict[str, str
         f"{of}, heads of {d}" + ", soft cap, window" * bent,
         TYPES | types,
         {"G": 4, "D": d, "M": 32, "B": 64, "HAS_CAP": bent, "HAS_WINDOW": bent, **more},
-        aligned=("k_head", "k_slot", "pos_head"),
+        aligned=("k_head", "k_slot"),
         streams=d < 256,
         products=True,
         tile_bytes=64 * (2 * d + 4),
