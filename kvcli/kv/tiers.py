@@ -253,6 +253,8 @@ class Plan:
 
     def _disk(self) -> Shelf:
         from kvcli.kv.disk import Disk
+        from kvcli.kv.extents import LARGEST
 
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
-        return Disk(*self._one_shape("memory.disk", "0GiB"), self.dtype, most, writes)
+        longest = None if self.device.type == "cpu" else LARGEST
+        return Disk(*self._one_shape("memory.disk", "0GiB"), self.dtype, most, writes, longest=longest)
