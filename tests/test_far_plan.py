@@ -91,6 +91,8 @@ def test_a_reach_without_host_memory_is_refused() -> None:
     with pytest.raises(BadConfig) as refused:
         load_profile("exact").replace(memory={"reach": "cpu"})
     assert "nothing to reach" in "".join(refused.value.lines)
+    for below in ({"host": "1GiB"}, {"disk": "1GiB"}):  # a file is read by way of host memory
+        assert load_profile("exact").replace(memory={"reach": "cpu", **below}).memory.reach == "cpu"
 
 
 @pytest.mark.parametrize("recall", [Everything(), Sketch()])
