@@ -297,7 +297,8 @@ IN_FILE = {
         [
             "~/config.toml:2:10: profiles.mine.load.日本: unknown key",
             '    2 | load = { "日本" = 1 }',
-            "      |          ^ keys of load: quant, dtype, device, threads, allow_pickle, trust_remote_code, verify",
+            "      |          ^ keys of load: quant, dtype, device, layers_on_gpu, threads, allow_pickle, "
+            "trust_remote_code, verify, graphs",
         ],
     ),
 }  # fmt: skip
