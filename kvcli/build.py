@@ -139,6 +139,8 @@ def _rounds_by_rows(lm: LM, profile: Profile) -> str:
     """What makes a row's numbers depend, by more than fp32 shows, on how many share its pass; "" = nothing does."""
     if lm.rounds_by_rows:
         return f"in {lm.info.dtype}"
+    if lm.most_rows is not None and profile.spec.rows > lm.most_rows:
+        return f"in passes of more than {lm.most_rows} rows ({profile.spec.method} has {profile.spec.rows})"
     wanted = plan(lm, profile.whole)
     by = wanted.rounds_by_rows if min(lm.dtype.itemsize, wanted.dtype.itemsize) < 4 else ""
     return by and f"under this {by}"
@@ -148,9 +150,10 @@ def promise(lm: LM, profile: Profile) -> str:
     """What may be said of the text: `exactness`, or more where rows are independent, or less where they round."""
     if profile.exactness != "exact":
         return profile.exactness
-    if lm.is_row_invariant:
+    is_apart = lm.most_rows is not None and profile.spec.rows > lm.most_rows
+    if lm.is_row_invariant and not is_apart:
         return "bit-exact"
-    return "exact but for near ties" if profile.spec.method != "off" and lm.rounds_by_rows else "exact"
+    return "exact but for near ties" if profile.spec.method != "off" and (lm.rounds_by_rows or is_apart) else "exact"
 
 
 def keeps_all(profile: Profile) -> bool:
@@ -206,7 +209,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
         lm.sights,
         chunk(lm, profile),
         held,
-        pass_bytes(lm, max(chunk(lm, profile), profile.spec.rows, profile.steps.rows), dtype),
+        pass_bytes(lm, max(chunk(lm, profile), profile.spec.rows, profile.steps.rows), dtype) if lm.is_apart else 0,
     )
 
 

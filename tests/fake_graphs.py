@@ -2,7 +2,8 @@
 
 What is recorded is a list of operations on the tensors that they had. A replay runs them and puts what each gives where
 the first one lay: no Python, no number of the host and no address changes. Asking for the host is refused while
-recording, and copies of the host's arrive when it waits, not before.
+recording, and copies of the host's arrive when it waits, not before. What is recorded later in one pool may lie where
+an earlier one computes: a replay of that spoils it.
 """
 
 from __future__ import annotations
@@ -60,8 +61,12 @@ class FakeGraphs:
         self.tape: Tape | None = None  # while recording
         self.is_inside = False  # of work that is recorded or replayed: what it allocates is the pool's
         self.of_host: set[int] = set()  # storages that are no memory of the device
+        self.pool: list[list[Tensor]] = []  # what each that was recorded here computes with
 
-    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    def apart(self) -> Any:
+        return Apart(self)
+
+    def record(self, work: Callable[[], T], pool: list[list[Tensor]] | None = None) -> tuple[T, Callable[[], None]]:
         self.is_inside = True
         try:
             work()  # warms up
@@ -71,9 +76,11 @@ class FakeGraphs:
             self.is_inside = False
         tape, self.tape = self.tape, None
         self.recorded += 1
-        for *_, new in tape.done:  # a recorded pass has not run
-            for _, t in new:
-                poison(t)
+        pool = self.pool if pool is None else pool
+        nth = len(pool) + 1
+        pool.append([t for *_, new in tape.done for _, t in new])
+        for t in pool[-1]:  # a recorded pass has not run
+            poison(t)
 
         def replay() -> None:
             self.replays += 1
@@ -83,6 +90,8 @@ class FakeGraphs:
                     again = tensors(work(*args, **kwargs)) if work is not None else ()
                     for i, t in new:
                         t.copy_(again[i]) if work is not None else poison(t)
+                for t in (t for later in pool[nth:] for t in later):
+                    poison(t)
             self.is_inside = False
 
         return made, replay
@@ -112,6 +121,19 @@ class FakeGraphs:
             here.copy_(now)
 
         return wait
+
+
+class Apart:
+    """The same device, with a pool of its own."""
+
+    def __init__(self, device: FakeGraphs) -> None:
+        self._device, self._pool = device, list[list[Tensor]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        return self._device.record(work, self._pool)
 
 
 def poison(t: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from kvcli import build
 from kvcli.chat.local import Model
 from kvcli.engine.lm import LM
+from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.native import native
 from kvcli.settings.profile import Profile
 from kvcli.summarize.request import Request
@@ -67,6 +68,18 @@ def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profi
     assert profile.spec.method == ("off" if by else "ngram")
     assert by in why
     assert bool(why) == bool(by)
+
+
+def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = LM.of(families.build("llama", torch.bfloat16))
+    of.lay_out()
+    few, many = Profile.load("ngram"), Profile.load("fafo-paper").replace(exactness="exact")
+    assert few.spec.rows <= MOST < many.spec.rows
+    for is_apart, said in ((False, "bit-exact"), (True, "exact but for near ties")):
+        monkeypatch.setattr(of, "is_apart", is_apart)
+        assert (build.promise(of, few), build.promise(of, many)) == ("bit-exact", said)
+        profile, why = build.settled(of, many.replace(spec={"strict": True}))
+        assert (profile.spec.method == "off", f"more than {MOST} rows" in why) == (is_apart, is_apart)
 
 
 def test_only_what_is_exact_is_called_so() -> None:

@@ -18,12 +18,13 @@ from kvcli.engine.pass_bytes import pass_bytes
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import BadConfig
+from kvcli.fit.room import Room
 from kvcli.kernels import dispatch, gpu
 from kvcli.kv import tiers
 from kvcli.kv.dense import Dense
 from kvcli.kv.host import Host
 from kvcli.kv.ladder import Ladder
-from kvcli.kv.mapped import Mapped
+from kvcli.kv.mapped import PIECE, Mapped
 from kvcli.kv.reach import ByRule
 from kvcli.kv.recall_settings import Everything, Sketch
 from kvcli.kv.room import room
@@ -90,6 +91,8 @@ def test_a_reach_without_host_memory_is_refused() -> None:
     with pytest.raises(BadConfig) as refused:
         load_profile("exact").replace(memory={"reach": "cpu"})
     assert "nothing to reach" in "".join(refused.value.lines)
+    for below in ({"host": "1GiB"}, {"disk": "1GiB"}):  # a file is read by way of host memory
+        assert load_profile("exact").replace(memory={"reach": "cpu", **below}).memory.reach == "cpu"
 
 
 @pytest.mark.parametrize("recall", [Everything(), Sketch()])
@@ -97,6 +100,8 @@ def test_room_is_left_for_a_pass(recall: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 12 * GIB))
     free, kept = plan(recall=recall), plan(recall=recall, working=2 * GIB)
     assert free.room.free - kept.room.free == 2 * GIB
+    # of a card no more is left than `kvcli fit` leaves, or less than it promised would have room
+    assert free.room.free == 8 * GIB - Room("cuda:0", 8 * GIB, total=12 * GIB).kept_free - 2 * PIECE
     assert 0 < kept.room.on_device < free.room.on_device  # type: ignore[operator]
     held = kept.room.on_device * kept.room.wide + 2 * GIB  # type: ignore[operator]
     assert held < 8 * GIB

@@ -178,6 +178,21 @@ def test_two_texts_side_by_side_and_in_turn() -> None:
     assert not its.frames.eager
 
 
+def test_two_texts_that_run_ahead_take_turns() -> None:
+    """Between a row's pass and its becoming a slot another frame runs, recorded earlier."""
+    want = plain("llama", SEEDED)
+    its, _ = recorded("llama")
+    texts = [session(its), session(its)]
+    for text in texts:
+        drive(text.read(PROMPT))
+    for _ in range(9):
+        for text in texts:
+            drive(text.step())
+    for text in texts:
+        mine = text.ids[len(PROMPT) :]
+        assert mine == want[: len(mine)]
+
+
 def test_a_fork_goes_its_own_way() -> None:
     its, _ = recorded("llama")
     text = session(its)
@@ -280,6 +295,16 @@ def test_numbers_arrive_when_they_are_waited_for() -> None:
     there.zero_()
     wait()
     assert here.tolist() == [1, 1]
+
+
+def test_what_is_recorded_later_is_spoilt_by_an_earlier_one_unless_apart() -> None:
+    graphs, x = FakeGraphs(), torch.arange(4.0)
+    for other, spoils in ((graphs, True), (graphs.apart(), False)):
+        _, first = graphs.record(lambda: x + 1)
+        second, again = other.record(lambda: x + 2)
+        again()
+        first()
+        assert bool(second.isnan().all()) == spoils
 
 
 def test_a_past_that_moved_under_a_frame_would_show(monkeypatch: pytest.MonkeyPatch) -> None:

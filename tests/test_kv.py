@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from kvcli import build
 from kvcli.engine.lm import LM
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
+from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import narrow, wide
@@ -164,6 +165,25 @@ def test_positions_beside_keys_follow_those_on_the_host() -> None:
         slab.beside()
         change()
         assert slab.beside()[: slab.length].tolist() == slab.at.tolist()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_positions_lie_on_the_host_whatever_the_device(window: int | None) -> None:
+    """Torch's device without numbers refuses to show the host any, as a GPU does."""
+    kv = Dense(alike(L, K, D), torch.float32, "meta", step=4)
+    rows, own = torch.empty(K, 3, D, device="meta"), torch.empty(K, 1, D, device="meta")
+    for start in (0, 3, 6):
+        kv.append(0, rows, rows, start)
+        found = kv.attend(
+            0, torch.empty(H, 1, D, device="meta"), Sight(1.0, window=window), [9], Own(own, own, [9], None, None)
+        )
+        assert {part.out.device.type for part in found} == {"meta"}
+    for change in (lambda: kv.fixed(2), lambda: kv.reserve(40), lambda: kv.crop(7)):
+        change()
+        assert kv._slabs[0].pos.is_cpu
+        assert not isinstance(fixed := kv.fixed(2), str)
+        assert {t.device.type for t in astuple(fixed.layers[0].table)} == {"meta"}
+    assert kv._slabs[0].at.tolist() == [*range(7)]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -287,6 +288,15 @@ def test_slots_come_back_from_the_disk_as_they_went() -> None:
     assert torch.equal(got.pos, want.pos.to(torch.int32))
     torch.testing.assert_close(read(kv, n=5300), read(one, n=5300))
     torch.testing.assert_close(read(kv, 37, n=5300), read(one, 37, n=5300))
+
+
+def test_slots_that_go_to_the_disk_together_are_read_together_but_by_a_device_apart() -> None:
+    kv, apart = a_disk(), Disk(L, K, D, torch.float64, BIG, BIG, longest=4096)
+    for one in (kv, apart):
+        one.take(0, some(9000))
+    assert [e.length for e in kv._layers[0]] == [9000]
+    assert [e.length for e in apart._layers[0]] == [4096, 4096, 808]
+    assert [e.length for e in deepcopy(apart)._layers[0]] == [4096, 4096, 808]
 
 
 def test_room_on_the_disk_is_used_again() -> None:

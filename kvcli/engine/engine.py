@@ -13,6 +13,7 @@ from kvcli.engine.feed import Asks, E, Feed, Made, T, Work
 from kvcli.engine.forward import Pass, SideBySide
 from kvcli.engine.gate import Enough
 from kvcli.engine.readback import Readback, fetch
+from kvcli.engine.threads import use_device
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
@@ -44,6 +45,7 @@ def passes_of(feeds: Sequence[Feed]) -> list[list[int]]:
 
 
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
+    use_device(lm.device)
     if lm.frames is not None and (replayed := lm.frames.run(feeds)) is not None:
         yield from replayed
         return

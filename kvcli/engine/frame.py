@@ -222,7 +222,7 @@ class Frame:
         self, lm: LM, graphs: Graphs, sizes: Sequence[tuple[int, int]], feeds: Sequence[Feed], pasts: Sequence[Fixed]
     ) -> None:
         """`sizes`: rows and paths of each text. Raises Unrecorded."""
-        self._graphs = graphs
+        self._graphs = graphs = graphs.apart()  # other frames run between this one's pass and what is stored of it
         self._over = [ref(lying) for its in pasts for lying in its.layers]
         ends = [0, *accumulate(_starts(*size)[-1] for size in sizes)]
         self._here = graphs.host(ends[-1], torch.int32)

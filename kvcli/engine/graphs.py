@@ -18,6 +18,13 @@ T = TypeVar("T")
 class Graphs(Protocol):
     """What frames ask of a device."""
 
+    def apart(self) -> Graphs:
+        """The same device, with memory of its own for what it records.
+
+        What is recorded later may lie in what an earlier one computes with and lets go, so that doing the earlier one
+        again destroys what the later one gave. Those that are done again in any order are recorded apart.
+        """
+
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """What `work` gives, which lies still from now on, and how to have it filled anew. Only what is done again has
         been done: `work` may have run before, to warm up, so it may change nothing that matters by then.
@@ -36,16 +43,20 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """Of one device; all that is recorded there takes its memory from one pool."""
+    """Of one device; all that is recorded here takes its memory from one pool."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, side: torch.cuda.Stream | None = None) -> None:
+        """`side`: the stream to record on; cuBLAS keeps a workspace for each that it meets, so there is one."""
         self._device = device
+        self._side: torch.cuda.Stream = side or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
+
+    def apart(self) -> CudaGraphs:
+        return CudaGraphs(self._device, self._side)
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """On a side stream: Triton compiles there, and cuBLAS takes its workspace."""
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        now = torch.cuda.current_stream(self._device)
+        side, now = self._side, torch.cuda.current_stream(self._device)
         side.wait_stream(now)
         with torch.cuda.stream(side):
             work()

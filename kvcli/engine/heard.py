@@ -63,7 +63,7 @@ class Heard:
         rows_taken, rows_stay = _run([at[row] for row in taken]), _run(stay)
         fresh = [q[:, rows_taken] for q in queries]
         old = self._q or [q[:, :0] for q in fresh]
-        self._q = [torch.cat((a, b), 1)[:, rows_stay].clone() for a, b in zip(old, fresh, strict=True)]
+        self._q = [_taken(torch.cat((a, b), 1), rows_stay) for a, b in zip(old, fresh, strict=True)]
         self.pos = [pos[i] for i in stay]
         self._any = self._any or bool(pos)
 
@@ -86,6 +86,11 @@ class Heard:
         if not self.pos:
             return like[:, :0], torch.zeros(0, dtype=torch.int64, device=like.device)
         return self._q[layer], torch.tensor(self.pos, device=self._q[layer].device)
+
+
+def _taken(q: Tensor, rows: slice | list[int]) -> Tensor:
+    """A copy of these [H, n, D]: a slice would keep all of them alive."""
+    return q[:, rows].clone() if isinstance(rows, slice) else q[:, rows]
 
 
 def _run(rows: Sequence[int]) -> slice | list[int]:

@@ -25,7 +25,7 @@ from kvcli.engine.memory import give_back
 from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.engine.places import place_
 from kvcli.engine.straight import Straight, straight_through
-from kvcli.engine.threads import use_threads
+from kvcli.engine.threads import use_device, use_threads
 from kvcli.errors import BadModel
 from kvcli.kernels import gpu
 from kvcli.kernels.linear.experts import lay_out_experts_
@@ -164,6 +164,7 @@ class LM:
         if source.is_pickle and not allow_pickle:
             raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
         use_threads(threads or torch.get_num_threads())
+        use_device(where)
         with quiet():
             config = read_config(source, trust_remote_code)
             model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code)

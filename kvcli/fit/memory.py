@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.fit.places import Held
-from kvcli.fit.working import check_bytes, fresh_bytes, product_bytes, working_bytes
+from kvcli.fit.working import check_bytes, fresh_bytes, product_bytes, recorded_bytes, working_bytes
 from kvcli.kv.footprint import STEP
 from kvcli.kv.room import EVERY
 from kvcli.kv.windows import Window
@@ -62,6 +62,7 @@ class Run:
     is_native: bool = False  # and attention on kernels of its own
     is_fused: bool = False  # all of it on a GPU's own kernels
     draws: bool = False  # and so is the next token drawn
+    records: bool = False  # passes are captured and replayed
     on_card: int | None = None  # decoder layers on a GPU, the last ones; None: all of the model
     of_layers: int = 0  # that the model has
     check: bool = True  # compare with the stock model after loading
@@ -162,7 +163,13 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)
     behind = run.behind(context) * shape.hidden * run.number
     on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
-    places = run.caps.spread(spread, chunk, run.base + on_card + draft + working + behind)
+    base = run.base
+    if run.records:
+        number, kv_number = run.number, run.kv_number
+        base += recorded_bytes(
+            shape, rows=run.rows, slots=held + moved, number=number, kv_number=kv_number, draws=run.draws
+        )
+    places = run.caps.spread(spread, chunk, base + on_card + draft + working + behind)
     if run.device == "cuda" and below < shape.layers:  # a layer that grows is there twice, while nothing is computed
         grown = places.device // (shape.layers - below)
         working = max(working, fresh_bytes(shape, chunk, run.kv_number) + grown)
@@ -175,7 +182,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         loading, least = max(loading, beside), max(least, beside - run.second.mapped)
     return Need(
         context=context,
-        base=run.base,
+        base=base,
         weights=on_card,
         kv=places.device + behind,
         draft=draft,

@@ -87,10 +87,22 @@ def working_bytes(
     fresh = fresh_bytes(shape, chunk, kv_number)
     reading = layer + (fresh // shape.layers + waiting * shape.hidden * number if waiting else fresh)
     reading += 0 if device == "cpu" else min(UNPACKED, largest)
-    writing = fresh_bytes(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1]
-    writing += rows * shape.vocab * number if is_fused and draws else logits_bytes(shape, rows)
+    logits = rows * shape.vocab * number if is_fused and draws else logits_bytes(shape, rows)
+    writing = fresh_bytes(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1] + logits
     writing += _parts(shape, rows, slots) if is_fused else 0
     return int(kept * max(reading, writing))
+
+
+def recorded_bytes(shape: Shape, *, rows: int, slots: int, number: int, kv_number: int, draws: bool) -> int:
+    """What captured passes of `rows` rows keep, each its own, between two times that they run: while a prompt is read,
+    too. One of a single row, one of a draft, and one that takes over behind a boundary."""
+
+    def one(n: int) -> int:
+        logits = n * shape.vocab * number if draws else logits_bytes(shape, n)
+        return fresh_bytes(shape, n, kv_number) + _attention(shape, n, number) + logits + _parts(shape, n, slots)
+
+    rows = next((frame for frame in FRAMES if frame >= rows), 0)  # wider passes are not captured
+    return one(1) + 2 * one(rows)
 
 
 def logits_bytes(shape: Shape, rows: int) -> int:

@@ -109,6 +109,9 @@ class Stream:
     def copy(self, to: Tensor, of: Tensor) -> None:
         with torch.cuda.stream(self._stream):
             to.copy_(of, non_blocking=True)
+        for t in (to, of):
+            if self._own is not None and t.is_cuda:  # who lets go of it on the way does not have it given away
+                t.record_stream(self._own)
 
     @property
     def _stream(self) -> torch.cuda.Stream:

@@ -127,7 +127,7 @@ class Dense:
             layer: Slab(
                 k=torch.empty(shape.n_kv_heads, 0, shape.k_dim, dtype=dtype, device=shape.device or device),
                 v=torch.empty(shape.n_kv_heads, 0, shape.v_dim, dtype=dtype, device=shape.device or device),
-                pos=torch.empty(1, 0, dtype=torch.int32, device=shape.device or device),
+                pos=torch.empty(1, 0, dtype=torch.int32),
                 step=step,
             )
             for layer, shape in enumerate(shapes)

@@ -30,15 +30,17 @@ class Disk(Shelved):
         most: int,
         writes: int,
         folder: Path | None = None,
+        longest: int | None = None,
     ) -> None:
-        """`writes`: bytes written at most. `folder`: where the file is made; None = the system's for such files."""
-        self._file = SlotFile(n_layers, n_kv_heads, head_dim, dtype, most, writes, folder)
-        self._how = n_layers, n_kv_heads, head_dim, dtype, most, writes
+        """`writes`: bytes written at most. `folder`: where the file is made; None = the system's for such files.
+        `longest`: slots that are read in one go, of a device that has them copied past it; None = any number."""
+        self._file = SlotFile(n_layers, n_kv_heads, head_dim, dtype, most, writes, folder, longest)
+        self._how, self._longest = (n_layers, n_kv_heads, head_dim, dtype, most, writes), longest
         super().__init__(alike(n_layers, n_kv_heads, head_dim), dtype, self._file)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Disk:
         """A file of its own with the same slots in the same places, forgotten ones too."""
-        new = Disk(*self._how, self._file.folder)
+        new = Disk(*self._how, self._file.folder, self._longest)
         new.restore(Given(self.state(), torch.iinfo(torch.int32).max))
         return new
 

@@ -114,11 +114,14 @@ class SlotFile:
         most: int,
         writes: int,
         folder: Path | None,
+        longest: int | None = None,
     ) -> None:
-        """`folder`: where the file is made; None = the system's for such files."""
+        """`folder`: where the file is made; None = the system's for such files. `longest`: slots of an extent at most;
+        None = as many as come at once."""
         self.folder = folder or temporary_folder()
         self._heads, self._dim, self._dtype = n_kv_heads, head_dim, dtype
         self._most, self._share, self._writes = most, part_of(most, n_layers), writes
+        self._longest = longest
         self._per_slot = 2 * n_kv_heads * head_dim * dtype.itemsize  # bytes
         self._written, self._end = 0, 0  # bytes, of the file
         self._free: list[tuple[int, int]] = []  # (offset, bytes) of extents that are empty again
@@ -131,7 +134,7 @@ class SlotFile:
         It takes ahead of its need no more than its part of the file, so that the last has room for as many slots.
         """
         with self._full():
-            return self._claim(min(need, LARGEST), held)
+            return self._claim(need if self._longest is None else min(need, self._longest), held)
 
     def _claim(self, need: int, held: Sequence[Extent]) -> Extent:
         unit = mmap.ALLOCATIONGRANULARITY  # a map begins at a multiple of it

@@ -35,8 +35,8 @@ class Lying:
         """How many slots each head has. `is_more`: it is told something else as well."""
         self.told += is_more or self.lengths != lengths
         if self.lengths != lengths:
-            self.lengths = list(lengths)
             self.table.length.copy_(uploaded([lengths], self.table.length.device)[0])
+            self.lengths = list(lengths)  # behind it: memory for the copy may have run out
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,9 +156,9 @@ class Plan:
         """What these keys and the machine leave to keys and values."""
         is_gpu, free = self.device.type == "cuda", int(psutil.virtual_memory().available)
         behind = free - kept_free(free) if is_gpu else 0
-        taken = 0
+        taken = card = 0
         if is_gpu:
-            free = int(torch.cuda.mem_get_info(self.device)[0])
+            free, card = map(int, torch.cuda.mem_get_info(self.device))
             taken = self.working + 2 * PIECE  # a pass, and the buffers that slots of elsewhere are copied into
         free += self.held
         return room(
@@ -170,7 +170,7 @@ class Plan:
             self.dtype.itemsize,
             chunk=self.chunk,
             is_cpu=self.device.type == "cpu",
-            free=max(0, free - kept_free(free) - taken),
+            free=max(0, free - kept_free(free, card) - taken),
             host=behind,
         )
 
@@ -253,6 +253,8 @@ class Plan:
 
     def _disk(self) -> Shelf:
         from kvcli.kv.disk import Disk
+        from kvcli.kv.extents import LARGEST
 
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
-        return Disk(*self._one_shape("memory.disk", "0GiB"), self.dtype, most, writes)
+        longest = None if self.device.type == "cpu" else LARGEST
+        return Disk(*self._one_shape("memory.disk", "0GiB"), self.dtype, most, writes, longest=longest)

@@ -164,8 +164,8 @@ def memory_clashes(profile: Profile) -> list[Clash]:
         if any(step.startswith(tuple(bits)) for step in memory.ladder):
             found.append(Clash("exactness", "memory.ladder", cannot, rounds))
     set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
-    has_host = _is_there(memory.host) or any(step.startswith("memory.host") for step in memory.ladder)
-    if memory.reach != "auto" and not has_host:
+    below = any(step.startswith(("memory.host", "memory.disk=")) for step in memory.ladder)
+    if memory.reach != "auto" and not (below or _is_there(memory.host) or _is_there(memory.disk)):
         because = f"which is {memory.host}, so there is nothing to reach"
         found.append(Clash("memory.reach", "memory.host", f'"{memory.reach}" changes nothing', because))
     for step in memory.ladder:

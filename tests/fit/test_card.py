@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -20,7 +21,7 @@ from kvcli.fit.report import document
 from kvcli.fit.room import Room
 from kvcli.fit.speed import split
 from kvcli.fit.weights import of_shape
-from kvcli.fit.working import working_bytes
+from kvcli.fit.working import recorded_bytes, working_bytes
 from kvcli.models import machine as this_machine
 from kvcli.models.machine import Found
 from kvcli.models.shape import shape_of
@@ -90,6 +91,15 @@ def test_a_draw_on_the_card_has_no_logits_in_float32():
     assert more - less == 32 * 128256 * (3 * 4 - 2), "17 rows are a pass of 32"
     greedy = NGRAM.replace(sample={"temperature": 0.0})
     assert [planned(profile, 12).run.draws for profile in (greedy, NGRAM)] == [True, False]
+
+
+def test_captured_passes_keep_what_they_compute_with_while_a_prompt_is_read():
+    quiet = NGRAM.replace(load={"graphs": "off"})
+    kept = planned(NGRAM, 24).need.base - planned(quiet, 24).need.base
+    one = partial(recorded_bytes, LLAMA_8B, slots=32768, number=2, kv_number=2, draws=False)
+    assert one(rows=NGRAM.spec.rows) == kept
+    assert 3 * MIB < one(rows=65) < one(rows=1) < kept < 400 * MIB, "wider ones are not captured"
+    assert planned(NGRAM, 24, unserved="no Triton").need.base < planned(quiet, 24).need.base
 
 
 @pytest.mark.parametrize(("gib", "chunk"), [(8, 1024), (80, 2048)])
