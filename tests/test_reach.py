@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from kvcli.kernels.merge import merge
 from kvcli.kv import reach, recall
-from kvcli.kv.bus import Bus
+from kvcli.kv.bus import Bus, Stream
 from kvcli.kv.dense import Dense
 from kvcli.kv.host import Host
 from kvcli.kv.index_sketch import Sketch
@@ -164,7 +166,7 @@ def test_the_cpu_attends_while_the_device_reads_its_own_rungs() -> None:
 
     class Told(Dense):
         def attend(self, *args):  # type: ignore[no-untyped-def]
-            told.append("device")
+            told.append("own")
             return super().attend(*args)
 
     class ToldMapped(Mapped):
@@ -182,7 +184,7 @@ def test_the_cpu_attends_while_the_device_reads_its_own_rungs() -> None:
         ladder.take(layer, some(46, 0, layer))
     with bus:
         got = answer(ladder, 1, asked())
-    assert told == ["device", "device", "host"], "what the host does comes when the device has been told all else"
+    assert told == ["own", "own", "host"], "what the host does comes when the device has been told all else"
     torch.testing.assert_close(got, answer(one, 1, asked()))
 
 
@@ -311,3 +313,27 @@ def test_a_read_ahead_finds_more_than_what_was_read_before(monkeypatch: pytest.M
         return hit_rate([near]) or 0.0
 
     assert rate(0.5) > rate(0.0) > 0.3
+
+
+@pytest.mark.parametrize("side", ["side", None])
+def test_memory_that_a_stream_of_its_own_copies_is_not_given_away_before(
+    side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch hands out what is let go to whatever is computed next, and knows nothing of other streams."""
+
+    class There:
+        def __init__(self, is_cuda: bool) -> None:
+            self.is_cuda, self.used = is_cuda, list[Any]()
+
+        def copy_(self, of: object, non_blocking: bool) -> None:
+            assert non_blocking
+
+        def record_stream(self, stream: Any) -> None:
+            self.used.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "now")
+    there, here = There(True), There(False)
+    for to, of in ((there, here), (here, there)):
+        Stream(torch.device("cuda"), side).copy(to, of)  # type: ignore[arg-type]
+    assert (there.used, here.used) == ([side] * 2 if side else [], [])
