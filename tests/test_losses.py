@@ -24,6 +24,7 @@ SAID = {  # what each loses, in words of its note
     "expected": "expected keeps 50% of a prompt, by what later questions should look at",
     "fastgen": "fastgen keeps 50% of the tokens in each head, by what it looks at",
     "fastgen-paper": "fastgen-paper keeps what holds 95% of its attention in each head, by what it looks at",
+    "gpu": "gpu holds keys and values in 8 bits",
     "kvzip": "kvzip keeps 25% of a prompt, by what repeating it looks at",
     "lazy": "lazy reads 20% of a prompt of 1,024 tokens or more in the upper layers",
     "lazy-fast": "lazy-fast reads 20% of a prompt of 1,024 tokens or more in the upper layers",

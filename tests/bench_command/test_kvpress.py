@@ -205,7 +205,8 @@ class KeepLast:
     @contextmanager
     def __call__(self, model: Any) -> Iterator[None]:
         def cut(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            cache = kwargs["past_key_values"] if "past_key_values" in kwargs else kwargs["cache"]  # its name changed
+            layer = cache.layers[module.layer_idx]
             layer.keys, layer.values = layer.keys[:, :, -5:], layer.values[:, :, -5:]
 
         hooks = [layer.self_attn.register_forward_hook(cut, with_kwargs=True) for layer in model.model.layers]
