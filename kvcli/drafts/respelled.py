@@ -97,4 +97,8 @@ class Respelled:
         return whole != text
 
     def _text(self, at: int, end: int) -> str:
-        return self._to.target.text(self.ids[at:end], self.ids[max(0, at - 1) : at])
+        befores = (self.ids[max(0, at - n) : at] for n in range(1, 5))
+        found = (self._to.target.text(self.ids[at:end], before) for before in befores)
+        # the last byte of a character alone spoils all bytes that follow it, the whole character does not
+        text = next(found)
+        return text if BROKEN not in text else max([text, *found], key=lambda text: len(text.rstrip(BROKEN)))
