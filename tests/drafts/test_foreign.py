@@ -180,7 +180,7 @@ FACE = [ITS(f"<0x{byte:02X}>") for byte in "😀".encode()]
 
 def test_a_few_candidates_are_spelled_the_best_of_several_that_are_one_guess() -> None:
     letters = [ITS(letter) for letter in "ABCDEFGHIJ"]
-    row, guesser, spelling = named(Says(letters))
+    row, _, spelling = named(Says(letters))
     assert row == [*(float(spelling.target.ids(letter)[0]) for letter in "ABCDEFGH"), *range(9, 1, -1)]
     row, _, _ = named(Says([ITS("A"), ITS("B"), ITS("<0x41>")]))
     assert row[2:] == [9.0, 8.0]
