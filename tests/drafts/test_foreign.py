@@ -139,7 +139,7 @@ def test_who_knows_the_text_guesses_it_in_the_other_vocabulary(target: str, draf
 
 
 def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
-    words, _, spelling = pair("byte-level", "byte fallback")
+    words, its, spelling = pair("byte-level", "byte fallback")
     ids = ids_of(words)
     whole = Respelled(spelling)
     whole.start(ids)
@@ -151,6 +151,9 @@ def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
     assert len(found) == len(newest)
     assert len(said) > 4
     assert any(guess == token for guess, token in said)
+    assert len(ends := guesser._text.ends()) > 4
+    for end, its_end in ends:
+        assert decode(words, ids[:end]).strip() == decode(its, whole.its[:its_end]).strip()
 
 
 class Says(Oracle):
@@ -206,6 +209,7 @@ def test_behind_half_a_character_and_behind_nothing_it_says_nothing() -> None:
     guesser.start(ids_of(words, "a 😀")[:-1])
     assert drive(guesser.read()) == [[]]
     guesser.start([words.unk_token_id])
+    assert drive(guesser.read()) == [[]]
     assert drive(guesser.read(3, most=3)) == [[], [], []]
 
 
@@ -273,3 +277,15 @@ def test_two_marks_that_are_one_to_it_are_one() -> None:
     text, (end, eos) = Respelled(spelling), words.convert_tokens_to_ids(["<|end|>", "</s>"])
     text.start([*ids_of(words, "Hello"), end, eos])
     assert text.its.count(spelling.marks[end]) == 1  # type: ignore[arg-type]
+
+
+def test_an_undo_takes_back_the_cuts_that_were_made_with_an_eye_on_what_is_gone() -> None:
+    words, _, spelling = pair("byte-level", "byte fallback")
+    ids = ids_of(words, 6 * TEXT)
+    text = Respelled(spelling)
+    for at in (50, 60, 71, 72, 100, 119, 121):
+        text.start(ids)
+        text.start(ids[:at])
+        fresh = Respelled(spelling)
+        fresh.start(ids[:at])
+        assert (text.its, text._cuts) == (fresh.its, fresh._cuts)

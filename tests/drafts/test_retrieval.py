@@ -349,6 +349,7 @@ def test_only_the_last_accepted_token_is_looked_with() -> None:
     assert not it._looks()
     it._query = query
     assert it._looks()
+    assert not it._looks(), "once"
 
 
 def test_where_it_is_at_a_loss_it_looks_before_it_guesses() -> None:
