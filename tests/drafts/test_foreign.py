@@ -151,7 +151,8 @@ def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
     assert len(found) == len(newest)
     assert len(said) > 4
     assert any(guess == token for guess, token in said)
-    assert len(ends := guesser._text.ends()) > 4
+    ends = guesser._text.ends()
+    assert len(ends) > 4
     for end, its_end in ends:
         assert decode(words, ids[:end]).strip() == decode(its, whole.its[:its_end]).strip()
 
