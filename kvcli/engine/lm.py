@@ -76,6 +76,7 @@ class LM:
         self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
         self.frames: Frames | None = None  # passes that its device records, where it does
         self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
+        self.remembers: dict[object, Any] = {}  # what its texts taught drafters for those to come, by what it is
         self._layers = _decoder_layers(model, shape)
         self._has_gates = False  # and is known to take them
 

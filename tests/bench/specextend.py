@@ -102,12 +102,16 @@ class Side:
 
 
 def sides(args: argparse.Namespace, model: Any, **more: Any) -> dict[str, Side]:
-    usual = {"method": "model", "model": args.draft, "working": args.working, "recent": args.recent, "copies": False}
-    usual |= {"looks": args.looks, "prefill": args.prefill, "positions": args.positions, **more}
-    return {
-        name: Side(model, {**usual, "retrieval": retrieval} if retrieval else {"method": "off"})
-        for name, retrieval in SIDES.items()
-    }
+    usual = {"method": "model", "model": args.draft, "working": args.working, "copies": False, **more}
+    usual |= {"prefill": args.prefill, "positions": args.positions}
+    chosen = {"recent": args.recent, "looks": args.looks}
+
+    def spec(retrieval: str | None) -> dict[str, Any]:
+        if not retrieval:
+            return {"method": "off"}
+        return {**usual, **(chosen if retrieval != "off" else {}), "retrieval": retrieval}
+
+    return {name: Side(model, spec(retrieval)) for name, retrieval in SIDES.items()}
 
 
 def speed(args: argparse.Namespace, model: Any, task: str, ctx: int) -> dict[str, Any]:

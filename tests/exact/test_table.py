@@ -8,19 +8,22 @@ any three of the columns; the slow one all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvcli.drafts.model import Model
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Store
+from kvcli.models.spelling import Spelling
 from tests import drafters, families
 from tests.covering import covering
 from tests.exact.half import Half
@@ -45,9 +48,11 @@ from tests.exact.table import (
     plain,
     prompt,
     serves,
+    sibling,
     side_by_side,
     written,
 )
+from tests.small_tokenizers import letters
 
 
 def is_slow(storage: str, policy: str, sampler: str) -> bool:
@@ -199,3 +204,39 @@ def test_another_turn_after_an_undo_gives_the_same_text(drafter: str) -> None:
     drive(session.read(second[len(session.ids) :]))
     list(events(session.stream(20)))
     assert session.ids == alone.ids
+
+
+SPELLED = {"another": (131, 2), "its own": (97, 1)}  # the tokenizer of who drafts; its own: many guesses come true
+
+
+@cache
+def drawn(temperature: float, seed: int) -> list[int]:
+    return respelling(Off(), temperature, seed).ids
+
+
+def respelling(drafter: Drafter, temperature: float, seed: int) -> Session:
+    session = opened("dense", "all", "greedy", "fp32", drafter)
+    session.begin(prompt(), Sampler(temperature=temperature, top_k=40, seed=seed))
+    drive(written(session))
+    return session
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("words", SPELLED)
+def test_at_any_temperature_and_seed_a_drafter_of_other_words_gives_the_text_of_plain_decoding(
+    words: str, seed: int
+) -> None:
+    target, (size, of) = lm("dense", "fp32"), SPELLED[words]
+    draft = target if words == "its own" else sibling()
+    pair = Pair(target, draft, Spelling(letters(97, 1), letters(size, of)))
+    accepted = 0
+    for temperature in (0.0, 0.7, 1.0):
+        made = Model(adaptive=False, depth=4, copies=False, branches=2).drafter([STOP], pair)
+        assert respelling(made, temperature, seed).ids == drawn(temperature, seed)
+        accepted += made.report().accepted_by["model"]
+    assert accepted > 0 or words == "another"
+    assert len({tuple(drawn(temperature, seed)) for temperature in (0.0, 0.7, 1.0)}) == 3
+
+
+def test_texts_of_other_seeds_are_others() -> None:
+    assert len({tuple(drawn(0.7, seed)) for seed in (1, 2, 3)}) == 3
