@@ -11,8 +11,8 @@ Its sibling costs the demo model too much to gain speed; this shows what a small
 `--model demo-wide` is the same function at the cost of 150M parameters (tests/bench/widened.py). Nobody copies. All
 sides of a repetition run one after the other, each prompt knowing nothing; times are from the first token to the last,
 ratios of plain decoding. `--fixed`: four guesses in a row in each pass, whatever the clock says, so that caches are
-compared and not what the clock makes of answers of a dozen tokens. `--cost`: time of a drafted token of a random 152M Llama behind so many tokens, its looks at
-the text included. Prints tables, then JSON on the last line.
+compared and not what the clock makes of answers of a dozen tokens. `--cost`: time of a drafted token of a random 152M
+Llama behind so many tokens, its looks at the text included. Prints tables, then JSON on the last line.
 """
 
 from __future__ import annotations
