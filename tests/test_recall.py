@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
+from tests.covering import pairs
 from tests.exact import table as exactness
 from tests.policies import Ragged, masks
 
@@ -532,10 +534,10 @@ def text(
     return session.ids, kv
 
 
-@pytest.mark.parametrize("sampler", ["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", exactness.DRAFTERS)
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-@pytest.mark.parametrize("name", INDEXES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "drafter", "sampler"),
+    pairs([*product(INDEXES, exactness.DTYPES, exactness.DRAFTERS, ("greedy", "sampled"))]),
+)
 def test_any_drafter_gives_the_text_of_plain_decoding(name: str, dtype: str, drafter: str, sampler: str) -> None:
     want, _ = text(name, dtype, sampler, False, "off")
     assert text(name, dtype, sampler, False, drafter)[0] == want

@@ -7,9 +7,8 @@ any three of the columns, of which precision is one; the slow one all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from kvcli.engine.session import Session
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Store
 from tests import drafters, families
-from tests.covering import Row, covering
+from tests.covering import covering, marked, pairs
 from tests.exact.half import Half
 from tests.exact.table import (
     BROKEN,
@@ -59,11 +58,6 @@ def is_slow(storage: str, policy: str, sampler: str) -> bool:
     return sampler == "held" and policy not in ("all", "ragged")
 
 
-def marked(rows: Sequence[Row], short: Collection[Row]) -> list[Any]:
-    """The rows, those of the long form by their marker."""
-    return [pytest.param(*row, marks=[] if row in short else [pytest.mark.slow]) for row in rows]
-
-
 COLUMNS = product(STORAGES, POLICIES, DRAFTERS, SAMPLERS)
 ROWS = [(*stored, policy, *rest) for stored, policy, *rest in COLUMNS if serves(stored[0], policy)]
 SHORT = covering([row for row in ROWS if not is_slow(row[0], row[2], row[4])])
@@ -96,10 +90,7 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
             assert ticket.result() == want
 
 
-HELD = list(product(DRAFTERS, SAMPLERS, (False, True)))
-
-
-@pytest.mark.parametrize(("drafter", "sampler", "is_apart"), marked(HELD, covering(HELD, 2)))
+@pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs([*product(DRAFTERS, SAMPLERS, (False, True))]))
 def test_a_constraint_is_kept_under_any_sampler(
     drafter: str, sampler: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
