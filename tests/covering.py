@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -31,9 +31,10 @@ def marked(rows: Sequence[Row], short: Collection[Row]) -> list[Any]:
     return [pytest.param(*row, marks=[] if row in short else [pytest.mark.slow]) for row in rows]
 
 
-def pairs(rows: Sequence[Row]) -> list[Any]:
+def pairs(rows: Iterable[Row]) -> list[Any]:
     """All rows, of which the short form runs some in which any two columns meet.
 
     For what tests/exact holds three of to each other: storages, policies and drafters.
     """
-    return marked(rows, covering(rows, 2))
+    every = list(rows)
+    return marked(every, covering(every, 2))

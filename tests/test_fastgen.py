@@ -111,7 +111,7 @@ MODELS = [("llama", torch.float32, "greedy"), ("llama", torch.float64, "sampled"
 
 @pytest.mark.parametrize(
     ("name", "family", "dtype", "sampler", "drafter"),
-    pairs([(name, *model, drafter) for name, model, drafter in product(SETTINGS, MODELS, DRAFTERS)]),
+    pairs((name, *model, drafter) for name, model, drafter in product(SETTINGS, MODELS, DRAFTERS)),
 )
 def test_any_drafter_gives_the_text_of_plain_decoding(
     name: str, family: str, dtype: torch.dtype, drafter: str, sampler: str

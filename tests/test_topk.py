@@ -287,7 +287,7 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "alloc", "full", "drafter"), pairs([(*row, *rest) for row, *rest in product(ROWS, EXACT, DRAFTERS)])
+    ("name", "alloc", "full", "drafter"), pairs((*row, *rest) for row, *rest in product(ROWS, EXACT, DRAFTERS))
 )
 def test_any_drafter_gives_the_text_of_plain_decoding(name: str, alloc: str, full: bool, drafter: str) -> None:
     want = plainly(name, alloc, full)

@@ -90,7 +90,7 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
             assert ticket.result() == want
 
 
-@pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs([*product(DRAFTERS, SAMPLERS, (False, True))]))
+@pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs(product(DRAFTERS, SAMPLERS, (False, True))))
 def test_a_constraint_is_kept_under_any_sampler(
     drafter: str, sampler: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
