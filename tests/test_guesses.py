@@ -249,7 +249,7 @@ def test_guesses_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
         assert ids == plain(sampler, new=150)
         return sum(step.n_accepted for step in steps)
 
-    seeds = range(3)
+    seeds = range(6)
     assert sum(accepted(Mixer, s) for s in seeds) > 1.3 * sum(accepted(Untold, s) for s in seeds)
 
 
