@@ -85,7 +85,8 @@ class Ladder:
         """The top, where there is nothing below it."""
         if len(self._rungs) > 1:
             return Fixed(why_not="slots lie in several tiers (kv.k_bits, memory.host)")
-        return self._top.fixed(rows, more)
+        most = self._rungs[0].holds  # which the host looks at where it is due
+        return self._top.fixed(rows, more if most is None else min(more, max(0, most - self._top.n_slots(0))))
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on in the top."""

@@ -9,6 +9,7 @@ import torch
 
 from kvcli.chat.local import _nested, load
 from kvcli.engine.engine import drive, events
+from kvcli.engine.pass_bytes import working_bytes
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.before import Outlook
@@ -17,7 +18,7 @@ from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room, choose, container_room, size
 from kvcli.fit.runs import Beyond
 from kvcli.fit.speed import at, by_rows, speed
-from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS, working_bytes
+from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
 from kvcli.kernels.pack import LANES, pack_keys, pack_values
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import POSITION, STEP, narrow, wide
