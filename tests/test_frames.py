@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from inspect import unwrap
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -13,15 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.drafts.off import Off
+from kvcli.engine import frame
 from kvcli.engine.engine import drive, together
-from kvcli.engine.frame import Frames
+from kvcli.engine.frame import FixedPass, Frames
 from kvcli.engine.lm import LM
 from kvcli.engine.policy import Policy
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import BadModel
+from kvcli.kernels.append import COLUMNS, addresses
+from kvcli.kernels.attend_rows.tables import Table
 from kvcli.kv.dense import Dense
-from kvcli.kv.fixed import MOST_ROWS
+from kvcli.kv.fixed import MOST_ROWS, Fixed
+from kvcli.kv.slots import Sight
 from kvcli.kv.windows import windows_of
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
@@ -371,3 +376,28 @@ def test_a_past_that_moved_under_a_frame_would_show(monkeypatch: pytest.MonkeyPa
     want = written(other, 6)
     its.frames = frames
     assert written(text, 6) != want
+
+
+@pytest.mark.parametrize(("d", "e"), [(8, 8), (8, 24)])
+def test_keys_and_values_are_copied_only_where_they_lie_otherwise(
+    d: int, e: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kernels/append asks for: one table has the strides of both, in rows."""
+    its, n_kv, n = lm("llama"), 2, 3
+    shared = SimpleNamespace(shares=None)
+    feed: Any = SimpleNamespace(
+        lm=SimpleNamespace(n_layers=1, shapes=[shared]), past=SimpleNamespace(dtype=its.dtype), hear=()
+    )
+    numbers: Any = SimpleNamespace(ids=range(n), tree=None)
+    lying = SimpleNamespace(table=Table(*(torch.zeros(4, size) for size in (d, e)), *(torch.zeros(4),) * 3), room=4)
+    monkeypatch.setattr(frame, "attend_fixed", lambda q, *_, **__: q)
+    q = torch.zeros(4, n, d, dtype=its.dtype)
+    apart = [torch.randn(n, n_kv, size, dtype=its.dtype).transpose(0, 1) for size in (d, e)]  # as models make them
+    for k, v, is_copied in ((*apart, False), (apart[0], apart[1].contiguous(), True)):
+        way = FixedPass(feed, numbers, Fixed([lying]))  # type: ignore[list-item]
+        way.attend(0, q, k, v, Sight(1.0), None)
+        fresh = way.fresh[0]
+        assert [torch.equal(t, of) for t, of in ((fresh.k, k), (fresh.v, v))] == [True, True]
+        assert (fresh.k.data_ptr() != k.data_ptr()) == is_copied
+        held = Table(torch.zeros(4, d, dtype=its.dtype), torch.zeros(4, e, dtype=its.dtype), *(torch.zeros(4),) * 3)
+        assert addresses([held], [(fresh.k, fresh.v)], its.device).shape == (1, COLUMNS)

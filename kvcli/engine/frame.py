@@ -189,7 +189,7 @@ class FixedPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As a pass does (forward.py)."""
         q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
-        if k.stride()[:2] != v.stride()[:2]:  # one table says where both lie
+        if _in_rows(k) != _in_rows(v):  # one table says where both lie
             k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a row alone may have any stride
         if (source := self._shapes[layer].shares) is not None:
             k, v = self.fresh[source].k, self.fresh[source].v
@@ -317,3 +317,8 @@ class Frame:
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else SideBySide(passes)
         return call(lm.model, ids, pos, device=lm.device, kvcli_pass=way)
+
+
+def _in_rows(t: Tensor) -> list[float]:
+    """How far heads, and rows, of t [K, N, D] lie apart, in rows: keys and values may differ in their size."""
+    return [stride / t.shape[2] for stride in t.stride()[:2]]

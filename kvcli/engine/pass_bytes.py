@@ -26,6 +26,7 @@ WIDE = 4  # bytes of a float32, in which parts are merged and scores are summed
 FRAMES = (1, 8, 16, 32, 64)  # rows that a captured pass has: those that are not used compute all the same
 SPAN = 256  # slots of the shortest span; later ones are twice, then eight times as long
 STRETCHES = 4  # of a linear layer's inputs, at most
+DRAWN = 52  # bytes a logit where all rows are drawn at once, of a vocabulary that is sorted (top_p without top_k)
 UNPACKED = 64 << 20  # of a weight in few bits, at most, while a prompt is read
 # Bytes the process holds for each byte of live tensors: malloc keeps freed blocks (tests/bench/fit.py measures how well
 # this holds). The peak of torch's CUDA allocator counts live tensors, and takes none.
@@ -76,27 +77,28 @@ def working_bytes(
     fresh = fresh_bytes(shape, chunk, kv_number)
     reading = layer + (fresh // shape.layers + waiting * shape.hidden * number if waiting else fresh)
     reading += 0 if device == "cpu" else min(UNPACKED, largest)
-    logits = rows * shape.vocab * number if is_fused and draws else logits_bytes(shape, rows)
+    logits = rows * shape.vocab * number if is_fused and draws else logits_bytes(shape, rows, device)
     writing = fresh_bytes(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1] + logits
     writing += _parts(shape, rows, slots) if is_fused else 0
     return int(kept * max(reading, writing))
 
 
 def recorded_bytes(shape: Shape, *, rows: int, slots: int, number: int, kv_number: int, draws: bool) -> int:
-    """What captured passes of `rows` rows keep, each its own, between two times that they run: while a prompt is read,
-    too. One of a single row, one of a draft, and one that takes over behind a boundary."""
+    """What captured passes keep between two times that they run, while a prompt is read, too: one of each size up to
+    that of `rows` rows. What they compute with and what draws share a pool."""
 
     def one(n: int) -> int:
-        logits = n * shape.vocab * number if draws else logits_bytes(shape, n)
-        return fresh_bytes(shape, n, kv_number) + _attention(shape, n, number) + logits + _parts(shape, n, slots)
+        layer = max(_inner(shape, n, number), _attention(shape, n, number)) + _parts(shape, n, slots)
+        drawn = (number if draws else number + DRAWN) * n * shape.vocab
+        return fresh_bytes(shape, n, kv_number) + max(layer, drawn)
 
-    rows = next((frame for frame in FRAMES if frame >= rows), 0)  # wider passes are not captured
-    return one(1) + 2 * one(rows)
+    most = next((frame for frame in FRAMES if frame >= rows), FRAMES[-1])  # wider passes are not captured
+    return sum(map(one, FRAMES[: FRAMES.index(most) + 1]))
 
 
-def logits_bytes(shape: Shape, rows: int) -> int:
-    """Logits as the model gives them, in float32 for the sampler, and their noise."""
-    return 3 * rows * shape.vocab * WIDE
+def logits_bytes(shape: Shape, rows: int, device: str) -> int:
+    """Logits as the model gives them, in float32 for the sampler, and their noise: a CPU draws row by row."""
+    return rows * shape.vocab * (3 * WIDE if device == "cpu" else WIDE + DRAWN)
 
 
 def _parts(shape: Shape, rows: int, slots: int) -> int:
