@@ -53,8 +53,7 @@ class OpenText:
         """End the answer under way, and free the keys and values."""
         self._end()
         self.session = self.model.new_session(by_steps=True)
-        if (frames := self.session.lm.frames) is not None:
-            frames.release()
+        self.session.lm.release()
 
     def go_under(self, model: Model) -> None:
         """Go on over the same weights under another profile, for which the session was made ready."""
