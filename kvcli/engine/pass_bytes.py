@@ -97,8 +97,8 @@ def recorded_bytes(shape: Shape, *, rows: int, slots: int, number: int, kv_numbe
 
 
 def logits_bytes(shape: Shape, rows: int, device: str) -> int:
-    """Logits as the model gives them, in float32 for the sampler, and their noise: a CPU draws row by row."""
-    return rows * shape.vocab * (3 * WIDE if device == "cpu" else WIDE + DRAWN)
+    """Logits as the model gives them, in float32 for the sampler, and their noise; a card draws all rows at once."""
+    return rows * shape.vocab * (WIDE + DRAWN if device == "cuda" else 3 * WIDE)
 
 
 def _parts(shape: Shape, rows: int, slots: int) -> int:
