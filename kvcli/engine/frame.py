@@ -25,6 +25,7 @@ from kvcli.engine.engine import call
 from kvcli.engine.feed import Feed, Fresh, Made
 from kvcli.engine.forward import SideBySide
 from kvcli.engine.graphs import Unrecorded, recorded
+from kvcli.engine.pass_bytes import FRAMES
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.stated import fixed_ropes
 from kvcli.kernels.attend_fixed import attend_fixed, storing
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.kv.slots import Sight
 
-SIZES = (1, 8, 16, 32, 64)  # rows
 MOST = 12  # frames of a model that are kept
 NONE = -1  # in place of a row or a path
 
@@ -48,7 +48,7 @@ log = logging.getLogger("kvcli.engine")
 class Frames:
     """Of one model. What they cannot serve runs one operation at a time; `eager` counts such passes, by why."""
 
-    def __init__(self, graphs: Graphs, sizes: Sequence[int] = SIZES) -> None:
+    def __init__(self, graphs: Graphs, sizes: Sequence[int] = FRAMES) -> None:
         """`sizes`: rows of a frame, rising."""
         self.graphs, self._sizes = graphs, sizes
         self._frames: dict[tuple[object, ...], Frame] = {}  # the latest last

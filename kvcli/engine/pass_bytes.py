@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvcli.kernels import gpu
 from kvcli.kernels.attend.cpu import FEW
 from kvcli.kernels.attend.reference import BLOCK
+from kvcli.kv.fixed import MOST_ROWS
 from kvcli.models.shape import shape_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ WIDE = 4  # bytes of a float32, in which parts are merged and scores are summed
 
 # Fused kernels on a GPU keep no scores. A few rows read what is stored in spans, whose parts lie in one buffer for all
 # layers until they are merged; a linear layer of few outputs is summed in stretches of its inputs, likewise.
-FRAMES = (1, 8, 16, 32, 64)  # rows that a captured pass has: those that are not used compute all the same
+FRAMES = (1, 8, 16, 32, MOST_ROWS)  # rows that a captured pass has: those that are not used compute all the same
 SPAN = 256  # slots of the shortest span; later ones are twice, then eight times as long
 STRETCHES = 4  # of a linear layer's inputs, at most
 DRAWN = 52  # bytes a logit where all rows are drawn at once, of a vocabulary that is sorted (top_p without top_k)
