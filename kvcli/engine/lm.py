@@ -37,6 +37,7 @@ from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
+from kvcli.kv.bus import bus_of
 from kvcli.kv.slots import LayerShape
 from kvcli.models.family import read_config
 from kvcli.models.gguf import quantizer
@@ -244,6 +245,12 @@ class LM:
             self.frames = Frames(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"
         self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
+
+    def release(self) -> None:
+        """A text has ended: give back what its device held for it, passes recorded over its past and pinned memory."""
+        if self.frames is not None:
+            self.frames.release()
+        bus_of(self.device).let_go()
 
 
 # ---- what is packed ----
