@@ -269,6 +269,11 @@ OURS |= {"merge": _merged, "pack, turned": _turned, "rotate": _rotated, "column_
 OURS |= {"page_bounds": partial(_scored, by_codes=False), "code_scores": partial(_scored, by_codes=True)}
 
 
+def of_op(op: str) -> Make:
+    """The first of an op."""
+    return next(make for name, make in OURS.items() if name.partition(",")[0] == op)
+
+
 # ---- what libraries have ----
 
 

@@ -49,7 +49,8 @@ CHANGES = {
     "column_mass": Change(
         "column_mass",
         "tl.sum(tl.exp2(score - safe[:, None]), 1)",
-        f"tl.sum(tl.where(w > 1, {ROUNDED.format('tl.exp2(score - safe[:, None])')}, tl.exp2(score - safe[:, None])), 1)",
+        f"tl.where(w > 1, tl.sum({ROUNDED.format('tl.exp2(score - safe[:, None])')}, 1),"
+        " tl.sum(tl.exp2(score - safe[:, None]), 1))",
     ),
     "linear_skinny": Change(
         "linear_skinny",

@@ -15,8 +15,8 @@ from tests.kernels.compiled import ROOT
 from tests.kernels.row_dependent import CHANGES, looking_at_rows
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
-from tests.gpu.bits import differing  # noqa: E402
-from tests.gpu.ops import OURS, TINY, Make, Op, Rows, Size, layer  # noqa: E402
+from tests.gpu.bits import differing
+from tests.gpu.ops import TINY, Op, Rows, Size, layer, of_op
 
 torch.set_num_threads(1)
 FRAMES = (4, 8)  # rows of a frame
@@ -38,17 +38,13 @@ def _in_frames(size: Size, g: Generator) -> Op:
     return Op(of, 0)
 
 
-OPS: dict[str, Make] = {}
-for name, make in {**OURS, "attend_fixed": _in_frames}.items():
-    OPS.setdefault(name.partition(",")[0], make)
-
-
 @pytest.mark.parametrize("op", CHANGES)
 def test_a_row_has_its_own_bits_and_a_kernel_that_looks_at_others_is_caught(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "why_not", lambda *_: "")
-    made = OPS[op](TINY, Generator().manual_seed(0))
+    make = _in_frames if op == "attend_fixed" else of_op(op)
+    made = make(TINY, Generator().manual_seed(0))
     assert differing(made, (5,), 1)[1] == 0
     with looking_at_rows(op):
         assert differing(made, (5,), 1)[1] > 0
