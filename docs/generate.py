@@ -644,6 +644,20 @@ def forms(where: str) -> str:
     return "\n".join(lines)
 
 
+def spared(where: str) -> str:
+    """What one launch in place of several would bring in a pass, by card."""
+    rows: list[dict[str, Any]] = json.loads((ROOT / where).read_text(encoding="utf-8"))["spared"]
+    whats = list(rows[0]["spared_ms"])
+    lines = ["| card | launches a layer | ms a pass | " + " | ".join(whats) + " | all, of the pass |"]
+    lines += ["|---|" + "---|" * (len(whats) + 3)]
+    for row in rows:
+        each = [f"{row['spared_ms'][what]:.2f}" for what in whats]
+        lines.append(
+            f"| {row['card']} | {row['launches']} | {row['ms']} | {' | '.join(each)} | {row['all_of_pass']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
 KINDS: dict[str, Callable[[str], str]] = {
     "flops": flops,
     "run": run,
@@ -667,6 +681,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "example": example,
     "fused": fused,
     "forms": forms,
+    "spared": spared,
 }
 
 if __name__ == "__main__":
