@@ -127,7 +127,7 @@ def seconds(card: Card, forms: Forms, numbers: int, size: float, rows: int, kern
 
 
 def of_product(n: int, k: int, weights: str, card: Card) -> int:
-    """Launches: sums of inputs, which int4 has for its zeros, the product, and its stretches where there are several."""
+    """Launches: sums of inputs, which int4 has for its zeros, the product, and the sum of its stretches if several."""
     from kvcli.kernels.linear_skinny.fused import stretches
 
     return 1 + (weights == "int4") + (stretches(n, k, 128, card.processors) > 1)
@@ -199,7 +199,7 @@ def forms(kernels: Kernels) -> list[dict[str, Any]]:
 
 
 def spared(kernels: Kernels) -> list[dict[str, Any]]:
-    """By card: launches of a layer, and of a plain pass at 4,096 tokens in int4 the milliseconds that fewer would spare."""
+    """By card: launches of a layer in int4, a plain pass at 4,096 tokens, and what fewer launches would spare of it."""
     rows = []
     for name, card in CARDS.items():
         row: dict[str, Any] = {"card": name, "launches": launches("int4", card)}
