@@ -42,12 +42,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # in their order, with the seconds of 520 that each has
 SHARES = {
-    "environment": 20,
+    "environment": 25,
     "compiling": 25,
     "kernels": 45,
     "bits": 50,
     "waits": 20,
-    "whole": 85,
+    "whole": 80,
     "steps": 85,
     "bandwidth": 35,
     "exact": 35,

@@ -6,23 +6,41 @@ SIZE is `whole` or `tiny`. Prints the seconds of the first call, in which Triton
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
 
 from tests.gpu.stage import On, Row, interpret_on_a_cpu
 
+AT_ONCE = 16  # processes: each takes half a gigabyte of the device
+Job = TypeVar("Job")
+
+
+def at_once(jobs: Sequence[Job], do: Callable[[Job], Row]) -> Iterator[Row]:
+    """What `do` gives of each, as they end; on as many cores as there are."""
+    with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+        for done in as_completed([pool.submit(do, job) for job in jobs]):
+            yield done.result()
+
 
 def called(
-    op: str, rows: int, device: str, size: str, seconds: float, under: tuple[str, ...] = (), **env: str
+    op: str,
+    rows: int,
+    device: str,
+    size: str,
+    seconds: float,
+    under: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> tuple[Row, str]:
-    """What it prints, or `fault`, and all that was said. `under`: a command that runs the process; `env`: all of its
-    environment, where it is another."""
+    """What it prints, or `fault`, and all that was said. `under`: a command that runs the process; `env`: its whole
+    environment, None = this one's."""
     command = [*under, sys.executable, "-m", "tests.gpu.call", op, str(rows), device, size]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=max(1.0, seconds), check=False, env=env or None
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, seconds), check=False, env=env)
     except subprocess.TimeoutExpired:
         return {"fault": f"ended after {seconds:.0f} s"}, ""
     said = done.stdout + done.stderr

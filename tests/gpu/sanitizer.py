@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from itertools import product
 
-from tests.gpu.call import called
+from tests.gpu.call import at_once, called
 from tests.gpu.stage import On, Row
 
 NAME = "compute-sanitizer"
@@ -36,7 +36,7 @@ def checked(tool: str, path: str, op: str, on: On, seconds: float) -> Row:
     """`errors` of one op, and where the first ones are."""
     # each tensor in memory of its own, or what lies behind it would be another's
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    row, said = called(op, ROWS, on.device, "tiny", seconds, (path, "--tool", tool, "--print-limit", "5"), **env)
+    row, said = called(op, ROWS, on.device, "tiny", seconds, (path, "--tool", tool, "--print-limit", "5"), env)
     count = re.search(r"SUMMARY: (\d+) (?:error|hazard)", said)
     if count is None:
         return {"op": op, "tool": tool, "fault": row.get("fault") or f"{NAME} gave no summary: {said.strip()[-300:]}"}
@@ -50,11 +50,9 @@ def run(on: On) -> Iterator[Row]:
     if path is None or on.is_tiny:
         yield {"not_run": why or "there is no GPU", "says": f"not run: {why or 'there is no GPU'}"}
         return
-    tried = clean = 0
-    for tool, op in product(TOOLS, OPS):
-        if on.left < 0:
-            yield {"says": f"{clean} of {tried} clean; out of time at {tool}, {op}"}
-            return
-        yield (row := checked(tool, path, op, on, on.left))
-        tried, clean = tried + 1, clean + (row.get("errors") == 0)
-    yield {"says": f"{clean} of {tried} clean"}
+    rows = at_once([*product(TOOLS, OPS)], lambda job: checked(job[0], path, job[1], on, on.left))
+    clean = 0
+    for row in rows:
+        yield row
+        clean += row.get("errors") == 0
+    yield {"says": f"{clean} of {len(TOOLS) * len(OPS)} clean"}
