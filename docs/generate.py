@@ -648,12 +648,12 @@ def spared(where: str) -> str:
     """What one launch in place of several would bring in a pass, by card."""
     rows: list[dict[str, Any]] = json.loads((ROOT / where).read_text(encoding="utf-8"))["spared"]
     whats = list(rows[0]["spared_ms"])
-    lines = ["| card | launches a layer | ms a pass | " + " | ".join(whats) + " | all, of the pass |"]
-    lines += ["|---|" + "---|" * (len(whats) + 3)]
+    lines = ["| card | launches a layer | ms a pass | " + " | ".join(whats) + " | over its bytes | with all of it |"]
+    lines += ["|---|" + "---|" * (len(whats) + 4)]
     for row in rows:
         each = [f"{row['spared_ms'][what]:.2f}" for what in whats]
         lines.append(
-            f"| {row['card']} | {row['launches']} | {row['ms']} | {' | '.join(each)} | {row['all_of_pass']:.0%} |"
+            f"| {row['card']} | {row['launches']} | {row['ms']} | {' | '.join(each)} | {row['over_bytes']} | {row['then']} |"
         )
     return "\n".join(lines)
 

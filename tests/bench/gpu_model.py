@@ -201,11 +201,14 @@ def forms(kernels: Kernels) -> list[dict[str, Any]]:
 def spared(kernels: Kernels) -> list[dict[str, Any]]:
     """By card: launches of a layer in int4, a plain pass at 4,096 tokens, and what fewer launches would spare of it."""
     rows = []
+    nbytes = IN_LAYERS * WEIGHTS["int4"][1] + OF_HEAD * 2.0 + LAYERS * KV * 4096 * 2 * D * 2.0
     for name, card in CARDS.items():
-        row: dict[str, Any] = {"card": name, "launches": launches("int4", card)}
-        row["ms"] = round(ms_of_pass(card, "int4", "bf16", 4096, 1, kernels), 2)
-        found = {what: round(1e3 * LAYERS * n * LAUNCH, 3) for what, n in merged("int4", card).items()}
-        rows.append({**row, "spared_ms": found, "all_of_pass": round(sum(found.values()) / row["ms"], 3)})
+        ms, bound = ms_of_pass(card, "int4", "bf16", 4096, 1, kernels), nbytes / card.gb_s / 1e6
+        found = {what: 1e3 * LAYERS * n * LAUNCH for what, n in merged("int4", card).items()}
+        row: dict[str, Any] = {"card": name, "launches": launches("int4", card), "ms": round(ms, 2)}
+        row["spared_ms"] = {what: round(each, 3) for what, each in found.items()}
+        row["over_bytes"], row["then"] = (round(each / bound, 2) for each in (ms, ms - sum(found.values())))
+        rows.append(row)
     return rows
 
 
