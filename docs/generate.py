@@ -651,10 +651,9 @@ def spared(where: str) -> str:
     lines = ["| card | launches a layer | ms a pass | " + " | ".join(whats) + " | over its bytes | with all of it |"]
     lines += ["|---|" + "---|" * (len(whats) + 4)]
     for row in rows:
-        each = [f"{row['spared_ms'][what]:.2f}" for what in whats]
-        lines.append(
-            f"| {row['card']} | {row['launches']} | {row['ms']} | {' | '.join(each)} | {row['over_bytes']} | {row['then']} |"
-        )
+        each = [row[name] for name in ("card", "launches", "ms")]
+        each += [f"{row['spared_ms'][what]:.2f}" for what in whats]
+        lines.append("| " + " | ".join(map(str, [*each, row["over_bytes"], row["then"]])) + " |")
     return "\n".join(lines)
 
 
