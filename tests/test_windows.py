@@ -40,8 +40,7 @@ def dense(model: LM, back: int | None = BACK) -> Dense:
 
 def ladder(model: LM, back: int | None = BACK, bits: int = 8) -> Ladder:
     """A few slots in full, older ones in few bits."""
-    n_layers, shape = model.n_layers, model.shapes[0]
-    below = Packed(n_layers, shape.n_kv_heads, shape.k_dim, model.dtype, k_bits=bits, v_bits=bits, group=8)
+    below = Packed(model.shapes, model.dtype, k_bits=bits, v_bits=bits, group=8)
     return Ladder(dense(model, back), [Rung(below, group=8)], holds=16, group=8, sinks=2)
 
 
@@ -93,6 +92,22 @@ def test_what_goes_depends_on_the_text_and_not_on_its_chunks(model: LM, chunk: i
     one, other = opened(model, dense(model), chunk=chunk), opened(model, dense(model))
     assert written(one) == written(other)
     assert [first(one.kv, layer) for layer in (0, 2)] == [first(other.kv, layer) for layer in (0, 2)]
+
+
+def test_what_a_chunk_hides_makes_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So sliding layers never hold a window and a chunk at once."""
+    most, append = dict[int, int](), Dense.append
+
+    def noted(kv: Dense, layer: int, *stored: Any) -> None:
+        append(kv, layer, *stored)
+        most[layer] = max(most.get(layer, 0), kv.n_slots(layer))
+
+    monkeypatch.setattr(Dense, "append", noted)
+    for by_layers in (False, True):
+        most.clear()
+        drive(opened(MODEL, dense(MODEL), chunk=128, by_layers=by_layers).read(families.prompt(512)))
+        assert max(most[0], most[2]) < 128 + 64, "the chunk, and what is left of a block"
+        assert most[1] == 511
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -176,4 +191,4 @@ def test_shared_slots_stay_as_long_as_any_layer_sees_them() -> None:
     for layer in (0, 1):
         kv.append(layer, torch.randn(1, 900, 4), torch.randn(1, 900, 4), 0)
     kv.settle((), 900)
-    assert [kv.n_slots(layer) for layer in range(4)] == [900 - 512, 900, 900 - 512, 900]
+    assert [kv.n_slots(layer) for layer in range(4)] == [900 - 640, 900, 900 - 640, 900]

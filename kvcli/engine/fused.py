@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvcli.engine.engine import call
 from kvcli.engine.few import few_layers, kinds
+from kvcli.engine.trial import current, under_way
 from kvcli.kernels.decoder_layer import Layer, after, before
 from kvcli.kernels.gated_mlp.module import NativeMlp, mlp_
 from kvcli.kernels.gated_mlp.product import product_of, type_of
@@ -50,7 +51,7 @@ def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trial
     first = trials[group[0]]
     for turns in (True, False):
         asked = [replace(first.asked, layer=i) for i in group]
-        made = [_fused(layers[a.layer], replace(first, asked=a), lm.head_dim, turns) for a in asked]
+        made = [_fused(layers[a.layer], replace(first, asked=a), turns) for a in asked]
         tried = [(fused, trials[i]) for fused, i in ends([*zip(made, group, strict=True)])]
         if all(made) and all(fused is not None and _is_same(fused, trial) for fused, trial in tried):
             for i, fused in zip(group, made, strict=True):
@@ -84,11 +85,12 @@ class Fused:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
         """hidden_states [1, N, E] -> the same of the next layer."""
-        if told.get("kvcli_pass") is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
+        its_pass = current()
+        if its_pass is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
             own: Any = self._own()
             return own(hidden_states, *args, **told)
         cos, sin = (table[0] for table in told["position_embeddings"]) if self._turns else (None, None)
-        return self.run(hidden_states[0], cos, sin, told["kvcli_pass"]).unsqueeze(0)
+        return self.run(hidden_states[0], cos, sin, its_pass).unsqueeze(0)
 
     def run(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: Pass | SideBySide | Listener) -> Tensor:
         """x [N, E] in the layer's type -> the same of the next layer; cos, sin [N, R], if any layer turns."""
@@ -108,7 +110,7 @@ class Listener:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         self.asked.append(Asked(layer, (q.clone(), k.clone(), v.clone()), sight, sink))
-        return q
+        return q if q.shape[2] == v.shape[2] else v.repeat_interleave(q.shape[0] // v.shape[0], 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
     with few_layers(lm, layers) as tried:
         hooks = [layers[i].register_forward_hook(note, with_kwargs=True) for i in tried]
         try:
-            call(lm.model, ids, pos, [0], kvcli_pass=listener)
+            call(lm.model, ids, pos, [0], its_pass=listener)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -144,7 +146,8 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
 def _is_same(fused: Fused, trial: _Trial) -> bool:
     """Whether it hands the same to its attention and gives the same, to the bit."""
     listener = Listener()
-    gave = fused(trial.hidden, **{**trial.told, "kvcli_pass": listener})
+    with under_way(listener):
+        gave = fused(trial.hidden, **trial.told)
     (asked,) = listener.asked
     pairs = [*zip(asked.made, trial.asked.made, strict=True), (gave, trial.gave)]
     return all(
@@ -153,7 +156,7 @@ def _is_same(fused: Fused, trial: _Trial) -> bool:
     )
 
 
-def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None:
+def _fused(layer: nn.Module, trial: _Trial, turns: bool) -> Fused | None:
     """The layer by its parts, were it of the common form; None where it has others."""
     parts = [vars(child).get("forward") for child in layer.children()]
     norms = [part for part in parts if isinstance(part, NativeNorm)]
@@ -164,7 +167,8 @@ def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None
     of_heads = [part for child in asks[0].children() if isinstance(part := vars(child).get("forward"), NativeNorm)]
     linears: list[Any] = [child for child in asks[0].children() if type_of(child) is not None]
     q, k, v = trial.asked.made
-    e, inside = trial.hidden.shape[2], q.shape[0] * d
+    e, d = trial.hidden.shape[2], q.shape[2]
+    inside = q.shape[0] * d
     shapes = [(inside, e), (k.shape[0] * d, e), (v.shape[0] * d, e), (e, inside)]
     if [(linear.out_features, linear.in_features) for linear in linears] != shapes or e != mlps[0].mlp.down.N:
         return None

@@ -58,7 +58,7 @@ class LM:
         """`places`: of its layers, where they are not all where the model is."""
         self.model = model
         self.n_layers = info.layers
-        self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
+        self.heads = shape.heads  # of queries, by layer; what keys and values are is in `shapes`
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype
         self.entry: torch.device = model.device  # where ids go in
@@ -69,6 +69,7 @@ class LM:
         self.sights = shape.sights  # per layer
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
+        self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim  # the most of any layer
         self.limit = info.limit  # tokens
         self.stop_ids = stated.stop_ids(model, info.id)
         self.generation = stated.generation(model, info.id)
@@ -121,9 +122,9 @@ class LM:
             family=str(model.config.model_type),
             parameters=parameters,
             layers=n_layers,
-            heads=shape.n_heads,
-            kv_heads=shape.n_kv_heads,
-            head_dim=shape.head_dim,
+            heads=max(shape.heads),
+            kv_heads=max(of.n_kv_heads for of in shape.stored),
+            head_dim=max(of.k_dim for of in shape.stored),
             vocab=int(model.get_output_embeddings().weight.shape[0]),
             dtype=str(model.dtype).removeprefix("torch."),
             quant=quant,
@@ -351,15 +352,8 @@ def _register() -> None:
 
 
 def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
-    probe, kind = seam.Probe(), f"{name} ({model.config.model_type})"
-
-    def attention(module: nn.Module, *args: Any, **asked: Any) -> Any:
-        passed = asked.pop("kvcli_pass", None)
-        if passed is not probe:
-            raise seam.refusal(kind, "a row does not get through it", ["its layers do not hand on what they are told"])
-        return probe.attention(module, *args, **asked)
-
-    AttentionInterface.register(_PROBE, attention)  # which must not keep the model, either
+    probe = seam.Probe()
+    AttentionInterface.register(_PROBE, probe.attention)
     AttentionMaskInterface.register(_PROBE, probe.mask)
     try:
         with _attention(model, _PROBE):

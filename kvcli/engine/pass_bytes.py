@@ -121,7 +121,7 @@ def _inner(shape: Shape, rows: int, number: int) -> int:
 
 def _attention(shape: Shape, rows: int, number: int) -> int:
     """What goes round it and its input, queries before and after rotation, two parts, and their merge in float32."""
-    width = shape.heads * shape.head_dim
+    width = shape.heads * max(max(of.key, of.value) for of in shape.stores)
     live = rows * (number * (2 * shape.hidden + 3 * width) + 3 * WIDE * width)
     if number == WIDE:
         live -= 2 * WIDE * width * rows  # the parts are float32 already

@@ -34,7 +34,7 @@ def is_one_tier(kv: Kv, memory: Memory) -> bool:
     return not is_packed(kv) and not has_lower and not memory.demotes
 
 
-def layer_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, slots: int, fresh: int) -> int:
+def layer_bytes(kv: Kv, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:
     """What a layer takes in memory with so many slots a head, for planning.
 
     `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
@@ -50,13 +50,13 @@ def lower_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, *, is_cp
     return 0 if is_away else narrow(kv, shape, number)
 
 
-def index_bytes(kv: Kv, memory: Memory, per_slot: float, heads: int, slots: int, fresh: int) -> int:
-    """What recall knows a layer by, for planning; layers that read everything have no index.
+def index_bytes(kv: Kv, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
+    """What recall knows slots by, for planning; layers that read everything have no index.
 
-    `per_slot`: bytes beside a slot of one KV head, `profile.recall.per_slot(head_dim, number)`.
+    `per_slot`: bytes beside a slot of all heads of the other layers, by `profile.recall.per_slot(head_dim, number)`.
     """
     below = slots - in_top(kv, memory, slots, fresh) if packs_by_age(kv, memory) else slots
-    return int(below * heads * per_slot)
+    return int(below * per_slot)
 
 
 def in_top(kv: Kv, memory: Memory, slots: int, fresh: int) -> int:
@@ -66,13 +66,13 @@ def in_top(kv: Kv, memory: Memory, slots: int, fresh: int) -> int:
 
 def wide(shape: LayerShape, number: int) -> int:
     """Bytes of a dense slot of all heads of a layer; none where it reads another's."""
-    return 0 if shape.shares is not None else shape.n_kv_heads * (shape.k_dim + shape.v_dim) * number + POSITION
+    return shape.numbers * number + POSITION if shape.numbers else 0
 
 
 def narrow(kv: Kv, shape: LayerShape, number: int) -> int:
     """Bytes of a slot of all heads below the top: with 8 bits a scale of 16 bit each, with fewer, or
     in halves, two per group."""
-    if not is_packed(kv):
+    if not is_packed(kv) or not shape.numbers:
         return wide(shape, number)
     bits = 0.0  # of all numbers of a key and a value
     for b, dim, group in ((kv.k_bits, shape.k_dim, kv.group), (kv.v_bits, shape.v_dim, min(kv.group, shape.v_dim))):

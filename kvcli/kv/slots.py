@@ -25,6 +25,11 @@ class LayerShape:
     shares: int | None = None  # an earlier layer, whose slots this one reads: it stores none of its own
     device: torch.device | None = None  # where it computes; None = where the model does
 
+    @property
+    def numbers(self) -> int:
+        """Of keys and values that it stores of a token: none where they are another layer's."""
+        return 0 if self.shares is not None else self.n_kv_heads * (self.k_dim + self.v_dim)
+
 
 def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
     """Layers that all store the same."""
@@ -38,6 +43,11 @@ def spans(shapes: Sequence[LayerShape]) -> list[range]:
         if all(shape.shares is None or shape.shares >= layer for shape in shapes[layer:]):
             ends.append(layer)
     return [range(a, b) for a, b in zip(ends, [*ends[1:], len(shapes)], strict=True)]
+
+
+def storing(sights: Sequence[Sight], shapes: Sequence[LayerShape]) -> list[Sight | None]:
+    """How each layer looks at slots of its own; None where it reads another's."""
+    return [sight if of.shares is None else None for sight, of in zip(sights, shapes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
