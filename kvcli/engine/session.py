@@ -126,7 +126,7 @@ class Session(Text):
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
         made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True)
         self.boundary = end  # a chunk's end is a boundary: what windows hide behind it makes room for the chunk
-        self.kv.settle((), self._seen_from(end))
+        self.kv.settle((), self._seen_from(end), self.lm.sliding)
         self._commit(rows, hear, made, range(rows.n_rows))
 
     def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
