@@ -64,7 +64,7 @@ class Session(Text):
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
         how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
         hear = range(rows.tree) if draft.hears else self.heard.of_tree(rows.tree)
-        made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
+        made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear, self.states)
         path, new = walk(rows, made.drawn, stop)
         self._commit(rows, hear, made, path)
         self.ids += new
@@ -117,7 +117,7 @@ class Session(Text):
     def _read_chunk(self, end: int) -> Asks[None]:
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
-        made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True)
+        made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True, states=self.states)
         self.boundary = end  # a chunk's end is a boundary
         self._commit(rows, hear, made, range(rows.n_rows))
 
@@ -181,6 +181,7 @@ class Session(Text):
         """A boundary: the past may change now, and only now."""
         if phase != "answering":
             self._n_prompt = self.committed
+            self.states.mark()
         masks: Masks = ()
         if self.policy is not None:
             masks = yield from self._at(phase).ask(self.policy)
