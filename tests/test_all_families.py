@@ -18,7 +18,7 @@ from tests.families import FAMILIES
 NEW, SECONDS = 24, 60
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "stablelm", "nemotron"])
 def test_an_equal_text_is_equal_and_not_one_token_over_and_over(kind: str) -> None:
     found = judged(kind, NEW, SECONDS)
     assert (found.outcome, found.why) == ("equal", "")
@@ -29,7 +29,6 @@ def test_an_equal_text_is_equal_and_not_one_token_over_and_over(kind: str) -> No
     ("kind", "why"),
     [
         ("bart", "it is an encoder-decoder"),
-        ("nemotron", "its layers do not hand on what they are told"),
         ("gemma4_unified", "the mask of layer 0 follows from more than positions"),  # from what is a picture
     ],
 )

@@ -88,7 +88,7 @@ def lm(name: str) -> LM:
 def hidden(feed: Feed, plan: Plan) -> Hiding:
     """The pass with the plan's rows hidden by a mask."""
     masked = Hiding(feed, plan)
-    call(feed.lm.model, feed.rows.ids, feed.rows.pos, [0], kvcli_pass=masked)
+    call(feed.lm.model, feed.rows.ids, feed.rows.pos, [0], its_pass=masked)
     return masked
 
 

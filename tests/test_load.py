@@ -524,7 +524,6 @@ STRANGE = {
     "falcon": ({"alibi": False, "ffn_hidden_size": 64}, "does not go through transformers' attention interface"),
     "diffllama": ({}, "its layers attend more than once"),
     "doge": ({}, "layer 0 makes a mask of its own"),
-    "nemotron": ({}, "a row does not get through it"),
     "deepseek_v3": (
         {
             "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,

@@ -14,6 +14,7 @@ from kvcli.engine.forward import Pass, SideBySide
 from kvcli.engine.gate import Enough
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.threads import use_device
+from kvcli.engine.trial import Trial, cache_name, under_way
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
@@ -83,7 +84,7 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
         if lm.straight is not None:
             gave = lm.straight(ids, pos, want, attends, attends.layers, attends.hidden)
             return (_no_logits(lm), gave) if is_below else (gave, None)
-        return call(lm.model, ids, pos, want, device=lm.entry, kvcli_pass=attends), None
+        return call(lm.model, ids, pos, want, device=lm.entry, its_pass=attends, trial=attends.trial), None
     except Enough:
         return _no_logits(lm), attends.hidden if is_below else None
 
@@ -99,24 +100,29 @@ def call(
     want: Sequence[int] | None = None,
     *,
     device: torch.device | None = None,
-    **more: object,
+    its_pass: object = None,
+    trial: Trial | None = None,
 ) -> Tensor:
     """Logits [len(want), V] of one trip of these tokens through a transformers model; by itself it counts positions
-    from 0, and wants all rows. `more` is handed on, as far as to whatever is registered as its attention. Tensors are
-    where the model is, int64.
+    from 0, and wants all rows. Tensors are where the model is, int64.
 
-    `device`: where the model is, which takes a search through its modules to find out.
+    `device`: where the model is, which takes a search through its modules to find out. `its_pass`: what our attention
+    hands its rows to, or what travels in its place; None = the attention in place is another. Such a call gives layers
+    a `trial` for their cache, an empty one if none is given.
     """
     where = device or model.device
 
     def tensor(numbers: Sequence[int] | Tensor) -> Tensor:
         return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
 
+    more: dict[str, object] = {}
+    if its_pass is not None and (name := cache_name(type(model))) is not None:
+        more[name] = trial or Trial()
     if pos is not None:
         more["position_ids"] = tensor(pos).unsqueeze(0)
     if want is not None:
         more["logits_to_keep"] = tensor(want)
-    with torch.inference_mode():
+    with torch.inference_mode(), under_way(its_pass):
         logits: Tensor = model(input_ids=tensor(ids).unsqueeze(0), use_cache=False, **more).logits[0]
     return logits
 

@@ -1,7 +1,7 @@
 """One pass: rows through the model, attending to the past, a view and each other.
 
-The seam to transformers is the function `attention`, registered once, and the keyword argument `kvcli_pass`, which
-every decoder layer hands through to it. Layers, rotary embeddings, norms and the head stay transformers' own.
+The seam to transformers is the function `attention`, registered once, which finds its pass on a stack, and a `Trial`
+where layers expect their cache (trial.py). Layers, rotary embeddings, norms and the head stay transformers' own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcli.engine.feed import Fresh
 from kvcli.engine.gate import Enough
 from kvcli.engine.rows import Rows
+from kvcli.engine.trial import Trial, current
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import merge
 from kvcli.kv.slots import Sight
@@ -44,6 +45,7 @@ class Pass:
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window, on the layer's device
         self._sent: dict[Any, Any] = {}  # by what kernels have put there for all layers
+        self.trial = Trial()  # what layers get as their cache
         self.layers = range(feed.lm.n_layers) if feed.layers is None else feed.layers
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
@@ -102,7 +104,7 @@ class SideBySide:
     last = -1
 
     def __init__(self, passes: Sequence[Pass | FixedPass]) -> None:
-        self._passes = passes
+        self._passes, self.trial = passes, Trial()
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
         self.hidden = torch.cat(each) if each else None
@@ -124,7 +126,6 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    kvcli_pass: Pass | SideBySide,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -134,7 +135,8 @@ def attention(
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
     sight = sight_of(query, scaling, softcap, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = kvcli_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
+    its_pass: Pass | SideBySide = current()
+    out = its_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
     out = out.unsqueeze(0).transpose(1, 2)
     return (out if out.dtype is query.dtype else out.to(query.dtype)).contiguous(), None
 

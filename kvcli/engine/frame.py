@@ -337,7 +337,7 @@ class Frame:
         """Logits [N, V] of all rows."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else SideBySide(passes)
-        return call(lm.model, ids, pos, device=lm.device, kvcli_pass=way)
+        return call(lm.model, ids, pos, device=lm.device, its_pass=way)
 
     def _storing(self, i: int, past: Fixed) -> Storing:
         """What makes rows of a text slots."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvcli.engine.engine import call
 from kvcli.engine.few import few_layers, kinds
+from kvcli.engine.trial import current, under_way
 from kvcli.kernels.decoder_layer import Layer, after, before
 from kvcli.kernels.gated_mlp.module import NativeMlp, mlp_
 from kvcli.kernels.gated_mlp.product import product_of, type_of
@@ -84,11 +85,12 @@ class Fused:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
         """hidden_states [1, N, E] -> the same of the next layer."""
-        if told.get("kvcli_pass") is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
+        its_pass = current()
+        if its_pass is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
             own: Any = self._own()
             return own(hidden_states, *args, **told)
         cos, sin = (table[0] for table in told["position_embeddings"]) if self._turns else (None, None)
-        return self.run(hidden_states[0], cos, sin, told["kvcli_pass"]).unsqueeze(0)
+        return self.run(hidden_states[0], cos, sin, its_pass).unsqueeze(0)
 
     def run(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: Pass | SideBySide | Listener) -> Tensor:
         """x [N, E] in the layer's type -> the same of the next layer; cos, sin [N, R], if any layer turns."""
@@ -133,7 +135,7 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
     with few_layers(lm, layers) as tried:
         hooks = [layers[i].register_forward_hook(note, with_kwargs=True) for i in tried]
         try:
-            call(lm.model, ids, pos, [0], kvcli_pass=listener)
+            call(lm.model, ids, pos, [0], its_pass=listener)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -144,7 +146,8 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
 def _is_same(fused: Fused, trial: _Trial) -> bool:
     """Whether it hands the same to its attention and gives the same, to the bit."""
     listener = Listener()
-    gave = fused(trial.hidden, **{**trial.told, "kvcli_pass": listener})
+    with under_way(listener):
+        gave = fused(trial.hidden, **trial.told)
     (asked,) = listener.asked
     pairs = [*zip(asked.made, trial.asked.made, strict=True), (gave, trial.gave)]
     return all(

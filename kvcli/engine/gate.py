@@ -11,6 +11,8 @@ from weakref import WeakMethod
 
 from torch import Tensor
 
+from kvcli.engine.trial import current
+
 
 class Enough(Exception):
     """Ends a pass early: all that was wanted of it is there."""
@@ -28,7 +30,7 @@ class Gate:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
         """hidden_states [1, N, E] -> as the layer gives it; of a pass that begins further on what came."""
-        its_pass: Any = told.get("kvcli_pass")
+        its_pass = current()
         forward: Any = self._forward()
         layers: range | None = getattr(its_pass, "layers", None)
         if layers is None:

@@ -343,15 +343,8 @@ def _register() -> None:
 
 
 def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
-    probe, kind = seam.Probe(), f"{name} ({model.config.model_type})"
-
-    def attention(module: nn.Module, *args: Any, **asked: Any) -> Any:
-        passed = asked.pop("kvcli_pass", None)
-        if passed is not probe:
-            raise seam.refusal(kind, "a row does not get through it", ["its layers do not hand on what they are told"])
-        return probe.attention(module, *args, **asked)
-
-    AttentionInterface.register(_PROBE, attention)  # which must not keep the model, either
+    probe = seam.Probe()
+    AttentionInterface.register(_PROBE, probe.attention)
     AttentionMaskInterface.register(_PROBE, probe.mask)
     try:
         with _attention(model, _PROBE):

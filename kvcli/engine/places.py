@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from kvcli.engine.trial import current
+
 
 class Crossing:
     """What brings the arguments of a pass to a device, each once; shared by all layers there."""
@@ -51,7 +53,7 @@ class Behind:
 
     def __call__(self, *args: Any, **told: Any) -> Any:
         """As the layer is called, with tensors from anywhere."""
-        args, told = self.crossing.bring((args, told), told.get("kvcli_pass"))
+        args, told = self.crossing.bring((args, told), current())
         forward: Any = self._forward()
         return forward(*args, **told)
 

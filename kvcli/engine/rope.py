@@ -88,7 +88,7 @@ def _tables(lm: LM) -> Iterator[Rotary]:
 def _keys(lm: LM, pos: Tensor) -> list[Tensor]:
     """Keys [K, N, D] of one token at these positions, in each layer."""
     heard = _Listener()
-    call(lm.model, [lm.vocab // 2] * pos.shape[0], pos.tolist(), [0], kvcli_pass=heard)
+    call(lm.model, [lm.vocab // 2] * pos.shape[0], pos.tolist(), [0], its_pass=heard)
     return heard.keys
 
 

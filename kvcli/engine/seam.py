@@ -88,7 +88,7 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
     kind = f"{name} ({model.config.model_type})"
     with blamed(lambda said: refusal(kind, "a row does not get through it", [said])):
-        call(model, [0], [0], [0], kvcli_pass=probe)
+        call(model, [0], [0], [0], its_pass=probe)
     layers = probe.layers
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])

@@ -49,7 +49,7 @@ def compare(lm: LM) -> None:
             if first.hidden is None:
                 raise _unstopped(kind, "a pass through its first layer does not end there")
             whole = _Hiding(Feed(lm, rows, nothing, want=want), stop, on)
-            plain = call(lm.model, rows.ids, rows.pos, want, kvcli_pass=whole)
+            plain = call(lm.model, rows.ids, rows.pos, want, its_pass=whole)
             said = drive(_stopping(lm, rows, want, stop, on))
         off = apart(said.cpu().double(), plain.cpu().double(), len(want) // 2 if is_half else 0)
         if off <= WITHIN.get(lm.dtype, 0.05):

@@ -125,6 +125,6 @@ def _is_same(lm: LM, straight: Straight, positions: Sequence[int]) -> bool:
     pos = [p % lm.limit for p in positions]
     ids = torch.randint(0, lm.vocab, (len(pos),), generator=torch.Generator().manual_seed(0)).tolist()
     return all(
-        torch.equal(call(lm.model, ids, pos, want, kvcli_pass=Listener()), straight(ids, pos, want, Listener()))
+        torch.equal(call(lm.model, ids, pos, want, its_pass=Listener()), straight(ids, pos, want, Listener()))
         for want in (None, [len(pos) - 1])
     )

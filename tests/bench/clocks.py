@@ -133,8 +133,10 @@ class Hollow:
     def __call__(self, **told: Any) -> Any:
         return self._run(**told)
 
-    def _through(self, input_ids: Any, kvcli_pass: Any, logits_to_keep: Any = None, **_: Any) -> Any:
+    def _through(self, input_ids: Any, kvcli_pass: Any = None, logits_to_keep: Any = None, **_: Any) -> Any:
         n = input_ids.shape[1]
+        if kvcli_pass is None:  # it stands on a stack, where it was handed on before
+            kvcli_pass = import_module("kvcli.engine.trial").current()
         return SimpleNamespace(logits=self.straight(range(n), (), logits_to_keep, kvcli_pass).unsqueeze(0))
 
     def straight(self, ids: Any, pos: Any, want: Any, kvcli_pass: Any, *_: Any) -> Any:

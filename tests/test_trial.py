@@ -1,0 +1,69 @@
+"""Which pass a call of a model is of, and what its layers get as their cache."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli.engine.engine import call, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.forward import Pass
+from kvcli.engine.lm import LM
+from kvcli.engine.rows import Rows
+from kvcli.engine.trial import cache_name, current, under_way
+from kvcli.kv.dense import Dense
+from tests import families
+
+
+def feed_of(lm: LM, seed: int) -> Feed:
+    return Feed(lm, Rows.chain(families.prompt(9, seed=seed), 0), Dense(lm.shapes, lm.dtype), want=range(9))
+
+
+def test_engines_in_two_threads_answer_their_own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over one model, layer by layer in step: each meets the other in every layer."""
+    lm = LM.of(families.build("llama"))
+    feeds = [feed_of(lm, seed) for seed in (1, 2)]
+    alone = [run([feed])[0].logits for feed in feeds]
+    in_step, attend = Barrier(2, timeout=60), Pass.attend
+
+    def attend_in_step(self: Pass, *args: Any) -> torch.Tensor:
+        in_step.wait()
+        return attend(self, *args)
+
+    monkeypatch.setattr(Pass, "attend", attend_in_step)
+    with ThreadPoolExecutor(2) as threads:
+        both = [made.logits for (made,) in threads.map(run, [[feed] for feed in feeds])]
+    assert all(map(torch.equal, both, alone))
+
+
+def test_a_call_that_breaks_leaves_no_pass_behind() -> None:
+    lm = LM.of(families.build("llama"))
+    with under_way("outer"), pytest.raises(AttributeError):
+        call(lm.model, [1, 2], its_pass="not a pass")
+    assert current() is None
+
+
+def test_a_call_of_no_pass_stands_above_one_that_is() -> None:
+    with under_way("outer"):
+        with under_way(None):
+            assert current() is None
+        assert current() == "outer"
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_the_cache_has_the_name_that_its_class_gives_it(name: str) -> None:
+    lm = LM.of(families.build(name))
+    assert cache_name(type(lm.model)) in ("cache", "past_key_values")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run([feed_of(lm, 1)])
+
+
+def test_a_class_that_takes_no_cache_gets_none() -> None:
+    assert cache_name(type("Strange", (), {"forward": partial(print, sep="")})) is None
