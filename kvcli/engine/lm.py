@@ -56,7 +56,9 @@ class LM:
     ) -> None:
         """`places`: of its layers, where they are not all where the model is."""
         self.model = model
-        self.n_layers = info.layers
+        self.n_layers = len(shape.attentions)  # that attend
+        self.mixers = shape.mixers  # of layers that keep a state; none in most models
+        self.mixers.tape()
         self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype

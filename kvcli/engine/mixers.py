@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import ismethod
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from kvcli.engine.trial import Trial, current, under_way
 from kvcli.errors import BadModel
-from kvcli.kv.states import Folding, Key, Known
+from kvcli.kv.states import NOTHING, Folding, Key, Known, States
 
 if TYPE_CHECKING:
     from kvcli.engine.feed import Feed
@@ -34,6 +35,7 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]  # what a module was called with
 class Part:
     """The rows of one text in a pass, and what mixers make of its state."""
 
+    states: States
     folding: Folding
     rows: slice  # of the pass
     tape: dict[Taped, list[Tensor]] | None = None  # what linear layers gave; None = all rows will be accepted
@@ -43,9 +45,9 @@ class Part:
 class Stated(Trial):
     """What layers get as their cache in a pass over a model with mixers: each is given the state of its text."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
-        self.now = parts[0]
+    def __init__(self, parts: Sequence[Part], n_mixers: int) -> None:
+        self.parts, self._n_mixers = parts, n_mixers
+        self.now = parts[0]  # whose rows a mixer is given
         self.answers: dict[Taped, Iterator[Tensor]] | None = None  # of linear layers, where a pass is gone over again
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -76,19 +78,27 @@ class Stated(Trial):
         """Itself: it travels in the place of a pass that is gone over again."""
         return self
 
-    def known(self, part: Part, n: int) -> Known:
-        """What is known behind the first n rows of a text."""
-        rec: Mapping[Key, Tensor] = part.folding.rec
-        if n < part.folding.n_rows:
-            assert part.tape is not None, "all rows of a prompt are accepted"
-            self.answers = {layer: (t[..., :n, :] for t in gave) for layer, gave in part.tape.items()}
-            self.now = again = Part(Folding(part.folding.before, n), slice(0, n))
-            with torch.inference_mode(), under_way(self):
-                for mixer, call in part.calls.items():
-                    if mixer.recurs and call is not None:
-                        mixer.run(again, _picked(call, part.folding.n_rows, again.rows))
-            rec = again.folding.rec
-        return part.folding.known(n, rec)
+    def fold(self, i: int) -> Callable[[int], None]:
+        """What has the states of its i-th text take in so many of its rows, once these are accepted."""
+        part = self.parts[i]
+        assert len(part.calls) == self._n_mixers, "a pass ended before a mixer"
+
+        def fold(n: int) -> None:
+            rec = part.folding.rec if n == part.folding.n_rows else self._again(part, n)
+            part.states.advance(part.folding.known(n, rec))
+
+        return fold
+
+    def _again(self, part: Part, n: int) -> Mapping[Key, Tensor]:
+        """Recurrent states behind the first n rows of a text."""
+        assert part.tape is not None, "all rows of a prompt are accepted"
+        self.answers = {layer: (t[..., :n, :] for t in gave) for layer, gave in part.tape.items()}
+        self.now = again = Part(part.states, Folding(part.folding.before, n), slice(0, n))
+        with torch.inference_mode(), under_way(self):
+            for mixer, call in part.calls.items():
+                if mixer.recurs and call is not None:
+                    mixer.run(again, _picked(call, part.folding.n_rows, again.rows))
+        return again.folding.rec
 
 
 class Mixer:
@@ -146,7 +156,7 @@ class Taped:
 class Mixers:
     """Those of a model, in the order in which rows go through them."""
 
-    def __init__(self, found: Sequence[Mixer], like: Known, *, are_last: bool) -> None:
+    def __init__(self, found: Sequence[Mixer] = (), like: Known = NOTHING, *, are_last: bool = False) -> None:
         """`like`: what they know of one token. `are_last`: rows go through one behind the last layer that attends."""
         self.like, self.are_last = like, are_last
         self._found = found
@@ -164,14 +174,8 @@ class Mixers:
         ends = [0]
         for feed in feeds:
             ends.append(ends[-1] + feed.rows.n_rows)
-        return Stated([_part(feed, slice(*of)) for feed, of in zip(feeds, pairwise(ends), strict=True)])
-
-    def fold(self, trial: Stated, i: int, feed: Feed) -> Callable[[int], None]:
-        """What has the state of a text take in so many of its rows, once these are accepted."""
-        part, states = trial.parts[i], feed.states
-        assert states is not None
-        assert len(part.calls) == len(self._found), "a pass ended before a mixer"
-        return lambda n: states.advance(trial.known(part, n))
+        parts = [_part(feed, slice(*of)) for feed, of in zip(feeds, pairwise(ends), strict=True)]
+        return Stated(parts, len(self._found))
 
 
 def _part(feed: Feed, rows: slice) -> Part:
@@ -182,7 +186,7 @@ def _part(feed: Feed, rows: slice) -> Part:
         raise refused(name, "its rows are a tree, or scouts", ["--set spec.branches=1", "--set spec.method=ngram"])
     is_sure = feed.is_prompt or feed.rows.n_rows == 1
     folding = Folding(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
-    return Part(folding, rows, tape=None if is_sure else {})
+    return Part(feed.states, folding, rows, tape=None if is_sure else {})
 
 
 def refused(name: str, why: str, try_: Sequence[str] = ()) -> BadModel:
@@ -201,29 +205,48 @@ class Finder(Stated):
     """Travels through a model in place of a cache, and notes which module is running when a state is made."""
 
     def __init__(self) -> None:
-        super().__init__([Part(Folding(Known(), 1), slice(0, 1))])
-        self.running: list[nn.Module] = []
-        self.found: dict[nn.Module, set[bool]] = {}  # has it a history, a recurrent state?
+        super().__init__([Part(States(), Folding(NOTHING, 1), slice(0, 1))], 0)
+        self._running: list[nn.Module] = []
+        self._recurs: dict[nn.Module, bool] = {}  # by module, in order: has it a state beside a history?
+        self._are_last = False
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **told: Any) -> tuple[Tensor, Tensor]:
+        """A layer attends."""
+        self._are_last = False
+        return super().update(k, v, layer_idx, *args, **told)
 
     def update_conv_state(self, *args: Any, **told: Any) -> Tensor:
-        self.found.setdefault(self.running[-1], set()).add(False)
+        """One keeps a history."""
+        self._note(recurs=False)
         return super().update_conv_state(*args, **told)
 
     def update_recurrent_state(self, *args: Any, **told: Any) -> Tensor:
-        self.found.setdefault(self.running[-1], set()).add(True)
+        """One keeps a state."""
+        self._note(recurs=True)
         return super().update_recurrent_state(*args, **told)
+
+    def _note(self, *, recurs: bool) -> None:
+        self._recurs[self._running[-1]] = recurs or self._recurs.get(self._running[-1], False)
+        self._are_last = True
+
+    def mixers(self) -> Mixers:
+        """What was found, each in the place of its module's forward from now on."""
+        folding = self.now.folding
+        like = folding.known(1, folding.rec) if self._recurs else NOTHING
+        return Mixers([_mixer(*of) for of in self._recurs.items()], like, are_last=self._are_last)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """For the length of a call."""
 
         def enter(module: nn.Module, _: object) -> None:
-            self.running.append(module)
+            self._running.append(module)
 
         def leave(module: nn.Module, _: object, __: object) -> None:
-            self.running.pop()
+            self._running.pop()
 
-        hooks = [each for m in model.modules() for each in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
+        hooks = [m.register_forward_pre_hook(enter) for m in model.modules()]
+        hooks += [m.register_forward_hook(leave) for m in model.modules()]
         try:
             yield
         finally:
@@ -231,10 +254,17 @@ class Finder(Stated):
                 hook.remove()
 
 
+def _mixer(module: nn.Module, recurs: bool) -> Mixer:
+    """That of a module, which has one already if its model was wrapped before."""
+    if not isinstance(module.forward, Mixer):
+        module.forward = Mixer(module, recurs=recurs)
+    return module.forward
+
+
 def _trial() -> Stated | None:
     """Of the pass that is under way, if its model has mixers."""
-    found: Stated | None = getattr(current(), "trial", None)
-    return found
+    found = getattr(current(), "trial", None)
+    return found if isinstance(found, Stated) else None
 
 
 def _picked(call: Call, n: int, rows: slice) -> Call:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from kvcli.engine.engine import call, run
 from kvcli.engine.feed import Feed
-from kvcli.engine.forward import sight_of
+from kvcli.engine.forward import PLACE, sight_of
+from kvcli.engine.mixers import Finder, Mixers
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadModel
 from kvcli.kv.dense import Dense
@@ -82,20 +83,25 @@ class Shape:
     sinks: tuple[Tensor | None, ...]
     attentions: tuple[nn.Module, ...]
     stored: tuple[LayerShape, ...]
+    mixers: Mixers
 
 
 def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
     """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
     kind = f"{name} ({model.config.model_type})"
-    with blamed(lambda said: refusal(kind, "a row does not get through it", [said])):
-        call(model, [0], [0], [0], its_pass=probe)
-    layers = probe.layers
+    finder = Finder()
+    with blamed(lambda said: refusal(kind, "a row does not get through it", [said])), finder.watching(model):
+        call(model, [0], [0], [0], its_pass=probe, trial=finder)
+    layers, mixers = probe.layers, finder.mixers()
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
-    if [at.index for at in layers] != list(range(n_layers)):
-        seen = len({at.index for at in layers})
-        why = f"only {seen} of its {n_layers} layers attend" if seen < n_layers else "its layers attend more than once"
+    seen = [at.index for at in layers]
+    if seen != list(range(n_layers)) and (not mixers or seen != sorted({*seen})):
+        n = len({*seen})
+        why = f"only {n} of its {n_layers} layers attend" if n < n_layers else "its layers attend more than once"
         _refuse(kind, why, ["kvcli stores one key and one value per head, layer and token"])
+    for place, at in enumerate(layers):
+        setattr(at.module, PLACE, place)
     for at in layers:
         _check_layer(at, probe, limit, kind)
     heads = sorted({at.heads for at in layers})
@@ -104,7 +110,7 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     h, k, d, _ = heads[0]
     sights, sinks, modules = zip(*((at.sight, at.sink, at.module) for at in layers), strict=True)
     stored = tuple(LayerShape(*at.heads[1:]) for at in layers)
-    return Shape(h, k, d, sights, sinks, modules, stored)
+    return Shape(h, k, d, sights, sinks, modules, stored, mixers)
 
 
 def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
