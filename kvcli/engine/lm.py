@@ -22,6 +22,7 @@ from kvcli.engine.fused import fuse_
 from kvcli.engine.graphs import CudaGraphs
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
+from kvcli.engine.mixers import refused
 from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.engine.places import place_
 from kvcli.engine.straight import Straight, straight_through
@@ -208,6 +209,8 @@ class LM:
         """
         if self._has_gates:
             return
+        if self.mixers:
+            raise refused(self.info.id, "rows cannot be stopped between layers", ["--set prefill.order=chunks"])
         self._has_gates = True  # for the passes of the check
         try:
             gate.install(self._layers or ())
@@ -227,9 +230,10 @@ class LM:
         for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
+        self.mixers.tape()
         if self.is_split:  # what is fused takes all layers for one device's
             return
-        layers = list(self._layers or ())
+        layers = list(() if self.mixers else self._layers or ())
         if fused := fuse_(self, layers):
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         with few_layers(self, layers):
@@ -241,6 +245,8 @@ class LM:
         why = gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}"
         if self.is_split:
             why = why or "its layers are on two devices"
+        if self.mixers:
+            why = why or "some of its layers keep a state"
         if not why:
             self.frames = Frames(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"
@@ -283,9 +289,9 @@ def _split(
     model: Any, shape: seam.Shape, quant: str, device: torch.device, on_gpu: int
 ) -> tuple[str, tuple[str, ...], list[torch.device]]:
     """The same with the last layers on `device`, and where each layer is then."""
-    layers = _decoder_layers(model, shape)
+    layers = None if shape.mixers else _decoder_layers(model, shape)
     if layers is None:
-        why = "its attention modules stand in no list of layers"
+        why = "some keep a state" if shape.mixers else "its attention modules stand in no list of layers"
         raise BadModel("layers of this model cannot be placed one by one", code="no_split", lines=[why])
     n, notes = min(on_gpu, len(layers)), list[str]()
     backends = dict[str, None]()
@@ -310,10 +316,11 @@ def _placed(
 def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.ModuleList | None:
     """The list of decoder layers, if the model has one: embeddings, head and whatever reads pictures are not in it."""
     for part in model.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == len(shape.attentions):
-            pairs = zip(part, shape.attentions, strict=True)
-            if all(any(inner is attention for inner in layer.modules()) for layer, attention in pairs):
-                return part
+        if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
+            continue
+        attend = [layer for layer in part if any(module in shape.attentions for module in layer.modules())]
+        if len(attend) == len(shape.attentions) and (len(attend) == len(part) or shape.mixers):
+            return part
     return None
 
 

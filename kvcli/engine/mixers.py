@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import ismethod
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -118,8 +117,9 @@ class Mixer:
         if len(trial.parts) == 1:
             return self.run(trial.parts[0], (args, told))
         n, gave = trial.parts[-1].rows.stop, list[Tensor]()
-        for trial.now in trial.parts:
-            gave.append(self.run(trial.now, _picked((args, told), n, trial.now.rows)))
+        for part in trial.parts:
+            trial.now = part
+            gave.append(self.run(part, _picked((args, told), n, part.rows)))
         return torch.cat(gave, dim=1)
 
     def run(self, part: Part, call: Call) -> Any:
@@ -130,7 +130,8 @@ class Mixer:
     def tape(self) -> None:
         """Have its linear layers, as they are by now, note what they give."""
         module = self._module()
-        for name in self._linears if module is not None else ():
+        assert module is not None, "it is held by the model"
+        for name in self._linears:
             inner = module.get_submodule(name)
             if not isinstance(inner.forward, Taped):
                 inner.forward = Taped(inner.forward)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import call
+from kvcli.engine.mixers import refused
 from kvcli.errors import BadModel
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 
@@ -50,6 +51,12 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
 
 
 def _found(lm: LM) -> tuple[Rotary | None, ...]:
+    if lm.mixers:
+        raise refused(
+            lm.info.id,
+            "keys that are turned to other positions are not all that it knows of a text",
+            ["--set reuse.method=none", "--set context.on_overflow=error"],
+        )
     tables = list(_tables(lm))
     far = (0, 131, lm.limit // 2, lm.limit - 1)
     passes = [torch.tensor(sorted({p for p in at if p < lm.limit}), device=lm.device) for at in (NEAR, far)]
