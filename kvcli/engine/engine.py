@@ -119,7 +119,7 @@ def call(
         return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
 
     more: dict[str, object] = {}
-    if its_pass is not None and (name := cache_name(type(model))) is not None:
+    if its_pass is not None and (name := cache_name(model.__class__)) is not None:
         more[name] = trial or Trial()
     if pos is not None:
         more["position_ids"] = tensor(pos).unsqueeze(0)

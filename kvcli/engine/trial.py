@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
@@ -47,7 +47,7 @@ class Trial:
 
 
 @lru_cache(64)
-def cache_name(model: Hashable) -> str | None:
+def cache_name(model: Any) -> str | None:
     """What this class calls its cache: renamed in transformers 5.24, which warns in each call under the old name."""
     told = signature(getattr(model, "forward", model)).parameters
     return next((name for name in ("cache", "past_key_values") if name in told), None)
