@@ -1,4 +1,4 @@
-"""Tiny random models some of whose layers keep a state, with memories that are long enough for faults in them to show."""
+"""Tiny random models some of whose layers keep a state, with memories long enough for faults in them to show."""
 
 from __future__ import annotations
 

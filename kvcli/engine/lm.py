@@ -22,7 +22,6 @@ from kvcli.engine.fused import fuse_
 from kvcli.engine.graphs import CudaGraphs
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
-from kvcli.engine.mixers import refused
 from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.engine.places import place_
 from kvcli.engine.straight import Straight, straight_through
@@ -209,8 +208,8 @@ class LM:
         """
         if self._has_gates:
             return
-        if self.mixers:
-            raise refused(self.info.id, "rows cannot be stopped between layers", ["--set prefill.order=chunks"])
+        try_ = ["--set prefill.order=chunks --set prune.method=none", "--set reuse.method=none"]
+        self.mixers.refuse(self.info.id, "rows cannot be stopped between them", try_)
         self._has_gates = True  # for the passes of the check
         try:
             gate.install(self._layers or ())

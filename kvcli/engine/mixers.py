@@ -165,6 +165,11 @@ class Mixers:
     def __len__(self) -> int:
         return len(self._found)
 
+    def refuse(self, name: str, why: str, try_: Sequence[str]) -> None:
+        """Raises BadModel if there are any: something cannot be done with the model of that name."""
+        if self._found:
+            raise refused(name, why, try_)
+
     def tape(self) -> None:
         """To be done whenever linear layers were replaced."""
         for mixer in self._found:
@@ -182,21 +187,18 @@ class Mixers:
 def _part(feed: Feed, rows: slice) -> Part:
     name = feed.lm.info.id
     if feed.states is None:
-        raise refused(name, "this reads the past by a way of its own, which knows keys and values alone")
+        why = "what is asked for reads the past by a way of its own, which knows keys and values alone"
+        raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
     if feed.rows.sees is not None:
-        raise refused(name, "its rows are a tree, or scouts", ["--set spec.branches=1", "--set spec.method=ngram"])
+        raise refused(name, "its guesses are one chain, without scouts", ["--set spec.method=ngram spec.branches=1"])
     is_sure = feed.is_prompt or feed.rows.n_rows == 1
     folding = Folding(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
     return Part(feed.states, folding, rows, tape=None if is_sure else {})
 
 
-def refused(name: str, why: str, try_: Sequence[str] = ()) -> BadModel:
+def refused(name: str, why: str, try_: Sequence[str]) -> BadModel:
     """What cannot be done with a model some of whose layers keep a state."""
-    return BadModel(
-        f"{name} has layers that fold the text into a state: {why}",
-        code="keeps_states",
-        try_=try_ or ["--set spec.method=ngram", "-P plain"],
-    )
+    return BadModel(f"{name} has layers that fold the text into a state: {why}", code="keeps_states", try_=try_)
 
 
 # ---- finding them ----

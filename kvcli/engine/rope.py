@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import call
-from kvcli.engine.mixers import refused
 from kvcli.errors import BadModel
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 
@@ -51,12 +50,8 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
 
 
 def _found(lm: LM) -> tuple[Rotary | None, ...]:
-    if lm.mixers:
-        raise refused(
-            lm.info.id,
-            "keys that are turned to other positions are not all that it knows of a text",
-            ["--set reuse.method=none", "--set context.on_overflow=error"],
-        )
+    try_ = ["--set reuse.method=none", "--set context.on_overflow=error"]
+    lm.mixers.refuse(lm.info.id, "keys moved to other positions are not all that it knows of a text", try_)
     tables = list(_tables(lm))
     far = (0, 131, lm.limit // 2, lm.limit - 1)
     passes = [torch.tensor(sorted({p for p in at if p < lm.limit}), device=lm.device) for at in (NEAR, far)]

@@ -88,13 +88,18 @@ class Folding:
         """The state behind the first n rows, with these recurrent ones."""
         conv = {key: self._newest(key, self.n_rows - n) for key in self._conv}
         assert len(conv) + len(rec) >= sum(1 for _ in self.before.tensors), "a layer did not run"
-        return Known(self.before.at + n, conv, rec)
+        return Known(self.before.at + n, conv, {key: _alone(t) for key, t in rec.items()})
 
     def _newest(self, key: Key, dropped: int) -> Tensor:
         """The end of a history without its last rows, by itself: what it is cut from may be a chunk's."""
         history, width = self._conv[key], self._width[key]
         end = history.shape[-1] - dropped
         return pad(history[..., max(0, end - width) : end], (max(0, width - end), 0)).clone()
+
+
+def _alone(t: Tensor) -> Tensor:
+    """By itself: some layers give a part of what a chunk took."""
+    return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
 
 class States:
