@@ -86,7 +86,7 @@ TINY: dict[str, Any] = {
 }
 # What one class wants besides, or otherwise; None leaves a setting as the class has it.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
-_DOTS = {"num_key_value_heads": HEADS}
+_OF_ALL = {"num_key_value_heads": HEADS}  # heads of queries have keys of their own
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
@@ -98,8 +98,10 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1},
-    "dots3_note": {"text_config": {**_DOTS, "model_type": "dots3_note_text"}},
-    "dots3_note_text": _DOTS,
+    "dots3_note": {"text_config": {**_OF_ALL, "model_type": "dots3_note_text"}},
+    "dots3_note_text": _OF_ALL,
+    **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "minicpm3"), _OF_ALL),
+    **dict.fromkeys(("deepseek_v3", "longcat_flash", "youtu"), _OF_ALL | {"head_dim": 8}),  # of what is turned
     "gemma3n_text": {
         "num_hidden_layers": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 4,
@@ -109,10 +111,20 @@ OWN: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 8,
         "intermediate_size": [56] * 8,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 8,
+    },
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": _MAMBA,
     "helium": {"head_dim": 12},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},  # by its defaults all its layers attend
+    "mimo_v2_flash": {"v_head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 12},
     "phimoe": {"sliding_window": None},
     "reformer": {"axial_pos_embds_dim": [24, 24]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -61,9 +62,10 @@ def filled(lm: LM, n: int) -> Dense:
     """A past of n tokens that nobody wrote: times do not depend on what is stored."""
     kv = Dense(lm.shapes, lm.dtype, lm.device)
     kv.reserve(n)
-    noise = torch.randn(lm.n_kv_heads, n, lm.head_dim, dtype=lm.dtype, device=lm.device)
-    for layer in range(lm.n_layers):
-        kv.append(layer, noise, noise, 0)
+    noise = cache(lambda heads, size: torch.randn(heads, n, size, dtype=lm.dtype, device=lm.device))
+    for layer, of in enumerate(lm.shapes):
+        if of.shares is None:
+            kv.append(layer, noise(of.n_kv_heads, of.k_dim), noise(of.n_kv_heads, of.v_dim), 0)
     return kv
 
 

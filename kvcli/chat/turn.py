@@ -140,7 +140,7 @@ class Answering:
         held = (session.kv, session.view, session.behind, session.drafter, self._text.writer)
         stats.kv, stats.near = nbytes(*held), hit_rate(held)
         stats.reach = next((use.how for use in session.kv.usage() if use.how), "")
-        stats.kv_fp16 = 2 * 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * session.committed
+        stats.kv_fp16 = 2 * sum(of.numbers for of in lm.shapes) * session.committed
         stats.peak, (stats.used, stats.total) = peak_bytes(lm.device), used_bytes(lm.device)
 
 

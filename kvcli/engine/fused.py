@@ -51,7 +51,7 @@ def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trial
     first = trials[group[0]]
     for turns in (True, False):
         asked = [replace(first.asked, layer=i) for i in group]
-        made = [_fused(layers[a.layer], replace(first, asked=a), lm.head_dim, turns) for a in asked]
+        made = [_fused(layers[a.layer], replace(first, asked=a), turns) for a in asked]
         tried = [(fused, trials[i]) for fused, i in ends([*zip(made, group, strict=True)])]
         if all(made) and all(fused is not None and _is_same(fused, trial) for fused, trial in tried):
             for i, fused in zip(group, made, strict=True):
@@ -110,7 +110,7 @@ class Listener:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         self.asked.append(Asked(layer, (q.clone(), k.clone(), v.clone()), sight, sink))
-        return q
+        return q if q.shape[2] == v.shape[2] else v.repeat_interleave(q.shape[0] // v.shape[0], 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _is_same(fused: Fused, trial: _Trial) -> bool:
     )
 
 
-def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None:
+def _fused(layer: nn.Module, trial: _Trial, turns: bool) -> Fused | None:
     """The layer by its parts, were it of the common form; None where it has others."""
     parts = [vars(child).get("forward") for child in layer.children()]
     norms = [part for part in parts if isinstance(part, NativeNorm)]
@@ -167,7 +167,8 @@ def _fused(layer: nn.Module, trial: _Trial, d: int, turns: bool) -> Fused | None
     of_heads = [part for child in asks[0].children() if isinstance(part := vars(child).get("forward"), NativeNorm)]
     linears: list[Any] = [child for child in asks[0].children() if type_of(child) is not None]
     q, k, v = trial.asked.made
-    e, inside = trial.hidden.shape[2], q.shape[0] * d
+    e, d = trial.hidden.shape[2], q.shape[2]
+    inside = q.shape[0] * d
     shapes = [(inside, e), (k.shape[0] * d, e), (v.shape[0] * d, e), (e, inside)]
     if [(linear.out_features, linear.in_features) for linear in linears] != shapes or e != mlps[0].mlp.down.N:
         return None

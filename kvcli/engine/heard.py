@@ -76,8 +76,8 @@ class Heard:
         """Of a text over this model, in the numbers of its store. Raises Misfit."""
         self.clear()
         pos = given.positions("pos", None)
-        for layer, shape in enumerate(lm.shapes if len(pos) else ()):
-            q = given.part("q").tensor(str(layer), dtype, lm.n_heads, len(pos), shape.k_dim)
+        for layer, (heads, shape) in enumerate(zip(lm.heads, lm.shapes, strict=True) if len(pos) else ()):
+            q = given.part("q").tensor(str(layer), dtype, heads, len(pos), shape.k_dim)
             self._q.append(q.to(lm.device))
         self.pos, self._any = pos.tolist(), bool(given.number("any", 1))
 

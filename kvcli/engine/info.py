@@ -15,7 +15,7 @@ class ModelInfo:
     parameters: int
     layers: int
     heads: int
-    kv_heads: int
+    kv_heads: int  # as the others: the most of any layer
     head_dim: int
     vocab: int
     dtype: str  # bfloat16 | float16 | float32 | float64

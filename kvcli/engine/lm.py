@@ -59,7 +59,7 @@ class LM:
         self.n_layers = len(shape.attentions)  # that attend
         self.mixers = shape.mixers  # of layers that keep a state; none in most models
         self.mixers.tape()
-        self.n_heads, self.n_kv_heads, self.head_dim = shape.n_heads, shape.n_kv_heads, shape.head_dim
+        self.heads = shape.heads  # of queries, by layer; what keys and values are is in `shapes`
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype
         self.entry: torch.device = model.device  # where ids go in
@@ -70,6 +70,7 @@ class LM:
         self.sights = shape.sights  # per layer
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
+        self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim  # the most of any layer
         self.limit = info.limit  # tokens
         self.stop_ids = stated.stop_ids(model, info.id)
         self.generation = stated.generation(model, info.id)
@@ -121,9 +122,9 @@ class LM:
             family=str(model.config.model_type),
             parameters=parameters,
             layers=n_layers,
-            heads=shape.n_heads,
-            kv_heads=shape.n_kv_heads,
-            head_dim=shape.head_dim,
+            heads=max(shape.heads),
+            kv_heads=max(of.n_kv_heads for of in shape.stored),
+            head_dim=max(of.k_dim for of in shape.stored),
             vocab=int(model.get_output_embeddings().weight.shape[0]),
             dtype=str(model.dtype).removeprefix("torch."),
             quant=quant,

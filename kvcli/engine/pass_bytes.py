@@ -24,8 +24,9 @@ def pass_bytes(lm: LM, rows: int, dtype: torch.dtype) -> int:
     config = lm.model.config.get_text_config()
     hidden: int = config.hidden_size
     inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
-    width, number = lm.n_heads * lm.head_dim, lm.dtype.itemsize
+    widths = (h * max(s.k_dim, s.v_dim) for h, s in zip(lm.heads, lm.shapes, strict=True))
+    width, number = max(widths), lm.dtype.itemsize
     layer = rows * (number * (2 * hidden + 3 * (inner + width)) + 3 * WIDE * width)
     scores = 3 * lm.n_heads * rows * BLOCK * WIDE if gpu.why_not(lm.device, dtype) else 0
-    fresh = rows * sum(s.n_kv_heads * (s.k_dim + s.v_dim) for s in lm.shapes if s.shares is None) * dtype.itemsize
+    fresh = rows * sum(of.numbers for of in lm.shapes) * dtype.itemsize
     return layer + scores + fresh + 3 * LOGITS * lm.vocab * WIDE

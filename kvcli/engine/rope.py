@@ -35,7 +35,7 @@ class _Listener:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         self.keys.append(k)
-        return torch.zeros_like(q)
+        return q.new_zeros(*q.shape[:2], v.shape[2])
 
 
 def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
@@ -59,11 +59,12 @@ def _found(lm: LM) -> tuple[Rotary | None, ...]:
     found = []
     for layer in range(lm.n_layers):
         keys = [(pos, of_layer[layer]) for pos, of_layer in heard]
-        off = [max(_off(rotary, pos, k) for pos, k in keys) for rotary in (None, *tables)]
+        fit = [rotary for rotary in tables if 2 * len(rotary.inv_freq) <= keys[0][1].shape[2]]
+        off = [max(_off(rotary, pos, k) for pos, k in keys) for rotary in (None, *fit)]
         best = min(range(len(off)), key=off.__getitem__)
         if not off[best] <= _WITHIN.get(lm.dtype, 0.04):
             _refuse(lm, f"layer {layer} turns its keys as no fixed table does", [f"relative error {off[best]:.2g}"])
-        found.append(None if best == 0 else tables[best - 1])
+        found.append(None if best == 0 else fit[best - 1])
     return tuple(found)
 
 

@@ -38,6 +38,7 @@ class Layer:
     mask: int | None  # which of the model's masks it was handed; None = none, -1 = one changed on the way
     sink: Tensor | None  # [H] logits that take attention and give nothing
     extras: tuple[str, ...]  # what it asks of attention that nobody here serves
+    kv: tuple[Tensor, Tensor]  # as handed over: layers that share keys and values hand over the same tensors
 
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -61,7 +62,7 @@ class Probe:
         index = int(getattr(module, "layer_idx", -1))
         sight = sight_of(query, asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window"))
         which = None if attention_mask is None else self._which(attention_mask)
-        self.layers.append(Layer(module, index, heads, sight, which, asked.get("s_aux"), tuple(extras)))
+        self.layers.append(Layer(module, index, heads, sight, which, asked.get("s_aux"), tuple(extras), (key, value)))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *_: Any, mask_function: MaskRule, device: torch.device | str = "cpu", **__: Any) -> Tensor:
@@ -78,9 +79,7 @@ class Probe:
 class Shape:
     """What our attention and storage need to know of a model."""
 
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
+    heads: tuple[int, ...]  # of queries, by layer
     sights: tuple[Sight, ...]
     sinks: tuple[Tensor | None, ...]
     attentions: tuple[nn.Module, ...]
@@ -106,19 +105,21 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
         setattr(at.module, PLACE, place)
     for at in layers:
         _check_layer(at, probe, limit, kind)
-    heads = sorted({at.heads for at in layers})
-    if len(heads) > 1:
-        _refuse(kind, "its layers differ in their heads", [f"(heads, KV heads, key size, value size): {heads}"])
-    h, k, d, _ = heads[0]
-    sights, sinks, modules = zip(*((at.sight, at.sink, at.module) for at in layers), strict=True)
-    stored = tuple(LayerShape(*at.heads[1:]) for at in layers)
-    return Shape(h, k, d, sights, sinks, modules, stored, mixers)
+    heads, sights, sinks, modules = zip(*((at.heads[0], at.sight, at.sink, at.module) for at in layers), strict=True)
+    stored = tuple(LayerShape(*at.heads[1:], _owner(at, layers[:place])) for place, at in enumerate(layers))
+    return Shape(heads, sights, sinks, modules, stored, mixers)
+
+
+def _owner(at: Layer, before: Sequence[Layer]) -> int | None:
+    """The first layer before this one that handed over the same keys and values; None = these are its own."""
+    same = (i for i, of in enumerate(before) if all(a is b for a, b in zip(of.kv, at.kv, strict=True)))
+    return next(same, None)
 
 
 def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
-    h, k, d, d_value = at.heads
-    if d != d_value or h % k:
-        _refuse(kind, f"layer {at.index} has {h} heads, {k} KV heads, keys of {d}, values of {d_value}", ["as MLA has"])
+    h, k, *_ = at.heads
+    if h % k:
+        _refuse(kind, f"layer {at.index} has {h} heads over {k} KV heads", ["kvcli serves as many to each"])
     if at.extras:
         _refuse(kind, f"layer {at.index} asks its attention for {', '.join(at.extras)}", ["which kvcli does not serve"])
     if at.mask == -1:

@@ -61,13 +61,13 @@ def in_top(kv: Kv, memory: Memory, slots: int, fresh: int) -> int:
 
 def wide(shape: LayerShape, number: int) -> int:
     """Bytes of a dense slot of all heads of a layer; none where it reads another's."""
-    return 0 if shape.shares is not None else shape.n_kv_heads * (shape.k_dim + shape.v_dim) * number + POSITION
+    return shape.numbers * number + POSITION if shape.numbers else 0
 
 
 def narrow(kv: Kv, shape: LayerShape, number: int) -> int:
     """Bytes of a slot of all heads below the top: with 8 bits a scale of 16 bit each, with fewer, or
     in halves, two per group."""
-    if not is_packed(kv):
+    if not is_packed(kv) or not shape.numbers:
         return wide(shape, number)
     bits = 0.0  # of all numbers of a key and a value
     for b, dim, group in ((kv.k_bits, shape.k_dim, kv.group), (kv.v_bits, shape.v_dim, min(kv.group, shape.v_dim))):

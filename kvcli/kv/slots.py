@@ -25,6 +25,11 @@ class LayerShape:
     shares: int | None = None  # an earlier layer, whose slots this one reads: it stores none of its own
     device: torch.device | None = None  # where it computes; None = where the model does
 
+    @property
+    def numbers(self) -> int:
+        """Of keys and values that it stores of a token: none where they are another layer's."""
+        return 0 if self.shares is not None else self.n_kv_heads * (self.k_dim + self.v_dim)
+
 
 def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
     """Layers that all store the same."""

@@ -156,16 +156,6 @@ def _writes_no_text(config: Config, text: Config, family: str) -> list[str]:
     return []
 
 
-def _mla(config: Config, text: Config, family: str) -> list[str]:
-    if not text.get("kv_lora_rank"):
-        return []
-    return [
-        "it uses multi-head latent attention (MLA)",
-        f"one compressed vector per token (kv_lora_rank {text['kv_lora_rank']}) replaces keys and values,",
-        "so there is nothing that per-head storage, eviction or quantization could act on",
-    ]
-
-
 def _recurrent(config: Config, text: Config, family: str) -> list[str]:
     if family not in _STATE_FAMILIES:
         return []
@@ -202,7 +192,6 @@ def _layer_types(text: Config) -> Iterator[str]:
 
 _reasons: tuple[Callable[[Config, Config, str], list[str]], ...] = (
     _encoder_decoder,
-    _mla,
     _recurrent,
     _odd_layers,
     _alibi,

@@ -77,7 +77,7 @@ class Lazy(Schedule):
         """The same, and where one that stays behind takes more than the keys and values that it is spared."""
         said, layer = super().about(lm), max(self.cuts(lm))
         width = lm.model.config.get_text_config().hidden_size
-        spares = sum(s.n_kv_heads * (s.k_dim + s.v_dim) for s in lm.shapes[layer:] if s.shares is None)
+        spares = sum(of.numbers for of in lm.shapes[layer:])
         if self.every is None or spares >= width:
             return said
         return f"{said}; one left behind before layer {layer} is kept as {width:,} numbers, and spares {spares:,}"
