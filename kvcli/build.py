@@ -269,6 +269,7 @@ def session(
         pruning=profile.prune.settings if profile.prune.reads else None,
         by_layers=profile.prefill.order == "layers",
         reusing=profile.reuse.settings if profile.reuse.reuses else None,
+        checkpoints=profile.memory.checkpoints,
     )
 
 

@@ -76,6 +76,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": _DELTA | _TURNS,
     "kimi_linear": _TURNS
     | {
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
         "kv_lora_rank": 32,
         "q_lora_rank": None,
         "qk_nope_head_dim": 16,

@@ -14,7 +14,7 @@ from kvcli.engine.boundary import Boundary
 from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed, Made, Work, asked
-from kvcli.engine.kinds import Span, kinds_of
+from kvcli.engine.kinds import Span, kinds_of, turns
 from kvcli.engine.policy import Phase
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Draw, Sampler
@@ -99,7 +99,7 @@ class Session(Text):
         elif self.order == "layers" and ahead is None:
             yield from self._read_on(self._under_way or (yield from self._layer_by_layer(whole)))
         else:
-            yield from self._read_chunk(min(at + self.chunk_rows, whole if ahead is None else ahead))
+            yield from self._read_chunk(self._end(whole if ahead is None else ahead))
         if self.committed > at:
             self.boundary = self.committed  # for what breaks in settling, which is then done again
             yield from self.settle("read" if self.committed == whole else "reading")
@@ -113,6 +113,12 @@ class Session(Text):
             self._own = min(self._own, at)
             self._append(past, end)
             self.reused += end - at
+
+    def _end(self, most: int) -> int:
+        """Where the next chunk ends: with states, where somebody may come back to, as a checkpoint will stand there."""
+        at = self.committed
+        stops = [stop for stop in turns(self.spans) if stop > at] if self.lm.mixers else []
+        return min(at + self.chunk_rows, most, *stops)
 
     def _read_chunk(self, end: int) -> Asks[None]:
         rows = Rows.chain(self.ids[self.committed : end], self.committed)

@@ -47,6 +47,7 @@ class Text:
         pruning: Pruning | None = None,
         by_layers: bool = False,
         reusing: Reusing | None = None,
+        checkpoints: int = 8,
     ) -> None:
         """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
 
@@ -54,10 +55,10 @@ class Text:
         `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
         of `chunk` rows, as is done with `pruning` in any case; a policy then judges once all is read. Raises BadModel
         for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge. `reusing`: what of a
-        prompt is taken over unread, refused for a model whose keys cannot be turned.
+        prompt is taken over unread, refused for a model whose keys cannot be turned. `checkpoints`: of states, at most.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
-        self.states = States(lm.mixers.like)
+        self.states = States(lm.mixers.like, checkpoints)
         self.view, self.policy, self.pruning, self.reusing = view, policy, pruning, reusing
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
