@@ -23,6 +23,13 @@ _COMMON: dict[str, Any] = {
 }
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_PAIRS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+_GLOBAL = {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8}
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Family:
     matters: tuple[dict[str, Any], ...] = ()  # a pass that ignored one of these settings must fail
     model_type: str = ""
     zeroed: tuple[str, ...] = field(default=())  # parameters, by the end of their names, that must matter too
+    has_tables: bool = True  # keys turn as a fixed table says
 
 
 _WINDOWED = {"sliding_window": 4096}
@@ -127,6 +135,56 @@ _list = [
         (_WINDOWED,),
         zeroed=("sinks",),
     ),
+    Family("stablelm", {"hidden_size": 64}, zeroed=("input_layernorm.bias",)),
+    Family("nemotron", {"head_dim": 16}, zeroed=("input_layernorm.bias",)),
+    # layers of several sizes, and keys that layers share; keys and values of several sizes
+    Family(
+        "gemma4",
+        {**_PAIRS, **_GLOBAL, "attention_k_eq_v": True, "tie_word_embeddings": False, "vocab_size_per_layer_input": 97},
+        (WINDOW, None) * 2,
+        (_WINDOWED,),
+        model_type="gemma4_text",
+    ),
+    Family(
+        "gemma4_shared",
+        {
+            **_PAIRS,
+            **_GLOBAL,
+            "num_kv_shared_layers": 2,
+            "tie_word_embeddings": False,
+            "vocab_size_per_layer_input": 97,
+        },
+        (WINDOW, None) * 2,
+        (_WINDOWED, {"num_kv_shared_layers": 0}),
+        model_type="gemma4_text",
+    ),
+    Family(
+        "gemma3n",
+        {
+            **_PAIRS,
+            "head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 97,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "intermediate_size": [56] * 4,
+            "tie_word_embeddings": False,
+        },
+        (WINDOW, None) * 2,
+        (_WINDOWED, {"num_kv_shared_layers": 0}),
+        model_type="gemma3n_text",
+    ),
+    Family(
+        "mimo",
+        {**_PAIRS, **_MOE, "n_routed_experts": 5, "head_dim": 16, "v_head_dim": 12},
+        (WINDOW, None) * 2,
+        (_WINDOWED,),
+        zeroed=("sinks",),
+        model_type="mimo_v2_flash",
+    ),
+    Family("deepseek_v3", {**_LATENT, "head_dim": 8}, has_tables=False),
+    Family("glm4_moe_lite", {**_LATENT, "head_dim": 8}, has_tables=False),
 ]
 FAMILIES = {f.name: f for f in _list}
 

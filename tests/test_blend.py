@@ -27,7 +27,7 @@ from kvcli.kernels.native import native
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder, Rung
 from kvcli.kv.packed import Packed
-from kvcli.kv.slots import Sight, Store
+from kvcli.kv.slots import Sight, Store, alike
 from kvcli.kv.windows import windows_of
 from kvcli.reuse.again import First
 from kvcli.reuse.blend import Blend
@@ -159,7 +159,7 @@ def test_stores_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> None:
 
     def kv() -> Store:
         rotate = "hadamard" if tier == "turned" else "none"
-        packed = Packed(*shape, lm.dtype, lm.device, k_bits=8, v_bits=8, group=8, rotate=rotate)  # type: ignore[arg-type]
+        packed = Packed(alike(*shape), lm.dtype, lm.device, k_bits=8, v_bits=8, group=8, rotate=rotate)  # type: ignore[arg-type]
         return Ladder(Dense(lm.shapes, lm.dtype), [Rung(packed)], holds=16, group=8, sinks=2)
 
     plain, mixed, turned = (read(lm, how, kv=kv()) for how in (None, Blend(LEAST, 0.5), Pie(LEAST)))

@@ -54,7 +54,7 @@ def some(kv: Store, seed: int = 0) -> list[Tensor]:
 LOWER: dict[str, Callable[[], Shelf]] = {
     "dense": lambda: Dense(alike(L, K, D), torch.float64),
     "host": lambda: Host(Dense(alike(L, K, D), torch.float64), "cpu"),
-    "disk": lambda: Disk(L, K, D, torch.float64, BIG, BIG),
+    "disk": lambda: Disk(alike(L, K, D), torch.float64, BIG, BIG),
 }
 
 

@@ -19,6 +19,7 @@ import torch
 from kvcli.chat.sessions import Sessions
 from kvcli.kv.disk import Disk
 from kvcli.kv.shortage import Shortage
+from kvcli.kv.slots import alike
 from tests.bench import storm_faults
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +72,7 @@ def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytes
     from kvcli.kv import extents
 
     size = 1 << 16
-    tier = Disk(1, 1, 16, torch.float32, size, 100 * size, tmp_path)
+    tier = Disk(alike(1, 1, 16), torch.float32, size, 100 * size, tmp_path)
     k = torch.randn(1, 500, 16)
 
     def fails(*_: object, **__: object) -> None:

@@ -12,7 +12,7 @@ from kvcli.errors import BadConfig
 from kvcli.kernels.attend import attend
 from kvcli.kernels.pack import pack_keys, pack_values, unpack_keys, unpack_values
 from kvcli.kv.packed import Packed
-from kvcli.kv.slots import Sight, Slots, run_of
+from kvcli.kv.slots import Sight, Slots, alike, run_of
 from kvcli.kv.state import Given
 from kvcli.settings.profile import load_profile
 from tests import families
@@ -27,7 +27,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def filled(dtype: torch.dtype = torch.float32, rotate: str = "none") -> Packed:
-    tier = Packed(2, K, D, dtype, group=16, rotate=rotate, halves=True)
+    tier = Packed(alike(2, K, D), dtype, group=16, rotate=rotate, halves=True)
     k, v = numbers(K, S, D, dtype=dtype), numbers(K, S, D, dtype=dtype).flip(1)
     for at in range(0, S, 50):
         tier.append(0, k[:, at : at + 50], v[:, at : at + 50], at)
@@ -101,7 +101,7 @@ def test_what_stays_of_a_broken_group_keeps_its_halves() -> None:
 
 
 def test_a_slot_takes_little_more_than_half() -> None:
-    tier = Packed(1, 4, 64, torch.bfloat16, halves=True)
+    tier = Packed(alike(1, 4, 64), torch.bfloat16, halves=True)
     tier.take(0, Slots(numbers(4, 1024, 64), numbers(4, 1024, 64), run_of(0, 1024, 4, torch.device("cpu"))))
     assert sum(use.nbytes for use in tier.usage()) <= 0.55 * (2 * 4 * 64 * 2 * 1024)
 

@@ -58,7 +58,7 @@ def three(shape: Shape, dtype: torch.dtype) -> Ladder:
 
 
 def on_disk(shape: Shape, dtype: torch.dtype) -> Ladder:
-    return Ladder(Dense(alike(*shape), dtype), [Rung(Disk(*shape, dtype, BIG, BIG))], holds=6, group=2)
+    return Ladder(Dense(alike(*shape), dtype), [Rung(Disk(alike(*shape), dtype, BIG, BIG))], holds=6, group=2)
 
 
 LADDERS: dict[str, Callable[[Shape, torch.dtype], Ladder]] = {
@@ -72,7 +72,7 @@ EXACT = ("two_dense", "on_disk")  # those that round nothing
 
 def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, torch.dtype], Ladder]:
     def make(shape: Shape, dtype: torch.dtype) -> Ladder:
-        low = Packed(*shape, dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
+        low = Packed(alike(*shape), dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
         return Ladder(Dense(alike(*shape), dtype), [Rung(low)], holds=6, group=4, sinks=2)
 
     return make
@@ -259,7 +259,7 @@ def test_staging_copies_in_pieces_and_does_without_pinned_memory() -> None:
 
 
 def a_disk(most: int = BIG, writes: int = BIG) -> Disk:
-    return Disk(L, K, D, torch.float64, most, writes)
+    return Disk(alike(L, K, D), torch.float64, most, writes)
 
 
 def some(n: int, at: int = 0) -> Slots:
@@ -291,7 +291,7 @@ def test_slots_come_back_from_the_disk_as_they_went() -> None:
 
 
 def test_slots_that_go_to_the_disk_together_are_read_together_but_by_a_device_apart() -> None:
-    kv, apart = a_disk(), Disk(L, K, D, torch.float64, BIG, BIG, longest=4096)
+    kv, apart = a_disk(), Disk(alike(L, K, D), torch.float64, BIG, BIG, longest=4096)
     for one in (kv, apart):
         one.take(0, some(9000))
     assert [e.length for e in kv._layers[0]] == [9000]

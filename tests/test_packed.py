@@ -37,7 +37,7 @@ def made(n: int, seed: int = 0, dtype: torch.dtype = torch.float64, first: int =
 
 
 def tier(bits: tuple[int, int], dtype: torch.dtype = torch.float64, rotate: str = "none") -> Packed:
-    return Packed(L, K, D, dtype, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
+    return Packed(alike(L, K, D), dtype, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
 
 
 def filled(bits: tuple[int, int], dtype: torch.dtype = torch.float64, rotate: str = "none") -> Packed:
@@ -244,7 +244,7 @@ def test_a_copy_goes_its_own_way_and_still_shares_positions() -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_bytes_are_a_fraction_of_sixteen_bits(bits: tuple[int, int], most: float, ragged: bool) -> None:
     n, d = 64 * 31, 64
-    kv = Packed(1, K, d, torch.bfloat16, k_bits=bits[0], v_bits=bits[1], group=64)
+    kv = Packed(alike(1, K, d), torch.bfloat16, k_bits=bits[0], v_bits=bits[1], group=64)
     noise = torch.Generator().manual_seed(0)
     k, v = (torch.randn(K, n, d, generator=noise).bfloat16() for _ in "kv")
     for a in range(0, n, 62):
@@ -292,7 +292,7 @@ def test_numbers_given_are_not_held_on_to() -> None:
 )
 def test_what_the_layouts_cannot_hold_is_refused(head_dim: int, more: dict[str, object], why: str) -> None:
     with pytest.raises(BadConfig, match=why):
-        Packed(1, 1, head_dim, torch.float32, **more)  # type: ignore[arg-type]
+        Packed(alike(1, 1, head_dim), torch.float32, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
@@ -304,7 +304,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
     model, (keep, every) = lm("dense", dtype), POLICIES[policy]
 
     def text(drafter: Drafter) -> list[int]:
-        shape = (model.n_layers, model.n_kv_heads, model.head_dim, model.dtype)
+        shape = model.shapes, model.dtype
         packed = Packed(*shape, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
         kv = Ladder(Dense(model.shapes, model.dtype), [Rung(packed)], holds=7, group=GROUP, sinks=2)
         chosen = {"view": view(model, kv, drafter), "policy": keep, "every": every or 16, "chunk": 13}

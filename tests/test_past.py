@@ -51,11 +51,11 @@ ANSWER, AGAIN = 27, 40
 
 
 def packed(lm: LM, **how: Any) -> Packed:
-    return Packed(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, lm.device, **{"group": 8, **how})
+    return Packed(lm.shapes, lm.dtype, lm.device, **{"group": 8, **how})
 
 
 def disk(lm: LM) -> Disk:
-    return Disk(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, 1 << 26, 1 << 30)
+    return Disk(lm.shapes, lm.dtype, 1 << 26, 1 << 30)
 
 
 def over(lm: LM, *below: Rung, **how: Any) -> Ladder:

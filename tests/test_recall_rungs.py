@@ -49,7 +49,7 @@ Make = Callable[[Shape, torch.dtype], Shelf]
 
 
 def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Make:
-    return lambda shape, dtype: Packed(*shape, dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
+    return lambda shape, dtype: Packed(alike(*shape), dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
 
 
 SHELVES: dict[str, Make] = {
@@ -59,7 +59,7 @@ SHELVES: dict[str, Make] = {
     "packed_16_4": packed(16, 4),
     "packed_2_16": packed(2, 16),
     "host": lambda shape, dtype: Host(packed(4, 4)(shape, dtype), "cpu"),
-    "disk": lambda shape, dtype: Disk(*shape, dtype, BIG, BIG),
+    "disk": lambda shape, dtype: Disk(alike(*shape), dtype, BIG, BIG),
 }
 SMALL = Budget(fraction=0.1, floor=4, sinks=2, recent=3)
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
@@ -159,7 +159,7 @@ OPS += [("crop", 5), ("take", 40), ("crop", 50), ("take", 90), ("crop", 0)]
 @pytest.mark.parametrize("index", ["minmax", "certified"])
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_bounds_hold_whatever_was_stored_forgotten_and_undone(bits: int, index: str) -> None:
-    tier = Packed(L, K, D, torch.float64, k_bits=bits, v_bits=8, group=8)
+    tier = Packed(alike(L, K, D), torch.float64, k_bits=bits, v_bits=8, group=8)
     kv, n, judged = Recall(tier, INDEXES[index], SMALL, [1], source=tier), 0, 0
     for op, x in OPS:
         if op == "take":
@@ -178,7 +178,7 @@ def test_bounds_hold_whatever_was_stored_forgotten_and_undone(bits: int, index: 
 
 def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
     """Older keys wait behind newer ones after an eviction: an undo packs what is left of the newer ones with them."""
-    tier = Packed(L, K, D, torch.float64, k_bits=2, v_bits=8, group=8)
+    tier = Packed(alike(L, K, D), torch.float64, k_bits=2, v_bits=8, group=8)
     kv = Recall(tier, Certified(3), SMALL, [1], source=tier)
     kv.take(1, some(40))
     at = torch.arange(40).expand(K, -1)
@@ -193,7 +193,7 @@ def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_pages_reach_as_far_as_numbers_are_final(bits: int) -> None:
-    tier = Packed(L, K, D, torch.float64, k_bits=bits, v_bits=8, group=8)
+    tier = Packed(alike(L, K, D), torch.float64, k_bits=bits, v_bits=8, group=8)
     kv = Recall(tier, Certified(3), SMALL, [1], source=tier)
     kv.take(1, some(45))
     p = kv._pages[1]
@@ -319,7 +319,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
         settings = small if method != "none" else {}
         profile = load_profile("exact").replace(exactness="approx", recall={"method": method} | settings)
         recall = profile.recall.settings
-        low = Disk(*shape, model.dtype, BIG, BIG)
+        low = Disk(alike(*shape), model.dtype, BIG, BIG)
         dense = Dense(alike(*shape), model.dtype)
         kv = recall.over(dense, dense, model.sights)
         if rungs:

@@ -45,7 +45,7 @@ def read(model: LM, rope: bool) -> Session:
     return session
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", [f.name for f in families.FAMILIES.values() if f.has_tables])
 def test_stored_before_rope_every_family_reads_the_same(name: str) -> None:
     model = lm(name)
     without, plain = read(model, rope=True), read(model, rope=False)

@@ -40,9 +40,9 @@ INDEXES: dict[str, Callable[[], Index]] = {
 
 def below(kind: str, dtype: torch.dtype) -> Shelf:
     if kind == "disk":
-        return Disk(1, K, D, dtype, 1 << 26, 1 << 30)
+        return Disk(alike(1, K, D), dtype, 1 << 26, 1 << 30)
     turn = "hadamard" if kind == "turned" else "none"
-    return Packed(1, K, D, dtype, k_bits=4, v_bits=8, group=32, rotate=turn)
+    return Packed(alike(1, K, D), dtype, k_bits=4, v_bits=8, group=32, rotate=turn)
 
 
 def store(kind: str, index: str, dtype: torch.dtype) -> Store:
@@ -123,4 +123,4 @@ def test_a_choice_is_a_part_and_rows_differ_in_theirs(index: str) -> None:
 def test_a_store_says_which_setting_has_rows_know_each_other(dtype: torch.dtype) -> None:
     for kind in ("dense", "packed", "disk"):
         assert store(kind, "minmax", dtype).rounds_by_rows == "kv.dtype"
-    assert Packed(1, 1, 24, torch.bfloat16).rounds_by_rows == "kv.k_bits"
+    assert Packed(alike(1, 1, 24), torch.bfloat16).rounds_by_rows == "kv.k_bits"

@@ -40,8 +40,7 @@ def dense(model: LM, back: int | None = BACK) -> Dense:
 
 def ladder(model: LM, back: int | None = BACK, bits: int = 8) -> Ladder:
     """A few slots in full, older ones in few bits."""
-    n_layers, shape = model.n_layers, model.shapes[0]
-    below = Packed(n_layers, shape.n_kv_heads, shape.k_dim, model.dtype, k_bits=bits, v_bits=bits, group=8)
+    below = Packed(model.shapes, model.dtype, k_bits=bits, v_bits=bits, group=8)
     return Ladder(dense(model, back), [Rung(below, group=8)], holds=16, group=8, sinks=2)
 
 

@@ -1,10 +1,11 @@
 """Attention of rows over slots that are stored in few bits, with the log-sum-exp that lets parts merge.
 
-q [H, N, D]; one `PackedHead` for each KV head, of its own length; query head h reads head h // (H // K). `masks` allow,
-one per head: [N, S] or [1, S] bool, None = every row sees every slot. `dtype` is what the store computes in: float32
-and float64 are held to in full (keys and values as their codes say, products and sums in that type); for 16-bit types
-the softmax and the sums are float32, and probabilities are rounded to 16 bits for the product with the values, as
-`attend` does. Results: out [H, N, D] and lse [H, N]; a row that sees nothing has lse = -inf and out = 0.
+q [H, N, D]; one `PackedHead` for each KV head, of its own length, with values of E numbers; query head h reads head
+h // (H // K). `masks` allow, one per head: [N, S] or [1, S] bool, None = every row sees every slot. `dtype` is what the
+store computes in: float32 and float64 are held to in full (keys and values as their codes say, products and sums in
+that type); for 16-bit types the softmax and the sums are float32, and probabilities are rounded to 16 bits for the
+product with the values, as `attend` does. Results: out [H, N, E] and lse [H, N]; a row that sees nothing has lse = -inf
+and out = 0.
 `attend_table` is the same for heads that do not change from pass to pass, in one launch and the same bits for a row
 whoever comes along: on GPUs that kernels/gpu.py names, of heads that `table.why_not` does not refuse.
 """
@@ -33,6 +34,12 @@ class PackedHead:
     rest: Tensor  # [r, D] keys of the last slots, in full
     values: Rounded  # of all slots, and more where the layout has spare room
     length: int  # slots
+
+    @property
+    def v_dim(self) -> int:
+        """Numbers of a value."""
+        codes, bits = self.values.codes, self.values.bits
+        return codes.shape[0] if bits == 8 else codes.shape[1] if bits == 16 else codes.shape[1] * 8 // bits
 
 
 def attend_packed(

@@ -57,22 +57,22 @@ def attend_packed(
     if m > FEW:
         found = [_many(*each, n, scale, dtype) for each in zip(rows, heads, masks, strict=True)]
         out, lse = torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
-        return out.view(h, n, d), lse.view(h, n)
+        return out.view(h, n, -1), lse.view(h, n)
     # base 2 throughout: exp2 is three times as fast as exp
     wide = rows.float() * (scale / softcap if softcap > 0 else scale * LOG2E)
     forms = zip(wide, wide.to(dtype), *in_digits(wide), strict=True)
     each = [_few(_Rows(*form), head, mask, n, softcap) for form, head, mask in zip(forms, heads, masks, strict=True)]
     out, mass, top = (torch.stack(list(ts)) for ts in zip(*each, strict=True))
-    return (out / mass.clamp_min(torch.finfo(torch.float32).tiny)).view(h, n, d), mass.log2().add_(top).div_(
+    return (out / mass.clamp_min(torch.finfo(torch.float32).tiny)).view(h, n, -1), mass.log2().add_(top).div_(
         LOG2E
     ).view(h, n)
 
 
 def _few(rows: _Rows, head: PackedHead, mask: Tensor | None, n: int, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of one head -> weighted sum of values [M, D], sum of weights [M, 1] and the score they are relative to."""
+    """Rows of one head -> weighted sum of values [M, E], sum of weights [M, 1] and the score they are relative to."""
     m = rows.wide.shape[0]
     if not head.length:
-        return torch.zeros_like(rows.wide), rows.wide.new_zeros(m, 1), rows.wide.new_zeros(m, 1)
+        return rows.wide.new_zeros(m, head.v_dim), rows.wide.new_zeros(m, 1), rows.wide.new_zeros(m, 1)
     score = _scores(rows, head)  # [M, S] float32
     if softcap > 0:
         score.tanh_().mul_(softcap * LOG2E)
@@ -91,13 +91,13 @@ def _many(
 ) -> tuple[Tensor, Tensor]:
     """More rows: keys and values once in full, then torch's flash kernel, which never holds all scores."""
     if not head.length:
-        return torch.zeros_like(rows, dtype=torch.float32), rows.new_full((rows.shape[0], 1), -torch.inf).float()
+        return rows.new_zeros(rows.shape[0], head.v_dim).float(), rows.new_full((rows.shape[0], 1), -torch.inf).float()
     like = rows.new_empty(0, dtype=dtype)
     k = torch.cat([unpack_keys(head.keys, like), head.rest]).unsqueeze(0)
     v = unpack_values(head.values, like, head.length).unsqueeze(0)
     q = rows.to(dtype).view(-1, n, rows.shape[1])
     out, lse = flash(q, k, v, scale, None if mask is None else mask.expand(n, -1))
-    return out.reshape(rows.shape).float(), lse.reshape(-1, 1)
+    return out.flatten(0, 1).float(), lse.reshape(-1, 1)
 
 
 def in_digits(wide: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,7 @@ def _ranged_scores(rows: _Rows, keys: Rounded) -> Tensor:
 
 
 def _weigh(weights: Tensor, values: Rounded, dtype: torch.dtype) -> Tensor:
-    """weights [M, S] float32, overwritten, times all values -> [M, D] float32."""
+    """weights [M, S] float32, overwritten, times all values -> [M, E] float32."""
     if values.scale is None:
         return (weights.to(dtype) @ values.codes).float()
     if values.zero is not None:

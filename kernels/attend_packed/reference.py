@@ -30,7 +30,7 @@ def attend_packed(
 
 
 def _head(q: Tensor, head: PackedHead, mask: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
-    """q [G, N, D] -> out [G, N, D], lse [G, N]."""
+    """q [G, N, D] -> out [G, N, E], lse [G, N]."""
     k = torch.cat([unpack_keys(head.keys, q), head.rest.to(q.dtype)]).unsqueeze(0)
     v = unpack_values(head.values, q, head.length).unsqueeze(0)
     if mask is not None:

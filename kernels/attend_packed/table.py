@@ -54,8 +54,8 @@ class Table:
 def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) -> str:
     """Why the kernel does not read these heads; "" if it does."""
     size, group = heads[0].rest.shape[1], _group(heads)
-    if size not in SIZES:
-        return f"heads of {size} numbers: {', '.join(map(str, SIZES))} are served"
+    if size not in SIZES or heads[0].v_dim != size:
+        return f"keys of {size} and values of {heads[0].v_dim} numbers: {', '.join(map(str, SIZES))} of both are served"
     if (group & -group) < LEAST:
         return f"groups of {group} slots: multiples of {LEAST} are served"
     width = _width(heads[0].values)

@@ -123,8 +123,8 @@ def serves_chosen(q: Tensor, v: Tensor) -> bool:
 
 
 def serves_packed(q: Tensor, like: Tensor) -> bool:
-    """Whether rows q [H, n, D] can be read over slots in few bits that unpack to numbers `like` these, of size D."""
-    return serves_chosen(q, like) and q.shape[2] % 16 == 0
+    """Whether rows q [H, n, D] can be read over slots in few bits that unpack to values `like` these [.., E]."""
+    return serves_chosen(q, like) and q.shape[2] % 16 == like.shape[-1] % 16 == 0
 
 
 def read(
@@ -210,9 +210,10 @@ def attend_packed_part(
     softcap: float = 0.0,
     level: str | None = None,
 ) -> Part:
-    """The same over slots in few bits: keys and values of D numbers, a multiple of 16, and q of their type unpacked."""
-    assert q.shape[2] % 16 == 0, "codes are read sixteen at a time"
-    out = torch.empty(q.shape[1], q.shape[0], q.shape[2])
+    """The same over slots in few bits: D and E multiples of 16, and q of their type unpacked."""
+    e = run.heads[0].v_dim
+    assert q.shape[2] % 16 == e % 16 == 0, "codes are read sixteen at a time"
+    out = torch.empty(q.shape[1], q.shape[0], e)
     lse = torch.empty(q.shape[1], q.shape[0])
     call(q, None, None, pos, scale, None, window, softcap, (), None, out, lse, level, run)
     return Part(out.transpose(0, 1), lse.T)

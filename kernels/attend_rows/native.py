@@ -131,7 +131,7 @@ def _packed(head: PackedHead, dtype: torch.dtype) -> bytes:
     assert head.rest.dtype == dtype, "rows and slots are of one type"
     assert all(t.is_contiguous() for t in (*k.tensors, *v.tensors, head.rest)), "codes lie in one piece"
     k_group = 0 if k.zero is None else k.codes.shape[0] // max(1, k.zero.shape[0])
-    v_group = 0 if v.zero is None else head.rest.shape[1] // v.zero.shape[1]
+    v_group = 0 if v.zero is None else head.v_dim // v.zero.shape[1]
     k_at, v_at = ([0 if t is None else t.data_ptr() for t in (x.codes, x.scale, x.zero, x.fine)] for x in (k, v))
     return PACKED.pack(
         *(*k_at, k.bits, k_group, 0, *v_at, v.bits, v_group, v.codes.shape[1]), head.rest.data_ptr(), k.codes.shape[0]

@@ -61,13 +61,14 @@ class Pass:
         if q.dtype is not self._dtype:  # asking for it costs as much as a small product, in every layer
             q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
-        if (source := feed.lm.shapes[layer].shares) is not None:
-            k, v = self.fresh[source].k, self.fresh[source].v
+        source, is_last = feed.lm.shapes[layer].shares, layer == self.last
+        if source is not None:
+            layer, k, v = source, self.fresh[source].k, self.fresh[source].v  # stores know the one that stores
         else:
             self.fresh[layer] = Fresh(k, v)
         if feed.hear:
             self._listen(q)
-        if layer == self.last:
+        if is_last:
             raise Enough
         if feed.is_prompt:
             sight = replace(sight, is_prompt=True)

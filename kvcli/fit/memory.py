@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, fresh_bytes, product_bytes, recorded_bytes, working_bytes
 from kvcli.kv.footprint import STEP
 from kvcli.kv.room import EVERY
-from kvcli.kv.windows import Window
+from kvcli.kv.slots import LayerShape, Sight
+from kvcli.kv.windows import Window, windows_of
 
 if TYPE_CHECKING:
     from kvcli.fit.places import Caps
@@ -41,7 +42,7 @@ class Run:
     device: str  # cpu, cuda, mps
     number: int  # bytes of a number the model computes in
     kv_number: int  # bytes of a stored number, as the newest tokens have it
-    layer: Callable[[int, int], int]  # bytes of a layer with so many slots a head, so many of them just stored
+    layer: Callable[[LayerShape, int, int], int]  # bytes of one with so many slots a head, so many just stored
     index: Callable[[int, int], int]  # of the same slots in all layers, what recall knows them by
     caps: Caps
     chunk: int  # tokens read in one pass
@@ -54,7 +55,7 @@ class Run:
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
     second: Beside | None  # a model that drafts
-    lower: int | None  # bytes on the device of a slot that a policy moves down; None: it is forgotten
+    lower: int | None  # bytes on the device of a slot of all layers that a policy moves down; None: it is forgotten
     drops: bool  # what is moved down is forgotten after all where there is no room
     base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
@@ -111,8 +112,16 @@ class Need:
 
 def kv_bytes(shape: Shape, slots: int, number: float, *, windows: bool = False) -> int:
     """Keys and values of so many slots a head. `windows`: sliding layers keep their window alone, as tables say."""
-    stored = shape.visible(slots) if windows else slots * shape.layers
-    return int(2 * shape.kv_heads * shape.head_dim * number * stored)
+    stored = shape.visible(slots) if windows else [slots] * shape.layers
+    return int(sum(of.numbers * n for of, n in zip(shape.stores, stored, strict=True)) * number)
+
+
+@lru_cache
+def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
+    """What each layer stores as a store is told of it, and the window of the rows that look furthest back in it."""
+    shapes = [LayerShape(of.kv_heads, of.key, of.value, of.shares) for of in shape.stores]
+    windows = windows_of(shapes, [Sight(1.0, window=window) for window in shape.windows])
+    return tuple((of, windows[i].size if i in windows else None) for i, of in enumerate(shapes))
 
 
 def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
@@ -142,22 +151,23 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         device=run.device, is_fused=run.is_fused, draws=run.draws, largest=weights.largest if run.is_packed else 0
     )
     if run.device == "cpu" and run.number == 2 and not run.is_native:
-        uneven = shape.layers * shape.kv_heads if run.is_uneven else 0
+        uneven = sum(of.kv_heads for of in shape.stores if of.numbers) if run.is_uneven else 0
         working += product_bytes(run.rows, run.slots(context), uneven, is_packed=run.is_packed)
     if run.second is not None:
         working = max(working, run.second.working(context))
     copied = run.copied(held)
-    view = kv_bytes(shape, copied, run.kv_number) + copied * shape.layers * POSITION
+    view = kv_bytes(shape, copied, run.kv_number) + copied * sum(of.numbers > 0 for of in shape.stores) * POSITION
     on_cpu = run.device == "cpu"
     draft = view + (run.tables(context) if on_cpu else 0) + (run.second.stored(context) if run.second else 0)
 
-    def top(windows: Sequence[int | None], here: int) -> int:
-        each = ((n, window and Window(window).most(max(chunk, run.answer))) for window, n in Counter(windows).items())
-        return sum(n * run.layer(min(here, most or here), fresh) for n, most in each)
+    def top(layers: Sequence[tuple[LayerShape, int | None]], here: int) -> int:
+        alike = Counter(layers).items()
+        each = ((n, of, window and Window(window).most(max(chunk, run.answer))) for (of, window), n in alike)
+        return sum(n * run.layer(of, min(here, most or here), fresh) for n, of, most in each)
 
     def nbytes(here: int) -> int:
         lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well
-        return top(shape.windows[below:], here) + shape.layers * lower + run.index(known, fresh)
+        return top(stored(shape)[below:], here) + lower + run.index(known, fresh)
 
     is_all = run.lower is not None  # stored, at a boundary too
     spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)
@@ -173,7 +183,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     if run.device == "cuda" and below < shape.layers:  # a layer that grows is there twice, while nothing is computed
         grown = places.device // (shape.layers - below)
         working = max(working, fresh_bytes(shape, chunk, run.kv_number) + grown)
-    of_host = top(shape.windows[:below], spread.most), sizes(device="cpu") if below else 0
+    of_host = top(stored(shape)[:below], spread.most), sizes(device="cpu") if below else 0
     loading, mapped = loading_bytes(shape, weights, run.number, run.device, check=run.check)
     loading -= on_host
     least = loading - mapped

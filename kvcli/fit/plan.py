@@ -16,7 +16,7 @@ from kvcli.fit.working import is_fused, is_native, working_bytes
 from kvcli.kv import room as kv_room
 from kvcli.kv.footprint import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.kv.room import EVERY
-from kvcli.kv.slots import LayerShape, Sight
+from kvcli.kv.slots import Sight, storing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
 from kvcli.settings.schema import NUMBERS, Memory
@@ -129,16 +129,18 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
     refuse_split(load.layers_on_gpu, room.kind, is_quantized=subject.is_quantized)
     usable = room.usable
-    of_layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
-    below = narrow(whole.kv, of_layer, kv_number) if packs_by_age(whole.kv, whole.memory) else wide(of_layer, kv_number)
-    lower = lower_bytes(whole.kv, whole.memory, of_layer, kv_number, is_cpu=room.kind == "cpu")
+    layers = [of for of, _ in memory.stored(shape)]
+    of_slot = partial(narrow, whole.kv) if packs_by_age(whole.kv, whole.memory) else wide
+    below = sum(of_slot(of, kv_number) - POSITION for of in layers if of.numbers)
+    is_cpu = room.kind == "cpu"
+    lower = sum(lower_bytes(whole.kv, whole.memory, of, kv_number, is_cpu=is_cpu) for of in layers)
     run = memory.Run(
         device=room.kind,
         number=number,
         kv_number=kv_number,
-        layer=partial(layer_bytes, whole.kv, whole.memory, of_layer, kv_number),
+        layer=partial(layer_bytes, whole.kv, whole.memory, kv_number),
         index=_index(whole, shape, kv_number),
-        caps=replace(_caps(whole, shape, room, of_layer, kv_number, usable), host=max(0, room.host - facts.base)),
+        caps=replace(_caps(whole, shape, room, kv_number, usable), host=max(0, room.host - facts.base)),
         chunk=profile.prefill.chunk,
         rows=max(profile.spec.rows, profile.steps.rows),
         slots=whole.policy.slots,
@@ -179,7 +181,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         facts=facts,
         most=most,
         limit=shape.limit,
-        per_token=shape.layers * (below - POSITION),
+        per_token=below,
         weights=heavy,
         run=run,
     )
@@ -263,25 +265,25 @@ def _kept(profile: Profile, shape: Shape, number: int) -> memory.Beside | None:
     """What the smaller past takes that guesses beside a whole one; None = there is none."""
     if not profile.is_checked:
         return None
-    policy, of_layer = profile.policy, LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
+    policy = profile.policy
     fresh = max(profile.prefill.chunk, policy.every or EVERY)
 
     def stored(n: int) -> int:
         held = min(n, max(policy.slots(n) + fresh, policy.reading(n) + profile.prefill.chunk))
-        of_slots = layer_bytes(profile.kv, Memory(), of_layer, number, held, fresh)
-        return shape.layers * of_slots + _index(profile, shape, number)(held, fresh)
+        of_slots = sum(layer_bytes(profile.kv, Memory(), number, of, held, fresh) for of, _ in memory.stored(shape))
+        return of_slots + _index(profile, shape, number)(held, fresh)
 
     return memory.Beside(stored, lambda n: 0, 0, 0)
 
 
-def _caps(profile: Profile, shape: Shape, room: Room, of_layer: LayerShape, number: int, free: int) -> Caps:
+def _caps(profile: Profile, shape: Shape, room: Room, number: int, free: int) -> Caps:
     def found(chunk: int, left: int) -> kv_room.Room:
         return kv_room.room(
             profile.kv,
             profile.memory,
             profile.recall.settings,
             _sights(shape),
-            [of_layer] * shape.layers,
+            [of for of, _ in memory.stored(shape)],
             number,
             chunk=chunk,
             is_cpu=room.kind == "cpu",
@@ -298,10 +300,10 @@ def _sights(shape: Shape) -> list[Sight]:
 
 def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], int]:
     """Slots a head, and those of them just stored -> bytes that recall knows them by, in all layers."""
-    layers = len(profile.recall.layers(_sights(shape)))
-    per_slot = profile.recall.per_slot(shape.head_dim, number)
-    kv, memory = profile.kv, profile.memory
-    return lambda slots, fresh: layers * index_bytes(kv, memory, per_slot, shape.kv_heads, slots, fresh)
+    layers = [of for of, _ in memory.stored(shape)]
+    read = [layers[i] for i in profile.recall.layers(storing(_sights(shape), layers))]
+    per_slot = sum(of.n_kv_heads * profile.recall.per_slot(of.k_dim, number) for of in read)
+    return lambda slots, fresh: index_bytes(profile.kv, profile.memory, per_slot, slots, fresh)
 
 
 def torch_dtype(subject: Subject, profile: Profile) -> str:

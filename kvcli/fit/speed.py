@@ -70,11 +70,10 @@ def split(plan: Plan, host: CalibrationDocument | None) -> FitSplit | None:
 
 def reading_flop(shape: Shape, n: int) -> float:
     """Products of n tokens: two FLOP a weight, and scores and sums over all earlier tokens that a layer sees."""
-    attention = 2 * shape.heads * shape.head_dim * n * shape.visible(n)
-    sliding = sum(1 for window in shape.windows if window is not None and window < n)
-    whole = shape.layers - sliding
-    extra = 2 * shape.heads * shape.head_dim * n * (shape.visible(n) - whole * n)  # windows are full, not triangles
-    return 2.0 * shape.linear_active * n + attention + extra
+    layers = zip(shape.stores, shape.visible(n), strict=True)
+    # windows are full, not triangles
+    pairs = sum((of.key + of.value) * seen * (1 if seen == n else 2) for of, seen in layers)
+    return 2.0 * shape.linear_active * n + shape.heads * n * pairs
 
 
 def rereading_flop(shape: Shape, n: int) -> float:

@@ -15,6 +15,7 @@ from kvcli.models.gguf.blocks import stays_packed
 if TYPE_CHECKING:
     from kvcli.models.shape import Shape
     from kvcli.models.source import Source
+    from kvcli.models.stores import Stores
 
 BYTES = {
     "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "f16": 2,
@@ -113,9 +114,14 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
         each = packed if packed is not None and is_linear else number
         return Held((rows, cols), int(rows * cols * each), is_linear and packs)
 
-    def layer() -> Iterator[Held]:
-        width, kv, d = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
-        for rows, cols in ((width, d), (kv, d), (kv, d), (d, width)):
+    def layer(of: Stores) -> Iterator[Held]:
+        d, kv = shape.hidden, 0 if of.shares is not None else of.kv_heads
+        for rows, cols in (
+            (shape.heads * of.key, d),
+            (kv * of.key, d),
+            (kv * of.value, d),
+            (d, shape.heads * of.value),
+        ):
             yield held(rows, cols, True)
         for _ in range(max(1, shape.experts)):
             for rows, cols in ((shape.inner, d), (shape.inner, d), (d, shape.inner)):
@@ -123,7 +129,7 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
         yield held(2, d, False)
 
     ends = [held(shape.vocab, shape.hidden, False)] * (1 if shape.is_tied else 2)
-    layers = (replace(one, layer=i) for i in range(shape.layers) for one in layer())
+    layers = (replace(one, layer=i) for i, of in enumerate(shape.stores) for one in layer(of))
     return (replace(ends[0], embeds=True), *ends[1:], *layers)
 
 

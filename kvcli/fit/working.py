@@ -45,7 +45,7 @@ def is_native(shape: Shape, dtype: str, device: str) -> bool:
 
     kinds = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
     kind = kinds.get(dtype, torch.float32 if BYTES[dtype] == WIDE else torch.float16)
-    return not why_not(kind, torch.device(device), shape.head_dim, shape.head_dim)
+    return not any(why_not(kind, torch.device(device), of.key, of.value) for of in set(shape.stores))
 
 
 def is_fused(shape: Shape, number: int, room: Room) -> bool:
@@ -54,8 +54,7 @@ def is_fused(shape: Shape, number: int, room: Room) -> bool:
         room.kind == "cuda"
         and not room.unserved
         and number == 2
-        and shape.head_dim <= WIDEST
-        and not shape.head_dim % 16
+        and all(size <= WIDEST and not size % 16 for of in shape.stores for size in (of.key, of.value))
     )
 
 
@@ -146,7 +145,7 @@ def _inner(shape: Shape, rows: int, number: int) -> int:
 
 def _attention(shape: Shape, rows: int, number: int) -> int:
     """What goes round it and its input, queries before and after rotation, two parts, and their merge in float32."""
-    width = shape.heads * shape.head_dim
+    width = shape.heads * max(max(of.key, of.value) for of in shape.stores)
     live = rows * (number * (2 * shape.hidden + 3 * width) + 3 * WIDE * width)
     if number == WIDE:
         live -= 2 * WIDE * width * rows  # the parts are float32 already

@@ -5,13 +5,14 @@ What the file is, and how its room is given out: extents.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from kvcli.kv.extents import SlotFile
 from kvcli.kv.shelved import Shelved
-from kvcli.kv.slots import Usage, alike
+from kvcli.kv.slots import LayerShape, Usage
 from kvcli.kv.state import Given
 
 
@@ -23,9 +24,7 @@ class Disk(Shelved):
 
     def __init__(
         self,
-        n_layers: int,
-        n_kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[LayerShape],
         dtype: torch.dtype,
         most: int,
         writes: int,
@@ -34,9 +33,9 @@ class Disk(Shelved):
     ) -> None:
         """`writes`: bytes written at most. `folder`: where the file is made; None = the system's for such files.
         `longest`: slots that are read in one go, of a device that has them copied past it; None = any number."""
-        self._file = SlotFile(n_layers, n_kv_heads, head_dim, dtype, most, writes, folder, longest)
-        self._how, self._longest = (n_layers, n_kv_heads, head_dim, dtype, most, writes), longest
-        super().__init__(alike(n_layers, n_kv_heads, head_dim), dtype, self._file)
+        self._file = SlotFile(shapes, dtype, most, writes, folder, longest)
+        self._how, self._longest = (shapes, dtype, most, writes), longest
+        super().__init__(shapes, dtype, self._file)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Disk:
         """A file of its own with the same slots in the same places, forgotten ones too."""

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +25,7 @@ from kvcli.kernels.attend_rows import WIDEST, Run, attend_part, serves
 from kvcli.kernels.merge import Part
 from kvcli.kv.folder import temporary_folder
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Sight, Slots, visible
+from kvcli.kv.slots import LayerShape, Sight, Slots, visible
 from kvcli.kv.state import State
 
 FIRST, LARGEST = 256, 4096  # slots of an extent: a layer's grow with what it holds
@@ -92,8 +91,8 @@ class Place(Protocol):
     def give_back(self, extents: Iterable[Extent]) -> None:
         """Nothing is in these."""
 
-    def may_write(self, n: int) -> None:
-        """Raises Shortage where n more slots are not to be written."""
+    def may_write(self, layer: int, n: int) -> None:
+        """Raises Shortage where n more slots of a layer are not to be written."""
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
         """k, v [K, m, ..] behind what the extent holds. OSError where there turns out to be no room."""
@@ -107,9 +106,7 @@ class SlotFile:
 
     def __init__(
         self,
-        n_layers: int,
-        n_kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[LayerShape],
         dtype: torch.dtype,
         most: int,
         writes: int,
@@ -119,10 +116,11 @@ class SlotFile:
         """`folder`: where the file is made; None = the system's for such files. `longest`: slots of an extent at most;
         None = as many as come at once."""
         self.folder = folder or temporary_folder()
-        self._heads, self._dim, self._dtype = n_kv_heads, head_dim, dtype
-        self._most, self._share, self._writes = most, part_of(most, n_layers), writes
+        self._shapes, self._dtype = shapes, dtype
+        self._most, self._writes = most, writes
         self._longest = longest
-        self._per_slot = 2 * n_kv_heads * head_dim * dtype.itemsize  # bytes
+        self._per_slot = [of.numbers * dtype.itemsize for of in shapes]  # bytes, by layer
+        self._shares = parts_of(most, self._per_slot)
         self._written, self._end = 0, 0  # bytes, of the file
         self._free: list[tuple[int, int]] = []  # (offset, bytes) of extents that are empty again
         self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # as long as the tier
@@ -134,51 +132,52 @@ class SlotFile:
         It takes ahead of its need no more than its part of the file, so that the last has room for as many slots.
         """
         with self._full():
-            return self._claim(need if self._longest is None else min(need, self._longest), held)
+            return self._claim(layer, need if self._longest is None else min(need, self._longest), held)
 
-    def _claim(self, need: int, held: Sequence[Extent]) -> Extent:
-        unit = mmap.ALLOCATIONGRANULARITY  # a map begins at a multiple of it
-        again = next((i for i, (_, size) in enumerate(self._free) if size >= need * self._per_slot), None)
+    def _claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+        unit, per_slot = mmap.ALLOCATIONGRANULARITY, self._per_slot[layer]  # a map begins at a multiple of the unit
+        again = next((i for i, (_, size) in enumerate(self._free) if size >= need * per_slot), None)
         if again is not None:
             offset, size = self._free.pop(again)
         else:
-            ahead = min(LARGEST, max(FIRST, sum(e.length for e in held))) * self._per_slot
-            share = self._share - sum(e.nbytes for e in held)
+            ahead = min(LARGEST, max(FIRST, sum(e.length for e in held))) * per_slot
+            share = self._shares[layer] - sum(e.nbytes for e in held)
             offset, left = self._end, (self._most - self._end) // unit * unit
-            size = min(-(-max(need * self._per_slot, min(ahead, share)) // unit) * unit, left)
-            if size < need * self._per_slot:
+            size = min(-(-max(need * per_slot, min(ahead, share)) // unit) * unit, left)
+            if size < need * per_slot:
                 raise Shortage("memory.disk is full", detail={"used": self._end, "most": self._most})
             self._grow(offset + size)
-        cap = size // self._per_slot
+        of, cap = self._shapes[layer], size // per_slot
         try:
             mapped = mmap.mmap(self._file.fileno(), size, offset=offset)
         except OSError:
             self._free.append((offset, size))
             raise
-        k, v = torch.frombuffer(mapped, dtype=self._dtype, count=2 * self._heads * cap * self._dim).view(
-            2, self._heads, cap, self._dim
-        )
-        pos = torch.full((self._heads, cap), -1, dtype=torch.int32)
+        sizes = [of.n_kv_heads * cap * dim for dim in (of.k_dim, of.v_dim)]
+        k, v = torch.frombuffer(mapped, dtype=self._dtype, count=sum(sizes)).split_with_sizes(sizes)
+        k, v = k.view(of.n_kv_heads, cap, of.k_dim), v.view(of.n_kv_heads, cap, of.v_dim)
+        pos = torch.full((of.n_kv_heads, cap), -1, dtype=torch.int32)
         return Extent(offset, size, k, v, pos, "it lies on the disk")
 
     def give_back(self, extents: Iterable[Extent]) -> None:
         """Nothing is in these; their place is used again."""
         self._free += [(e.offset, e.nbytes) for e in extents]
 
-    def may_write(self, n: int) -> None:
+    def may_write(self, layer: int, n: int) -> None:
         """Raises Shortage where n more slots are not to be written."""
-        if self._written + n * self._per_slot > self._writes:
+        if self._written + n * self._per_slot[layer] > self._writes:
             raise Shortage("memory.disk_writes is used up", detail={"written": self._written, "most": self._writes})
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
-        """k, v [K, m, D] behind what the extent holds; a write says when the disk is full, a map would crash."""
-        cap, row = extent.pos.shape[1], self._dim * self._dtype.itemsize
-        for i, j in product(range(2), range(self._heads)):
-            with self._full():
-                data = (k, v)[i][j].to(self._dtype).contiguous().view(torch.uint8).numpy().data.cast("B")
-                at = extent.offset + ((i * self._heads + j) * cap + extent.length) * row
+        """k, v [K, m, ..] behind what the extent holds; a write says when the disk is full, a map would crash."""
+        (heads, cap, _), number = extent.k.shape, self._dtype.itemsize
+        for t, first in ((k, 0), (v, extent.k.nbytes)):
+            for j in range(heads):
+                data = t[j].to(self._dtype).contiguous().view(torch.uint8).numpy().data.cast("B")
+                at = extent.offset + first + (j * cap + extent.length) * t.shape[2] * number
                 while data:
-                    done = os.pwrite(self._file.fileno(), data, at)
+                    with self._full():
+                        done = os.pwrite(self._file.fileno(), data, at)
                     self._written += done
                     at, data = at + done, data[done:]
 
@@ -201,6 +200,7 @@ class SlotFile:
         self._end = end
 
 
-def part_of(most: int, n_layers: int) -> int:
-    """Bytes that each layer can be sure of in a file of so many."""
-    return most // n_layers // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+def parts_of(most: int, per_slot: Sequence[int]) -> list[int]:
+    """Bytes that each layer, of slots of so many, can be sure of in a file of `most`: all for as many slots."""
+    unit, whole = mmap.ALLOCATIONGRANULARITY, max(1, sum(per_slot))
+    return [most * each // whole // unit * unit for each in per_slot]

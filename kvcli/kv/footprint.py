@@ -29,7 +29,7 @@ def is_ladder(kv: Kv, memory: Memory) -> bool:
     return not is_plain or memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
 
 
-def layer_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, slots: int, fresh: int) -> int:
+def layer_bytes(kv: Kv, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:
     """What a layer takes in memory with so many slots a head, for planning.
 
     `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
@@ -45,13 +45,13 @@ def lower_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, *, is_cp
     return 0 if is_away else narrow(kv, shape, number)
 
 
-def index_bytes(kv: Kv, memory: Memory, per_slot: float, heads: int, slots: int, fresh: int) -> int:
-    """What recall knows a layer by, for planning; layers that read everything have no index.
+def index_bytes(kv: Kv, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
+    """What recall knows slots by, for planning; layers that read everything have no index.
 
-    `per_slot`: bytes beside a slot of one KV head, `profile.recall.per_slot(head_dim, number)`.
+    `per_slot`: bytes beside a slot of all heads of the other layers, by `profile.recall.per_slot(head_dim, number)`.
     """
     below = slots - in_top(kv, memory, slots, fresh) if packs_by_age(kv, memory) else slots
-    return int(below * heads * per_slot)
+    return int(below * per_slot)
 
 
 def in_top(kv: Kv, memory: Memory, slots: int, fresh: int) -> int:

@@ -51,6 +51,7 @@ class Ladder:
         self._rungs = [Rung(top, holds, group), *below]
         self._shown = self._rungs[:1] if demotes else self._rungs
         self._demotes, self._drops = demotes, drops
+        self._layers = sorted({use.layer for use in top.usage()})  # that store
         self._waits = any(rung.later is not None for rung in below)
         self._widths: dict[int, list[int]] = {}  # slots of each shown rung when `slots` last showed a layer
         self._twice: set[tuple[int, int]] = set()  # rung and layer whose slots the rung below may hold too
@@ -156,7 +157,7 @@ class Ladder:
         """Layer by layer: evict what the masks let go, or have it go down, send down what is old, and give back what
         windows hide from rows at `end` and later."""
         lets_go = False
-        for layer in range(self.n_layers) if layers is None else layers:
+        for layer in self._layers if layers is None else filter(self._layers.__contains__, layers):
             mask = masks[layer] if masks else None
             if mask is not None and not self._demotes:
                 lets_go |= self.keep(layer, mask).n_slots > 0
@@ -177,10 +178,6 @@ class Ladder:
         self._has_dropped = bool(given.number("has_dropped", 1))
         self._widths.clear()
         self.changes += 1
-
-    @property
-    def n_layers(self) -> int:
-        return 1 + max(use.layer for use in self._top.usage())
 
     def usage(self) -> list[Usage]:
         """What each rung holds, newest rung first."""

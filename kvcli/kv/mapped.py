@@ -75,7 +75,7 @@ class Mappings:
     def give_back(self, extents: Iterable[Extent]) -> None:
         """They go with the last who refers to them."""
 
-    def may_write(self, n: int) -> None:
+    def may_write(self, layer: int, n: int) -> None:
         """As much as there is room for."""
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:

@@ -21,23 +21,21 @@ from kvcli.kernels.attend_rows import WIDEST, Own, PackedRun, Run, attend_packed
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard, turned
 from kvcli.kv.packed_head import Form, Head
-from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, empty_like, opens, run_of
+from kvcli.kv.slots import LayerShape, Sight, Slots, Usage, alone, compact, empty_like, opens, picked, run_of
 from kvcli.kv.state import Given, State
 
 
 class Packed:
     """A tier of few bits: a rung of a ladder, never the first one, as it rounds what it is given at once.
 
-    Every head has its own length in memory. Refuses by name what its layouts cannot hold.
+    Every head has its own length in memory, every layer its own sizes. Refuses by name what its layouts cannot hold.
     """
 
     is_far = False
 
     def __init__(
         self,
-        n_layers: int,
-        n_kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[LayerShape],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         *,
@@ -47,34 +45,44 @@ class Packed:
         rotate: str = "none",
         halves: bool = False,
     ) -> None:
-        """`dtype`: what comes in, and what is computed in; `group`: numbers that share a scale below 8 bits. `halves`:
-        codes of 8 bits lie as twice four, of which guesses read the upper half (QuantSpec, arXiv 2502.10424)."""
+        """`shapes`: by layer; one that shares another's slots has none here. `dtype`: what comes in, and what is
+        computed in; `group`: numbers that share a scale below 8 bits. `halves`: codes of 8 bits lie as twice four, of
+        which guesses read the upper half (QuantSpec, arXiv 2502.10424)."""
         assert not halves or k_bits == v_bits == 8, "halves are of 8 bits"
         k_bits, v_bits = (4, 4) if halves else (k_bits, v_bits)
-        _check(head_dim, k_bits, v_bits, rotate)
+        own = {layer: of for layer, of in enumerate(shapes) if of.shares is None}
+        for of in own.values():
+            _check(of, k_bits, v_bits, rotate)
         self.dtype = dtype
         self.changes = 0
         self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
         self._form = Form(dtype, k_bits, v_bits, group, halves)
-        self._empty = torch.empty(n_kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._layers = [[Head(self._form, head_dim, device) for _ in range(n_kv_heads)] for _ in range(n_layers)]
+        self._empty = {
+            layer: tuple(torch.empty(of.n_kv_heads, 0, d, dtype=dtype, device=device) for d in (of.k_dim, of.v_dim))
+            for layer, of in own.items()
+        }
+        self._layers = {
+            layer: [Head(self._form, of.k_dim, of.v_dim, device) for _ in range(of.n_kv_heads)]
+            for layer, of in own.items()
+        }
         self._tables: dict[tuple[int, bool], Table | None] = {}  # by layer, and whether coarse
-        wide = self._empty.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
-        self._turn = hadamard(head_dim, wide) if rotate == "hadamard" else None
-        self._panels = None if self._turn is None or linear.why_not(self._turn) else linear.pack(self._turn)
+        wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        sizes = {d for of in own.values() for d in (of.k_dim, of.v_dim)} if rotate == "hadamard" else set()
+        self._turns = {d: hadamard(d, wide) for d in sizes}
+        self._panels = {d: linear.pack(turn) for d, turn in self._turns.items() if not linear.why_not(turn)}
 
     @property
     def rounds_by_rows(self) -> str:
         """Where native kernels do not serve its numbers, or the size of its heads."""
-        if serves_packed(self._empty, self._empty):
+        if all(serves_packed(k, v) for k, v in self._empty.values()):
             return ""
-        return "kv.k_bits" if self._empty.shape[2] % 16 else "kv.dtype"
+        return "kv.k_bits" if any(t.shape[2] % 16 for like in self._empty.values() for t in like) else "kv.dtype"
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
         if not self.n_slots(layer):
             return alone(q, sight, own)
-        if serves_packed(q, self._empty):
+        if serves_packed(q, self._empty[layer][1]):
             run, window = self._run(layer, sight.window, coarse=sight.is_guess)
             turned = self._turned(q).to(q.dtype)
             part = attend_packed_part(turned, run, pos, sight.scale, window=window, softcap=sight.softcap)
@@ -91,7 +99,7 @@ class Packed:
 
     def _table(self, layer: int, *, coarse: bool) -> Table | None:
         """Where the heads lie, made once they have changed; None where no kernel reads them so."""
-        if gpu.why_not(self._empty.device, self.dtype):
+        if gpu.why_not(self._empty[layer][0].device, self.dtype):
             return None
         if (layer, coarse) not in self._tables:
             heads = self._layers[layer]
@@ -140,7 +148,7 @@ class Packed:
     def slots(self, layer: int) -> Slots:
         """What this layer holds, unpacked: a copy, padded to the longest head; holes have position -1."""
         pos = self.positions(layer)
-        k, v = (self._empty.new_zeros(*pos.shape, self._empty.shape[2]) for _ in "kv")
+        k, v = (like.new_zeros(*pos.shape, like.shape[2]) for like in self._empty[layer])
         for j, head in enumerate(self._layers[layer]):
             k[j, : head.length], v[j, : head.length] = (self._turned(t) for t in head.numbers())
         return Slots(k, v, pos)
@@ -149,8 +157,7 @@ class Packed:
         """The n slots that each head stored last, which are those of the highest positions, in their order."""
         s = self.slots(layer)
         order = s.pos.argsort(dim=1, stable=True)[:, max(0, s.n_slots - n) :]
-        wide = order.unsqueeze(2).expand(-1, -1, s.k.shape[2])
-        found = Slots(s.k.gather(1, wide), s.v.gather(1, wide), s.pos.gather(1, order))
+        found = picked(s, order)
         return compact(found, found.pos >= 0)
 
     def positions(self, layer: int) -> Tensor:
@@ -172,7 +179,7 @@ class Packed:
 
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none: no others are unpacked."""
-        k, v = (self._empty.new_zeros(*index.shape, self._empty.shape[2]) for _ in "kv")
+        k, v = (like.new_zeros(*index.shape, like.shape[2]) for like in self._empty[layer])
         pos = torch.full_like(index, -1, dtype=torch.int32)
         for j, head in enumerate(self._layers[layer]):
             held = (index[j] >= 0) & (index[j] < head.length)
@@ -204,10 +211,10 @@ class Packed:
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later."""
-        for layer, heads in enumerate(self._layers):
+        for layer, heads in self._layers.items():
             late = [(head.pos >= n).any() for head in heads]
             if bool(torch.stack(late).any()):
-                mask = torch.zeros(len(heads), self.n_slots(layer), dtype=torch.bool, device=self._empty.device)
+                mask = torch.zeros(len(heads), self.n_slots(layer), dtype=torch.bool, device=heads[0].pos.device)
                 for j, head in enumerate(heads):
                     mask[j, : head.length] = (head.pos >= 0) & (head.pos < n)
                 self._keep(layer, mask)
@@ -215,14 +222,13 @@ class Packed:
     def state(self) -> State:
         """By layer and head."""
         return {
-            str(layer): {str(j): head.state() for j, head in enumerate(heads)}
-            for layer, heads in enumerate(self._layers)
+            str(layer): {str(j): head.state() for j, head in enumerate(heads)} for layer, heads in self._layers.items()
         }
 
     def restore(self, given: Given) -> None:
         """The same codes: nothing is rounded again."""
         self._tables.clear()
-        for layer, heads in enumerate(self._layers):
+        for layer, heads in self._layers.items():
             for j, head in enumerate(heads):
                 head.restore(given.part(str(layer)).part(str(j)))
             self._share(layer)
@@ -231,7 +237,7 @@ class Packed:
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group."""
         found = []
-        for layer, heads in enumerate(self._layers):
+        for layer, heads in self._layers.items():
             held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
             slots = max(int((head.pos >= 0).sum()) for head in heads)
             found.append(Usage(layer, self._name, slots, sum(held.values()), "rounded" if slots else None))
@@ -260,11 +266,10 @@ class Packed:
 
     def _turned(self, t: Tensor) -> Tensor:
         """t [.., D] by the Hadamard matrix, which is its own inverse; by native products, if any: row by row."""
-        if self._turn is None:
+        if not self._turns:
             return t
-        if self._panels is None:
-            return turned(t, self._turn)
-        return linear.linear(t.to(self._turn.dtype), self._panels, None, t.shape[-1])
+        turn, panels = self._turns[t.shape[-1]], self._panels.get(t.shape[-1])
+        return turned(t, turn) if panels is None else linear.linear(t.to(turn.dtype), panels, None, t.shape[-1])
 
 
 def _seen(head: Head, window: int | None, rows: Sequence[int], *, coarse: bool) -> tuple[PackedHead, Tensor | None]:
@@ -282,16 +287,17 @@ def _seen(head: Head, window: int | None, rows: Sequence[int], *, coarse: bool) 
     return head.since(first, coarse=coarse), near[:, first:]
 
 
-def _check(head_dim: int, k_bits: int, v_bits: int, rotate: str) -> None:
-    for name, bits in (("kv.k_bits", k_bits), ("kv.v_bits", v_bits)):
-        if head_dim * bits % 8:
-            why = f"its heads have {head_dim} numbers, and a byte holds {8 // bits}"
+def _check(of: LayerShape, k_bits: int, v_bits: int, rotate: str) -> None:
+    for name, bits, dim in (("kv.k_bits", k_bits, of.k_dim), ("kv.v_bits", v_bits, of.v_dim)):
+        if dim * bits % 8:
+            why = f"its heads have {dim} numbers, and a byte holds {8 // bits}"
             raise BadConfig(
                 f"{name} = {bits} does not fit this model: {why}", code="kv_bits", try_=[f"--set {name}=16"]
             )
-    if rotate == "hadamard" and head_dim & (head_dim - 1):
+    odd = [dim for dim in (of.k_dim, of.v_dim) if dim & (dim - 1)]
+    if rotate == "hadamard" and odd:
         raise BadConfig(
-            f'kv.rotate = "hadamard" needs heads of a power of two, and those of this model have {head_dim} numbers',
+            f'kv.rotate = "hadamard" needs heads of a power of two, and those of this model have {odd[0]} numbers',
             code="kv_rotate",
             try_=['--set kv.rotate="none"'],
         )

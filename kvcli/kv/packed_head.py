@@ -45,22 +45,22 @@ class Form:
 
 
 @lru_cache(64)  # the heads of a past are mostly alike, and torch thinks long about tensors without numbers
-def _layouts(form: Form, n_keys: int, n_values: int, dim: int) -> tuple[Rounded, Rounded]:
+def _layouts(form: Form, n_keys: int, n_values: int, k_dim: int, v_dim: int) -> tuple[Rounded, Rounded]:
     """The shapes of so many packed keys and values, without numbers."""
-    like = torch.empty(n_values, dim, dtype=form.dtype, device="meta")
-    return form.keys(like[:n_keys]), form.values(like)
+    keys, values = (torch.empty(*of, dtype=form.dtype, device="meta") for of in ((n_keys, k_dim), (n_values, v_dim)))
+    return form.keys(keys), form.values(values)
 
 
 class Head:
-    """Keys and values [S, D] at positions [S], a part of them holes."""
+    """Keys [S, D] and values [S, E] at positions [S], a part of them holes."""
 
-    def __init__(self, form: Form, head_dim: int, device: torch.device | str) -> None:
-        none = torch.empty(0, head_dim, dtype=form.dtype, device=device)
-        self._form = form
+    def __init__(self, form: Form, k_dim: int, v_dim: int, device: torch.device | str) -> None:
+        none = torch.empty(0, k_dim, dtype=form.dtype, device=device)
+        self._form, self._v_dim = form, v_dim
         self.pos = torch.empty(0, dtype=torch.int32, device=device)  # -1 = hole
         self.keys = form.keys(none)
         self.rest = none  # [r, D] keys that wait for their group to be full
-        self.values = form.values(none)
+        self.values = form.values(none.new_empty(0, v_dim))
         self.has_holes = False
 
     @property
@@ -85,7 +85,7 @@ class Head:
         full = len(pos) - len(rest)
         if full % form.group or not 0 <= len(rest) < form.group if form.is_grouped else len(rest):
             raise Misfit("its keys make no groups")
-        keys_like, values_like = _layouts(form, full, len(pos), dim)
+        keys_like, values_like = _layouts(form, full, len(pos), dim, self._v_dim)
         keys = _made(given.part("keys"), keys_like, self.rest)
         values = _made(given.part("values"), values_like, self.rest)
         self.pos, self.rest = pos.to(self.pos.device), rest.to(self.rest.device)

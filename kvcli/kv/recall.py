@@ -187,7 +187,7 @@ class Recall:
         part = self._read(layer, pages, q, chosen, sight, score)
         if self._epsilon is not None:
             missed = log_masses(score, pages.held.unsqueeze(1) & ~chosen)  # [K, G, N]
-            out, lse = part.out.view(rows.shape), part.lse.view(rows.shape[:3])
+            out, lse = (t.view(*rows.shape[:3], *t.shape[2:]) for t in (part.out, part.lse))
             refused = _refused(missed, lse, self._epsilon)
             self._stream(layer, pages, rows, refused, Part(out, lse), sight)
         return part

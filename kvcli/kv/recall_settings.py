@@ -18,7 +18,7 @@ PER_PAGE = 11  # bytes of a page: its first and last position, whether rows may 
 
 
 class Chosen(Protocol):
-    """What a method of the table is. `sights` are those of the layers."""
+    """What a method of the table is. `sights` are those of the layers; None = it reads another's slots."""
 
     @property
     def promise(self) -> Exactness:
@@ -28,17 +28,17 @@ class Chosen(Protocol):
     def every(self) -> int | None:
         """Tokens between two boundaries while answering; None = it needs none."""
 
-    def over(self, store: Store, source: Source, sights: Sequence[Sight]) -> Store:
+    def over(self, store: Store, source: Source, sights: Sequence[Sight | None]) -> Store:
         """A store of one tier, read through these settings; `source`: the way to a few of its slots."""
 
-    def below(self, tier: Shelf, sights: Sequence[Sight]) -> Floor:
+    def below(self, tier: Shelf, sights: Sequence[Sight | None]) -> Floor:
         """A lower rung of a ladder, read through these settings."""
 
     @property
     def reads(self) -> str:
         """How much of a long text a row reads, in words; "" = all of it."""
 
-    def layers(self, sights: Sequence[Sight]) -> list[int]:
+    def layers(self, sights: Sequence[Sight | None]) -> list[int]:
         """Those in which rows read a part."""
 
     def per_slot(self, head_dim: int, number: int) -> float:
@@ -64,13 +64,13 @@ class Everything:
     def reads(self) -> str:
         return ""
 
-    def over(self, store: Store, source: Source, sights: Sequence[Sight]) -> Store:
+    def over(self, store: Store, source: Source, sights: Sequence[Sight | None]) -> Store:
         return store
 
-    def below(self, tier: Shelf, sights: Sequence[Sight]) -> Floor:
+    def below(self, tier: Shelf, sights: Sequence[Sight | None]) -> Floor:
         return tier
 
-    def layers(self, sights: Sequence[Sight]) -> list[int]:
+    def layers(self, sights: Sequence[Sight | None]) -> list[int]:
         return []
 
     def per_slot(self, head_dim: int, number: int) -> float:
@@ -102,18 +102,18 @@ class _Part:
     def reads(self) -> str:
         return f"{self.fraction:.0%} of the text for each token, at least {self.floor:,} tokens"
 
-    def over(self, store: Store, source: Source, sights: Sequence[Sight]) -> Store:
+    def over(self, store: Store, source: Source, sights: Sequence[Sight | None]) -> Store:
         from kvcli.kv.recall_store import RecallStore
 
         return RecallStore(store, **self._how(source, sights))
 
-    def below(self, tier: Shelf, sights: Sequence[Sight]) -> Floor:
+    def below(self, tier: Shelf, sights: Sequence[Sight | None]) -> Floor:
         from kvcli.kv.recall import Recall
 
         return Recall(tier, **self._how(tier, sights))
 
-    def layers(self, sights: Sequence[Sight]) -> list[int]:
-        return [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight.window is None]
+    def layers(self, sights: Sequence[Sight | None]) -> list[int]:
+        return [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight and sight.window is None]
 
     def near(self, head_dim: int, number: int) -> float:
         return 1.25 * self.fraction * 2 * head_dim * number  # with what is fetched ahead, as recall.AHEAD says
@@ -126,7 +126,7 @@ class _Part:
         """Softmax mass that a row may miss; None = nobody counts."""
         return None
 
-    def _how(self, source: Source, sights: Sequence[Sight]) -> dict[str, Any]:
+    def _how(self, source: Source, sights: Sequence[Sight | None]) -> dict[str, Any]:
         from kvcli.kv.recall_pages import Budget
 
         return {

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvcli.kv.extents import part_of
+from kvcli.kv.extents import parts_of
 from kvcli.kv.footprint import STEP, narrow, packs_by_age, wide
 from kvcli.kv.rung import SLACK
 from kvcli.kv.shortage import Shortage
+from kvcli.kv.slots import storing
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class Room:
     """Bytes are those of a slot of all heads and layers."""
 
     memory: Memory
-    layers: int
-    wide: int  # bytes of a slot in the top, and on the disk
+    layers: Sequence[int]  # by layer: bytes of a slot in full precision
+    wide: int  # bytes of a slot in the top, and on the disk: of all of them
     narrow: int  # bytes of a slot below the top
     index: int  # bytes of recall's index beside a slot on the device that it reads a part of
     far: int  # bytes on the device beside a slot that lies elsewhere: the same, and what a pass keeps of such slots
@@ -75,7 +76,9 @@ class Room:
     @cached_property
     def on_disk(self) -> int:
         """The same on the disk."""
-        return self._indexed(self.layers * part_of(size_of(self.memory.disk), self.layers) // self.wide, self.in_host)
+        own = [each for each in self.layers if each]
+        parts = zip(parts_of(size_of(self.memory.disk), own), own, strict=True)
+        return self._indexed(min(part // each for part, each in parts), self.in_host)
 
     @property
     def host_bytes(self) -> int:
@@ -146,15 +149,16 @@ def room(
     `number`: bytes of a number as it comes. `chunk`: tokens read in one pass, at most. `free`, `host`: bytes where no
     size is given; a CPU has no memory beside its own.
     """
-    read = [shapes[layer] for layer in recall.layers(sights)]
+    read = [shapes[layer] for layer in recall.layers(storing(sights, shapes))]
+    each = [wide(shape, number) for shape in shapes]
     index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
     near = sum(shape.n_kv_heads * recall.near(shape.k_dim, number) for shape in read)
     newest, packs = max(chunk, EVERY), packs_by_age(kv, memory)
     always = kv.sinks + (kv.residual if packs else 0)
     return Room(
         memory=replace(memory, host="auto") if is_cpu else memory,
-        layers=len(sights),
-        wide=sum(wide(shape, number) for shape in shapes),
+        layers=each,
+        wide=sum(each),
         narrow=sum((narrow(kv, shape, number) if packs else wide(shape, number)) for shape in shapes),
         index=round(index),
         far=round(index if is_cpu else index + near),

@@ -24,7 +24,7 @@ class Shelved:
     is_far = False
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: Place) -> None:
-        assert all(shape.shares is None for shape in shapes), "a layer that reads another's slots stores none"
+        """`shapes`: by layer; one that shares another's slots has none here."""
         self.dtype = dtype
         self._shapes, self._place = shapes, place
         self._layers: list[list[Extent]] = [[] for _ in shapes]
@@ -60,7 +60,7 @@ class Shelved:
     def _store(self, layer: int, s: Slots) -> None:
         """As they are."""
         n, held = s.n_slots, self._layers[layer]
-        self._place.may_write(n)
+        self._place.may_write(layer, n)
         at = min(n, held[-1].room) if held else 0
         places, fresh = [(held[-1], 0, at)] if at else [], list[Extent]()
         try:

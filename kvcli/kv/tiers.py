@@ -22,6 +22,7 @@ from kvcli.kv.ladder import Ladder
 from kvcli.kv.mapped import PIECE
 from kvcli.kv.room import Room, room
 from kvcli.kv.rung import Rung
+from kvcli.kv.slots import storing
 from kvcli.kv.windows import windows_of
 from kvcli.models.machine import kept_free
 from kvcli.settings.schema import size_of
@@ -57,11 +58,9 @@ class Plan:
         if self.device.type == "cpu":
             self._refuse_host()
         self._check_steps()
-        if self.recall.layers(self.sights):
-            self._one_shape("recall.method", "none")
         if not is_ladder(self.kv, self.memory):
             dense = self._dense(self.device)
-            return self.recall.over(dense, dense, self.sights)
+            return self.recall.over(dense, dense, self._sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
         if self.is_packed:
             below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
@@ -75,8 +74,7 @@ class Plan:
                 below.append(self._far_rung(self._far(disk), self.room.on_disk))
         if self.memory.demotes and not below:
             self._refuse_all_alike()
-            below.append(Rung(self.recall.below(self._dense(self.device, STEP), self.sights), name="demoted"))
-        self._one_shape(*(("memory.host", "0GiB") if below else ("memory.device", "auto")))
+            below.append(Rung(self.recall.below(self._dense(self.device, STEP), self._sights), name="demoted"))
         ladder = Ladder(
             top,
             below,
@@ -86,14 +84,14 @@ class Plan:
             demotes=self.memory.demotes,
             drops=self.memory.drops,
         )
-        return ladder if below else self.recall.over(ladder, top, self.sights)
+        return ladder if below else self.recall.over(ladder, top, self._sights)
 
     def _rung(self, tier: Shelf, holds: int | None, group: int = 1) -> Rung:
-        return Rung(self.recall.below(tier, self.sights), holds, group)
+        return Rung(self.recall.below(tier, self._sights), holds, group)
 
     def _far_rung(self, tier: Host, holds: int | None, group: int = 1) -> Rung:
         """One that is read in full is asked before the device's own rungs are, and answers behind them."""
-        later = None if self.recall.layers(self.sights) else tier.ask
+        later = None if self.recall.layers(self._sights) else tier.ask
         return replace(self._rung(tier, holds, group), later=later)
 
     def _refuse_host(self) -> None:
@@ -119,7 +117,7 @@ class Plan:
     def _check_steps(self) -> None:
         """Steps that pack must suit the model: better said now than when memory has run out."""
         for kv in self._packings():
-            replace(self, kv=kv, shapes=self.shapes[:1])._packed(self.device)
+            replace(self, kv=kv)._packed(self.device)
 
     @property
     def rounds_by_rows(self) -> str:
@@ -132,12 +130,12 @@ class Plan:
     def _tiers(self) -> Iterator[Tier]:
         """One of each kind, whether or not there is room for it."""
         dense = self._dense(self.device)
-        yield self.recall.over(dense, dense, self.sights)
+        yield self.recall.over(dense, dense, self._sights)
         for kv in (self.kv, *self._packings()):
             if is_packed(kv):
-                yield self.recall.below(replace(self, kv=kv)._packed(self.device), self.sights)
+                yield self.recall.below(replace(self, kv=kv)._packed(self.device), self._sights)
         if size_of(self.memory.disk):
-            yield self.recall.below(self._disk(), self.sights)
+            yield self.recall.below(self._disk(), self._sights)
 
     def _packings(self) -> Iterator[Kv]:
         """What the steps of `memory.ladder` that pack make of `[kv]`, each by itself."""
@@ -146,6 +144,11 @@ class Plan:
             if key in ("kv.k_bits", "kv.v_bits"):
                 bits: dict[str, Any] = {key.removeprefix("kv."): int(value)}
                 yield replace(self.kv, **bits)
+
+    @property
+    def _sights(self) -> list[Sight | None]:
+        """Of the layers that store."""
+        return storing(self.sights, self.shapes)
 
     @property
     def is_packed(self) -> bool:
@@ -174,21 +177,6 @@ class Plan:
             host=behind,
         )
 
-    def _one_shape(self, key: str, off: str) -> tuple[int, int, int]:
-        """Layers, KV heads and the size of a key and of a value, for what takes layers that are all alike.
-
-        Raises BadConfig where they are not: the setting that asks for it by name, and how to turn it off.
-        """
-        first = self.shapes[0]
-        if any(shape != first for shape in self.shapes) or first.k_dim != first.v_dim:
-            raise BadConfig(
-                f"{key} is not for this model: its layers store keys and values of different shapes",
-                code="uneven_layers",
-                lines=["such keys and values stay in full precision on the device that computes, and are read in full"],
-                try_=[f"--set {key}={off}"],
-            )
-        return len(self.shapes), first.n_kv_heads, first.k_dim
-
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
         return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.sights))
 
@@ -196,7 +184,7 @@ class Plan:
         from kvcli.kv.packed import Packed
 
         return Packed(
-            *self._one_shape("kv.k_bits" if self.kv.k_bits < 16 else "kv.v_bits", "16"),
+            self.shapes,
             self.dtype,
             device,
             k_bits=self.kv.k_bits,
@@ -257,4 +245,4 @@ class Plan:
 
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
         longest = None if self.device.type == "cpu" else LARGEST
-        return Disk(*self._one_shape("memory.disk", "0GiB"), self.dtype, most, writes, longest=longest)
+        return Disk(self.shapes, self.dtype, most, writes, longest=longest)

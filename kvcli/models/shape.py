@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadModel
 from kvcli.models.sizes import NAMES, count, sizes_of
+from kvcli.models.stores import Stores, kinds_of, stores_of
 
 if TYPE_CHECKING:
     from kvcli.models.source import Source
@@ -23,8 +24,8 @@ class Shape:
     layers: int
     hidden: int
     heads: int
-    kv_heads: int
-    head_dim: int
+    kv_heads: int  # as the next: the most of any layer
+    head_dim: int  # numbers of a key
     inner: int  # width of the feed-forward part, of one expert where there are experts
     vocab: int
     limit: int  # positions the model was made for
@@ -34,29 +35,35 @@ class Shape:
     active: int = 0  # experts a token goes through
     is_capped: bool = False  # attention scores are bent, which takes plain products
     is_endless: bool = False  # the config states no limit
+    uneven: tuple[Stores, ...] = ()  # what each layer stores, where they are not all alike
+
+    @property
+    def stores(self) -> tuple[Stores, ...]:
+        """What each layer stores of a token."""
+        return self.uneven or (Stores(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     @property
     def kv_per_token(self) -> int:
         """Numbers that keys and values of one token have in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return sum(of.numbers for of in self.stores)
 
     @property
     def linear(self) -> int:
         """Weights of the linear layers, all experts."""
-        return self.layers * (self._attention + 3 * self.hidden * self.inner * max(1, self.experts))
+        return self._attention + self.layers * 3 * self.hidden * self.inner * max(1, self.experts)
 
     @property
     def linear_active(self) -> int:
         """Of these, the ones a token goes through."""
-        return self.layers * (self._attention + 3 * self.hidden * self.inner * max(1, self.active))
+        return self._attention + self.layers * 3 * self.hidden * self.inner * max(1, self.active)
 
     @property
     def _attention(self) -> int:
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.hidden * sum(self.heads * (of.key + of.value) + of.numbers for of in self.stores)
 
-    def visible(self, n: int) -> int:
-        """Slots that the last of n tokens attends to, summed over the layers."""
-        return sum(n if window is None else min(n, window) for window in self.windows)
+    def visible(self, n: int) -> list[int]:
+        """Slots that the last of n tokens attends to, by layer."""
+        return [n if window is None else min(n, window) for window in self.windows]
 
 
 def of_source(source: Source) -> Shape:
@@ -83,12 +90,15 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
             try_=["download config.json again"],
         )
     hidden, heads, layers = found["hidden"], found["heads"], found["layers"]
+    kv_heads, dim = 1 if _is_multi_query(config) else found["kv_heads"] or heads, found["head_dim"] or hidden // heads
+    stores = stores_of(config, Stores(kv_heads, dim, dim), layers, heads, name)
+    is_even = len(set(stores)) == 1 and stores[0].key == stores[0].value
     return Shape(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=1 if _is_multi_query(config) else found["kv_heads"] or heads,
-        head_dim=found["head_dim"] or hidden // heads,
+        kv_heads=max(of.kv_heads for of in stores),
+        head_dim=max(of.key for of in stores),
         inner=(found["experts"] and found["expert_inner"]) or found["inner"] or 4 * hidden,
         vocab=found["vocab"],
         limit=_limit(config, found["limit"] or _ENDLESS, name),
@@ -98,6 +108,7 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
         active=found["active"],
         is_capped=bool(config.get("attn_logit_softcapping")),
         is_endless=not found["limit"],
+        uneven=() if is_even else stores,
     )
 
 
@@ -129,8 +140,8 @@ def _windows(config: Mapping[str, Any], layers: int, name: str) -> tuple[int | N
     if not stated:
         return (None,) * layers
     window = count(stated, "sliding_window", name)
-    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
-    if isinstance(kinds, list) and len(kinds) == layers:
+    kinds, pattern = kinds_of(config, layers), config.get("sliding_window_pattern")
+    if kinds:
         return tuple(window if "sliding" in str(kind) else None for kind in kinds)
     if isinstance(pattern, int) and pattern > 0:  # every so-many-th layer sees all
         return tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))

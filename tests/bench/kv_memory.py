@@ -52,7 +52,7 @@ class Shares(EachLayer):
 def store(lm: Any, side: str) -> Any:
     from kvcli.kv.dense import Dense
 
-    shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype)
+    shape = lm.shapes, lm.dtype
     if side not in PACKED:
         return Dense(lm.shapes, lm.dtype)
     from kvcli.kv.ladder import Ladder

@@ -51,7 +51,7 @@ def two(lm: Any) -> Any:
 
 def packed(k_bits: int, v_bits: int, recall: str = "none") -> Callable[[Any], Any]:
     def make(lm: Any) -> Any:
-        tier = Packed(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, k_bits=k_bits, v_bits=v_bits, group=GROUP)
+        tier = Packed(lm.shapes, lm.dtype, k_bits=k_bits, v_bits=v_bits, group=GROUP)
         return Ladder(dense(lm), [Rung(read(lm, tier, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
     return make
@@ -59,7 +59,7 @@ def packed(k_bits: int, v_bits: int, recall: str = "none") -> Callable[[Any], An
 
 def on_disk(recall: str) -> Callable[[Any], Any]:
     def make(lm: Any) -> Any:
-        disk = Disk(lm.n_layers, lm.n_kv_heads, lm.head_dim, lm.dtype, 1 << 34, 1 << 36)
+        disk = Disk(lm.shapes, lm.dtype, 1 << 34, 1 << 36)
         return Ladder(dense(lm), [Rung(read(lm, disk, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
     return make

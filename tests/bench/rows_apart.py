@@ -68,7 +68,7 @@ def stored(name: str, slots: int) -> Tier:
     dense = Dense(alike(1, K, D), torch.bfloat16)
     if name in PACKED:
         k_bits, v_bits, turn = PACKED[name]
-        held = Packed(1, K, D, torch.bfloat16, k_bits=k_bits, v_bits=v_bits, group=64, rotate=turn)
+        held = Packed(alike(1, K, D), torch.bfloat16, k_bits=k_bits, v_bits=v_bits, group=64, rotate=turn)
         held.append(0, k, v, 0)
         if not name.startswith("sketch"):
             return held

@@ -1,5 +1,6 @@
 """Every call that writes fails in turn, in every command that keeps something: `python tests/bench/storm_faults.py`.
 
+
 The calls are the program's real ones (tests/faults.c stands before libc); what fails is the k-th write, fsync, rename,
 open, mkdir, link, claim or map under one folder, for k from 1 until a run makes fewer. Each command runs in a folder
 that holds what a user had before. Bad is: an exit code that is not documented for it, a traceback, another answer than
@@ -156,11 +157,12 @@ def _disk(folder: Path) -> tuple[int, str, str]:
 
     from kvcli.kv.disk import Disk
     from kvcli.kv.shortage import Shortage
+    from kvcli.kv.slots import alike
 
     said = []
     size = 4 << 20
     try:
-        tier = Disk(2, 2, 16, torch.float32, size, 8 * size, folder)
+        tier = Disk(alike(2, 2, 16), torch.float32, size, 8 * size, folder)
     except OSError as error:
         return 1, "", f"error: {error}"
     stored = {0: 0, 1: 0}

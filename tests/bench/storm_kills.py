@@ -1,5 +1,6 @@
 """SIGKILL at random moments of what writes for long: `python tests/bench/storm_kills.py`.
 
+
 The tier on disk, `bench --calibrate` as it keeps what it measured, and the whole command as a process of its own. Bad
 is: a file that is damaged or left over once another run began, a run that fails after the kill, a process that goes on.
 The last line is JSON.
@@ -50,12 +51,13 @@ def disk(rng: random.Random, bad: list[str]) -> None:
     import torch
 
     from kvcli.kv.disk import Disk
+    from kvcli.kv.slots import alike
 
     folder = Path(tempfile.mkdtemp(prefix="kvcli-kills-"))
     k = torch.randn(2, 64, 16)
 
     def work() -> None:
-        tier = Disk(2, 2, 16, torch.float32, 4 << 20, 1 << 30, folder)
+        tier = Disk(alike(2, 2, 16), torch.float32, 4 << 20, 1 << 30, folder)
         for i in range(40):
             tier.append(i % 2, k, -k, 64 * (i // 2))
             if i % 8 == 7:

@@ -50,7 +50,7 @@ from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
 from kvcli.kv.recall_store import RecallStore
 from kvcli.kv.rung import Floor, Rung
-from kvcli.kv.slots import Store
+from kvcli.kv.slots import Store, alike
 from kvcli.kv.windows import Window, windows_of
 from kvcli.models.spelling import Spelling
 from kvcli.policies.random import Random
@@ -257,15 +257,15 @@ def past(storage: str, model: LM) -> Store:
         bus = FakeBus() if model.device.type == "cpu" else bus_of(model.device)
         far: Any = Mapped(model.shapes, stored, bus)
         if storage == "by query":
-            far = Packed(*shape, stored, k_bits=8, v_bits=8, group=5)
+            far = Packed(alike(*shape), stored, k_bits=8, v_bits=8, group=5)
         host = Host(far, model.device, WAYS[storage], lambda _: bus)
         return Ladder(top, [Rung(host, later=host.ask)], holds=7, group=5, sinks=2)
     if storage in PARTS:
-        below: Floor = Disk(*shape, stored, 1 << 26, 1 << 30)
+        below: Floor = Disk(alike(*shape), stored, 1 << 26, 1 << 30)
         if storage == "halves":
-            below = Packed(*shape, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
+            below = Packed(alike(*shape), stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
         if storage in ("turned", "checked"):
-            below = Packed(*shape, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
+            below = Packed(alike(*shape), stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
         found = Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)
         return Checked(Dense(model.shapes, stored, model.device), found) if storage == "checked" else found
     if storage not in LOWER:
@@ -274,7 +274,7 @@ def past(storage: str, model: LM) -> Store:
     tiers: dict[str, Floor] = {
         "demoted": lower,
         "recalled": Recall(lower, Sketch(3), Budget(0.1, 4, 2, 3), range(1, model.n_layers), source=lower),
-        "lowered": Packed(*shape, stored, model.device, k_bits=8, v_bits=8, group=4),
+        "lowered": Packed(alike(*shape), stored, model.device, k_bits=8, v_bits=8, group=4),
     }
     return Ladder(top, [Rung(tiers[storage])], demotes=True)
 

@@ -58,7 +58,7 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], Store], str]]:
         return Dense(lm.shapes, lm.dtype, device)
 
     def packed(device: torch.device = lm.device) -> Packed:
-        return Packed(*of, lm.dtype, device, k_bits=8, v_bits=8, group=4, rotate="none")
+        return Packed(alike(*of), lm.dtype, device, k_bits=8, v_bits=8, group=4, rotate="none")
 
     def far(tier: Any, way: Way = ByQuery) -> Host:
         return Host(tier, lm.device, way)
@@ -70,7 +70,7 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], Store], str]]:
         return Ladder(dense(), list(below), holds=6, group=group, sinks=2)
 
     def disk() -> Host:
-        return far(Disk(*of, lm.dtype, BIG, BIG))
+        return far(Disk(alike(*of), lm.dtype, BIG, BIG))
 
     return {
         "device": (dense, "device"),
