@@ -200,8 +200,7 @@ def _read_and_write(text: Session, ids: Sequence[int]) -> Any:
 
 def packed(lm: LM) -> Store:
     """The newest tokens as they are, older ones in 8 bits."""
-    shape = lm.shapes[0]
-    below = Packed(lm.n_layers, shape.n_kv_heads, shape.k_dim, lm.dtype, k_bits=8, v_bits=8, group=8)
+    below = Packed(lm.shapes, lm.dtype, k_bits=8, v_bits=8, group=8)
     return Ladder(Dense(lm.shapes, lm.dtype), [Rung(below, group=8)], holds=16, group=8)
 
 
