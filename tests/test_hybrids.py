@@ -17,9 +17,10 @@ from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
 from kvcli.engine import mixers
 from kvcli.engine.drafter import Drafter
-from kvcli.engine.engine import Engine, drive
+from kvcli.engine.engine import Engine, drive, run
+from kvcli.engine.feed import Feed
 from kvcli.engine.lm import LM, quiet
-from kvcli.engine.rows import Draft
+from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import BadModel
@@ -390,3 +391,21 @@ def test_bytes_reported_are_bytes_held():
     assert sum(use.nbytes for use in text.states.usage()) == sum(t.nbytes for t in now)  # a checkpoint shares it
     written(text, 3)
     assert sum(use.nbytes for use in text.states.usage()) == 2 * sum(t.nbytes for t in now)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_fit_knows_the_sizes_before_a_weight_is_read(name: str):
+    from kvcli.models.shape import shape_of
+
+    lm = model(name)
+    config = {**lm.model.config.to_dict(), "num_hidden_layers": lm.info.layers}
+    shape = shape_of(config)
+    assert shape.folds.nbytes(lm.dtype.itemsize) == sum(t.nbytes for _, t in lm.mixers.like.tensors)
+    stores = [(of.kv_heads, of.key, of.value) for of in shape.stores if of.numbers]
+    assert stores == [(of.n_kv_heads, of.k_dim, of.v_dim) for of in lm.shapes]
+    text = session(name, Partly(truth(name)))
+    drive(text.read(prompt(PROMPT)))
+    (made,) = run([Feed(lm, Rows.chain(prompt(5), text.committed), text.kv, want=range(5), states=text.states)])
+    assert made.fold is not None
+    tape = sum(t.nbytes for gave in made.fold.__closure__[0].cell_contents.tape.values() for t in gave)
+    assert tape <= 5 * lm.dtype.itemsize * shape.folds.layers * shape.folds.taped <= 2.5 * tape
