@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
@@ -24,6 +26,7 @@ from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import BadModel
+from kvcli.kept.shelf import Shelf
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
@@ -362,6 +365,25 @@ def test_a_state_goes_to_disk_and_comes_back():
     assert other.rewind(PROMPT + 5) == text.rewind(PROMPT + 5) > 0
 
 
+def test_a_past_on_the_shelf_is_gone_on_from(tmp_path: Path):
+    """As a whole, with its checkpoints: blocks of keys and values would be no past of it."""
+    made = build("qwen3_next")
+    save_file({name: p.clone() for name, p in made.named_parameters()}, tmp_path / "model.safetensors")
+    with quiet():
+        lm = LM.of(made, id="qwen3_next", path=str(tmp_path))
+    shelf, ids = Shelf(tmp_path / "kept", 1 << 30, lm, worth=0), prompt(400)
+    first, other = (Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=64) for _ in range(2))
+    drive(first.read(ids))
+    assert not shelf.keep(first).why_not
+    longer = [*ids, *prompt(30, seed=2)]
+    other.begin(longer, Sampler())
+    assert shelf.fetch(other, longer) == len(ids) - 1
+    while drive(other.chunk(longer)):
+        pass
+    assert is_right(other)
+    assert other.rewind(200) == 192
+
+
 def test_what_cannot_be_served_is_refused_by_name():
     from kvcli.drafts.lookahead import Lookahead
     from kvcli.drafts.self_draft import SelfDraft
@@ -406,6 +428,6 @@ def test_fit_knows_the_sizes_before_a_weight_is_read(name: str):
     text = session(name, Partly(truth(name)))
     drive(text.read(prompt(PROMPT)))
     (made,) = run([Feed(lm, Rows.chain(prompt(5), text.committed), text.kv, want=range(5), states=text.states)])
-    assert made.fold is not None
-    tape = sum(t.nbytes for gave in made.fold.__closure__[0].cell_contents.tape.values() for t in gave)
+    part: mixers.Part = made.fold.args[0]  # type: ignore[union-attr]
+    tape = sum(t.nbytes for gave in (part.tape or {}).values() for t in gave)
     assert tape <= 5 * lm.dtype.itemsize * shape.folds.layers * shape.folds.taped <= 2.5 * tape

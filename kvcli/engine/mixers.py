@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import ismethod
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -81,12 +82,11 @@ class Stated(Trial):
         """What has the states of its i-th text take in so many of its rows, once these are accepted."""
         part = self.parts[i]
         assert len(part.calls) == self._n_mixers, "a pass ended before a mixer"
+        return partial(self._fold, part)
 
-        def fold(n: int) -> None:
-            rec = part.folding.rec if n == part.folding.n_rows else self._again(part, n)
-            part.states.advance(part.folding.known(n, rec))
-
-        return fold
+    def _fold(self, part: Part, n: int) -> None:
+        rec = part.folding.rec if n == part.folding.n_rows else self._again(part, n)
+        part.states.advance(part.folding.known(n, rec))
 
     def _again(self, part: Part, n: int) -> Mapping[Key, Tensor]:
         """Recurrent states behind the first n rows of a text."""
