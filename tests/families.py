@@ -23,7 +23,8 @@ _COMMON: dict[str, Any] = {
 }
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-_PAIRS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+PAIRS = ["sliding_attention", "full_attention"]
+_PAIRS = {"num_hidden_layers": 4, "layer_types": PAIRS * 2, "sliding_window": WINDOW}
 _GLOBAL = {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8}
 _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,

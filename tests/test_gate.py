@@ -80,6 +80,10 @@ class Hiding(Pass):
         return super().attend(layer, *args)
 
 
+# where rows may stop behind any layer, as layers share no keys, and all is computed in float64
+ANYWHERE = sorted(families.FAMILIES.keys() - {"gemma4_shared", "gemma3n", "mimo", "deepseek_v3", "glm4_moe_lite"})
+
+
 @cache
 def lm(name: str) -> LM:
     return LM.of(families.build(name, torch.float64))
@@ -124,7 +128,7 @@ def test_idle_gates_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("start", [0, 20])
 @pytest.mark.parametrize("name_of_plan", ["from the first", "from the second"])
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_rows_that_stay_behind_are_rows_hidden_by_a_mask(name: str, name_of_plan: str, start: int) -> None:
     model, by = lm(name), plan(name_of_plan)
     kv, rows = past(model, start), Rows.chain(families.prompt(N), start)
@@ -141,7 +145,7 @@ def test_rows_that_stay_behind_are_rows_hidden_by_a_mask(name: str, name_of_plan
     assert (prompt.queries[2] - whole.queries[2]).abs().max() > 1e-3, "the rows mattered"
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_rows_that_go_on_later_are_rows_that_others_did_not_see(name: str) -> None:
     """They see all that is older, and are seen from then on."""
     model, by = lm(name), plan()
@@ -177,7 +181,7 @@ def test_rows_that_are_heard_may_not_stay_behind() -> None:
         drive(to_its_end(narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, Plan({1: {28}}))))
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_a_text_that_is_pruned_does_not_show_beside_others(name: str) -> None:
     model, works = lm(name), ((0, "from the first"), (11, "from the second"))
     feed = Feed(model, Rows.chain(families.prompt(9, seed=8), 0), past(model, 0), want=range(9))

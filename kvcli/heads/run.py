@@ -109,6 +109,13 @@ def _check(model: Model, ask: Ask, found: Findings) -> None:
         )
     if ask.context < LEAST:
         raise UsageError(f"--context {ask.context}: {LEAST} tokens are the least to look at", try_=["--context 2k"])
+    if len({(of.n_kv_heads, of.shares) for of in model.lm.shapes}) > 1:
+        raise BadModel(
+            "heads of this model cannot be profiled: its layers differ in their KV heads, or share them",
+            code="uneven_layers",
+            lines=["a head map has as many KV heads in every layer"],
+            try_=["--set policy.name=snap, which looks at each prompt by itself"],
+        )
     if all(model.lm.windows[layer] is not None for layer in found.layers):
         raise BadModel(
             "these layers see a sliding window only: there is nothing far that a head could look at",

@@ -37,6 +37,13 @@ def read_headmap(path: str | Path) -> list[list[float]]:
 def head_rows(path: str, lm: LM) -> list[list[float]]:
     """The same, of this model. Raises BadInput where it has another shape."""
     rows = read_headmap(path)
+    if len({(of.n_kv_heads, of.shares) for of in lm.shapes}) > 1:
+        raise BadInput(
+            f"the head map {path} is not for this model",
+            code="bad_headmap",
+            lines=["its layers differ in their KV heads, or share them, and a head map has as many in every layer"],
+            try_=["--set policy.name=snap, which needs none"],
+        )
     if (shape := (len(rows), len(rows[0]))) != (lm.n_layers, lm.n_kv_heads):
         raise BadInput(
             f"the head map {path} is of another model",

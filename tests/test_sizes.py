@@ -1,0 +1,239 @@
+"""Layers of several sizes, keys that layers share, keys and values of several sizes: the text is `generate`'s, whatever
+cuts, guesses, undoes or stores it; memory is what is reported, and what a plan foretells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli.drafts.off import Off
+from kvcli.engine import seam
+from kvcli.engine.drafter import Drafter
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.policy import Policy
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.errors import BadModel
+from kvcli.fit import weights
+from kvcli.fit.memory import GIB, kv_bytes, stored
+from kvcli.fit.plan import Facts, Subject, plan
+from kvcli.fit.room import Room
+from kvcli.kv.dense import Dense
+from kvcli.kv.disk import Disk
+from kvcli.kv.footprint import layer_bytes
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.packed import Packed
+from kvcli.kv.rung import Floor, Rung
+from kvcli.kv.slots import nbytes
+from kvcli.kv.windows import windows_of
+from kvcli.models.shape import shape_of
+from kvcli.policies.window import Window
+from kvcli.settings.profile import Profile
+from tests import all_families, drafters, families
+
+NAMES = ("stablelm", "nemotron", "gemma4", "gemma4_shared", "gemma3n", "mimo", "deepseek_v3", "glm4_moe_lite")
+SEVERAL = NAMES[2:]
+N, NEW = 44, 24
+VOCAB, NO_STOP = 97, -1
+
+
+@cache
+def lm(name: str, dtype: torch.dtype = torch.float32) -> LM:
+    return LM.of(families.build(name, dtype))
+
+
+def ids() -> list[int]:
+    phrase = families.prompt(9)
+    return [*families.prompt(N - 15, seed=2), *phrase, *phrase[:6]]
+
+
+@cache
+def theirs(name: str, dtype: torch.dtype = torch.float32) -> list[int]:
+    """What `generate` writes, prompt included."""
+    model = families.build(name, dtype)
+    model.generation_config.eos_token_id = None
+    return model.generate(torch.tensor([ids()]), max_new_tokens=NEW, do_sample=False)[0].tolist()
+
+
+def dense(model: LM) -> Dense:
+    return Dense(model.shapes, model.dtype, windows=windows_of(model.shapes, model.sights))
+
+
+def ladder(model: LM, below: Floor) -> Ladder:
+    return Ladder(Dense(model.shapes, model.dtype, step=8), [Rung(below)], holds=7, group=4, sinks=2)
+
+
+def int8(model: LM) -> Ladder:
+    return ladder(model, Packed(model.shapes, model.dtype, k_bits=8, v_bits=8, group=4))
+
+
+def disk(model: LM) -> Ladder:
+    return ladder(model, Disk(model.shapes, model.dtype, 1 << 24, 1 << 26))
+
+
+STORES = {"dense": dense, "int8": int8, "disk": disk}
+
+
+def opened(name: str, kv: str = "dense", drafter: Drafter | None = None, **how: Any) -> Session:
+    model = lm(name, how.pop("dtype", torch.float32))
+    every = how.pop("every", 16 if kv != "dense" else None)
+    return Session(model, STORES[kv](model), drafter or Off(), Sampler(), **{"chunk": 13, "every": every, **how})
+
+
+def written(session: Session, new: int = NEW) -> list[int]:
+    drive(session.read(ids()[len(session.ids) :]))
+    list(events(session.stream(new)))
+    return session.ids
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_in_any_chunks_the_text_is_that_of_generate(name: str, chunk: int) -> None:
+    assert written(opened(name, chunk=chunk)) == theirs(name)
+    assert len(set(theirs(name)[N:])) > 2, "not one token over and over"
+
+
+@pytest.mark.parametrize("guesses", [drafters.Moody, drafters.Bush], ids=["chains", "trees"])
+@pytest.mark.parametrize("name", NAMES)
+def test_guesses_that_are_partly_right_change_nothing(name: str, guesses: Any) -> None:
+    drafter = guesses(theirs(name), VOCAB, NO_STOP)
+    assert written(opened(name, drafter=drafter)) == theirs(name)
+    taken = [(step.n_drafted, len(step.new) - 1) for step in drafter.steps]
+    assert any(0 < right < tried for tried, right in taken), "some of a draft, and not all"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_goes_on_from_where_it_went_back_to(name: str) -> None:
+    for n in (1, N - 7, N, N + 5, N + NEW - 1):
+        session = opened(name)
+        written(session)
+        kept = session.rewind(n)
+        assert kept <= n
+        drive(session.read(theirs(name)[len(session.ids) : max(n, N)]))
+        list(events(session.stream(N + NEW - len(session.ids))))
+        assert session.ids == theirs(name), n
+
+
+POLICIES: dict[str, Policy | None] = {"all": None, "window": Window(sinks=2, window=13)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kv", STORES)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_whatever_stores_it_guesses_change_nothing(name: str, kv: str, policy: str) -> None:
+    how: dict[str, Any] = {"policy": POLICIES[policy], "every": 11} if policy != "all" else {}
+    want = written(opened(name, kv, **how))
+    drafter = drafters.Moody(want, VOCAB, NO_STOP)
+    assert written(opened(name, kv, drafter, **how)) == want
+    if kv != "int8" and policy == "all":
+        assert want == theirs(name)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_in_float64_too(name: str) -> None:
+    want = written(opened(name, dtype=torch.float64))
+    for kv in STORES:
+        if kv != "int8":
+            drafter = drafters.Bush(want, VOCAB, NO_STOP)
+            assert written(opened(name, kv, drafter, dtype=torch.float64)) == want
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_text_that_is_kept_in_layers_of_several_sizes_comes_back(name: str) -> None:
+    from kvcli.kv.state import Given
+
+    for kv in STORES:
+        one, other = opened(name, kv), opened(name, kv)
+        drive(one.read(ids()))
+        other.kv.restore(Given(one.kv.state(), 4096))
+        for layer, of in enumerate(one.lm.shapes):
+            if of.shares is None:
+                a, b = one.kv.slots(layer), other.kv.slots(layer)
+                assert torch.equal(a.k, b.k)
+                assert torch.equal(a.v, b.v)
+
+
+# ---- who owns what ----
+
+
+def test_layers_that_share_keys_store_none() -> None:
+    for name in ("gemma4_shared", "gemma3n"):
+        session = opened(name)
+        written(session)
+        assert [of.shares for of in session.lm.shapes] == [None, None, 0, 1]
+        assert {use.layer for use in session.kv.usage()} == {0, 1}
+
+
+def test_keys_of_a_wrong_owner_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> Any:
+        return families.build("gemma4_shared", num_hidden_layers=6, layer_types=families.PAIRS * 3)
+
+    own = seam._owner
+    assert [of.shares for of in LM.of(build(), verify=True).shapes] == [None, None, None, None, 2, 3]
+
+    def wrong(at: seam.Layer, layers: Sequence[seam.Layer]) -> int | None:
+        found = own(at, layers)
+        return None if found is None else found - 2
+
+    monkeypatch.setattr(seam, "_owner", wrong)
+    with pytest.raises(BadModel, match="does not give the logits"):
+        LM.of(build(), verify=True)
+
+
+# ---- what it takes ----
+
+
+def held_bytes(kv: Dense) -> int:
+    return sum(t.untyped_storage().nbytes() for held in kv._slabs.values() for t in held.tensors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_reported_is_held_and_foretold(name: str) -> None:
+    session = opened(name)
+    session.kv = kv = Dense(session.lm.shapes, session.lm.dtype)  # windows that nobody gives back
+    drive(session.read(ids()))
+    exact = Profile.load("exact")
+    foretold = [of for of, _ in stored(shape_of(families.config_of(name).to_dict(), name))]
+    assert foretold == list(session.lm.shapes)
+    fit = sum(layer_bytes(exact.kv, exact.memory, kv.dtype.itemsize, of, kv.n_slots(0), 0) for of in foretold)
+    assert nbytes(kv)["cpu"] == held_bytes(kv) == fit
+
+
+# of all that `all_families` builds, also those whose configs say sizes in words of their own
+WORDS = (
+    "cohere2", "dbrx", "deepseek_v2", "exaone4", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_bigcode",
+    "gpt_neox", "minicpm3", "mimo_v2_flash", "opt", "olmo3", "phi3", "youtu",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_a_config_says_what_a_loaded_model_does(kind: str) -> None:
+    config = all_families.config_of(kind)
+    model = LM.of(all_families.build(config))
+    shape = shape_of(config.get_text_config().to_dict(), kind)
+    assert [of for of, _ in stored(shape)] == list(model.shapes)
+    assert shape.windows == model.windows
+
+
+def gemma_4b() -> Subject:
+    """Gemma 3 4B by its sizes."""
+    shape = shape_of(
+        {
+            "model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 10240, "vocab_size": 262208,
+            "max_position_embeddings": 131072, "sliding_window": 1024, "sliding_window_pattern": 6,
+        }
+    )  # fmt: skip
+    held = weights.of_shape(shape, 2)
+    return Subject("gemma", shape, held, "bf16", False, True, False, sum(h.nbytes for h in held))
+
+
+def test_gemma_3_4b_at_32k_takes_little_more_than_its_full_layers_and_windows() -> None:
+    subject = gemma_4b()
+    need = plan(subject, Profile.load("exact"), Room("cpu", 64 * GIB), 32_768, Facts()).need
+    assert need.kv <= 1.2 * kv_bytes(subject.shape, 32_768, 2, windows=True)
