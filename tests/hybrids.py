@@ -94,9 +94,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 1) -> PreTrainedModel:
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 1, **changes: Any) -> PreTrainedModel:
     """A tiny random model of a family, on the CPU, ready to run."""
-    told = {**_COMMON, **HYBRIDS[name]}
+    told = {**_COMMON, **HYBRIDS[name], **changes}
     if name == "nemotron_h":
         del told["num_hidden_layers"]
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**told), attn_implementation="eager")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvcli.chat.local import Model
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
 from kvcli.engine import mixers
@@ -34,6 +35,8 @@ from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Store
 from kvcli.kv.states import Folding, Known, States, apart_by
 from kvcli.policies.window import Window
+from kvcli.settings.profile import Profile
+from tests import small_tokenizers
 from tests.hybrids import HYBRIDS, VOCAB, build, prompt
 
 PROMPT, NEW = 29, 28  # tokens
@@ -382,6 +385,50 @@ def test_a_past_on_the_shelf_is_gone_on_from(tmp_path: Path):
         pass
     assert is_right(other)
     assert other.rewind(200) == 192
+
+
+@pytest.mark.parametrize("profile", ["fafo", "lookahead"])
+def test_a_conversation_is_gone_back_in(profile: str):
+    """Asked, asked again otherwise, taken back: each answer is that of a conversation that never was another."""
+    with quiet():
+        lm = LM.of(build("qwen3_5_text", seed=5, vocab_size=2048))  # whose answers are spelled as they were written
+    wanted = Profile.load(profile).replace(sample={"temperature": 0, "max_new_tokens": 12}, spec={"adaptive": False})
+    made = Model(lm, small_tokenizers.demo(), wanted)
+    assert any("some layers of this model keep a state" in said for said in made.cautions)
+    chat = made.chat("Be brief.")
+    first = chat.send("What is the depth of the well?").text
+    chat.send("And of the other one?")
+    *_, end = chat.edit("And of the other one, in feet?")
+    assert end.turn.stats.cached == 34  # all before what was asked
+    third = chat.send("Why?")
+    assert third.stats.cached > end.turn.stats.prompt
+    chat.undo(2)
+    again = chat.send("Where is it?").text
+    plain = Model(
+        lm, small_tokenizers.demo(), Profile.load("exact").replace(sample={"temperature": 0, "max_new_tokens": 12})
+    )
+    other = plain.chat("Be brief.")
+    assert other.send("What is the depth of the well?").text == first
+    assert other.send("Where is it?").text == again
+    states = [text.session.states.now for text in (chat.model, other.model)]
+    assert apart_by(*states) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h", "lfm2"])
+def test_packed_weights_and_16_bits_load(name: str):
+    """The check at load is passed, and what is packed answers from the tape, too."""
+    with quiet():
+        LM.of(build(name, torch.bfloat16), verify=True)
+        lm = LM.of(build(name), id=name, quant="int8")
+        lm.lay_out()
+    assert "packed int8" in lm.info.backend
+    text = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    drive(text.read(prompt(PROMPT)))
+    plain = written(text, 20)
+    guessed = Session(lm, Dense(lm.shapes, lm.dtype), Partly([*prompt(PROMPT), *plain]), Sampler())
+    drive(guessed.read(prompt(PROMPT)))
+    assert written(guessed, 20) == plain
+    assert apart_by(guessed.states.now, text.states.now) < 1e-3
 
 
 def test_what_cannot_be_served_is_refused_by_name():
