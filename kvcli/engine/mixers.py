@@ -28,6 +28,10 @@ from kvcli.kv.states import NOTHING, Folding, Key, Known, States
 if TYPE_CHECKING:
     from kvcli.engine.feed import Feed
 
+# Rows up to which a pass is gone over again row by row: kernels for several take 64 at a time where there is nothing
+# but PyTorch, which on a CPU takes as long as four of those for one (a gated delta net of 12 heads)
+FEW = 3
+
 Call = tuple[Sequence[Any], Mapping[str, Any]]  # what a module was called with
 
 
@@ -85,27 +89,30 @@ class Stated(Trial):
         return partial(self._fold, part)
 
     def _fold(self, part: Part, n: int) -> None:
-        rec = part.folding.rec if n == part.folding.n_rows else self._again(part, n)
+        rec: Mapping[Key, Tensor] = part.folding.rec
+        if n < part.folding.n_rows and rec:  # histories can be cut
+            rec = self._again(part, n)
         part.states.advance(part.folding.known(n, rec))
 
     def _again(self, part: Part, n: int) -> Mapping[Key, Tensor]:
         """Recurrent states behind the first n rows of a text."""
         assert part.tape is not None, "all rows of a prompt are accepted"
-        self.answers = {layer: (t[..., :n, :] for t in gave) for layer, gave in part.tape.items()}
-        self.now = again = Part(part.states, Folding(part.folding.before, n), slice(0, n))
-        with torch.inference_mode(), under_way(self):
-            for mixer, call in part.calls.items():
-                if mixer.recurs and call is not None:
-                    mixer.run(again, _picked(call, part.folding.n_rows, again.rows))
-        return again.folding.rec
+        known = part.folding.before
+        for rows in [slice(i, i + 1) for i in range(n)] if n <= FEW else [slice(0, n)]:
+            self.answers = {layer: (t[..., rows, :] for t in gave) for layer, gave in part.tape.items()}
+            self.now = again = Part(part.states, Folding(known, rows.stop - rows.start), rows)
+            with torch.inference_mode(), under_way(self):
+                for mixer, call in part.calls.items():
+                    assert call is not None, "with a tape calls are kept"
+                    mixer.run(again, _picked(call, part.folding.n_rows, rows))
+            known = again.folding.known(rows.stop - rows.start, again.folding.rec)
+        return known.rec
 
 
 class Mixer:
     """One of them, in the place of its own forward: rows of several texts go through it text by text."""
 
-    def __init__(self, module: nn.Module, *, recurs: bool) -> None:
-        """`recurs`: it has a state that cannot be cut, as a history can."""
-        self.recurs = recurs
+    def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = ref(module), _weak(module.forward)
         self._linears = [name for name, inner in module.named_modules() if isinstance(inner, nn.Linear)]
 
@@ -210,7 +217,7 @@ class Finder(Stated):
     def __init__(self) -> None:
         super().__init__([Part(States(), Folding(NOTHING, 1), slice(0, 1))], 0)
         self._running: list[nn.Module] = []
-        self._recurs: dict[nn.Module, bool] = {}  # by module, in order: has it a state beside a history?
+        self._found: dict[nn.Module, None] = {}  # in order
         self._are_last = False
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **told: Any) -> tuple[Tensor, Tensor]:
@@ -220,23 +227,22 @@ class Finder(Stated):
 
     def update_conv_state(self, *args: Any, **told: Any) -> Tensor:
         """One keeps a history."""
-        self._note(recurs=False)
+        self._note()
         return super().update_conv_state(*args, **told)
 
     def update_recurrent_state(self, *args: Any, **told: Any) -> Tensor:
         """One keeps a state."""
-        self._note(recurs=True)
+        self._note()
         return super().update_recurrent_state(*args, **told)
 
-    def _note(self, *, recurs: bool) -> None:
-        self._recurs[self._running[-1]] = recurs or self._recurs.get(self._running[-1], False)
+    def _note(self) -> None:
+        self._found[self._running[-1]] = None
         self._are_last = True
 
     def mixers(self) -> Mixers:
         """What was found, each in the place of its module's forward from now on."""
         folding = self.now.folding
-        like = folding.known(1, folding.rec) if self._recurs else NOTHING
-        return Mixers([_mixer(*of) for of in self._recurs.items()], like, are_last=self._are_last)
+        return Mixers([*map(_mixer, self._found)], folding.known(1, folding.rec), are_last=self._are_last)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -257,10 +263,10 @@ class Finder(Stated):
                 hook.remove()
 
 
-def _mixer(module: nn.Module, recurs: bool) -> Mixer:
+def _mixer(module: nn.Module) -> Mixer:
     """That of a module, which has one already if its model was wrapped before."""
     if not isinstance(module.forward, Mixer):
-        module.forward = Mixer(module, recurs=recurs)
+        module.forward = Mixer(module)
     return module.forward
 
 

@@ -101,7 +101,7 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
         n = len({*seen})
         why = f"only {n} of its {n_layers} layers attend" if n < n_layers else "its layers attend more than once"
         _refuse(kind, why, ["kvcli stores one key and one value per head, layer and token"])
-    for place, at in enumerate(layers):
+    for place, at in enumerate(layers if mixers else ()):
         setattr(at.module, PLACE, place)
     for at in layers:
         _check_layer(at, probe, limit, kind)
