@@ -129,10 +129,24 @@ def settled(lm: LM, profile: Profile) -> tuple[Profile, str]:
     A strict profile drafts only where a row has the same bits alone and in a draft. Where kernels do not promise that,
     a row rounds otherwise among others, and so do the keys and values that an accepted guess leaves behind.
     """
+    profile, chained = _chained(profile) if lm.mixers else (profile, "")
     if not profile.spec.strict or not (by := _rounds_by_rows(lm, profile)):
-        return profile, ""
+        return profile, chained
     why = f"no drafting: {by} a guessed token rounds otherwise than one written alone"
     return profile.replace(spec={"method": "off"}), why
+
+
+def _chained(profile: Profile) -> tuple[Profile, str]:
+    """With one guess behind the other and no scouts, as rows go through layers that keep a state; what that changed."""
+    spec, why = profile.spec, "some layers of this model keep a state"
+    if spec.method == "off":
+        return profile, ""
+    others = [name for name in spec.sources if name != "scouts"] if spec.method == "mix" else []
+    if spec.method == "lookahead" or (spec.method == "mix" and not others):
+        copies = {"method": "ngram", "branches": 1}
+        return profile.replace(spec=copies), f"{why}: no scouts are sent, and copies are guessed in their place"
+    mixed = {"sources": others} if spec.method == "mix" else {}
+    return profile.replace(spec={"branches": 1, **mixed}), f"{why}: guesses are one chain, without scouts"
 
 
 def _rounds_by_rows(lm: LM, profile: Profile) -> str:
@@ -256,6 +270,7 @@ def session(
         pruning=profile.prune.settings if profile.prune.reads else None,
         by_layers=profile.prefill.order == "layers",
         reusing=profile.reuse.settings if profile.reuse.reuses else None,
+        checkpoints=profile.memory.checkpoints,
     )
 
 

@@ -28,7 +28,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,10 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 NGRAM = Ngram(adaptive=False, max=7)
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"plain": Off, "ngram": NGRAM.drafter}
+DRAFTERS: dict[str, Callable[[LM], Drafter]] = {
+    "plain": lambda lm: Off(),
+    "ngram": lambda lm: replace(NGRAM, branches=1 if lm.mixers else NGRAM.branches).drafter(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +252,7 @@ def judge(kind: str, new: int) -> Verdict:
     if isinstance(want, Unbuilt):
         raise want
     lm.lay_out()
-    texts, why = {name: ours(lm, drafter(), prompt(), new) for name, drafter in DRAFTERS.items()}, ""
+    texts, why = {name: ours(lm, drafter(lm), prompt(), new) for name, drafter in DRAFTERS.items()}, ""
     if any(text != want for text in texts.values()):
         why = "without its cache: with it, generate writes another text than its own forward"
         model = twin.float()

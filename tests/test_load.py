@@ -488,9 +488,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "MLA": ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "q_lora_rank": 1536}, "multi-head latent attention"),
     "mamba": ({"layer_types": None, "model_type": "mamba", "state_size": 16}, "it has recurrent layers"),
     "rwkv": ({"layer_types": None, "model_type": "rwkv"}, "it has recurrent layers"),
-    "hybrid": ({"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "it has recurrent layers"),
-    "conv": ({"layer_types": ["conv", "full_attention", "conv"]}, "it has recurrent layers"),
-    "nemotron_h": ({"layer_types": None, "hybrid_override_pattern": "M-M*-"}, "it has recurrent layers"),
+    "jamba": ({"layer_types": None, "model_type": "jamba", "mamba_d_state": 16}, "it has recurrent layers"),
     "chunked": ({"attention_chunk_size": 8192}, "it uses chunked attention"),
     "sparse": ({"layer_types": ["compressed_sparse_attention"] * 3}, "of kind compressed_sparse_attention"),
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "it is an encoder-decoder"),
@@ -514,9 +512,10 @@ def test_an_unsupported_design_is_refused_before_any_weight_is_read(folder: Path
     assert error.lines, "it says why"
 
 
-def test_attention_only_hybrids_are_not_refused_for_their_settings(folder: Path):
-    """granitemoehybrid lists the settings of recurrent layers even where all its layers attend."""
-    edit_config(folder, mamba_d_state=16, layer_types=["full_attention"] * 3)
+@pytest.mark.parametrize("kind", ["full_attention", "linear_attention", "conv", "mamba", "mlp"])
+def test_layers_that_keep_a_state_are_not_refused(folder: Path, kind: str):
+    """What they do with it is found when the model is loaded."""
+    edit_config(folder, mamba_d_state=16, layer_types=[kind, "full_attention", "full_attention"])
     source.find(str(folder))
 
 

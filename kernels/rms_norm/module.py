@@ -7,6 +7,7 @@ many rows there are, so there a few numbers may be rounded to the other side; in
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from weakref import WeakMethod
 
 import torch
@@ -61,6 +62,8 @@ def norm_(root: nn.Module) -> int:
         if weight is None or weight.dim() != 1 or len(epsilons) != 1:
             continue
         if len(list(module.parameters())) > 1 or list(module.children()) or "forward" in vars(module):
+            continue
+        if len(signature(module.forward).parameters) > 1:  # a gate, as norms of mixers take one
             continue
         if (forward := _same(module, weight.detach(), epsilons[0])) is not None:
             module.forward = forward

@@ -15,6 +15,7 @@ from kvcli.engine.engine import run
 from kvcli.engine.feed import Feed
 from kvcli.engine.rows import Rows
 from kvcli.kv.dense import Dense
+from kvcli.kv.states import States
 from kvcli.schemas.fit import PassTime
 
 if TYPE_CHECKING:
@@ -74,6 +75,6 @@ def once(lm: LM, kv: Dense, rows: int, context: int) -> float:
     want = range(rows if rows < ROWS[-1] else 0)  # reading wants no logits
     settle(lm.device)
     began = time.perf_counter()
-    run([Feed(lm, built, kv, want=want)])
+    run([Feed(lm, built, kv, want=want, states=States(lm.mixers.like))])
     settle(lm.device)
     return time.perf_counter() - began

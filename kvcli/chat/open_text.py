@@ -198,9 +198,9 @@ class OpenText:
             profile = profile.changed({"sample": changes}, "what was asked of an answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = Window(self.limit, model.lm.limit, profile.context.reserve, fits)
-        prunes, spans = self.session.pruning is not None, list[Span]()
-        if messages and (prunes or self.session.policy is not None or self.on_overflow == "compress"):
-            spans = chat_spans(model.tokenizer, messages, ids, question=prunes)
+        asks, spans = self.session.pruning is not None or bool(model.lm.mixers), list[Span]()
+        if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
+            spans = chat_spans(model.tokenizer, messages, ids, question=asks)
         asked = Asked(
             ids,
             spans,

@@ -137,7 +137,7 @@ class Answering:
         self._measured = time.perf_counter()
         if at_once:
             stats.approx = approx(self._text.profile, session.lost)
-        held = (session.kv, session.view, session.behind, session.drafter, self._text.writer)
+        held = (session.kv, session.states, session.view, session.behind, session.drafter, self._text.writer)
         stats.kv, stats.near = nbytes(*held), hit_rate(held)
         stats.reach = next((use.how for use in session.kv.usage() if use.how), "")
         stats.kv_fp16 = 2 * sum(of.numbers for of in lm.shapes) * session.committed

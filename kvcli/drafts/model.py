@@ -137,6 +137,7 @@ class Model(Company):
 
         assert pair is not None, "somebody must draft"
         draft, target = pair.draft, pair.target
+        draft.mixers.refuse(draft.info.id, "it cannot draft", ["--draft MODEL, one all of whose layers attend"])
         closes = self.positions == "contiguous" and self.working > 0
         if closes and self.working + self.depth > draft.limit:
             raise BadConfig(

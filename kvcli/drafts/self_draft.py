@@ -47,6 +47,7 @@ class SelfDraft(Company, Viewing):
 
         assert pair is not None, "somebody must draft"
         lm = pair.target
+        lm.mixers.refuse(lm.info.id, "it cannot guess over a part of what it knows", ["--set spec.method=ngram"])
         guesser = Itself(lm, self._skipping(lm))
         chain = Chain(guesser, depth=self.depth, vocab=lm.vocab, share=_UNTRIED, ends=ends, name="self")
         return self.mixer(chain, Copies(self.min_match, self.max_match), view=self.glance())

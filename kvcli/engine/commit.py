@@ -37,6 +37,8 @@ def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
             kv.append(layer, k, v, pos[0])
         else:
             kv.take(layer, Slots(k, v, at[k.device].expand(k.shape[0], -1)))
+    if made.fold is not None:  # last: what fails before it leaves the state that rows were committed behind
+        made.fold(len(path))
 
 
 def _picked(t: Tensor, rows: Mapping[torch.device, Tensor] | slice) -> Tensor:

@@ -53,14 +53,17 @@ def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
     passes = [Pass(feed) for feed in feeds]
     if feeds[0].layers is not None and lm.straight is None:
         lm.meet_gates()
-    logits, hidden = _forward(lm, feeds, SideBySide(passes) if len(passes) > 1 else passes[0])
+    attends = SideBySide(passes) if len(passes) > 1 else passes[0]
+    if lm.mixers:
+        attends.trial = lm.mixers.trial(feeds)
+    logits, hidden = _forward(lm, feeds, attends)
     each = torch.split(logits, [len(feed.want) for feed in feeds]) if len(feeds) > 1 else [logits]
     gave = [None] * len(feeds) if hidden is None else torch.split(hidden, [feed.rows.n_rows for feed in feeds])
     backs = [Readback(feed, rows) for feed, rows in zip(feeds, each, strict=True)]
     if lm.is_apart:
         fetch(backs)
-    for p, rows, back, left in zip(passes, each, backs, gave, strict=True):
-        yield Made(rows, back.drawn, back.gleaned, p.fresh, p.queries, left)
+    for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
+        yield Made(rows, back.drawn, back.gleaned, p.fresh, p.queries, left, fold=attends.trial.fold(i))
 
 
 def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple[Tensor, Tensor | None]:
@@ -74,7 +77,7 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
         starts.append(starts[-1] + feed.rows.n_rows)
     want: list[int] | None = [start + row for start, feed in zip(starts, feeds, strict=False) for row in feed.want]
     is_below = attends.layers.stop < lm.n_layers and not feeds[0].only_kv
-    attends.last = -1 if want or is_below else attends.layers.stop - 1
+    attends.last = -1 if want or is_below or lm.mixers.are_last else attends.layers.stop - 1
     if want == list(range(starts[-1])):
         want = None  # all: nothing to pick
     ids, pos = feeds[0].rows.ids, feeds[0].rows.pos

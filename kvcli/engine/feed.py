@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcli.engine.rows import Rows
     from kvcli.engine.sample import Draw
     from kvcli.kv.slots import Readable, Reader
+    from kvcli.kv.states import States
 
 Glean = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> a few numbers [n, m] each
 
@@ -38,6 +39,7 @@ class Feed:
     glean: Glean | None = None  # what else the host is to learn of each wanted row's logits
     hear: Sequence[int] = ()  # rows whose queries are handed back
     grows: int = 0  # tokens that may be stored before a policy lets some go, or the answer ends
+    states: States | None = None  # what mixers know of the past (mixers.py); None = this way of reading has none
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
     layers: range | None = None  # that it goes through; none behind the last = norm and head alone; None = all
     hidden: Tensor | None = None  # [N, E]: what goes into the first of these; None = the embeddings
@@ -63,6 +65,7 @@ class Made:
     queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
     hidden: Tensor | None = None  # [N, E]: what its layers gave, where they end below the last
     keep: Callable[[Sequence[int]], None] | None = None  # has the device store these rows; None = the host does it
+    fold: Callable[[int], None] | None = None  # has mixers take in so many of the rows; None = there are none
 
 
 Asks = Generator[Feed, Made, T]  # work that may need passes, and what comes of it

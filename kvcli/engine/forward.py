@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvcli.engine.feed import Feed
     from kvcli.engine.frame import FixedPass
 
+PLACE = "kvcli_place"  # of ours in an attention module
+
 
 class Pass:
     """One trip of a feed's rows through the model; what it made stays here until its rows are accepted."""
@@ -135,11 +137,17 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
     sight = sight_of(query, scaling, softcap, sliding_window)
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = place_of(module)
     its_pass: Pass | SideBySide = current()
     out = its_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
     out = out.unsqueeze(0).transpose(1, 2)
     return (out if out.dtype is query.dtype else out.to(query.dtype)).contiguous(), None
+
+
+def place_of(module: torch.nn.Module) -> int:
+    """Which of the layers that attend this is: where others do not, its own number is another (seam.py)."""
+    place: int = vars(module).get(PLACE, module.layer_idx)
+    return place
 
 
 def sight_of(query: Tensor, scaling: float | None, softcap: float | None, window: int | None) -> Sight:

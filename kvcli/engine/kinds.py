@@ -19,6 +19,12 @@ class Span(NamedTuple):
     kind: int
 
 
+def turns(spans: Sequence[Span]) -> set[int]:
+    """Where a text is likely to be changed: at its last message, and at what that asks; as far as spans say so."""
+    specials = [span.end for span in spans if span.kind == SPECIAL]
+    return {*specials[-2:-1], *(span.start for span in spans if span.kind == QUESTION)}
+
+
 def kinds_of(ids: Sequence[int], table: Tensor | None, spans: Sequence[Span]) -> Tensor:
     """[T] int8: the kind of each token. `table` [V] gives kinds by id; None = all are text."""
     t = len(ids)

@@ -57,7 +57,9 @@ class LM:
     ) -> None:
         """`places`: of its layers, where they are not all where the model is."""
         self.model = model
-        self.n_layers = info.layers
+        self.n_layers = len(shape.attentions)  # that attend
+        self.mixers = shape.mixers  # of layers that keep a state; none in most models
+        self.mixers.tape()
         self.heads = shape.heads  # of queries, by layer; what keys and values are is in `shapes`
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype
@@ -210,6 +212,8 @@ class LM:
         """
         if self._has_gates:
             return
+        try_ = ["--set prefill.order=chunks --set prune.method=none", "--set reuse.method=none"]
+        self.mixers.refuse(self.info.id, "rows cannot be stopped between them", try_)
         self._has_gates = True  # for the passes of the check
         try:
             gate.install(self._layers or ())
@@ -229,9 +233,10 @@ class LM:
         for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
+        self.mixers.tape()
         if self.is_split:  # what is fused takes all layers for one device's
             return
-        layers = list(self._layers or ())
+        layers = list(() if self.mixers else self._layers or ())
         if fused := fuse_(self, layers):
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         with few_layers(self, layers):
@@ -245,6 +250,8 @@ class LM:
             why = why or "its layers are on two devices"
         sizes = ((of.k_dim, of.v_dim) for of in self.shapes)
         why = why or next(filter(None, (attend_rows.why_not(self.dtype, self.device, *each) for each in sizes)), "")
+        if self.mixers:
+            why = why or "some of its layers keep a state"
         if not why:
             self.frames = Frames(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"
@@ -293,9 +300,9 @@ def _split(
     model: Any, shape: seam.Shape, quant: str, device: torch.device, on_gpu: int
 ) -> tuple[str, tuple[str, ...], list[torch.device]]:
     """The same with the last layers on `device`, and where each layer is then."""
-    layers = _decoder_layers(model, shape)
+    layers = None if shape.mixers else _decoder_layers(model, shape)
     if layers is None:
-        why = "its attention modules stand in no list of layers"
+        why = "some keep a state" if shape.mixers else "its attention modules stand in no list of layers"
         raise BadModel("layers of this model cannot be placed one by one", code="no_split", lines=[why])
     n, notes = min(on_gpu, len(layers)), list[str]()
     backends = dict[str, None]()
@@ -320,10 +327,11 @@ def _placed(
 def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.ModuleList | None:
     """The list of decoder layers, if the model has one: embeddings, head and whatever reads pictures are not in it."""
     for part in model.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == len(shape.attentions):
-            pairs = zip(part, shape.attentions, strict=True)
-            if all(any(inner is attention for inner in layer.modules()) for layer, attention in pairs):
-                return part
+        if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
+            continue
+        attend = [layer for layer in part if any(module in shape.attentions for module in layer.modules())]
+        if len(attend) == len(shape.attentions) and (len(attend) == len(part) or shape.mixers):
+            return part
     return None
 
 

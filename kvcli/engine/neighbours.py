@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvcli.engine.commit import commit
 from kvcli.engine.engine import run
 from kvcli.engine.feed import Feed
 from kvcli.engine.rows import Draft, Rows
 from kvcli.kernels import gpu
 from kvcli.kv.dense import Dense
+from kvcli.kv.states import States
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
@@ -33,34 +35,35 @@ def rows_know_neighbours(lm: LM) -> bool:
     if n < 1 or (lm.is_apart and gpu.why_not(lm.device, lm.dtype)):
         return True
     ids = torch.randint(0, lm.vocab, (n + DEPTH,), generator=torch.Generator().manual_seed(0)).tolist()
-    return any(_differ(lm, ids, n, width) for width in ((WIDTH, WIDE) if lm.is_apart else (WIDTH,)))
+    widths = (1,) if lm.mixers else (WIDTH, WIDE) if lm.is_apart else (WIDTH,)  # rows of mixers are a chain
+    return any(_differ(lm, ids, n, width) for width in widths)
 
 
 def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
     """Whether rows behind the first n tokens do, alone and in a tree of this width."""
-    alone, cut = _past(lm, ids[:n], n), _past(lm, ids[:n], n if lm.is_apart else n // 2)
+    (alone, of_alone), (cut, of_cut) = _past(lm, ids[:n], n), _past(lm, ids[:n], n if lm.is_apart else n // 2)
     guesses, parent, on_path, last = list[int](), list[int](), [0], -1
     for token in ids[n + 1 :]:
         guesses += [*((token + wrong) % lm.vocab for wrong in range(1, width)), token]
         parent += [last] * width
         last = len(guesses) - 1
         on_path.append(last + 1)
-    (among,) = run([Feed(lm, Rows.build(ids[n], n, Draft(guesses, parent)), cut, want=on_path)])
+    (among,) = run([Feed(lm, Rows.build(ids[n], n, Draft(guesses, parent)), cut, want=on_path, states=of_cut)])
     for i in range(DEPTH):
-        (made,) = run([Feed(lm, Rows.chain(ids[n + i : n + i + 1], n + i), alone, want=[0])])
+        row = Rows.chain(ids[n + i : n + i + 1], n + i)
+        (made,) = run([Feed(lm, row, alone, want=[0], states=of_alone)])
         if not torch.equal(made.logits[0], among.logits[i]):
             return True
-        for layer, fresh in made.fresh.items():
-            alone.append(layer, fresh.k, fresh.v, n + i)
+        commit(alone, row, made, [0])
     return False
 
 
-def _past(lm: LM, ids: list[int], chunk: int) -> Dense:
-    """A store that has read these in chunks of this size."""
-    kv = Dense(lm.shapes, lm.dtype, lm.device)
+def _past(lm: LM, ids: list[int], chunk: int) -> tuple[Dense, States]:
+    """A store that has read these in chunks of this size, and what mixers know behind them."""
+    kv, states = Dense(lm.shapes, lm.dtype, lm.device), States(lm.mixers.like)
     for start in range(0, len(ids), max(1, chunk)):
         some = ids[start : start + max(1, chunk)]
-        (made,) = run([Feed(lm, Rows.chain(some, start), kv, want=[0])])
-        for layer, fresh in made.fresh.items():
-            kv.append(layer, fresh.k, fresh.v, start)
-    return kv
+        rows = Rows.chain(some, start)
+        (made,) = run([Feed(lm, rows, kv, want=[0], states=states)])
+        commit(kv, rows, made, range(rows.n_rows))
+    return kv, states

@@ -10,13 +10,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from kvcli.engine.commit import commit
 from kvcli.engine.engine import call, run
 from kvcli.engine.feed import Feed
-from kvcli.engine.forward import sight_of
+from kvcli.engine.forward import PLACE, sight_of
+from kvcli.engine.mixers import Finder, Mixers
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadModel
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import LayerShape, Sight
+from kvcli.kv.states import Known, States, apart_by
 from kvcli.models.foreign import blamed
 
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
@@ -81,29 +84,35 @@ class Shape:
     sinks: tuple[Tensor | None, ...]
     attentions: tuple[nn.Module, ...]
     stored: tuple[LayerShape, ...]
+    mixers: Mixers
 
 
 def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
     """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
     kind = f"{name} ({model.config.model_type})"
-    with blamed(lambda said: refusal(kind, "a row does not get through it", [said])):
-        call(model, [0], [0], [0], its_pass=probe)
-    layers = probe.layers
+    finder = Finder()
+    with blamed(lambda said: refusal(kind, "a row does not get through it", [said])), finder.watching(model):
+        call(model, [0], [0], [0], its_pass=probe, trial=finder)
+    layers, mixers = probe.layers, finder.mixers()
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
-    if [at.index for at in layers] != list(range(n_layers)):
-        seen = len({at.index for at in layers})
-        why = f"only {seen} of its {n_layers} layers attend" if seen < n_layers else "its layers attend more than once"
+    seen = [at.index for at in layers]
+    if seen != list(range(n_layers)) and (not mixers or seen != sorted({*seen})):
+        n = len({*seen})
+        why = f"only {n} of its {n_layers} layers attend" if n < n_layers else "its layers attend more than once"
         _refuse(kind, why, ["kvcli stores one key and one value per head, layer and token"])
+    for place, at in enumerate(layers if mixers else ()):
+        setattr(at.module, PLACE, place)
     for at in layers:
         _check_layer(at, probe, limit, kind)
     heads, sights, sinks, modules = zip(*((at.heads[0], at.sight, at.sink, at.module) for at in layers), strict=True)
-    return Shape(heads, sights, sinks, modules, tuple(LayerShape(*at.heads[1:], _owner(at, layers)) for at in layers))
+    stored = tuple(LayerShape(*at.heads[1:], _owner(at, layers[:place])) for place, at in enumerate(layers))
+    return Shape(heads, sights, sinks, modules, stored, mixers)
 
 
-def _owner(at: Layer, layers: Sequence[Layer]) -> int | None:
+def _owner(at: Layer, before: Sequence[Layer]) -> int | None:
     """The first layer before this one that handed over the same keys and values; None = these are its own."""
-    same = (of.index for of in layers[: at.index] if all(a is b for a, b in zip(of.kv, at.kv, strict=True)))
+    same = (i for i, of in enumerate(before) if all(a is b for a, b in zip(of.kv, at.kv, strict=True)))
     return next(same, None)
 
 
@@ -155,9 +164,9 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
             theirs = _stock(lm, ids)
         if not bool(theirs.isfinite().all()):
             _refuse(kind, f"its own forward gives NaN or infinity in {lm.info.dtype}", [], ["--set load.dtype=fp32"])
-        mine = _ours(lm, ids)
-        worst = apart(mine, theirs, n // 2 if is_half else 0)
-        if worst <= bound:
+        mine, known = _ours(lm, ids)
+        worst, folded = apart(mine, theirs, n // 2 if is_half else 0), _folded(lm, ids, known)
+        if worst <= bound and folded <= max(bound, 1e-3):
             return
     largest = float((mine - theirs).abs().nan_to_num(torch.inf).max())
     _refuse(
@@ -166,6 +175,7 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
         [
             f"{n} tokens: logits off by up to {largest:.3g} on a scale of {float(theirs.abs().max()):.3g}",
             f"relative error {worst:.2g}, allowed in {lm.info.dtype}: {bound:g}",
+            *[f"states of its layers behind them off by {folded:.2g} from those of one pass"] * bool(lm.mixers),
         ],
         ["report it with the output of kvcli doctor", "--set load.verify=false runs it anyway: expect wrong text"],
     )
@@ -182,19 +192,32 @@ def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
     return call(lm.model, ids).cpu().double()
 
 
-def _ours(lm: Any, ids: Sequence[int]) -> Tensor:
-    """Logits [N, V] of two passes, the second reading what the first stored."""
-    kv = Dense(lm.shapes, lm.dtype, lm.device)
-    half = len(ids) // 2
+def _ours(lm: Any, ids: Sequence[int]) -> tuple[Tensor, Known]:
+    """Logits [N, V] of two passes, the second reading what the first stored, and what mixers know behind them: of these
+    a pass between is accepted in part, and one has a single row.
+    """
+    kv, states = Dense(lm.shapes, lm.dtype, lm.device), States(lm.mixers.like)
+    n, half = len(ids), len(ids) // 2
     logits = []
-    for a, b in ((0, half), (half, len(ids)))[half == 0 :]:  # a window of one token has no half
-        rows = Rows.chain(ids[a:b], a)
+    passes = [(half, half + 5, 2), (half + 2, half + 3, 1), (half + 3, n, n)] if lm.mixers and n > 9 else [(half, n, n)]
+    for a, b, most in ((0, half, n), *passes)[half == 0 :]:  # a window of one token has no half
+        rows, taken = Rows.chain(ids[a:b], a), min(most, b - a)
         last_first = range(b - a - 1, -1, -1)  # a model that ignores it gives other rows
-        (made,) = run([Feed(lm, rows, kv, want=last_first)])
-        logits.append(made.logits[: b - a].flip(0))
-        for layer, fresh in made.fresh.items():
-            kv.append(layer, fresh.k, fresh.v, a)
-    return torch.cat(logits).cpu().double()
+        (made,) = run([Feed(lm, rows, kv, want=last_first, states=states)])
+        logits.append(made.logits[: b - a].flip(0)[:taken])
+        commit(kv, rows, made, range(taken))
+    return torch.cat(logits).cpu().double(), states.now
+
+
+def _folded(lm: Any, ids: Sequence[int], known: Known) -> float:
+    """How far what mixers know is from what they know behind one pass of the same tokens, relative RMS."""
+    states, rows = States(lm.mixers.like), Rows.chain(ids, 0)
+    if not lm.mixers:
+        return 0.0
+    (made,) = run([Feed(lm, rows, Dense(lm.shapes, lm.dtype, lm.device), states=states, is_prompt=True)])
+    assert made.fold is not None, "it has mixers"
+    made.fold(len(ids))
+    return apart_by(known, states.now)
 
 
 def _refuse(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ()) -> NoReturn:

@@ -14,7 +14,7 @@ from kvcli.engine.boundary import Boundary
 from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed, Made, Work, asked
-from kvcli.engine.kinds import Span, kinds_of
+from kvcli.engine.kinds import Span, kinds_of, turns
 from kvcli.engine.policy import Phase
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Draw, Sampler
@@ -64,9 +64,8 @@ class Session(Text):
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
         how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
         hear = range(rows.tree) if draft.hears else self.heard.of_tree(rows.tree)
-        made = yield Feed(
-            self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear, self._grows(most)
-        )
+        asks = self.view, rows.want, how, self.drafter.glean, hear, self._grows(most), self.states
+        made = yield Feed(self.lm, rows, self.kv, *asks)
         path, new = walk(rows, made.drawn, stop)
         self._commit(rows, hear, made, path)
         self.ids += new
@@ -106,7 +105,7 @@ class Session(Text):
         elif self.order == "layers" and ahead is None:
             yield from self._read_on(self._under_way or (yield from self._layer_by_layer(whole)))
         else:
-            yield from self._read_chunk(min(at + self.chunk_rows, whole if ahead is None else ahead))
+            yield from self._read_chunk(self._end(whole if ahead is None else ahead))
         if self.committed > at:
             self.boundary = self.committed  # for what breaks in settling, which is then done again
             yield from self.settle("read" if self.committed == whole else "reading")
@@ -121,10 +120,16 @@ class Session(Text):
             self._append(past, end)
             self.reused += end - at
 
+    def _end(self, most: int) -> int:
+        """Where the next chunk ends: with states, where somebody may come back to, as a checkpoint will stand there."""
+        at = self.committed
+        stops = [stop for stop in turns(self.spans) if stop > at] if self.lm.mixers else []
+        return min(at + self.chunk_rows, most, *stops)
+
     def _read_chunk(self, end: int) -> Asks[None]:
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
-        made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True)
+        made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True, states=self.states)
         self.boundary = end  # a chunk's end is a boundary: what windows hide behind it makes room for the chunk
         self.kv.settle((), self._seen_from(end), self.lm.sliding)
         self._commit(rows, hear, made, range(rows.n_rows))
@@ -189,6 +194,7 @@ class Session(Text):
         """A boundary: the past may change now, and only now."""
         if phase != "answering":
             self._n_prompt = self.committed
+            self.states.mark()
         masks: Masks = ()
         if self.policy is not None:
             masks = yield from self._at(phase).ask(self.policy)

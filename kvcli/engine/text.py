@@ -17,6 +17,7 @@ from kvcli.engine.policy import Policy, Wants
 from kvcli.engine.sample import Sampler, Seen
 from kvcli.kv.slots import Lens, Loss, Store
 from kvcli.kv.state import Given, Misfit, State, Stateful
+from kvcli.kv.states import States
 
 if TYPE_CHECKING:
     from kvcli.engine.constraint import Constraint
@@ -46,6 +47,7 @@ class Text:
         pruning: Pruning | None = None,
         by_layers: bool = False,
         reusing: Reusing | None = None,
+        checkpoints: int = 8,
     ) -> None:
         """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
 
@@ -53,9 +55,10 @@ class Text:
         `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
         of `chunk` rows, as is done with `pruning` in any case; a policy then judges once all is read. Raises BadModel
         for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge. `reusing`: what of a
-        prompt is taken over unread, refused for a model whose keys cannot be turned.
+        prompt is taken over unread, refused for a model whose keys cannot be turned. `checkpoints`: of states, at most.
         """
         self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
+        self.states = States(lm.mixers.like, checkpoints)
         self.view, self.policy, self.pruning, self.reusing = view, policy, pruning, reusing
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
@@ -86,8 +89,9 @@ class Text:
         self.worth: Mapping[int, Tensor] = {}  # by layer [K, condensed]: what these were worth to who chose them
 
     def rewind(self, n: int) -> int:
-        """Go back to the first n ids; returns how many of them are still stored (all but the pending one, or none)."""
-        keep = max(0, min(self.committed, n - 1))
+        """Go back to the first n ids; returns how many of them are still stored: all but the pending one, or none, or
+        as many as a checkpoint of states has."""
+        keep = self.states.reaches(max(0, min(self.committed, n - 1)))
         is_back, is_cut = keep < self.committed, self._under_way is not None
         stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
         stays |= self.behind.is_torn or keep < self.condensed
@@ -96,6 +100,7 @@ class Text:
         elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
             self.memory = self._wants.memory()
         self.kv.crop(keep)
+        self.states.crop(keep)
         self._under_way, self._n_prompt = None, min(self._n_prompt, keep)
         self._own = self._own if keep > self._own else math.inf
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
@@ -120,6 +125,7 @@ class Text:
         mine, its = self.kv, other.kv
         self.put(its)
         other.put(mine)
+        self.states, other.states = other.states, self.states
         self.heard, other.heard = other.heard, self.heard
         self.memory, other.memory = other.memory, self.memory
         self._is_whole, self._has_left, self._own = other._is_whole, other._has_left, other._own
@@ -143,6 +149,7 @@ class Text:
 
     def _append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
         """Store what belongs to tokens up to n, or nothing."""
+        assert not self.lm.mixers, "keys and values alone are not all that such a model knows of a text"
         try:
             self.kv.reserve(n)
             for layer, k, v, start in past:
@@ -157,6 +164,7 @@ class Text:
         told = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
         told |= {"own": int(min(self._own, self.committed))}
         parts = {"heard": self.heard.state(), "behind": self.behind.state(), "kv": self.kv.state()}
+        parts |= {"states": self.states.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
         memory: State = self.memory.state() if self.memory is not None else {}
         return {**told, **parts, "ids": ids, "memory": memory}
@@ -180,6 +188,7 @@ class Text:
             raise Misfit("its text has another length than there is room for")
         given = Given(state, len(ids))
         self.kv.restore(given.part("kv"))
+        self.states.restore(given.part("states"))
         self.heard.restore(given.part("heard"), self.lm, self.kv.dtype)
         self.behind.restore(given.part("behind"))
         if self.memory is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
@@ -25,6 +25,10 @@ class Trial:
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values [1, K, N, D] of the rows of the call, as they came."""
         return k, v
+
+    def fold(self, i: int) -> Callable[[int], None] | None:
+        """What has the states of its i-th text take in so many of its rows (mixers.py); None = there are none."""
+        return None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: rows bring their positions, and those of several texts in one call have no common past.

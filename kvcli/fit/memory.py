@@ -69,6 +69,7 @@ class Run:
     records: bool = False  # passes are captured and replayed
     on_card: int | None = None  # decoder layers on a GPU, the last ones; None: all of the model
     of_layers: int = 0  # that the model has
+    checkpoints: int = 0  # of states, where layers keep one
     check: bool = True  # compare with the stock model after loading
     order: Order = "chunks"  # what of a prompt is finished first
     prunes: bool = False  # some of its tokens go no further
@@ -176,7 +177,9 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
 
     is_all = run.lower is not None  # stored, at a boundary too
     spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)
-    behind = run.behind(context) * shape.hidden * run.number
+    state = shape.folds.nbytes(run.number)
+    working += state + shape.folds.layers * shape.folds.taped * run.rows * run.number  # what a pass makes of it
+    behind = run.behind(context) * shape.hidden * run.number + state * (1 + run.checkpoints)
     on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
     base = run.base
     if run.records:

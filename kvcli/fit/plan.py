@@ -163,6 +163,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         draws=profile.sample.temperature == 0,  # what the model's own settings ask for is not known here
         of_layers=shape.layers,
         on_card=None if load.layers_on_gpu == "auto" else min(load.layers_on_gpu, shape.layers),
+        checkpoints=profile.memory.checkpoints,
         check=load.verify,
         prunes=bool(profile.prune.reads),
         behind=profile.prune.behind,

@@ -50,7 +50,7 @@ def answers(session: Session, sample: Sample, past: Blinkers | Store | None = No
     rows = sample.rows()
     want = [row for row, _ in sample.scored()]
     # a pass that is never committed asks a store for nothing but `dtype` and `attend`
-    (made,) = run([Feed(session.lm, rows, cast("Store", past or session.kv), want=want)])
+    (made,) = run([Feed(session.lm, rows, cast("Store", past or session.kv), want=want, states=session.states)])
     return torch.log_softmax(made.logits.float(), dim=-1)
 
 

@@ -28,7 +28,7 @@ def needle(session: Session, sample: Sample) -> Tensor:
     """[L, H, O] weight of each query head at each of OFFSETS from the token its row has to write, mean over rows."""
     lm = session.lm
     rows, scored = sample.rows(), [row for row, _ in sample.scored()]
-    feed = Feed(lm, rows, session.kv, want=scored, hear=scored)
+    feed = Feed(lm, rows, session.kv, want=scored, hear=scored, states=session.states)
     (made,) = run([feed])
     target = torch.tensor(sample.targets(), device=lm.device).unsqueeze(1)
     around = target + torch.tensor(OFFSETS, device=lm.device)  # [w, O]

@@ -88,7 +88,7 @@ class Shelf:
 
     def fetch(self, session: Session, ids: Sequence[int], shaping: Shaping = WHOLE) -> int:
         """Give a session that is to read `ids` what lies here of their beginning; returns how many need no reading."""
-        if not shaping.is_whole:
+        if not self._is_in_blocks(shaping):
             self._go_on(session, ids, shaping)
             return session.committed
         have, tree = session.committed, Tree(self._folder(session, shaping))
@@ -141,7 +141,7 @@ class Shelf:
     def _keep(self, session: Session, cancel: Callable[[], bool], shaping: Shaping) -> Kept:
         folder, written, is_first = self._folder(session, shaping), 0, not self.folder.exists()
         try:
-            if shaping.is_whole:
+            if self._is_in_blocks(shaping):
                 size, here, new = self._blocks(session, Tree(folder), shaping.codec)
             else:
                 size, here, new = self._past_of(session, folder, shaping.codec)
@@ -164,6 +164,10 @@ class Shelf:
         except OSError as error:
             return Kept(written, f"{UNKEPT}: {error.strerror or error}")
         return Kept(written, shelf=self if is_first else None)
+
+    def _is_in_blocks(self, shaping: Shaping) -> bool:
+        """Whether keys and values are all that is kept: a state is of the whole text, and goes with all of a past."""
+        return shaping.is_whole and not self._lm.mixers
 
     def _blocks(self, session: Session, tree: Tree, codec: Codec) -> tuple[int, list[Path], list[Writing]]:
         """Bytes of a whole past, where its blocks belong, and those that are not there."""

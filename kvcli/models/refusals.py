@@ -12,11 +12,9 @@ from kvcli.models.companions import refuse_head
 Config = dict[str, Any]
 
 _ATTENTION = {"full_attention", "sliding_attention", "attention"}
-# Settings that only layers with a running state have; families are named where the config carries none.
-_STATE_KEYS = (
-    "ssm_cfg", "state_size", "mamba_d_state", "mamba_expand", "ssm_state_size", "linear_num_value_heads",
-    "linear_attn_config", "conv_L_cache", "attn_layer_period", "lru_width", "hybrid_override_pattern",
-)  # fmt: skip
+# Layers that keep a state, or only compute row by row: the probe finds them, the check at load tries them (seam.py).
+_FOUND = {"linear_attention", "mamba", "mamba2", "conv", "hybrid", "hybrid_sliding", "recurrent", "mlp", "moe"}
+# Families none of whose layers attend, or whose states are kept elsewhere, or no pass of several rows goes on from.
 _STATE_FAMILIES = {
     "mamba",
     "mamba2",
@@ -159,27 +157,17 @@ def _writes_no_text(config: Config, text: Config, family: str) -> list[str]:
 
 
 def _recurrent(config: Config, text: Config, family: str) -> list[str]:
-    keys = [k for k in _STATE_KEYS if text.get(k)]
-    kinds = sorted(
-        {str(t) for t in _layer_types(text)} & {"linear_attention", "mamba", "mamba2", "conv", "hybrid", "recurrent"}
-    )
-    # Some families list the settings of their recurrent layers even when all layers are attention.
-    if not kinds and set(_layer_types(text)) <= _ATTENTION and any(_layer_types(text)):
+    if family not in _STATE_FAMILIES:
         return []
-    if not kinds and not keys and family not in _STATE_FAMILIES:
-        return []
-    sign = (
-        f"layer kinds {', '.join(kinds)}" if kinds else f"config has {', '.join(keys)}" if keys else f"family {family}"
-    )
     return [
         "it has recurrent layers",
-        f"they fold the text into a running state ({sign}), which cannot drop a rejected draft token",
-        "and holds no slots to evict, quantize or save",
+        f"those of {family} fold the text into a state that its code goes on from row by row, or keeps by itself",
+        "Qwen3.5, LFM2, Nemotron-H, Granite 4, Falcon-H1 and their like run: docs/models.md",
     ]
 
 
 def _odd_layers(config: Config, text: Config, family: str) -> list[str]:
-    kinds = sorted({str(t) for t in _layer_types(text)} - _ATTENTION)
+    kinds = sorted({str(t) for t in _layer_types(text)} - _ATTENTION - _FOUND)
     if text.get("attention_chunk_size") or "chunked_attention" in kinds:
         return [
             "it uses chunked attention",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadModel
+from kvcli.models.mixing import NONE, Folds, folds_of, layer_kinds
 from kvcli.models.sizes import NAMES, count, sizes_of
 from kvcli.models.stores import Stores, kinds_of, stores_of
 
@@ -36,6 +37,7 @@ class Shape:
     is_capped: bool = False  # attention scores are bent, which takes plain products
     is_endless: bool = False  # the config states no limit
     uneven: tuple[Stores, ...] = ()  # what each layer stores, where they are not all alike
+    folds: Folds = NONE  # layers that keep a state
 
     @property
     def stores(self) -> tuple[Stores, ...]:
@@ -109,6 +111,7 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
         is_capped=bool(config.get("attn_logit_softcapping")),
         is_endless=not found["limit"],
         uneven=() if is_even else stores,
+        folds=folds_of(config, layer_kinds(config, layers), hidden),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvcli.models.mixing import attends, layer_kinds
 from kvcli.models.sizes import count
 
 
@@ -35,9 +36,12 @@ def stores_of(config: Mapping[str, Any], plain: Stores, layers: int, heads: int,
         parts = [size(config, key, 0) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
         plain = Stores(heads, sum(parts), plain.value)
     plain = Stores(plain.kv_heads, plain.key, size(config, "v_head_dim", plain.value))
-    kinds = kinds_of(config, layers)
+    kinds, does = kinds_of(config, layers), layer_kinds(config, layers)
     found = []
     for layer in range(layers):
+        if not attends(does, layer):
+            found.append(Stores(0, plain.key, plain.value))
+            continue
         own = _own(config, kinds, layer)
         key = size(own, "head_dim", plain.key)
         value = key if own.get("head_dim") else plain.value

@@ -52,6 +52,8 @@ class KVzip(TopK):
 
     def wants(self, lm: LM) -> Wants:
         """No queries: those that matter are made here. Remembered are scores by layer, 1/D of all keys and values."""
+        try_ = ["--set policy.name=expected"]
+        lm.mixers.refuse(lm.info.id, "a repetition behind it would be of what they know, not of slots", try_)
         return self.want(lm, lambda: Sums(lm))
 
     def choose(self, at: Boundary) -> Asks[Masks]:

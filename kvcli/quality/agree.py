@@ -173,7 +173,7 @@ def predicted(session: Session, scored: Sequence[int]) -> Tensor:
     lm, past = session.lm, session.kv
     rows = Rows.chain([session.ids[-1], *scored[:-1]], session.committed)
     with torch.inference_mode():
-        (made,) = run([Feed(lm, rows, past, session.view, range(rows.n_rows))])
+        (made,) = run([Feed(lm, rows, past, session.view, range(rows.n_rows), states=session.states)])
         return torch.log_softmax(made.logits.float(), dim=-1)
 
 

@@ -119,6 +119,7 @@ class Memory:
     disposition: Literal["drop", "demote"] = "drop"  # what a policy lets go is forgotten, or moves down a tier
     on_shortage: Literal["degrade", "fail"] = "degrade"  # take the steps of `ladder` in turn, or end with an error
     ladder: Annotated[tuple[str, ...], STEPS] = ()  # steps taken in this order when memory runs out, each once
+    checkpoints: Annotated[int, Range(1, 256)] = 8  # of states, where layers keep one: points to go back to, at most
 
     @property
     def demotes(self) -> bool:

@@ -1,0 +1,74 @@
+"""What layers that keep a state take, by the config: what a loaded model says of itself (engine/mixers.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WIDE = 4  # bytes of a number of a recurrent state
+_FOLDS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
+_ATTENDS = {"full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding"}
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Folds:
+    """Layers that keep a state, in numbers of one of them."""
+
+    layers: int = 0
+    history: int = 0  # inputs of a convolution that are kept, in the model's numbers
+    state: int = 0  # recurrent, in float32
+    taped: int = 0  # what linear layers give, and get, for a row that may be rejected, in the model's numbers
+
+    def nbytes(self, number: int) -> int:
+        """Of one state of all layers."""
+        return self.layers * (self.history * number + self.state * WIDE)
+
+
+NONE = Folds()
+
+
+def layer_kinds(config: Mapping[str, Any], layers: int) -> Sequence[str]:
+    """What each layer does, in the words of newer configs; () where all attend and nothing else is said."""
+    for key in ("layer_types", "layers_block_type"):
+        if isinstance(found := config.get(key), list) and len(found) == layers:
+            return [str(kind) for kind in found]
+    if isinstance(pattern := config.get("hybrid_override_pattern"), str) and len(pattern) == layers:
+        return [_LETTERS.get(letter, letter) for letter in pattern]
+    if isinstance(attends := config.get("attn_layer_indices"), list):
+        return ["attention" if i in attends else "mamba" for i in range(layers)]
+    return ["hybrid"] * layers if config.get("model_type") == "falcon_h1" else ()
+
+
+def attends(kinds: Sequence[str], layer: int) -> bool:
+    """Whether a layer stores keys and values."""
+    return not kinds or kinds[layer] in _ATTENDS
+
+
+def folds_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int) -> Folds:
+    """Those of a model; none for families whose sizes are not known here."""
+    n = sum(kind in _FOLDS for kind in kinds)
+    return Folds(n, *_one(config, hidden)) if n else NONE
+
+
+def _one(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
+    def of(*names: str) -> int:
+        """The number under the first of its names; 0 = it has none."""
+        return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+
+    around = 2 * hidden  # what comes in, and what the last linear layer gives
+    if taps := of("conv_L_cache"):  # a short convolution alone
+        return hidden * taps, 0, around + 3 * hidden
+    taps = of("linear_conv_kernel_dim")
+    if heads := of("linear_num_value_heads"):  # gated delta net
+        dim = of("linear_value_head_dim")
+        inputs = 2 * of("linear_num_key_heads") * of("linear_key_head_dim") + heads * dim
+        return inputs * taps, heads * of("linear_key_head_dim") * dim, around + inputs + heads * (dim + 2)
+    if heads := of("linear_num_heads"):  # Kimi's
+        dim = of("linear_head_dim")
+        return 3 * heads * dim * taps, heads * dim * dim, around + 5 * heads * dim + heads
+    heads, dim = of("mamba_n_heads", "mamba_num_heads"), of("mamba_d_head", "mamba_head_dim")
+    groups, size = of("mamba_n_groups", "n_groups"), of("mamba_d_state", "ssm_state_size")
+    inputs = heads * dim + 2 * groups * size
+    return inputs * of("mamba_d_conv", "conv_kernel"), heads * dim * size, around + inputs + heads * (dim + 1)
