@@ -9,7 +9,8 @@ from torch.nn.functional import grouped_mm
 from transformers.pytorch_utils import Conv1D
 
 from kvcli.kernels import native as built
-from kvcli.kernels.linear.experts import NativeExperts, lay_out_experts_
+from kvcli.kernels.experts.tensor import Experts
+from kvcli.kernels.linear.experts import Panels, lay_out_experts_
 from kvcli.kernels.linear.module import NativeWeight
 from kvcli.kernels.rms_norm.module import norm_
 from tests.families import build
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(not built.levels(), reason=built.why_not())
 @pytest.mark.parametrize("is_turned", [True, False])
 def test_groups_are_products_of_their_own(is_turned: bool):
     w = torch.randn(5, 48, 32).bfloat16()
-    packed = NativeExperts.of(w, is_turned)
+    packed = Experts(Panels.of(w if is_turned else w.transpose(1, 2)), w.shape, w.dtype, is_turned)
     k = 32 if is_turned else 48
     x, ends = torch.randn(11, k).bfloat16(), torch.tensor([3, 3, 4, 10, 11], dtype=torch.int32)
 
