@@ -131,11 +131,9 @@ def main() -> None:
             row[what] = [round(x, 3) for x in (each[0], statistics.median(each), each[-1])]
             row[f"{what}_tok_s"] = round(tokens / statistics.median(took[kind][what]), 2)
         table.append(row)
-        print(
-            f"{kind:5} {row['bytes'] / 2**20:7.0f} MiB  {row['of_bf16']:.3f}x bf16   read {row['read_tok_s']:8.1f} tok/s"
-            f" {row['read']}   decode {row['step_tok_s']:6.1f} tok/s {row['step']}   same {row['same'] or '-'}",
-            flush=True,
-        )
+        each = "   ".join(f"{what} {row[f'{what}_tok_s']:7.1f} tok/s {row[what]}" for what in ("read", "step"))
+        size = f"{row['bytes'] / 2**20:7.0f} MiB  {row['of_bf16']:.3f}x bf16"
+        print(f"{kind:5} {size}   {each}   same {row['same'] or '-'}", flush=True)
     print(json.dumps({"schema": "kvcli.bench.experts/1", "environment": about, "layers": args.layers, "table": table}))
 
 

@@ -28,6 +28,7 @@ from tests.exact.table import (
     BROKEN,
     CANCELLED,
     DRAFTERS,
+    EXPERTS,
     LOWER,
     NEW,
     PARTS,
@@ -52,7 +53,7 @@ from tests.exact.table import (
 
 def is_slow(storage: str, policy: str, sampler: str) -> bool:
     """What an answer is held to has nothing to do with what is kept, nor most policies with where the rest goes."""
-    if storage in (*PARTS, *READ):
+    if storage in (*PARTS, *READ, *EXPERTS):
         return not {policy, sampler} <= {"all", "ragged", "greedy", "sampled"}
     if storage in LOWER:
         return not {policy, sampler} <= {"ragged", "window", "greedy", "sampled"}
