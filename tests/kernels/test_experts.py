@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 from transformers.pytorch_utils import Conv1D
 
+from kvcli.engine.lm import LM
+from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.kernels import experts as grouped
 from kvcli.kernels import native as built
-from kvcli.kernels.experts import reference
+from kvcli.kernels.experts import Form, reference, tensor
 from kvcli.kernels.experts.tensor import Experts
 from kvcli.kernels.linear.experts import Panels, lay_out_experts_
 from kvcli.kernels.linear.module import NativeWeight
@@ -187,3 +192,20 @@ def test_a_module_that_refuses_rows_stays_and_the_model_loads():
     drawn = torch.get_rng_state()
     assert (lay_out_experts_(model), norm_(model)) == (0, 0)
     assert torch.equal(torch.get_rng_state(), drawn)  # nor does a trial move anybody's random numbers
+
+
+@natively
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+def test_a_sum_in_an_order_that_goes_by_the_number_of_rows_is_found(quant: str, monkeypatch: pytest.MonkeyPatch):
+    def halves(x: Tensor, form: Form, n: int, ends: Sequence[int]) -> Tensor:
+        low = x.clone()
+        low[:, x.shape[1] // 2 :] = 0
+        several = torch.tensor([b - a > 1 for a, b in pairwise([0, *ends]) for _ in range(a, b)]).unsqueeze(1)
+        parts = [grouped.experts(part, form, n, ends) for part in (low, x - low)]
+        return torch.where(several, parts[0] + parts[1], grouped.experts(x, form, n, ends))
+
+    lm = LM.of(build("qwen3_moe", **WIDE), quant=quant)
+    lm.lay_out()
+    assert lm.is_row_invariant
+    monkeypatch.setattr(tensor, "experts", halves)
+    assert rows_know_neighbours(lm)
