@@ -52,28 +52,35 @@ class Stack:
     """The same tensors for each of E experts, those of one side by side: what a row's product reads lies together."""
 
     memory: Tensor  # [E, bytes] uint8
-    like: tuple[Tensor, ...]  # shapes and types, without numbers
+    tensors: tuple[Tensor, ...]  # [E, ...], views of it
 
     @classmethod
     def of(cls, each: Iterable[Sequence[Tensor]], n: int, room: Room | None = None) -> Stack:
         """Of `n` experts, asked for one by one."""
         made: Stack | None = None
-        for i, tensors in enumerate(each):
+        for i, those in enumerate(each):
             if made is None:
-                words = n * sum(-(-t.nbytes // LINE) * LINE for t in tensors) // 4
-                memory = room.empty((words,)) if room else tensors[0].new_empty(words, dtype=torch.int32)
-                made = cls(memory.view(torch.uint8).view(n, -1), tuple(t.to("meta") for t in tensors))
-            for into, one in zip(made[i], tensors, strict=True):
-                into.copy_(one)
+                words = n * sum(-(-t.nbytes // LINE) * LINE for t in those) // 4
+                memory = room.empty((words,)) if room else those[0].new_empty(words, dtype=torch.int32)
+                made = cls.over(memory.view(torch.uint8).view(n, -1), those)
+            for into, one in zip(made.tensors, those, strict=True):
+                into[i].copy_(one)
         assert made is not None, "no experts"
         return made
 
-    def __getitem__(self, expert: int) -> list[Tensor]:
-        found, at, row = [], 0, self.memory[expert]
-        for t in self.like:
-            found.append(row[at : at + t.nbytes].view(t.dtype).view(t.shape))
+    @classmethod
+    def over(cls, memory: Tensor, like: Sequence[Tensor]) -> Stack:
+        """Views of tensors like those of one expert."""
+        found, at = [], 0
+        for t in like:
+            step, first = memory.shape[1] // t.itemsize, at // t.itemsize
+            strides = torch.empty(t.shape, device="meta").stride()
+            found.append(memory.view(-1).view(t.dtype).as_strided((len(memory), *t.shape), (step, *strides), first))
             at += -(-t.nbytes // LINE) * LINE
-        return found
+        return cls(memory, tuple(found))
+
+    def to(self, device: torch.device) -> Stack:
+        return self.over(self.memory.to(device), [t[0] for t in self.tensors])
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool | str]]:

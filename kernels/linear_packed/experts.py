@@ -21,7 +21,7 @@ class Codes:
     """Each expert's as `pack` rounds it."""
 
     stack: Stack  # data and scale
-    like: Packed  # one of them, without numbers
+    like: Packed  # one of them
 
     @classmethod
     def of(cls, weights: Tensor, bits: Bits, *, native: bool = True, device: torch.device | None = None) -> Codes:
@@ -33,15 +33,20 @@ class Codes:
     def _of(cls, each: Iterator[Packed], n: int) -> Codes:
         first = next(each)
         room = Room() if first.data.device.type == "cpu" else None
-        stack = Stack.of(((p.data, p.scale) for p in chain([first], each)), n, room)
-        return cls(stack, replace(first, data=stack.like[0], scale=stack.like[1]))
+        return cls._in(Stack.of(((p.data, p.scale) for p in chain([first], each)), n, room), first)
+
+    @classmethod
+    def _in(cls, stack: Stack, like: Packed) -> Codes:
+        data, scale = stack.tensors
+        return cls(stack, replace(like, data=data[0], scale=scale[0]))  # of which nothing else is kept alive
 
     def __len__(self) -> int:
         return self.stack.memory.shape[0]
 
     def __getitem__(self, expert: int) -> Packed:
-        data, scale = self.stack[expert]
-        return replace(self.like, data=data, scale=scale)
+        data, scale = self.stack.tensors
+        of = self.like
+        return Packed(of.bits, of.group, of.shape, data[expert], scale[expert], of.is_native)
 
     @property
     def memory(self) -> Tensor:
@@ -54,7 +59,7 @@ class Codes:
         return torch.stack([self[e].plain() for e in range(len(self))])
 
     def to(self, device: torch.device) -> Codes:
-        return replace(self, stack=replace(self.stack, memory=self.memory.to(device)))
+        return self._in(self.stack.to(device), self.like)
 
     def native(self) -> Codes:
         """As this CPU's kernel wants them."""

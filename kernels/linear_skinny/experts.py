@@ -17,7 +17,7 @@ class SkinnyCodes:
     """Each expert's as the kernels want them."""
 
     stack: Stack  # data and scale
-    like: Weight  # one of them, without numbers
+    like: Weight  # one of them
 
     @classmethod
     def of(cls, codes: Codes) -> SkinnyCodes:
@@ -25,11 +25,11 @@ class SkinnyCodes:
         n = len(codes)
         like = of_packed(codes[0])
         stack = Stack.of((of_packed(codes[e]).tensors for e in range(n)), n)
-        return cls(stack, replace(like, data=stack.like[0], scale=stack.like[1]))
+        return cls(stack, replace(like, data=stack.tensors[0][0], scale=stack.tensors[1][0]))
 
     def __getitem__(self, expert: int) -> Weight:
-        data, scale = self.stack[expert]
-        return replace(self.like, data=data, scale=scale)
+        data, scale = self.stack.tensors
+        return replace(self.like, data=data[expert], scale=scale[expert])
 
     @property
     def memory(self) -> Tensor:
