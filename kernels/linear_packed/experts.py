@@ -113,12 +113,10 @@ def _packed_in(
         there = codes.native() if device is None else codes.to(device)
         yield name, old, Experts(there, old.shape, old.dtype, old.is_turned)
     for name, plain, turned in weights_of(module):
-        native = device is None
-        yield (
-            name,
-            plain,
-            turned if isinstance(turned, str) else packed(plain, turned, bits, native=native, device=device),
-        )
+        if isinstance(turned, bool):
+            yield name, plain, packed(plain, turned, bits, native=device is None, device=device)
+        else:
+            yield name, plain, turned
 
 
 def codes_of(module: nn.Module) -> Iterator[tuple[str, Experts, Codes]]:

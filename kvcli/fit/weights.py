@@ -98,10 +98,7 @@ def of_files(source: Source) -> tuple[Held, ...]:
             if _NOT_TEXT.search(name) or (is_tied and name.endswith("lm_head.weight")):
                 continue
             inside, embeds = _IN_LAYER.search(name), bool(_EMBEDS.search(name))
-            of_experts = inside is not None and bool(_EXPERT.search(name)) and len(tensor.shape) in (2, 3)
-            of_experts = of_experts and not name.endswith("bias")
-            routes = tensor.shape[:1] == (n_experts,) and bool(_ROUTER.search(name))
-            packs = of_experts or (len(tensor.shape) == 2 and inside is not None and not routes and "bias" not in name)
+            packs, of_experts = (inside is not None and is_it for is_it in _packs(name, tensor.shape, n_experts))
             is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf
             stays = source.is_gguf and stays_packed(name, tensor.dtype, tensor.shape)
             packs = packs and source.family != "gpt2"
@@ -109,6 +106,15 @@ def of_files(source: Source) -> tuple[Held, ...]:
             of = (source.is_gguf, stays, layer, embeds, of_experts)
             held.append(Held(tensor.shape, tensor.nbytes, packs, is_float, *of))
     return tuple(held)
+
+
+def _packs(name: str, shape: tuple[int, ...], n_experts: int) -> tuple[bool, bool]:
+    """Whether load.quant packs a tensor of a layer, and whether it does so as weights of experts."""
+    if name.endswith("bias"):
+        return False, False
+    of_experts = shape[:1] == (n_experts,) if len(shape) == 3 else len(shape) == 2 and bool(_EXPERT.search(name))
+    routes = shape[:1] == (n_experts,) and bool(_ROUTER.search(name))
+    return of_experts or (len(shape) == 2 and not routes), of_experts
 
 
 def packed_bytes(quantized: Mapping[str, Any]) -> float | None:

@@ -20,6 +20,7 @@ from kvcli.kernels.linear_packed import experts as packing
 from kvcli.kernels.linear_packed import reference as packed
 from kvcli.kernels.linear_skinny import MOST, Weight, linear_skinny, pack4, pack_nf4, ptx, reference
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
+from tests.families import build
 
 pytest.importorskip("tests.kernels.interpreted")  # before anything that is fused
 fused = import_module("kvcli.kernels.linear_skinny.fused")
@@ -232,6 +233,17 @@ def test_quant_on_a_gpu_is_in_our_kernels(quant: str, within: float, served: Non
     if quant != "nf4":
         there = linear_packed.pack(layers()[0].weight, 8 if quant == "int8" else 4, native=False)
         assert torch.equal(root[0].scale, there.scale)
+
+
+@pytest.mark.parametrize(("is_served", "quant", "why"), [
+    (True, "nf4", "experts have int8 and int4, no nf4"), (False, "int4", "bitsandbytes packs no experts"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_experts_that_no_kernel_packs_are_said(is_served: bool, quant: str, why: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(gpu, "why_not", lambda *_: "" if is_served else "no card")
+    swap, _ = quantize_for_gpu(build("qwen3_moe", BF16, hidden_size=64).model.layers, quant, torch.device("cpu"))
+    assert (swap.packed, swap.kept) == (12, {why: 30})
 
 
 def test_what_no_kernel_serves_stays_with_others():
