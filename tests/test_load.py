@@ -22,8 +22,12 @@ from kvcli.engine import weights
 from kvcli.engine.lm import LM
 from kvcli.engine.weights import quantize_with_bitsandbytes
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
+from kvcli.fit.weights import of_files, weigh
+from kvcli.kernels.experts import weights_of
+from kvcli.kernels.native import levels
 from kvcli.models import hub, refusals, source
 from kvcli.models.family import read_config
+from kvcli.models.shape import shape_of
 from tests.families import build, config_of
 
 ROOT = Path(__file__).parents[1]
@@ -228,9 +232,33 @@ def test_layers_that_cannot_be_packed_are_counted(tmp_path: Path):
     assert "6 linear layers stay unpacked: 40 outputs are not a multiple of 16" in notes
 
 
-def test_experts_that_stay_unpacked_are_counted():
-    notes = LM.of(build("qwen3_moe", hidden_size=64), quant="int8").info.notes
-    assert "experts are no linear layers and stay unpacked" in notes[-1]
+EXPERTS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
+
+
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # files with a tensor an expert; with all in one, and biases
+def test_experts_are_packed_on_their_way_into_memory(tmp_path: Path, name: str, quant: str):
+    model = build(name, torch.bfloat16, **EXPERTS)
+    model.save_pretrained(tmp_path / "mine")
+    found = source.find(str(tmp_path / "mine"))
+    config = read_config(found, False)
+    read, _ = weights.read_weights(found, config, "auto", torch.device("cpu"), False, quant)
+    in_full = [p for m in read.modules() for _, p, _ in weights_of(m)]
+    assert len(in_full) == (6 if quant == "none" else 0)
+    assert not hasattr(read.config, "quantization_config")
+    lm, of = LM.load(found, device="cpu", quant=quant), LM.of(model, quant=quant)
+    of.lay_out()
+    assert (lm.info.notes, lm.info.parameters) == ((), of.info.parameters)
+    assert lm.is_row_invariant or not levels()
+    assert torch.equal(*(some.model.model.layers[1].mlp.experts.down_proj.form.memory for some in (lm, of)))
+    shape = shape_of(found.text_config)
+    planned = weigh(of_files(found), shape, number=2, quant=quant, device="cpu", given=False)
+    assert planned.memory == pytest.approx(lm.info.weight_bytes, rel=0.02)
+
+
+def test_experts_that_cannot_be_packed_are_counted():
+    notes = LM.of(build("qwen3_moe", hidden_size=64, moe_intermediate_size=24), quant="int4").info.notes
+    assert "15 linear layers stay unpacked: 24 inputs are not a multiple of 32" in notes
 
 
 @pytest.mark.parametrize(("quant", "within"), [("int8", 0.02), ("int4", 0.15), ("nf4", 0.13)])

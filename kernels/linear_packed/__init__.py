@@ -9,7 +9,7 @@ that torch's kernels would read or write outside of (they do not check), and a g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -35,6 +35,25 @@ class Packed:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale.nbytes
+
+    @property
+    def codes(self) -> Tensor:
+        """[N, K], int8 or 0..15; TypeError where they lie in an order that only a kernel reads."""
+        if self.is_native:
+            raise TypeError("weights packed for the CPU's kernel are multiplied, and cannot be looked at")
+        return self.data if self.bits == 8 else reference.unpack4(self.data)
+
+    def plain(self) -> Tensor:
+        """The weight [N, K] that they stand for, in float32."""
+        return reference.weight(self.bits, self.group, self.codes, self.scale)
+
+    def native(self) -> Packed:
+        """As the CPU kernel for its scales wants it."""
+        return (
+            self
+            if self.is_native
+            else replace(self, data=arrange(self.codes, self.bits, self.scale.dtype), is_native=True)
+        )
 
 
 def why_not(shape: tuple[int, int], bits: Bits) -> str:

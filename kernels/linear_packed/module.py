@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear_packed import Bits, Packed, arrange, linear_packed, pack, reference, why_not
+from kvcli.kernels.linear_packed import Bits, Packed, linear_packed, pack, why_not
 
 
 class PackedLinear(nn.Module):
@@ -33,9 +33,13 @@ class PackedLinear(nn.Module):
         packed = pack(weight, bits) if device is None else pack(weight.to(device), bits, native=False)
         return PackedLinear(packed, layer.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def weights(self) -> Packed:
         shape = (self.out_features, self.in_features)
-        y = linear_packed(x, Packed(self.bits, self.group, shape, self.data, self.scale, self.is_native))
+        return Packed(self.bits, self.group, shape, self.data, self.scale, self.is_native)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear_packed(x, self.weights)
         return y if self.bias is None else y.add_(self.bias)
 
     def extra_repr(self) -> str:
@@ -50,6 +54,10 @@ class Swap:
     kept: dict[str, int]  # reason -> layers that stayed as they were
     weights: int  # numbers now packed
     nbytes: int  # bytes of the packed layers
+
+    def __add__(self, other: Swap) -> Swap:
+        kept = dict(Counter(self.kept) + Counter(other.kept))
+        return Swap(self.packed + other.packed, kept, self.weights + other.weights, self.nbytes + other.nbytes)
 
 
 def quantize_(
@@ -100,9 +108,8 @@ def make_native_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda
     """Lay 4-bit layers that came packed out as this CPU's kernel wants them, one at a time."""
     for layer in root.modules():
         if isinstance(layer, PackedLinear) and layer.bits == 4 and not layer.is_native:
-            portable, codes = layer.data, reference.unpack4(layer.data)
-            layer.data = arrange(codes, 4, layer.scale.dtype)
-            layer.is_native = True
+            portable = layer.data
+            layer.data, layer.is_native = layer.weights.native().data, True
             done_with(portable)
 
 

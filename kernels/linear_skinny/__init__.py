@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcli.kernels import gpu
+from kvcli.kernels.linear_packed import Packed
 from kvcli.kernels.linear_skinny import reference
 
 Kind = Literal["plain", "int8", "int4", "nf4"]
@@ -36,6 +37,10 @@ class Weight:
     data: Tensor  # plain [N, K]; int8 [N, K]; 4 bits [N, ceil(K / step) * step // 2] uint8
     scale: Tensor | None = None  # int8: [N]; int4: [K // g, N, 2], scale and zero; nf4: [ceil(K / step), N, 2] float16
     group: int = 0  # inputs that share a scale
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.data,) if self.scale is None else (self.data, self.scale)
 
     @property
     def step(self) -> int:
@@ -57,6 +62,11 @@ def pack4(q: Tensor, scale: Tensor, group: int) -> Weight:
     n, k = q.shape
     blank = Weight("int4", (n, k), q, scale, group)
     return Weight("int4", (n, k), reference.arrange(q, blank.step), scale, group)
+
+
+def of_packed(w: Packed) -> Weight:
+    """From kvcli's own, in the order of files."""
+    return pack4(w.codes, w.scale, w.group) if w.bits == 4 else Weight("int8", w.shape, w.data, w.scale)
 
 
 def pack_nf4(q: Tensor, largest: Tensor) -> Weight:
@@ -102,4 +112,4 @@ def _many(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-__all__ = ["MOST", "Kind", "Weight", "linear_skinny", "pack4", "pack_nf4", "why_not"]
+__all__ = ["MOST", "Kind", "Weight", "linear_skinny", "of_packed", "pack4", "pack_nf4", "why_not"]

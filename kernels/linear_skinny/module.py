@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import gpu
-from kvcli.kernels.linear_packed import reference
+from kvcli.kernels.experts.tensor import Experts
+from kvcli.kernels.linear_packed.experts import codes_of
 from kvcli.kernels.linear_packed.module import PackedLinear
-from kvcli.kernels.linear_skinny import Weight, linear_skinny, pack4, pack_nf4, why_not
+from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, why_not
+from kvcli.kernels.linear_skinny.experts import SkinnyCodes
 
 BLOCK = 64  # inputs to a scale of nf4
 
@@ -48,7 +50,8 @@ class SkinnyPacked(nn.Module):
 @torch.no_grad()
 def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
     """Have each linear layer below `root` that is served run on the kernels: plain ones, kvcli's packed ones that lie
-    in the order of files, and nf4 as bitsandbytes has it. One at a time. Returns how many.
+    in the order of files, and nf4 as bitsandbytes has it; and experts that are packed so. One at a time. Returns how
+    many.
 
     `done_with` is shown each old weight, which nothing here reads again.
     """
@@ -63,6 +66,11 @@ def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lam
             else:
                 continue
             done += 1
+        for name, old, codes in codes_of(parent):
+            if not codes.like.is_native and not gpu.why_not(old.device, old.dtype):
+                fresh = Experts(SkinnyCodes.of(codes), old.shape, old.dtype, old.is_turned)
+                setattr(parent, name, nn.Parameter(fresh, requires_grad=False))
+                done += 1
     return done
 
 
@@ -71,9 +79,7 @@ def packed_of(layer: nn.Module) -> Weight | None:
     if isinstance(layer, PackedLinear):
         if layer.is_native or gpu.why_not(layer.data.device, layer.scale.dtype):
             return None
-        if layer.bits == 4:
-            return pack4(reference.unpack4(layer.data), layer.scale, layer.group)
-        return Weight("int8", (layer.out_features, layer.in_features), layer.data, layer.scale)
+        return of_packed(layer.weights)
     weight = layer._parameters.get("weight")
     state: Any = getattr(weight, "quant_state", None)  # of bitsandbytes, once the weight is where it stays
     if weight is None or (getattr(state, "quant_type", ""), getattr(state, "blocksize", 0)) != ("nf4", BLOCK):

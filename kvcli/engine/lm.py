@@ -31,7 +31,8 @@ from kvcli.kernels import attend_rows, gpu
 from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
-from kvcli.kernels.linear_packed import panels
+from kvcli.kernels.linear_packed import Bits, panels
+from kvcli.kernels.linear_packed.experts import quantize_experts_
 from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
@@ -173,7 +174,7 @@ class LM:
         use_device(where)
         with quiet():
             config = read_config(source, trust_remote_code)
-            model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code)
+            model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code, quant)
             lm = LM.of(
                 model,
                 id=source.id,
@@ -282,7 +283,7 @@ def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tu
     backend, swap = _packed(layers, quant, device)
     assert swap is not None
     model.to(device)
-    return backend, _swap_notes(swap, model, quant)
+    return backend, _swap_notes(swap, quant)
 
 
 def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, Swap | None]:
@@ -291,7 +292,9 @@ def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, S
         return "torch", None
     if device.type == "cpu":
         by = "native" if panels.serves(next(layers.parameters()).dtype) else "torch"
-        return f"{by} packed {quant}", quantize_(layers, 8 if quant == "int8" else 4, give_back)
+        bits: Bits = 8 if quant == "int8" else 4
+        swap = quantize_(layers, bits, give_back) + quantize_experts_(layers, bits, give_back)
+        return f"{by} packed {quant}", swap
     swap, backend = weights.quantize_for_gpu(layers, quant, device)
     return backend, swap
 
@@ -310,7 +313,7 @@ def _split(
         if len(part):
             backend, swap = _packed(part, quant, where)
             backends[backend] = None
-            notes += _swap_notes(swap, part, quant) if swap is not None else ()
+            notes += _swap_notes(swap, quant) if swap is not None else ()
     places = place_(model, list(layers), n, device)
     said = f"{n} of {len(layers)} layers on {device}" if n < len(layers) else f"embeddings on {model.device}"
     return f"{' and '.join(backends)}, {said}", tuple(notes), places
@@ -335,12 +338,9 @@ def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.ModuleList | None
     return None
 
 
-def _swap_notes(swap: Swap, model: nn.Module, quant: str) -> tuple[str, ...]:
+def _swap_notes(swap: Swap, quant: str) -> tuple[str, ...]:
     """What stayed in full precision, one line each."""
     notes = [f"{count} linear layers stay unpacked: {why}" for why, count in swap.kept.items()]
-    experts = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 3 and "expert" in n)
-    if experts:
-        notes.append(f"{experts:,} weights of experts are no linear layers and stay unpacked")
     if not swap.packed:
         notes.append(f"load.quant = {quant} changed nothing")
     return tuple(notes)

@@ -13,25 +13,35 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from kvcli.engine.budget import within
+from kvcli.engine.experts import while_loading
 from kvcli.engine.memory import give_back
 from kvcli.errors import BadModel, UsageError
 from kvcli.kernels import gpu
+from kvcli.kernels.linear_packed import Bits
+from kvcli.kernels.linear_packed.experts import quantize_experts_, stay
 from kvcli.kernels.linear_packed.module import Swap, make_native_, quantize_, swap_
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.models.family import unreadable
 from kvcli.models.foreign import blamed
 from kvcli.models.gguf import quantizer
 from kvcli.models.refusals import refuse_device, refuse_unpackable
+from kvcli.models.sizes import sizes_of
 from kvcli.models.source import Source
 from kvcli.settings.schema import NUMBERS, Load
 
 
 def read_weights(
-    source: Source, config: Any, dtype: str, device: torch.device, trust_remote_code: bool
+    source: Source,
+    config: Any,
+    dtype: str,
+    device: torch.device,
+    trust_remote_code: bool,
+    quant: str = "none",
 ) -> tuple[Any, tuple[str, ...]]:
     """The model with every tensor from its files, on the CPU, where they are mapped; and what to tell about them.
 
-    A checkpoint that is quantized already goes to `device` at once: moving it later is not allowed.
+    A checkpoint that is quantized already goes to `device` at once: moving it later is not allowed. Experts are packed
+    on their way, as `quant` says.
     """
     remote = trust_remote_code and "AutoModelForCausalLM" in source.config.get("auto_map", {})
     if not remote and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -41,15 +51,21 @@ def read_weights(
             lines=["transformers has no class of that architecture that continues text"],
             try_=["docs/models.md lists what runs"],
         )
-    is_placed = "quantization_config" in source.config and device.type != "cpu"
+    is_quantized = "quantization_config" in source.config
+    is_placed = is_quantized and device.type != "cpu"
     refuse_unpackable(source.id, source.config, device.type)
     quantizer.register()
+    packs = None
+    if not is_quantized and sizes_of(source.text_config, source.id)["experts"]:
+        numbers = getattr(torch, NUMBERS[dtype]) if dtype != "auto" else config.get_text_config().dtype or torch.float32
+        packs = while_loading(quant, numbers, device)
     with within(source), blamed(partial(unreadable, source, "transformers could not load it")):
         model, loading = AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
             dtype="auto" if dtype == "auto" else getattr(torch, NUMBERS[dtype]),
             device_map={"": str(device)} if is_placed else None,
+            **({"quantization_config": packs} if packs else {}),
             attn_implementation="eager",  # ours comes once the model is built: LM.of asks it how it attends first
             use_safetensors=not source.is_pickle,
             trust_remote_code=trust_remote_code,
@@ -118,11 +134,13 @@ def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple
     """
     if why := gpu.why_not(device, next(root.parameters()).dtype):
         kind = "fp4" if quant == "int4" else quant
-        return quantize_with_bitsandbytes(root, quant, device), f"bitsandbytes {kind} ({why})"
+        swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "bitsandbytes packs no experts")
+        return swap, f"bitsandbytes {kind} ({why})"
     if quant == "nf4":
-        swap = quantize_with_bitsandbytes(root, quant, device)
+        swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "experts have int8 and int4, no nf4")
     else:
-        swap = quantize_(root, 8 if quant == "int8" else 4, give_back, device)
+        bits: Bits = 8 if quant == "int8" else 4
+        swap = quantize_(root, bits, give_back, device) + quantize_experts_(root, bits, give_back, device)
     lay_out_skinny_(root, give_back)
     return swap, f"fused {quant}"
 

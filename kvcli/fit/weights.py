@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.kernels.linear_packed import group_of, why_not
 from kvcli.kernels.linear_packed import held as held_outputs
 from kvcli.models.gguf.blocks import stays_packed
+from kvcli.models.sizes import sizes_of
 
 if TYPE_CHECKING:
     from kvcli.models.shape import Shape
@@ -24,8 +26,9 @@ BYTES = {
 _IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDS = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
 _NOT_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
-_EXPERT = re.compile(r"expert")
-_ROUNDING = 8  # bytes of each number of a weight that is being packed: itself and what it is rounded to, in float32
+_EXPERT = re.compile(r"(^|\.)experts\.")
+_ROUTER = re.compile(r"(gate|router)(\.\w+)?\.weight$")
+_ROUNDING = 8  # bytes of each number of a matrix that is being packed: itself and what it is rounded to, in float32
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a float per 256 of those
 
 
@@ -41,6 +44,17 @@ class Held:
     stays: bool = False  # ... or packed as it is, on a CPU
     layer: int | None = None  # of the decoder that it is part of
     embeds: bool = False  # a row for each token, of which a pass reads those of its own
+    of_experts: bool = False  # one each, or all of a layer: int8 and int4 alone pack them
+
+    @property
+    def matrix(self) -> int:
+        """Numbers that are packed at a time: of one expert."""
+        return math.prod(self.shape[-2:])
+
+    @property
+    def is_part(self) -> bool:
+        """Whether loading puts it together with others."""
+        return self.of_experts and len(self.shape) == 2
 
     def loaded(self, number: int, keeps: bool) -> Held:
         """As the files that are loaded have it; `keeps`: what can stay packed does."""
@@ -62,7 +76,7 @@ class Weights:
     files: int  # read, and mapped while loading
     converted: bool  # the numbers change while loading, so that both forms exist at once
     read: int  # a token's pass reads these; fewer than `memory` where there are experts
-    packing: int = 0  # beside them, while the largest is packed
+    packing: int = 0  # beside them, while the largest is packed, or put together
     embeddings: int = 0  # of `memory`; a head that is tied to them reads the same
     layers: tuple[int, ...] = ()  # of `memory`, by layer; none where names do not tell
     largest: int = 0  # a linear layer in the numbers of the run, as reading unpacks it
@@ -79,19 +93,29 @@ class Weights:
 def of_files(source: Source) -> tuple[Held, ...]:
     """The text model's tensors by the headers of its files; none for pickles, which say nothing before they run."""
     is_tied = bool(source.text_config.get("tie_word_embeddings", source.config.get("tie_word_embeddings", False)))
-    held = []
+    held, n_experts = [], sizes_of(source.text_config, source.id)["experts"]
     for file in source.files:
         for name, tensor in file.tensors.items():
             if _NOT_TEXT.search(name) or (is_tied and name.endswith("lm_head.weight")):
                 continue
             inside, embeds = _IN_LAYER.search(name), bool(_EMBEDS.search(name))
-            packs = len(tensor.shape) == 2 and inside is not None and not _EXPERT.search(name)
+            packs, of_experts = (inside is not None and is_it for is_it in _packs(name, tensor.shape, n_experts))
             is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf
             stays = source.is_gguf and stays_packed(name, tensor.dtype, tensor.shape)
             packs = packs and source.family != "gpt2"
             layer = int(inside[1]) if inside is not None else None
-            held.append(Held(tensor.shape, tensor.nbytes, packs, is_float, source.is_gguf, stays, layer, embeds))
+            of = (source.is_gguf, stays, layer, embeds, of_experts)
+            held.append(Held(tensor.shape, tensor.nbytes, packs, is_float, *of))
     return tuple(held)
+
+
+def _packs(name: str, shape: tuple[int, ...], n_experts: int) -> tuple[bool, bool]:
+    """Whether load.quant packs a tensor of a layer, and whether it does so as weights of experts."""
+    if name.endswith("bias"):
+        return False, False
+    of_experts = shape[:1] == (n_experts,) if len(shape) == 3 else len(shape) == 2 and bool(_EXPERT.search(name))
+    routes = shape[:1] == (n_experts,) and bool(_ROUTER.search(name))
+    return of_experts or (len(shape) == 2 and not routes), of_experts
 
 
 def packed_bytes(quantized: Mapping[str, Any]) -> float | None:
@@ -110,9 +134,9 @@ def packed_bytes(quantized: Mapping[str, Any]) -> float | None:
 def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tuple[Held, ...]:
     """The tensors such a model has, where no file says; `number` bytes each, `packed` those of linear layers."""
 
-    def held(rows: int, cols: int, is_linear: bool, packs: bool = True) -> Held:
+    def held(rows: int, cols: int, is_linear: bool, of_experts: bool = False) -> Held:
         each = packed if packed is not None and is_linear else number
-        return Held((rows, cols), int(rows * cols * each), is_linear and packs)
+        return Held((rows, cols), int(rows * cols * each), is_linear, of_experts=of_experts)
 
     def layer(of: Stores) -> Iterator[Held]:
         d, kv = shape.hidden, 0 if of.shares is not None else of.kv_heads
@@ -125,7 +149,7 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
             yield held(rows, cols, True)
         for _ in range(max(1, shape.experts)):
             for rows, cols in ((shape.inner, d), (shape.inner, d), (d, shape.inner)):
-                yield held(rows, cols, True, packs=not shape.experts)
+                yield held(rows, cols, True, of_experts=bool(shape.experts))
         yield held(2, d, False)
 
     ends = [held(shape.vocab, shape.hidden, False)] * (1 if shape.is_tied else 2)
@@ -142,32 +166,38 @@ def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, devi
     files = sum(h.nbytes for h in held)
     memory = sum(sizes)
     is_asked = quant != "none" and not given
-    packed = [math.prod(h.shape) for h in held if (h.stays and keeps) or (is_asked and h.packs and h.is_float)]
+    packed = [h.matrix for h in held if (h.stays and keeps) or (is_asked and h.packs and h.is_float)]
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
     by_layer = [0] * shape.layers
+    parts: Counter[int | None] = Counter()  # numbers of experts that come one by one
     for h, size in zip(held, sizes, strict=True):
         if h.layer is not None and h.layer < shape.layers:
             by_layer[h.layer] += size
+        parts[h.layer] += math.prod(h.shape) * (h.is_part and not given)
+    # two of three projections; and both in one, which is there for good where nothing packs it
+    put_together = number * max(parts.values(), default=0) * (4 if is_asked else 2) // 3
     return Weights(
         memory=memory,
         files=files,
-        converted=sum(plain) != files,
+        converted=sum(plain) != files or put_together > 0,
         read=int(memory * share),
-        packing=_ROUNDING * max(packed, default=0),
+        packing=_ROUNDING * max(packed, default=0) + put_together,
         embeddings=sum(size for h, size in zip(held, sizes, strict=True) if h.embeds),
         layers=tuple(by_layer) if all(by_layer) else (),
-        largest=number * max((math.prod(h.shape) for h in held if h.packs), default=0),
+        largest=number * max((h.matrix for h in held if h.packs), default=0),
     )
 
 
 def _size(h: Held, number: int, quant: str, device: str) -> int:
     count = math.prod(h.shape)
-    if quant == "none" or not h.packs:
+    if quant == "none" or not h.packs or (h.of_experts and quant == "nf4"):
         return count * number
-    n, k = h.shape
-    if device != "cpu" and quant != "int4":  # a float per output, or blocks of 64 with scales that are packed once more
+    n, k = h.shape[-2:]
+    if device != "cpu" and quant != "int4" and not h.of_experts:
+        # a float per output, or blocks of 64 with scales that are packed once more
         return count + 4 * n if quant == "int8" else int(count * _NF4)
     if why_not((n, k), 8 if quant == "int8" else 4):
         return count * number
     codes = held_outputs(n) * k
-    return codes + n * number if quant == "int8" else codes // 2 + 2 * n * (k // group_of(k)) * number
+    each = codes + n * number if quant == "int8" else codes // 2 + 2 * n * (k // group_of(k)) * number
+    return count // h.matrix * each

@@ -17,6 +17,7 @@ TOKENS = 8192  # of a text, which what is named has room for
 PROGRAM = 640 << 20  # bytes of the program and its libraries
 PASSES = 0.6  # bytes that a pass computes with, for each byte of keys and values: both grow with heads and tokens
 PACKED = {"none": 2.0, "int8": 1.0, "int4": 0.6}  # bytes of a weight of a linear layer, with its scales
+TOGETHER = 9  # bytes of each number of one projection of a layer's experts, at most
 SHARES = (1 / 4, 1 / 2, 1)  # of the memory: quick, comfortable, the most
 
 
@@ -48,14 +49,17 @@ class Known:
         return self.package.download if self.package else self.weights()
 
     def weights(self, quant: str = "none") -> int:
-        """Bytes in memory, 16-bit numbers where nothing packs them or has packed them; experts are not packed."""
-        linear = 0 if self.shape.experts else self.shape.linear
+        """Bytes in memory, 16-bit numbers where nothing packs them or has packed them."""
+        linear = self.shape.linear
         each = self.package.each if self.package and quant == "none" else PACKED[quant]
         return int(2 * (self.parameters - linear) + each * linear)
 
     def needs(self, quant: str = "none", tokens: int = TOKENS) -> int:
-        """Bytes of a run over so many tokens."""
-        return needs(self.weights(quant), self.shape, tokens)
+        """Bytes of a run over so many tokens, and of loading: a layer's experts are put together, then packed."""
+        weights, shape = self.weights(quant), self.shape
+        return max(
+            needs(weights, shape, tokens), PROGRAM + weights + TOGETHER * shape.hidden * shape.inner * shape.experts
+        )
 
     def room(self, usable: int, quant: str = "none") -> int:
         """Tokens that fit into so many bytes, at most its window."""

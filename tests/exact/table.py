@@ -95,6 +95,12 @@ MODELS |= dict.fromkeys(READ, "llama")
 TWINS = {"kept": "dense", "layers": "dense"}  # whose text it is
 UNJUDGED = (*TWINS, "blend")  # under no policy
 STORAGES += [(name, dtype) for name in READ for dtype in (("fp32", "bf16") if native() is not None else ("fp32",))]
+# rows go to two of five experts each, in full precision, in 8 and in 4 bits; no policy sees them
+EXPERTS = {"experts": "none", "experts in 8 bits": "int8", "experts in 4 bits": "int4"}
+MODELS |= dict.fromkeys(EXPERTS, "qwen3_moe")
+UNJUDGED += tuple(EXPERTS)
+STORAGES += [(name, "bf16") for name in EXPERTS if native() is not None] + [("experts in 4 bits", "fp32")]
+WIDE = {"hidden_size": 64, "moe_intermediate_size": 32}  # which take a group of 32
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
@@ -187,9 +193,10 @@ def respelled() -> Spelling:
 def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
     if storage == "kept":
         return of_files(kept_in(dtype, device), dtype, device)
-    blocks: dict[str, Any] = {"quant": "int4", "device": torch.device(device)} if storage == "blocks" else {}
-    model = families.build(MODELS[storage], NUMBERS[dtype], **(BLOCKS if blocks else {})).to(device)
-    found = LM.of(model, **blocks)
+    quant = "int4" if storage == "blocks" else EXPERTS.get(storage, "none")
+    sizes: dict[str, Any] = BLOCKS if storage == "blocks" else WIDE if storage in EXPERTS else {}
+    model = families.build(MODELS[storage], NUMBERS[dtype], **sizes).to(device)
+    found = LM.of(model, quant=quant, device=torch.device(device))
     if dtype != "fp64":
         found.lay_out()
         assert found.is_row_invariant or device != "cpu"

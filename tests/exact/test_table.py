@@ -31,6 +31,7 @@ from tests.exact.table import (
     BROKEN,
     CANCELLED,
     DRAFTERS,
+    EXPERTS,
     LOWER,
     NEW,
     PARTS,
@@ -56,7 +57,7 @@ from tests.small_tokenizers import letters
 
 def is_slow(storage: str, policy: str, sampler: str) -> bool:
     """What an answer is held to has nothing to do with what is kept, nor most policies with where the rest goes."""
-    if storage in (*PARTS, *READ):
+    if storage in (*PARTS, *READ, *EXPERTS):
         return not {policy, sampler} <= {"all", "ragged", "greedy", "sampled"}
     if storage in LOWER:
         return not {policy, sampler} <= {"ragged", "window", "greedy", "sampled"}

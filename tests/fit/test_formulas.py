@@ -108,6 +108,19 @@ def test_experts_are_all_in_memory_and_few_are_read():
     assert found.read < found.memory / 2
 
 
+@pytest.mark.parametrize(("device", "quant", "most"), [
+    ("cpu", "int4", 0.30), ("cuda", "int4", 0.30), ("cpu", "int8", 0.53), ("cuda", "int8", 0.53), ("cuda", "nf4", 1.0),
+])  # fmt: skip
+def test_experts_are_packed_as_layers_are(device, quant, most):
+    """Of the size of Qwen3.6-35B-A3B, embeddings and head among them."""
+    shape = Shape(40, 2048, 16, 2, 256, 512, 248_320, 262_144, (None,) * 40, experts=256, active=8)
+    whole, found = (
+        weigh(of_shape(shape), shape, number=2, quant=kind, device=device, given=False) for kind in ("none", quant)
+    )
+    assert most - 0.03 < found.memory / whole.memory <= most
+    assert found.packing > whole.packing > 0
+
+
 def test_older_names_and_missing_sizes():
     shape = shape_of({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024})
     assert (shape.kv_heads, shape.head_dim, shape.inner, shape.limit) == (12, 64, 3072, 1024)

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
 
 from kvcli.engine.weights import quantize_for_gpu
 from kvcli.kernels import gpu, linear_packed
+from kvcli.kernels.experts import reference as experts
+from kvcli.kernels.linear_packed import experts as packing
 from kvcli.kernels.linear_packed import reference as packed
 from kvcli.kernels.linear_skinny import MOST, Weight, linear_skinny, pack4, pack_nf4, ptx, reference
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
+from tests.families import build
 
 pytest.importorskip("tests.kernels.interpreted")  # before anything that is fused
 fused = import_module("kvcli.kernels.linear_skinny.fused")
@@ -229,6 +235,17 @@ def test_quant_on_a_gpu_is_in_our_kernels(quant: str, within: float, served: Non
         assert torch.equal(root[0].scale, there.scale)
 
 
+@pytest.mark.parametrize(("is_served", "quant", "why"), [
+    (True, "nf4", "experts have int8 and int4, no nf4"), (False, "int4", "bitsandbytes packs no experts"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_experts_that_no_kernel_packs_are_said(is_served: bool, quant: str, why: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(gpu, "why_not", lambda *_: "" if is_served else "no card")
+    swap, _ = quantize_for_gpu(build("qwen3_moe", BF16, hidden_size=64).model.layers, quant, torch.device("cpu"))
+    assert (swap.packed, swap.kept) == (12, {why: 30})
+
+
 def test_what_no_kernel_serves_stays_with_others():
     pytest.importorskip("bitsandbytes")
     _, by = quantize_for_gpu(layers()[:2], "int4", torch.device("cpu"))
@@ -242,3 +259,31 @@ def test_wrong_inputs_are_refused():
     with pytest.raises(ValueError, match=r"in torch\.bfloat16 \(int4\)"):
         linear_skinny(torch.zeros(1, 192), weight("int4", 16, 192))
     assert linear_skinny(torch.zeros(2, 0, 192, dtype=BF16), weight("int4", 16, 192)).shape == (2, 0, 16)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_experts_are_multiplied_each_by_the_same_kernels(quant: str, served: None):
+    """Packed from full precision, and from what was packed for files while it was loaded: the same codes."""
+    bits: linear_packed.Bits = 8 if quant == "int8" else 4
+    w, x, ends = numbers(3 * 48, 160).view(3, 48, 160).to(BF16), numbers(19, 160, seed=5).to(BF16), [7, 7, 18]
+
+    class Some(nn.Module):
+        config, is_transposed = SimpleNamespace(_experts_implementation="grouped_mm"), False
+
+    def packed_by(weight: Tensor) -> Tensor:
+        root = Some()
+        root.weight = nn.Parameter(weight, requires_grad=False)
+        swap, by = quantize_for_gpu(root, quant, torch.device("cpu"))
+        assert (by, swap.packed) == (f"fused {quant}", 3)
+        return root.weight
+
+    made = packed_by(w)
+    again = packed_by(cast(Tensor, packing.packed(w, True, bits, native=False)))
+    offs = torch.tensor(ends, dtype=torch.int32)
+    found = grouped_mm(x, made.transpose(-2, -1), offs=offs)
+    assert torch.equal(grouped_mm(x, again.transpose(-2, -1), offs=offs), found)
+    want = experts.experts(x.float(), made.form.plain(), ends)  # type: ignore[attr-defined]
+    assert (found.float() - want).norm() < WITHIN[BF16] * want.norm()
+    for at, expert in ((0, 0), (6, 0), (7, 2), (17, 2)):
+        alone = torch.tensor([int(expert <= e) for e in range(3)], dtype=torch.int32)
+        assert torch.equal(grouped_mm(x[at : at + 1], made.transpose(-2, -1), offs=alone), found[at : at + 1])
