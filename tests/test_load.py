@@ -6,7 +6,6 @@ import gc
 import json
 import shutil
 import socket
-import tomllib
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +17,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvcli.engine import weights
 from kvcli.engine.lm import LM
 from kvcli.engine.weights import quantize_with_bitsandbytes
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
-from kvcli.models import hub, refusals, source
-from kvcli.models.family import read_config
+from kvcli.models import hub, source
 from tests.families import build, config_of
 
 ROOT = Path(__file__).parents[1]
@@ -259,22 +256,6 @@ def test_a_checkpoint_quantized_already_is_not_quantized_again(folder: Path):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     error = refused(lambda: LM.load(source.find(str(folder)), device="cpu", quant="int8"))
     assert "quantized already" in error.message
-
-
-def test_a_quantized_checkpoint_without_the_package_that_places_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nothing is wrong with the file, so nobody is told to download it again."""
-    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    monkeypatch.setattr(refusals, "find_spec", lambda name: None)
-    found = source.find(str(folder))
-    config = read_config(found, False)
-    error = refused(lambda: weights.read_weights(found, config, "auto", torch.device("cuda"), False))
-    assert (error.code, error.exit) == ("package_missing", ExitStatus.BAD_MODEL)
-    assert "the packages optimum and gptqmodel and accelerate" in error.message
-    assert "pip install optimum gptqmodel" in error.try_
-    extra = error.try_[0].partition("[")[2].partition("]")[0]
-    assert "accelerate" in " ".join(
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
-    )
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "sofa", "mps:3"])

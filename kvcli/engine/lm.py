@@ -40,6 +40,7 @@ from kvcli.kernels.rotate import Rotary
 from kvcli.kv.slots import LayerShape
 from kvcli.models.family import read_config
 from kvcli.models.gguf import quantizer
+from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.sizes import count
 from kvcli.models.source import Source
@@ -158,7 +159,8 @@ class LM:
         "off".
         """
         began = time.perf_counter()
-        where, is_quantized = weights.find_device(device), "quantization_config" in source.config
+        where = weights.find_device(device)
+        is_quantized = Packing.of(source.config).stays(where.type)
         refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
         refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
         if source.is_pickle and not allow_pickle:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.kernels.linear_packed import group_of, why_not
 from kvcli.kernels.linear_packed import held as held_outputs
 from kvcli.models.gguf.blocks import stays_packed
+from kvcli.models.packing import Packing
 
 if TYPE_CHECKING:
     from kvcli.models.shape import Shape
@@ -22,7 +23,9 @@ BYTES = {
 }  # fmt: skip
 _IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDS = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
-_NOT_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
+_NOT_TEXT = re.compile(  # what `models.family` leaves out
+    r"(^|\.)((vision|image|audio)_(tower|model|encoder)|visual|speech_encoder)\."
+)
 _EXPERT = re.compile(r"expert")
 _ROUNDING = 8  # bytes of each number of a weight that is being packed: itself and what it is rounded to, in float32
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a float per 256 of those
@@ -32,7 +35,7 @@ _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale p
 class Held:
     """One tensor of a checkpoint."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # unpacked
     nbytes: int  # in its file
     packs: bool  # a linear layer of the decoder, which load.quant packs
     is_float: bool = True
@@ -59,7 +62,7 @@ class Weights:
 
     memory: int  # once loaded
     files: int  # read, and mapped while loading
-    converted: bool  # the numbers change while loading, so that both forms exist at once
+    loaded: int  # before anything is packed here, where the numbers change while loading: both forms exist at once
     read: int  # a token's pass reads these; fewer than `memory` where there are experts
     packing: int = 0  # beside them, while the largest is packed
     embeddings: int = 0  # of `memory`; a head that is tied to them reads the same
@@ -78,18 +81,20 @@ class Weights:
 def of_files(source: Source) -> tuple[Held, ...]:
     """The text model's tensors by the headers of its files; none for pickles, which say nothing before they run."""
     is_tied = bool(source.text_config.get("tie_word_embeddings", source.config.get("tie_word_embeddings", False)))
-    held = []
+    held, packing = [], Packing.of(source.config)
     for file in source.files:
         for name, tensor in file.tensors.items():
             if _NOT_TEXT.search(name) or (is_tied and name.endswith("lm_head.weight")):
                 continue
             inside, embeds = _IN_LAYER.search(name), bool(_EMBEDS.search(name))
-            packs = len(tensor.shape) == 2 and inside is not None and not _EXPERT.search(name)
-            is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf
+            unpacked = packing.shape(name, tensor.dtype, tensor.shape)
+            shape = tensor.shape if unpacked is None else unpacked
+            packs = len(shape) == 2 and inside is not None and not _EXPERT.search(name)
+            is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf or unpacked is not None
             stays = source.is_gguf and stays_packed(name, tensor.dtype, tensor.shape)
             packs = packs and source.family != "gpt2"
             layer = int(inside[1]) if inside is not None else None
-            held.append(Held(tensor.shape, tensor.nbytes, packs, is_float, source.is_gguf, stays, layer, embeds))
+            held.append(Held(shape, tensor.nbytes, packs, is_float, source.is_gguf, stays, layer, embeds))
     return tuple(held)
 
 
@@ -145,7 +150,7 @@ def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, devi
     return Weights(
         memory=memory,
         files=files,
-        converted=sum(plain) != files,
+        loaded=sum(plain) if sum(plain) != files else 0,
         read=int(memory * share),
         packing=_ROUNDING * max(packed, default=0),
         embeddings=sum(size for h, size in zip(held, sizes, strict=True) if h.embeds),
