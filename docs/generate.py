@@ -547,6 +547,38 @@ def families(_: str) -> str:
     return f"{len(names)} designs: {', '.join(f'`{name}`' for name in names)}."
 
 
+def census(where: str) -> str:
+    """How each class of transformers that continues text ended, tiny and random: `python -m tests.all_families`."""
+    result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
+    by: dict[str, list[Any]] = {}
+    for one in result["verdicts"]:
+        by.setdefault(one["outcome"], []).append(one)
+    counts = ", ".join(f"{len(by.get(outcome, []))} {outcome}" for outcome in result["counts"])
+    lines = [f"transformers {result['transformers']}, {len(result['verdicts'])} classes: {counts}.", ""]
+    lines += [f"**Equal**: {_kinds(by.get('equal', []))}.", ""]
+    for outcome in ("wrong", "crashed"):
+        lines += [f"**{outcome}**: `{one['kind']}`, {_cell_text(one['why'])}" for one in by.get(outcome, [])]
+    reasons: dict[str, list[Any]] = {}
+    for one in by.get("refused", []):
+        reasons.setdefault(_reason(one["why"]), []).append(one)
+    lines += ["| refused, since | classes |", "|---|---|"]
+    lines += [f"| {why} | {_kinds(those)} |" for why, those in sorted(reasons.items(), key=lambda item: -len(item[1]))]
+    lines += ["", f"Not built tiny, or their own `generate` fails: {_kinds(by.get('unbuilt', []))}."]
+    return "\n".join(lines)
+
+
+def _kinds(verdicts: list[Any]) -> str:
+    return ", ".join(f"`{one['kind']}`" for one in verdicts) or "none"
+
+
+def _reason(why: str) -> str:
+    """Of a refusal the part that others share: no name, no numbers, no layer."""
+    said = re.sub(r"^\w+: ", "", why.partition(";")[0])
+    said = re.sub(r"^\S+ \(\S+\) (is not supported: )?", "", said)
+    said = re.sub(r"\blayer \d+\b", "a layer", said)
+    return _cell_text(re.sub(r"\b\w*\d\w*(, )?", "… ", said) if "heads" in said else said)
+
+
 def bounds(_: str) -> str:
     """The limits of reading documents, as the code has them."""
     from kvcli.documents import parsed, read, zipped
@@ -661,6 +693,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "summaries": summaries,
     "bounds": bounds,
     "families": families,
+    "census": census,
     "catalog": catalog,
     "losses": losses,
     "workloads": workloads,

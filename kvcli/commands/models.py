@@ -11,6 +11,7 @@ import typer
 from kvcli.commands.ask import agrees, tell
 from kvcli.commands.flags import ModelName, option
 from kvcli.commands.known import known
+from kvcli.commands.models_check import check
 from kvcli.commands.models_get import Name, obtain, parts_of, suggest
 from kvcli.commands.setup import Setup, at_hand, config_of, find
 from kvcli.commands.show import print_json, print_table
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, help="Models on this machine, and real ones for it.")
 app.command()(suggest)
+app.command()(check)
 
 Accept = Annotated[bool, option("--accept-terms", help="Accept the terms that some models come under.")]
 Default = Annotated[bool, option("--default", help="Use it where no model is named: default_model in your config.")]

@@ -106,7 +106,7 @@ class LM:
         n_layers = count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", id)
         limit, of_limit = stated.limit(text, id)
         of_rope = stated.settle_rope(model, text, id)
-        shape = _probe(model, n_layers, limit, id)
+        shape = probed(model, n_layers, limit, id)
         parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
         places = None
         if layers_on_gpu is not None:
@@ -344,7 +344,8 @@ def _register() -> None:
     AttentionInterface.register(_ATTENTION, forward.attention)
 
 
-def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
+def probed(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
+    """What its layers ask of attention, by one row; raises BadModel for what is not served."""
     probe, kind = seam.Probe(), f"{name} ({model.config.model_type})"
 
     def attention(module: nn.Module, *args: Any, **asked: Any) -> Any:

@@ -70,8 +70,8 @@ def loader_of(source: Source, config: Any, trust_remote_code: bool) -> Any:
             try_=["docs/models.md lists what runs"],
         )
     kind = kinds[0][0] if isinstance(kinds[0], tuple) else kinds[0]
-    if getattr(kind, "config_class", None) is not type(config):  # a text model's own class, which takes a part of it
-        return auto
+    if type(config) in mappings[0] and getattr(kind, "config_class", None) is not type(config):
+        return auto  # it hands a text model's class the part about text
     towers = {type(part) for part in _senses(config)} - {type(config.get_text_config())}
     return _without(kind, towers) if towers else kind
 

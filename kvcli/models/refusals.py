@@ -120,7 +120,7 @@ def _encoder_decoder(config: Config, text: Config, family: str) -> list[str]:
 
 def _writes_no_text(config: Config, text: Config, family: str) -> list[str]:
     names = config.get("architectures") or []
-    if "vision_config" in config and "text_config" not in config:
+    if "vision_config" in config and "text_config" not in config and not config.get("vocab_size"):
         return ["its config has a vision part and no text decoder", f"architectures: {', '.join(names) or 'none'}"]
     if names and not any(mark in n for n in names for mark in _WRITES_TEXT):
         return [f"{names[0]} does not write text", "needed: a causal language model, such as LlamaForCausalLM"]
