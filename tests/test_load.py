@@ -478,7 +478,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"model_type": "bloom"}, "it uses ALiBi"),
     "mpt": ({"model_type": "mpt", "attn_config": {"alibi": True}}, "it uses ALiBi"),
     "classifier": ({"architectures": ["BertForSequenceClassification"]}, "does not write text"),
-    "vision": ({"architectures": ["ViTModel"], "vision_config": {}}, "no text decoder"),
+    "vision": ({"architectures": ["ViTModel"], "vision_config": {}, "vocab_size": None}, "no text decoder"),
     "nested": ({"text_config": {"model_type": "x", "kv_lora_rank": 8}}, "multi-head latent attention"),
 }
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -22,6 +25,9 @@ from tests.all_families import config_of as tiny
 from tests.fakes import Machine
 from tests.families import FAMILIES, build
 from tests.packed_checkpoints import edit_config, written
+from tests.small_hub import Hub, serving
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -58,6 +64,7 @@ def test_a_model_that_runs(machine: Machine) -> None:
     fit = json.loads(machine("fit", "demo", "--ctx", "8192", "--json").out)
     assert document["schema"] == "kvcli.check/1"
     assert (document["numbers"], document["packed"], document["notes"]) == ("bfloat16", None, fit["notes"])
+    assert document["is_decided"]
     assert [(one["ctx"], one["bytes"]) for one in document["memory"]] == [(8192, fit["plans"][0]["needed"])]
     assert document["weight_bytes"] == fit["plans"][0]["weights"]
     assert [one["name"] for one in document["drafts"]] == ["demo-small"]
@@ -81,7 +88,7 @@ def test_the_outline_of_each_family_says_all_that_loading_does(tmp_path: Path, n
     assert examine(source.find(str(tmp_path)), "cpu", trust_remote_code=False) == ""
 
 
-@pytest.mark.parametrize("kind", ["doge", "falcon", "gptj", "nanochat", "persimmon"])
+@pytest.mark.parametrize("kind", ["falcon", "gemma4_text", "gptj", "nanochat", "persimmon"])
 def test_a_refusal_is_that_of_loading(tmp_path: Path, kind: str) -> None:
     built(tiny(kind)).save_pretrained(tmp_path)
 
@@ -94,6 +101,13 @@ def test_a_refusal_is_that_of_loading(tmp_path: Path, kind: str) -> None:
 
     by_outline = said(lambda found: examine(found, "cpu", trust_remote_code=False))
     assert by_outline == said(lambda found: LM.load(found, device="cpu"))
+
+
+def test_what_asks_for_numbers_on_its_way_is_left_to_the_load(tmp_path: Path) -> None:
+    """Doge makes its masks of keys."""
+    built(tiny("doge")).save_pretrained(tmp_path)
+    said = examine(source.find(str(tmp_path)), "cpu", trust_remote_code=False)
+    assert "shows when it is loaded" in said
 
 
 def test_a_packed_model_says_what_it_needs_and_what_it_unpacks_to(
@@ -109,6 +123,27 @@ def test_a_packed_model_says_what_it_needs_and_what_it_unpacks_to(
     document = json.loads(machine("models", "check", str(folder), "--json").out)
     assert (document["packed"], document["unpacks"], document["numbers"]) == ("fp8", True, "bfloat16")
     assert "unpacks to" in " ".join(json.loads(machine("fit", str(folder), "--ctx", "64", "--json").out)["notes"])
+
+
+def test_the_hub_is_asked_for_headers_alone(tmp_path: Path) -> None:
+    """And only if it is asked at all."""
+    with serving(Hub(weights_dir())) as hub:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environ |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "KVCLI_HOME": str(tmp_path / "home")}
+
+        def check(*more: str) -> Any:
+            words = [sys.executable, "-m", "kvcli", "models", "check", "someone/tiny", "--json", *more]
+            done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+            return done.returncode, json.loads(done.stdout)
+
+        code, said = check()
+        assert (code, said["code"]) == (ExitStatus.BAD_MODEL, "model_not_found")
+        assert "--online" in said["try"][0]
+        code, said = check("--online")
+    assert (code, said["is_decided"], said["weight_bytes"] > 9 << 20) == (0, True, True)
+    fetched = {path.name for path in (tmp_path / "hf").rglob("*")}
+    assert "tokenizer.json" in fetched
+    assert "model.safetensors" not in fetched
 
 
 def test_a_folder_without_words_is_refused(machine: Machine, tmp_path: Path) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcli.commands import flags as o
 from kvcli.commands.setup import Setup, at_hand, find
 from kvcli.commands.show import print_json, print_table
-from kvcli.commands.siblings import siblings
-from kvcli.errors import ExitStatus
+from kvcli.commands.siblings import drafted, siblings
+from kvcli.errors import BadModel, ExitStatus, UsageError
 
 if TYPE_CHECKING:
+    from kvcli.models.source import Source
     from kvcli.schemas.listings import CheckDocument
     from kvcli.world import World
+
+Online = Annotated[bool, o.option("--online", help="Ask the Hugging Face hub for headers of what is not here.")]
 
 CONTEXTS = (8192, 32768)  # tokens
 
@@ -26,16 +29,19 @@ def check(
     dtype: o.Dtype = None,
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
+    online: Online = False,
 ) -> int:
     """Whether a model runs here: in which precision, with what drafting, in how much memory.
 
-    Reads config.json, the headers of the weight files and the tokenizer's names; no weight, and nothing from the
-    network. A model that is refused is refused in the words of loading it. Exit 4: it does not run; 5: it does, but
-    there is no room for it.
+    Reads config.json, the headers of the weight files and the tokenizer's
+    names, and no weight; nothing from the network but with --online, and then
+    these alone. A model that is refused is refused in the words of loading
+    it. Exit 4: it does not run; 5: it does, but there is no room for it.
     """
     world: World = context.obj
-    setup = Setup(world, model, o.load_flags(context.params))
-    document = checked(setup)
+    if online and world.options.offline:
+        raise UsageError("--online and --offline exclude each other", try_=["one of the two"])
+    document = checked(Setup(world, model, o.load_flags(context.params)), online)
     if world.options.json:
         print_json(world, document)
     else:
@@ -43,20 +49,21 @@ def check(
     return ExitStatus.OK if any(one.fits for one in document.memory) else ExitStatus.DOES_NOT_FIT
 
 
-def checked(setup: Setup) -> CheckDocument:
+def checked(setup: Setup, online: bool) -> CheckDocument:
     """Raises BadModel for a model that would not load."""
-    from kvcli.commands.fit import look
+    from kvcli.commands.outlook import outlook_of
     from kvcli.engine.outline import examine
     from kvcli.fit.plan import torch_dtype
+    from kvcli.fit.report import notes_of
     from kvcli.fit.room import choose
     from kvcli.models.companions import found_in
     from kvcli.models.tokenizer import refuse_wordless
     from kvcli.schemas.listings import CheckDocument, CheckMemory
 
-    profile, notes = setup.profile(), list[str]()
-    found = find(setup.world, setup.name, profile.load.allow_pickle)
+    profile = setup.profile()
+    found = _found(setup, profile.load.allow_pickle, online)
     refuse_wordless(found)
-    outlook = look(setup, profile, None, None, notes)
+    outlook = outlook_of(setup, found)
     kind = choose(dict(outlook.found), profile.load.device).kind
     said = "" if found.is_gguf else examine(found, kind, profile.load.trust_remote_code)
     subject = outlook.subject
@@ -66,6 +73,7 @@ def checked(setup: Setup) -> CheckDocument:
         model=setup.name,
         path=str(found.path),
         family=found.family,
+        is_decided=not said,
         context=None if subject.shape.is_endless else limit,
         numbers=torch_dtype(subject, profile),
         quant=plans[0].profile.load.quant,
@@ -79,18 +87,32 @@ def checked(setup: Setup) -> CheckDocument:
         memory=[CheckMemory(ctx=p.need.context, bytes=p.least, fits=p.fits) for p in plans],
         drafts=siblings(found, at_hand(setup.world)),
         heads=found_in(found),
-        notes=[note for note in (said, *notes, *dict.fromkeys(outlook.notes)) if note],
+        notes=[note for note in (said, *notes_of(outlook.subject, plans[0]), *dict.fromkeys(outlook.notes)) if note],
     )
 
 
+def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
+    """By the files here; where they are not, by those of the hub, if it may be asked."""
+    from kvcli.models import hub, source
+
+    try:
+        return find(setup.world, setup.name, allow_pickle)
+    except BadModel as error:
+        if not hub.may_fetch(setup.entry.path, error):
+            raise
+        if not online:
+            error.try_ = (f"kvcli models check {setup.name} --online asks the hub for headers", *error.try_)
+            raise
+    return source.look_up(setup.entry.path, setup.entry.revision or None)
+
+
 def rows(document: CheckDocument) -> list[list[str]]:
-    from kvcli.commands.models import drafted
     from kvcli.render.figures import count, long_size
 
     room = f"of {long_size(document.available_bytes)} on {document.device}"
     return [
         ["model", f"{document.model} ({document.family})"],
-        ["runs", "yes"],
+        ["runs", "yes" if document.is_decided else "unless its attention is refused"],
         ["context", f"{count(document.context)} tokens" if document.context else "–"],
         ["weights", f"{long_size(document.weight_bytes)} in {_precision(document)}"],
         *(

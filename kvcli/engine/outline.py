@@ -39,7 +39,7 @@ def examine(source: Source, kind: str, trust_remote_code: bool) -> str:
         text = model.config.get_text_config()
         layers = count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", source.id)
         try:
-            with _Guesses():
+            with _Guesses():  # type: ignore[no-untyped-call]
                 probed(model, layers, stated.limit(text, source.id)[0], source.id)
         except BadModel as error:
             if not any("meta" in line.lower() for line in error.lines):
@@ -48,7 +48,7 @@ def examine(source: Source, kind: str, trust_remote_code: bool) -> str:
     return ""
 
 
-class _Guesses(TorchDispatchMode):
+class _Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What an outline is asked that only numbers know: of the one row all is true and 0, and no expert is picked."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

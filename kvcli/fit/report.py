@@ -49,7 +49,7 @@ def document(
         plans=[_entry(outlook, plan, others, calibrations.get(plan.profile.name), host) for plan in plans],
         described=first.room.is_described,
         calibrated=min(dates, default=None),
-        notes=[*_model_notes(subject), *_packing_notes(subject, first), *notes, *dict.fromkeys(outlook.notes)],
+        notes=[*notes_of(subject, first), *notes, *dict.fromkeys(outlook.notes)],
     )
 
 
@@ -97,6 +97,11 @@ def _places(plan: Plan) -> dict[str, int]:
     need = plan.need
     away = {"host": need.host + need.host_weights + need.host_working, "disk": need.disk}
     return {plan.room.kind: need.running} | {place: n for place, n in away.items() if n}
+
+
+def notes_of(subject: Subject, plan: Plan) -> list[str]:
+    """What to know of a model beside its numbers."""
+    return [*_model_notes(subject), *_packing_notes(subject, plan)]
 
 
 def _packing_notes(subject: Subject, plan: Plan) -> list[str]:

@@ -102,6 +102,7 @@ class CheckDocument(Json):
     model: str
     path: str
     family: str
+    is_decided: bool = Field(description="false: whether its attention is served shows when it is loaded")
     context: Count | None = Field(description="the model's own limit, tokens")
     numbers: str = Field(description="that it computes in")
     quant: str = Field(description="load.quant of the profile, or what is chosen so that it fits")
