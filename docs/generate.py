@@ -574,9 +574,17 @@ def _kinds(verdicts: list[Any]) -> str:
 def _reason(why: str) -> str:
     """Of a refusal the part that others share: no name, no numbers, no layer."""
     said = re.sub(r"^\w+: ", "", why.partition(";")[0])
-    said = re.sub(r"^\S+ \(\S+\) (is not supported: )?", "", said)
-    said = re.sub(r"\blayer \d+\b", "a layer", said)
-    return _cell_text(re.sub(r"\b\w*\d\w*(, )?", "… ", said) if "heads" in said else said)
+    for found, put in (
+        (r"^\S+ \(\S+\) (is not supported: )?", ""),
+        (r"\blayer \d+\b", "a layer"),
+        (r"^\w+ does not write text", "it does not write text"),
+        (r"^the config of \S+ cannot", "its config cannot"),
+        (r"^the weights of \S+ are", "its weights are"),
+        (r"^\S+ is an? ", "it is an "),
+        (r"^only \d+ of its \d+", "only some of its"),
+    ):
+        said = re.sub(found, put, said)
+    return _cell_text(said)
 
 
 def bounds(_: str) -> str:

@@ -2,7 +2,8 @@
 
     python -m tests.all_families [--only llama,gpt2] [--new 24] [--seconds 60] [--jobs 1] [--out docs/census.json]
 
-With `--out docs/census.json`, `python docs/generate.py census` then says it in docs/models.md.
+With `--out docs/census.json`, `python docs/generate.py census` then says it in docs/models.md; with `--only` the file
+keeps what it says of the others.
 
 Each class is built by its own config with the settings of TINY put in, has its weights sharpened, and writes greedily
 in float32: by `generate`, by kvcli, and by kvcli with an n-gram drafter. Classes that see or hear besides are saved and
@@ -108,7 +109,9 @@ def _turned(*sections: int) -> dict[str, Any]:
 
 
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v", "glm46v", "glm_ocr"), _turned(2, 2, 2)),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v", "glm46v", "glmga", "glm_ocr"), _turned(2, 2, 2)
+    ),
     "glm4v_moe": _turned(1, 1, 1),
     "paddleocr_vl": _turned(4, 2, 2),
     "bamba": _MAMBA,
@@ -342,6 +345,18 @@ def census(kinds: Sequence[str], new: int, seconds: float, jobs: int) -> Iterato
         yield from pool.map(lambda kind: judged(kind, new, seconds), kinds)
 
 
+def write(file: Path, verdicts: Sequence[Verdict], is_part: bool) -> None:
+    """A line a class; `is_part`: of the others the file keeps what it says."""
+    known = {one["kind"]: one for one in json.loads(file.read_text())["verdicts"]} if is_part and file.exists() else {}
+    known |= {one.kind: {k: v for k, v in asdict(one).items() if k != "seconds"} for one in verdicts}
+    ended = Counter(one["outcome"] for one in known.values())
+    counts = {outcome: ended[outcome] for outcome in OUTCOMES}
+    head = {"schema": "kvcli.census/1", "transformers": transformers.__version__, "torch": torch.__version__}
+    lines = [json.dumps(known[kind]) for kind in sorted(known)]
+    said = json.dumps({**head, "counts": counts})[:-1]
+    file.write_text(f'{said}, "verdicts": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="model types, by commas")
@@ -367,9 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "classes": {outcome: sorted(v.kind for v in verdicts if v.outcome == outcome) for outcome in OUTCOMES},
     }
     if args.out:
-        lines = [json.dumps({k: v for k, v in asdict(one).items() if k != "seconds"}) for one in verdicts]
-        head = json.dumps({"schema": "kvcli.census/1", **{k: result[k] for k in ("transformers", "torch", "counts")}})
-        args.out.write_text(f'{head[:-1]}, "verdicts": [\n' + ",\n".join(lines) + "\n]}\n")
+        write(args.out, verdicts, is_part=bool(args.only))
     print(json.dumps(result))
     return 1 if counts["wrong"] or counts["crashed"] else 0
 
