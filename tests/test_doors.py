@@ -136,8 +136,8 @@ def test_a_package_that_is_missing_is_named_before_a_weight_is_read(
 
 def test_on_a_gpu_what_stays_packed_is_placed_by_a_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packing, "find_spec", lambda name: None if name == "accelerate" else name)
-    torchao = Packing.of({"quantization_config": {"quant_method": "torchao"}})
-    assert (torchao.missing("cpu"), torchao.missing("cuda")) == ([], ["accelerate"])
+    hqq = Packing.of({"quantization_config": {"quant_method": "hqq"}})
+    assert (hqq.missing("cpu"), hqq.missing("cuda")) == ([], ["accelerate"])
 
 
 def test_what_extras_bring():
@@ -146,7 +146,7 @@ def test_what_extras_bring():
         assert any(line.startswith(package) for line in extras["formats"])
 
 
-@pytest.mark.parametrize("method", ["modelopt", "nvfp4", "eetq", "unnamed"])
+@pytest.mark.parametrize("method", ["modelopt", "nvfp4", "torchao", "eetq", "unnamed"])
 def test_what_nothing_reads_is_no_plain_numbers(folder: Path, method: str):
     """transformers would take the numbers without their scales."""
     edit_config(folder, quantization_config={"quant_method": method} if method != "unnamed" else {})

@@ -80,7 +80,7 @@ def refuse_unknown_packing(source: Source, packing: Packing) -> None:
     """What transformers would load as if it were not packed: numbers without their scales."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    known = {name.removesuffix("_4bit") for name in AUTO_QUANTIZER_MAPPING} - {"nvfp4"}  # which it only makes
+    known = {name.removesuffix("_4bit") for name in AUTO_QUANTIZER_MAPPING}
     if packing.method and packing.method not in known:
         raise BadModel(
             f"{source.id} comes packed as {packing.method}, which transformers cannot read",

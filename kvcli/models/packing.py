@@ -21,7 +21,6 @@ _READ_WITH: dict[str, tuple[str, ...]] = {
     "gptq": ("optimum", "gptqmodel"),
     "awq": ("gptqmodel", "accelerate"),
     "hqq": ("hqq",),
-    "torchao": ("torchao",),
     "auto-round": ("auto-round",),
     "aqlm": ("aqlm", "accelerate"),
     "bitnet": ("accelerate",),
@@ -36,6 +35,10 @@ _BY_KERNELS = {
     "mxfp4",
 }  # ... but on CUDA with the package `kernels`, whose products read them as they are
 _GPU_ONLY = {"eetq", "fbgemm_fp8", "fp_quant", "higgs", "spqr", "vptq"}
+_UNSERVED = {
+    "nvfp4": "transformers packs weights so, and reads no files of them",
+    "torchao": "its weights are tensors of a class of its own, which no product here takes",
+}
 _SCALES = ("_scale", "_scale_inv", "_scales", "_zero_point", "weight_shape", "_g_idx", ".scale")  # and the like
 INSTEAD = "GGUF, or the unpacked model with --quant int4"
 
@@ -96,11 +99,13 @@ class Packing:
 def refuse_unpackable(name: str, config: Mapping[str, Any], kind: str) -> None:
     """A checkpoint that comes packed where nothing can read it: on such a device, or without a package."""
     packing = Packing.of(config)
-    if packing.method in _GPU_ONLY and kind != "cuda":
+    is_elsewhere = packing.method in _GPU_ONLY and kind != "cuda"
+    if why := _UNSERVED.get(packing.method) or ("transformers reads it on a GPU only" if is_elsewhere else ""):
         raise BadModel(
-            f"{name} comes packed as {packing.method}, which transformers reads on a GPU only",
+            f"{name} comes packed as {packing.method}, which does not run on {kind}",
             code="model_unsupported",
-            try_=[INSTEAD, "--device cuda"],
+            lines=[why],
+            try_=[INSTEAD, *(["--device cuda"] if is_elsewhere else [])],
         )
     if missing := packing.missing(kind):
         ours, theirs = [p for p in missing if p in EXTRA], [p for p in missing if p not in EXTRA]
