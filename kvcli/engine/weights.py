@@ -61,7 +61,7 @@ def read_weights(
     notes = list(_unused(model, sorted(loading["unexpected_keys"])))
     if packing.unpacks(device.type):
         numbers = str(model.dtype).removeprefix("torch.")
-        notes.append(f"{packing.method} weights are unpacked to {numbers}: a file of {source.nbytes >> 20:,} MiB")
+        notes.append(f"{packing.method} weights are unpacked to {numbers}, from {source.nbytes >> 20:,} MiB of files")
     return model, tuple(notes)
 
 
