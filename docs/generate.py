@@ -547,6 +547,46 @@ def families(_: str) -> str:
     return f"{len(names)} designs: {', '.join(f'`{name}`' for name in names)}."
 
 
+def census(where: str) -> str:
+    """How each class of transformers that continues text ended, tiny and random: `python -m tests.all_families`."""
+    result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
+    by: dict[str, list[Any]] = {}
+    for one in result["verdicts"]:
+        by.setdefault(one["outcome"], []).append(one)
+    counts = ", ".join(f"{len(by.get(outcome, []))} {outcome}" for outcome in result["counts"])
+    lines = [f"transformers {result['transformers']}, {len(result['verdicts'])} classes: {counts}.", ""]
+    lines += [f"**Equal**: {_kinds(by.get('equal', []))}.", ""]
+    for outcome in ("wrong", "crashed"):
+        lines += [f"**{outcome}**: `{one['kind']}`, {_cell_text(one['why'])}" for one in by.get(outcome, [])]
+    reasons: dict[str, list[Any]] = {}
+    for one in by.get("refused", []):
+        reasons.setdefault(_reason(one["why"]), []).append(one)
+    lines += ["| refused, since | classes |", "|---|---|"]
+    lines += [f"| {why} | {_kinds(those)} |" for why, those in sorted(reasons.items(), key=lambda item: -len(item[1]))]
+    lines += ["", f"Not built tiny, or their own `generate` fails: {_kinds(by.get('unbuilt', []))}."]
+    return "\n".join(lines)
+
+
+def _kinds(verdicts: list[Any]) -> str:
+    return ", ".join(f"`{one['kind']}`" for one in verdicts) or "none"
+
+
+def _reason(why: str) -> str:
+    """Of a refusal the part that others share: no name, no numbers, no layer."""
+    said = re.sub(r"^\w+: ", "", why.partition(";")[0])
+    for found, put in (
+        (r"^\S+ \(\S+\) (is not supported: )?", ""),
+        (r"\blayer \d+\b", "a layer"),
+        (r"^\w+ does not write text", "it does not write text"),
+        (r"^the config of \S+ cannot", "its config cannot"),
+        (r"^the weights of \S+ are", "its weights are"),
+        (r"^\S+ is an? ", "it is an "),
+        (r"^only \d+ of its \d+", "only some of its"),
+    ):
+        said = re.sub(found, put, said)
+    return _cell_text(said)
+
+
 def bounds(_: str) -> str:
     """The limits of reading documents, as the code has them."""
     from kvcli.documents import parsed, read, zipped
@@ -674,6 +714,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "summaries": summaries,
     "bounds": bounds,
     "families": families,
+    "census": census,
     "catalog": catalog,
     "losses": losses,
     "workloads": workloads,

@@ -1,9 +1,13 @@
 """Every text-generating class of transformers, tiny and random: is our text that of its own `generate`?
 
-    python -m tests.all_families [--only llama,gpt2] [--new 24] [--seconds 60] [--jobs 1] [--out FILE]
+    python -m tests.all_families [--only llama,gpt2] [--new 24] [--seconds 60] [--jobs 1] [--out docs/census.json]
+
+With `--out docs/census.json`, `python docs/generate.py census` then says it in docs/models.md; with `--only` the file
+keeps what it says of the others.
 
 Each class is built by its own config with the settings of TINY put in, has its weights sharpened, and writes greedily
-in float32: by `generate`, by kvcli, and by kvcli with an n-gram drafter. In bf16 kvcli then tries whether its rows have
+in float32: by `generate`, by kvcli, and by kvcli with an n-gram drafter. Classes that see or hear besides are saved and
+loaded as a checkpoint is, since kvcli leaves parts of their files alone. In bf16 kvcli then tries whether its rows have
 the same bits alone and among others ("bits"). Each runs in a process of its own with a time limit. Prints a line per
 class, then JSON on the last line. Exit status 1 if a text is wrong or kvcli crashed. Outcomes:
 
@@ -31,11 +35,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcli.drafts.ngram import Ngram
@@ -48,12 +54,18 @@ from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kv.dense import Dense
 from kvcli.models.refusals import refuse
+from kvcli.models.source import find
 from tests.exact.table import prompt
 from tests.families import WINDOW, sharpen
 
 OUTCOMES = ("equal", "refused", "wrong", "crashed", "unbuilt")
 LAYERS, HIDDEN, HEADS = 4, 48, 4
 LARGEST = 20_000_000  # numbers in a model that still counts as tiny
+SEEING = (  # to the class of those that see or hear and continue text all the same
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    | getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {})
+)
+KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SEEING})
 SEEDS = 4  # of weights, to find some that do not write one token over and over
 
 # Put in wherever a config has a setting of that name, in the parts of a config too.
@@ -83,12 +95,25 @@ TINY: dict[str, Any] = {
     **{"qk_head_dim": 24, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
     **{"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 1},
     **{"num_nextn_predict_layers": 0, "is_decoder": True},
+    **{"depth": LAYERS, "embed_dim": HIDDEN, "out_hidden_size": HIDDEN},  # of what sees
 }
 # What one class wants besides, or otherwise; None leaves a setting as the class has it.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
 _OF_ALL = {"num_key_value_heads": HEADS}  # heads of queries have keys of their own
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _turned(*sections: int) -> dict[str, Any]:
+    """Numbers of a head that are turned by time, height and width."""
+    return {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": list(sections)}}}
+
+
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v", "glm46v", "glmga", "glm_ocr"), _turned(2, 2, 2)
+    ),
+    "glm4v_moe": _turned(1, 1, 1),
+    "paddleocr_vl": _turned(4, 2, 2),
     "bamba": _MAMBA,
     "blt": {"encoder_hash_byte_group_vocab": 97},
     "codegen": {"rotary_dim": 8},
@@ -98,7 +123,7 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1},
-    "dots3_note": {"text_config": {**_OF_ALL, "model_type": "dots3_note_text"}},
+    "dots3_note": {"adapter_in_dim": HIDDEN, "text_config": {**_OF_ALL, "model_type": "dots3_note_text"}},
     "dots3_note_text": _OF_ALL,
     **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "minicpm3"), _OF_ALL),
     **dict.fromkeys(("deepseek_v3", "longcat_flash", "youtu"), _OF_ALL | {"head_dim": 8}),  # of what is turned
@@ -170,10 +195,16 @@ def shrunk(given: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """What either says, of the second where both do; tables are merged."""
+    both = {k: merged(first[k], v) for k, v in second.items() if isinstance(v, dict) and isinstance(first.get(k), dict)}
+    return first | second | both
+
+
 def config_of(kind: str) -> Any:
     """The tiny config of a model_type. Raises Unbuilt."""
     try:
-        wanted = shrunk(CONFIG_MAPPING[kind]().to_dict()) | OWN.get(kind, {})
+        wanted = merged(shrunk(CONFIG_MAPPING[kind]().to_dict()), OWN.get(kind, {}))
         return CONFIG_MAPPING[kind](**{k: v for k, v in wanted.items() if v is not None or k == "eos_token_id"})
     except Exception as error:
         raise Unbuilt(f"its config: {said(error)}") from error
@@ -182,8 +213,7 @@ def config_of(kind: str) -> Any:
 def build(config: Any) -> PreTrainedModel:
     """The class of `config`, fp32, on the CPU. Raises Unbuilt."""
     try:
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        kind = kind[0] if isinstance(kind, tuple) else kind
+        kind = getattr(transformers, _class_name(config))
         with torch.device("meta"):
             size = sum(p.numel() for p in kind._from_config(config).parameters())
         if size > LARGEST:
@@ -246,7 +276,7 @@ def judge(kind: str, new: int) -> Verdict:
         want = error  # it may yet be refused
     twin = copy.deepcopy(model).to(torch.bfloat16)
     try:
-        lm = LM.of(model, id=kind, verify=True)
+        lm = opened(model, kind)
     except KvcliError as error:
         return Verdict(kind, "refused", "; ".join([f"{error.code}: {error.message}", *error.lines]))
     if isinstance(want, Unbuilt):
@@ -261,13 +291,25 @@ def judge(kind: str, new: int) -> Verdict:
         if text != want:
             at = next(i for i, (a, b) in enumerate(zip(text, want, strict=True)) if a != b)
             return Verdict(kind, "wrong", f"{name} parts at token {at + 1}", len(set(want)))
-    half = LM.of(twin.to(torch.bfloat16), id=kind)
-    half.lay_out()
+    half = opened(twin.to(torch.bfloat16), kind)
     return Verdict(kind, "equal", why, len(set(want)), bits=half.is_row_invariant)
 
 
+def opened(model: PreTrainedModel, kind: str) -> LM:
+    """Theirs as ours, laid out."""
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        lm = LM.of(model, id=kind, verify=model.dtype is torch.float32)
+        lm.lay_out()
+        return lm
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return LM.load(replace(find(folder), id=kind), device="cpu", verify=model.dtype is torch.float32)
+
+
 def _class_name(config: Any) -> str:
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "ForCausalLM"))
+    kind = config.model_type
+    named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, SEEING.get(kind, "ForCausalLM"))
+    return str(named[0] if isinstance(named, tuple) else named)
 
 
 def said(error: BaseException) -> str:
@@ -319,6 +361,18 @@ def census(kinds: Sequence[str], new: int, seconds: float, jobs: int) -> Iterato
         yield from pool.map(lambda kind: judged(kind, new, seconds), kinds)
 
 
+def write(file: Path, verdicts: Sequence[Verdict], is_part: bool) -> None:
+    """A line a class; `is_part`: of the others the file keeps what it says."""
+    known = {one["kind"]: one for one in json.loads(file.read_text())["verdicts"]} if is_part and file.exists() else {}
+    known |= {one.kind: {k: v for k, v in asdict(one).items() if k != "seconds"} for one in verdicts}
+    ended = Counter(one["outcome"] for one in known.values())
+    counts = {outcome: ended[outcome] for outcome in OUTCOMES}
+    head = {"schema": "kvcli.census/1", "transformers": transformers.__version__, "torch": torch.__version__}
+    lines = [json.dumps(known[kind]) for kind in sorted(known)]
+    said = json.dumps({**head, "counts": counts})[:-1]
+    file.write_text(f'{said}, "verdicts": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="model types, by commas")
@@ -327,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    kinds = args.only.split(",") if args.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    kinds = args.only.split(",") if args.only else KINDS
     verdicts = []
     for one in census(kinds, args.new, args.seconds, args.jobs):
         verdicts.append(one)
@@ -344,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "classes": {outcome: sorted(v.kind for v in verdicts if v.outcome == outcome) for outcome in OUTCOMES},
     }
     if args.out:
-        args.out.write_text(json.dumps({**result, "verdicts": [asdict(v) for v in verdicts]}, indent=1) + "\n")
+        write(args.out, verdicts, is_part=bool(args.only))
     print(json.dumps(result))
     return 1 if counts["wrong"] or counts["crashed"] else 0
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests import all_families
-from tests.all_families import Verdict, census, config_of, judged, main
+from tests.all_families import KINDS, Verdict, census, config_of, judged, main
 from tests.families import FAMILIES
 
 NEW, SECONDS = 24, 60
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "stablelm", "nemotron"])
@@ -82,9 +87,28 @@ def test_every_listed_family_is_among_them() -> None:
     assert {f.model_type or f.name for f in FAMILIES.values()} <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+CENSUS: dict[str, Any] = json.loads((ROOT / "docs" / "census.json").read_text())
+
+
+def test_the_census_has_nothing_wrong_and_its_page_says_it() -> None:
+    assert [one["kind"] for one in CENSUS["verdicts"] if one["outcome"] in ("wrong", "crashed")] == []
+    if CENSUS["transformers"] == transformers.__version__:
+        assert [one["kind"] for one in CENSUS["verdicts"]] == KINDS
+    page = (ROOT / "docs" / "models.md").read_text()
+    part = page.partition("<!-- generated: census docs/census.json -->\n")[2].partition("\n<!-- end -->")[0]
+    assert part == runpy.run_path(str(ROOT / "docs" / "generate.py"))["census"]("docs/census.json")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral3", "qwen2_5_vl", "bloom", "doge", "paligemma"])
+def test_the_census_is_what_is_found_now(kind: str) -> None:
+    (known,) = [one for one in CENSUS["verdicts"] if one["kind"] == kind]
+    found = judged(kind, NEW, SECONDS)
+    assert (found.outcome, found.bits) == (known["outcome"], known["bits"])
+
+
 @pytest.mark.slow
 def test_all_of_them() -> None:
-    found = list(census(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), NEW, SECONDS, 1))
+    found = list(census(KINDS, NEW, SECONDS, 1))
     ended = Counter(one.outcome for one in found)
     assert [one for one in found if one.outcome in ("wrong", "crashed")] == []
     assert ended["equal"] >= 65

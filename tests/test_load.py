@@ -6,7 +6,6 @@ import gc
 import json
 import shutil
 import socket
-import tomllib
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fit.weights import of_files, weigh
 from kvcli.kernels.experts import weights_of
 from kvcli.kernels.native import levels
-from kvcli.models import hub, refusals, source
+from kvcli.models import hub, source
 from kvcli.models.family import read_config
 from kvcli.models.shape import shape_of
 from tests.families import build, config_of
@@ -289,22 +288,6 @@ def test_a_checkpoint_quantized_already_is_not_quantized_again(folder: Path):
     assert "quantized already" in error.message
 
 
-def test_a_quantized_checkpoint_without_the_package_that_places_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nothing is wrong with the file, so nobody is told to download it again."""
-    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    monkeypatch.setattr(refusals, "find_spec", lambda name: None)
-    found = source.find(str(folder))
-    config = read_config(found, False)
-    error = refused(lambda: weights.read_weights(found, config, "auto", torch.device("cuda"), False))
-    assert (error.code, error.exit) == ("package_missing", ExitStatus.BAD_MODEL)
-    assert "the packages optimum and gptqmodel and accelerate" in error.message
-    assert "pip install optimum gptqmodel" in error.try_
-    extra = error.try_[0].partition("[")[2].partition("]")[0]
-    assert "accelerate" in " ".join(
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
-    )
-
-
 @pytest.mark.parametrize("device", ["cuda:7", "sofa", "mps:3"])
 def test_a_device_that_is_not_there(folder: Path, device: str):
     error = refused(lambda: LM.load(source.find(str(folder)), device=device))
@@ -523,7 +506,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"model_type": "bloom"}, "it uses ALiBi"),
     "mpt": ({"model_type": "mpt", "attn_config": {"alibi": True}}, "it uses ALiBi"),
     "classifier": ({"architectures": ["BertForSequenceClassification"]}, "does not write text"),
-    "vision": ({"architectures": ["ViTModel"], "vision_config": {}}, "no text decoder"),
+    "vision": ({"architectures": ["ViTModel"], "vision_config": {}, "vocab_size": None}, "no text decoder"),
     "nested": ({"text_config": {"model_type": "x", "kv_lora_rank": 8}}, "multi-head latent attention"),
 }
 

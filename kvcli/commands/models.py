@@ -11,20 +11,23 @@ import typer
 from kvcli.commands.ask import agrees, tell
 from kvcli.commands.flags import ModelName, option
 from kvcli.commands.known import known
+from kvcli.commands.models_check import check
 from kvcli.commands.models_get import Name, obtain, parts_of, suggest
 from kvcli.commands.setup import Setup, at_hand, config_of, find
 from kvcli.commands.show import print_json, print_table
+from kvcli.commands.siblings import drafted
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.source import Source
 
 if TYPE_CHECKING:
-    from kvcli.schemas.listings import ModelEntry, SiblingEntry
+    from kvcli.schemas.listings import ModelEntry
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False, help="Models on this machine, and real ones for it.")
 app.command()(suggest)
+app.command()(check)
 
 Accept = Annotated[bool, option("--accept-terms", help="Accept the terms that some models come under.")]
 Default = Annotated[bool, option("--default", help="Use it where no model is named: default_model in your config.")]
@@ -201,13 +204,6 @@ def row(entry: ModelEntry) -> list[str]:
         next((one.name for one in entry.drafts if one.here), "–"),
         {"demo": "bundled", "config": "your config"}.get(entry.kind, entry.kind),
     ]
-
-
-def drafted(one: SiblingEntry) -> str:
-    from kvcli.render.figures import long_size
-
-    get = "" if one.here else f"; kvcli models get {one.name}"
-    return f"{one.name}: {one.how}, {long_size(one.bytes)}, a pass about {one.cost:.2f} of its own{get}"
 
 
 def works(entry: ModelEntry) -> str:

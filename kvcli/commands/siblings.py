@@ -42,6 +42,14 @@ def siblings(found: Source, here: Mapping[str, Source]) -> list[SiblingEntry]:
     return sorted(entries, key=lambda e: (not e.here, e.how != "same tokenizer", e.bytes))
 
 
+def drafted(one: SiblingEntry) -> str:
+    """One of them in a line."""
+    from kvcli.render.figures import long_size
+
+    get = "" if one.here else f"; kvcli models get {one.name}"
+    return f"{one.name}: {one.how}, {long_size(one.bytes)}, a pass about {one.cost:.2f} of its own{get}"
+
+
 def choose(found: Source, target: str, here: Mapping[str, Source]) -> str:
     """The name of one that is at hand. Raises BadModel, and says which to get."""
     able = siblings(found, here)

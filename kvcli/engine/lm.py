@@ -42,6 +42,7 @@ from kvcli.kv.bus import bus_of
 from kvcli.kv.slots import LayerShape
 from kvcli.models.family import read_config
 from kvcli.models.gguf import quantizer
+from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.sizes import count
 from kvcli.models.source import Source
@@ -112,7 +113,7 @@ class LM:
         n_layers = count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", id)
         limit, of_limit = stated.limit(text, id)
         of_rope = stated.settle_rope(model, text, id)
-        shape = _probe(model, n_layers, limit, id)
+        shape = probed(model, n_layers, limit, id)
         parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
         places = None
         if layers_on_gpu is not None:
@@ -165,7 +166,8 @@ class LM:
         "off".
         """
         began = time.perf_counter()
-        where, is_quantized = weights.find_device(device), "quantization_config" in source.config
+        where = weights.find_device(device)
+        is_quantized = Packing.of(source.config).stays(where.type)
         refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
         refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
         if source.is_pickle and not allow_pickle:
@@ -362,7 +364,8 @@ def _register() -> None:
     AttentionInterface.register(_ATTENTION, forward.attention)
 
 
-def _probe(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
+def probed(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
+    """What its layers ask of attention, by one row; raises BadModel for what is not served."""
     probe = seam.Probe()
     AttentionInterface.register(_PROBE, probe.attention)
     AttentionMaskInterface.register(_PROBE, probe.mask)

@@ -68,10 +68,11 @@ class Probe:
     def mask(self, *_: Any, mask_function: MaskRule, device: torch.device | str = "cpu", **__: Any) -> Tensor:
         """A mask whose only entry says which rule made it."""
         self.masks.append(mask_function)
-        return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
+        where = "cpu" if torch.device(device).type == "meta" else device  # it is read, which an outline cannot be
+        return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=where)
 
     def _which(self, mask: Tensor) -> int:
-        mark = float(mask) if mask.numel() == 1 else -1.0
+        mark = float(mask) if mask.numel() == 1 and not mask.is_meta else -1.0
         return int(mark) if mark in range(len(self.masks)) else -1
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from kvcli.engine.budget import within
 from kvcli.engine.experts import while_loading
@@ -21,10 +21,11 @@ from kvcli.kernels.linear_packed import Bits
 from kvcli.kernels.linear_packed.experts import quantize_experts_, stay
 from kvcli.kernels.linear_packed.module import Swap, make_native_, quantize_, swap_
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
-from kvcli.models.family import unreadable
+from kvcli.models.family import loader_of, refuse_unknown_packing, unreadable
 from kvcli.models.foreign import blamed
 from kvcli.models.gguf import quantizer
-from kvcli.models.refusals import refuse_device, refuse_unpackable
+from kvcli.models.packing import INSTEAD, Packing, refuse_unpackable
+from kvcli.models.refusals import refuse_device
 from kvcli.models.sizes import sizes_of
 from kvcli.models.source import Source
 from kvcli.settings.schema import NUMBERS, Load
@@ -43,28 +44,25 @@ def read_weights(
     A checkpoint that is quantized already goes to `device` at once: moving it later is not allowed. Experts are packed
     on their way, as `quant` says.
     """
-    remote = trust_remote_code and "AutoModelForCausalLM" in source.config.get("auto_map", {})
-    if not remote and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise BadModel(
-            f"{source.id} ({source.family}) is not a causal language model",
-            code="model_unsupported",
-            lines=["transformers has no class of that architecture that continues text"],
-            try_=["docs/models.md lists what runs"],
-        )
-    is_quantized = "quantization_config" in source.config
-    is_placed = is_quantized and device.type != "cpu"
+    loader = loader_of(source, config, trust_remote_code)
+    packing = Packing.of(source.config)
     refuse_unpackable(source.id, source.config, device.type)
+    if packing.unpacks(device.type):
+        _have_unpacked(config)
     quantizer.register()
+    refuse_unknown_packing(source, packing)
+    if packing.method == "bitsandbytes":
+        _hush_casts()
     packs = None
-    if not is_quantized and sizes_of(source.text_config, source.id)["experts"]:
+    if not packing.method and sizes_of(source.text_config, source.id)["experts"]:
         numbers = getattr(torch, NUMBERS[dtype]) if dtype != "auto" else config.get_text_config().dtype or torch.float32
         packs = while_loading(quant, numbers, device)
-    with within(source), blamed(partial(unreadable, source, "transformers could not load it")):
-        model, loading = AutoModelForCausalLM.from_pretrained(
+    with within(source), blamed(partial(_unloadable, source)):
+        model, loading = loader.from_pretrained(
             source.path,
             config=config,
             dtype="auto" if dtype == "auto" else getattr(torch, NUMBERS[dtype]),
-            device_map={"": str(device)} if is_placed else None,
+            device_map={"": str(device)} if packing.stays(device.type) and device.type != "cpu" else None,
             **({"quantization_config": packs} if packs else {}),
             attn_implementation="eager",  # ours comes once the model is built: LM.of asks it how it attends first
             use_safetensors=not source.is_pickle,
@@ -75,9 +73,56 @@ def read_weights(
     _check_loading(source, loading)
     if device.type == "cpu":
         make_native_(model, give_back)
-    unused = sorted(loading["unexpected_keys"])
-    notes = (f"{len(unused)} tensors of the checkpoint are not used, such as {unused[0]}",) if unused else ()
-    return model, notes
+    notes = list(_unused(model, sorted(loading["unexpected_keys"])))
+    if packing.unpacks(device.type):
+        numbers = str(model.dtype).removeprefix("torch.")
+        notes.append(f"{packing.method} weights are unpacked to {numbers}, from {source.nbytes >> 20:,} MiB of files")
+    return model, tuple(notes)
+
+
+def _hush_casts() -> None:
+    """Said at int8 products, by newer releases at each: their inputs go through float16, whatever the model's dtype."""
+    warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+
+
+def _unloadable(source: Source, said: str) -> BadModel:
+    """`said`: what transformers raised over its files; where that is about a package, nothing is wrong with them."""
+    if not said.startswith(("ImportError", "ModuleNotFoundError")):
+        return unreadable(source, "transformers could not load it", said)
+    named = re.search(r"pip install ['\"]?([^`'\"]+)|No module named '([\w-]+)", said)
+    return BadModel(
+        f"{source.id} ({source.family}) needs a package that is not here, or too old",
+        code="package_missing",
+        lines=[said],
+        try_=[f"pip install -U {(named[1] or named[2]).strip()}"] if named else [INSTEAD],
+    )
+
+
+def _have_unpacked(config: Any) -> None:
+    """Ask transformers for plain numbers in place of packed ones, whatever this machine could multiply."""
+    for part in (config, config.get_text_config()):
+        if isinstance(given := getattr(part, "quantization_config", None), dict):
+            given["dequantize"] = True
+
+
+def _unused(model: nn.Module, names: Sequence[str]) -> Iterator[str]:
+    """What to tell about tensors of the checkpoint that were not read."""
+    apart = [name for name in names if _is_left_out(model, name)]
+    if apart:
+        yield f"pictures and sound are not read: {len(apart)} tensors of parts for them stay on disk"
+    if unused := [name for name in names if name not in apart]:
+        yield f"{len(unused)} tensors of the checkpoint are not used, such as {unused[0]}"
+
+
+def _is_left_out(model: nn.Module, name: str) -> bool:
+    """Whether a tensor is one of a part that the model was built without."""
+    part: nn.Module | None = model
+    for own in name.split("."):
+        if part is None or own not in part._modules:
+            break
+        part = part._modules[own]
+    return part is None
 
 
 def _check_loading(source: Source, loading: Mapping[str, Any]) -> None:
@@ -152,8 +197,7 @@ def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device
     """
     import bitsandbytes as bnb
 
-    # said at the first product of a process: int8 products take their inputs in float16, whatever the model's dtype
-    warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")
+    _hush_casts()
 
     def packed(layer: nn.Linear) -> nn.Module:
         size, has_bias, weight = (layer.in_features, layer.out_features), layer.bias is not None, layer.weight.data

@@ -32,7 +32,7 @@ def plan_on(subject: Subject, profile: Profile, room: Room, context: int | None,
         return found
     for other in _packed(subject, profile):
         profile, found = other, plan(subject, other, room, context, facts)
-    if _is_enough(found, context) or profile.load.layers_on_gpu != "auto" or subject.is_quantized:
+    if _is_enough(found, context) or profile.load.layers_on_gpu != "auto" or subject.packing.stays("cuda"):
         return found
     return _split(subject, profile, room, context, facts) or found
 
@@ -74,7 +74,7 @@ def _is_enough(found: Plan, context: int | None) -> bool:
 
 
 def _packed(subject: Subject, profile: Profile) -> Iterator[Profile]:
-    if profile.origins["load.quant"] == DEFAULT.name and not subject.is_quantized:
+    if profile.origins["load.quant"] == DEFAULT.name and not subject.packing.stays("cuda"):
         yield profile.changed({"load": {"quant": "int4"}}, BY)
 
 

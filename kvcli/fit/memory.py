@@ -220,7 +220,7 @@ def loading_bytes(shape: Shape, weights: Weights, number: int, device: str, *, c
     on_cpu = device == "cpu"
     mapped = weights.files if on_cpu else 0
     # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
-    whole = weights.memory if weights.converted or not on_cpu else 0
+    whole = weights.loaded if on_cpu else weights.memory
     checked = check_bytes(shape, number) if check else 0
     return whole + mapped + max(checked, weights.packing), mapped  # wherever it is packed
 

@@ -18,6 +18,7 @@ from kvcli.kv import room as kv_room
 from kvcli.kv.footprint import POSITION, index_bytes, is_one_tier, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.kv.room import EVERY
 from kvcli.kv.slots import Sight, storing
+from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
 from kvcli.settings.schema import NUMBERS, Memory
@@ -37,7 +38,7 @@ class Subject:
     shape: Shape
     held: tuple[weights.Held, ...]
     dtype: str  # that it computes in unless told otherwise
-    is_quantized: bool  # in its files
+    packing: Packing  # of its files
     is_assumed: bool  # no file says how large its tensors are
     is_guess: bool  # nor is it known how they are packed
     files: int  # bytes
@@ -111,12 +112,12 @@ def subject_of(source: Source) -> Subject:
     )
     dtype = stated.removeprefix("torch.") or source.dtype.lower()
     dtype = dtype if dtype in weights.BYTES else "bfloat16"
-    quantized = source.config.get("quantization_config")
-    packed = weights.packed_bytes(quantized) if isinstance(quantized, dict) else None
+    packing = Packing.of(source.config)
+    packed = weights.packed_bytes(packing.settings) if packing.stays("cpu") else None
     assumed = held or weights.of_shape(shape, weights.BYTES[dtype], packed)
     files = source.nbytes or sum(h.nbytes for h in assumed)
-    is_guess = not held and quantized is not None and packed is None
-    return Subject(source.id, shape, assumed, dtype, quantized is not None, not held, is_guess, files, str(source.path))
+    is_guess = not held and packing.stays("cpu") and packed is None
+    return Subject(source.id, shape, assumed, dtype, packing, not held, is_guess, files, str(source.path))
 
 
 def plan(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:
@@ -124,11 +125,10 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     load, shape, whole = profile.load, subject.shape, profile.whole
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
-    refuse_quant(subject.name, load.quant, room.kind, is_quantized=subject.is_quantized)
-    heavy = weights.weigh(
-        subject.held, shape, number=number, quant=load.quant, device=room.kind, given=subject.is_quantized
-    )
-    refuse_split(load.layers_on_gpu, room.kind, is_quantized=subject.is_quantized)
+    given = subject.packing.stays(room.kind)
+    refuse_quant(subject.name, load.quant, room.kind, is_quantized=given)
+    heavy = weights.weigh(subject.held, shape, number=number, quant=load.quant, device=room.kind, given=given)
+    refuse_split(load.layers_on_gpu, room.kind, is_quantized=given)
     usable = room.usable
     layers = [of for of, _ in memory.stored(shape)]
     of_slot = partial(narrow, whole.kv) if packs_by_age(whole.kv, whole.memory) else wide
@@ -240,7 +240,7 @@ def _second(target: Subject, profile: Profile, room: Room, facts: Facts) -> memo
         return None
     subject = facts.find(wanted.model)
     number = subject.number if profile.load.dtype == "auto" else weights.BYTES[profile.load.dtype]
-    given = subject.is_quantized
+    given = subject.packing.stays(room.kind)
     refuse_quant(subject.name, wanted.quant, room.kind, is_quantized=given)
     heavy = weights.weigh(subject.held, subject.shape, number=number, quant=wanted.quant, device=room.kind, given=given)
     chunk, rows = drafts.second_rows

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.fit.advice import binding, changes
+from kvcli.fit.before import gib
 from kvcli.fit.choice import chosen
 from kvcli.fit.speed import speed, split
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
@@ -48,7 +49,7 @@ def document(
         plans=[_entry(outlook, plan, others, calibrations.get(plan.profile.name), host) for plan in plans],
         described=first.room.is_described,
         calibrated=min(dates, default=None),
-        notes=[*_model_notes(subject), *notes, *dict.fromkeys(outlook.notes)],
+        notes=[*notes_of(subject, first), *notes, *dict.fromkeys(outlook.notes)],
     )
 
 
@@ -96,6 +97,21 @@ def _places(plan: Plan) -> dict[str, int]:
     need = plan.need
     away = {"host": need.host + need.host_weights + need.host_working, "disk": need.disk}
     return {plan.room.kind: need.running} | {place: n for place, n in away.items() if n}
+
+
+def notes_of(subject: Subject, plan: Plan) -> list[str]:
+    """What to know of a model beside its numbers."""
+    return [*_model_notes(subject), *_packing_notes(subject, plan)]
+
+
+def _packing_notes(subject: Subject, plan: Plan) -> list[str]:
+    packing, kind, notes = subject.packing, plan.room.kind, []
+    if packing.unpacks(kind):
+        sizes = f"{gib(subject.files)} GiB unpacks to {gib(plan.weights.loaded)} GiB here"
+        notes.append(f"its weights are packed as {packing.method}: this file of {sizes}")
+    if not plan.room.is_described and (missing := packing.missing(kind)):
+        notes.append(f"to be loaded it needs what is not installed: {', '.join(missing)}")
+    return notes
 
 
 def _model_notes(subject: Subject) -> list[str]:

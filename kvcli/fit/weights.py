@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.kernels.linear_packed import group_of, why_not
 from kvcli.kernels.linear_packed import held as held_outputs
 from kvcli.models.gguf.blocks import stays_packed
+from kvcli.models.packing import Packing
 from kvcli.models.sizes import sizes_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ BYTES = {
 }  # fmt: skip
 _IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDS = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
-_NOT_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
+_NOT_TEXT = re.compile(  # what `models.family` leaves out
+    r"(^|\.)((vision|image|audio)_(tower|model|encoder)|visual|speech_encoder)\."
+)
 _EXPERT = re.compile(r"(^|\.)experts\.")
 _ROUTER = re.compile(r"(gate|router)(\.\w+)?\.weight$")
 _ROUNDING = 8  # bytes of each number of a matrix that is being packed: itself and what it is rounded to, in float32
@@ -36,7 +39,7 @@ _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale p
 class Held:
     """One tensor of a checkpoint."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # unpacked
     nbytes: int  # in its file
     packs: bool  # a linear layer of the decoder, which load.quant packs
     is_float: bool = True
@@ -74,7 +77,7 @@ class Weights:
 
     memory: int  # once loaded
     files: int  # read, and mapped while loading
-    converted: bool  # the numbers change while loading, so that both forms exist at once
+    loaded: int  # before anything is packed here, where the numbers change while loading: both forms exist at once
     read: int  # a token's pass reads these; fewer than `memory` where there are experts
     packing: int = 0  # beside them, while the largest is packed, or put together
     embeddings: int = 0  # of `memory`; a head that is tied to them reads the same
@@ -93,19 +96,21 @@ class Weights:
 def of_files(source: Source) -> tuple[Held, ...]:
     """The text model's tensors by the headers of its files; none for pickles, which say nothing before they run."""
     is_tied = bool(source.text_config.get("tie_word_embeddings", source.config.get("tie_word_embeddings", False)))
-    held, n_experts = [], sizes_of(source.text_config, source.id)["experts"]
+    held, packing, n_experts = [], Packing.of(source.config), sizes_of(source.text_config, source.id)["experts"]
     for file in source.files:
         for name, tensor in file.tensors.items():
             if _NOT_TEXT.search(name) or (is_tied and name.endswith("lm_head.weight")):
                 continue
             inside, embeds = _IN_LAYER.search(name), bool(_EMBEDS.search(name))
-            packs, of_experts = (inside is not None and is_it for is_it in _packs(name, tensor.shape, n_experts))
-            is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf
+            unpacked = packing.shape(name, tensor.dtype, tensor.shape)
+            shape = tensor.shape if unpacked is None else unpacked
+            packs, of_experts = (inside is not None and is_it for is_it in _packs(name, shape, n_experts))
+            is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf or unpacked is not None
             stays = source.is_gguf and stays_packed(name, tensor.dtype, tensor.shape)
             packs = packs and source.family != "gpt2"
             layer = int(inside[1]) if inside is not None else None
             of = (source.is_gguf, stays, layer, embeds, of_experts)
-            held.append(Held(tensor.shape, tensor.nbytes, packs, is_float, *of))
+            held.append(Held(shape, tensor.nbytes, packs, is_float, *of))
     return tuple(held)
 
 
@@ -179,7 +184,7 @@ def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, devi
     return Weights(
         memory=memory,
         files=files,
-        converted=sum(plain) != files or put_together > 0,
+        loaded=sum(plain) if sum(plain) != files or put_together > 0 else 0,
         read=int(memory * share),
         packing=_ROUNDING * max(packed, default=0) + put_together,
         embeddings=sum(size for h, size in zip(held, sizes, strict=True) if h.embeds),

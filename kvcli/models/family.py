@@ -8,7 +8,13 @@ from typing import Any
 
 from kvcli.errors import BadModel
 from kvcli.models.foreign import blamed
+from kvcli.models.packing import INSTEAD, Packing
 from kvcli.models.source import Source
+
+_SENSING = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+)  # the second is of newer releases
 
 
 def read_config(source: Source, trust_remote_code: bool) -> Any:
@@ -44,6 +50,66 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
     if not isinstance(text, transformers.PreTrainedConfig):
         raise unreadable(source, "its config.json does not fit its architecture", "the text part is no table")
     return config
+
+
+def loader_of(source: Source, config: Any, trust_remote_code: bool) -> Any:
+    """What of transformers loads a model that continues text; of one that sees or hears besides, without what does.
+    Raises BadModel."""
+    import transformers
+
+    auto, none = transformers.AutoModelForCausalLM, dict[type, Any]()
+    if trust_remote_code and "AutoModelForCausalLM" in source.config.get("auto_map", {}):
+        return auto
+    mappings = [getattr(transformers, name, none) for name in ("MODEL_FOR_CAUSAL_LM_MAPPING", *_SENSING)]
+    kinds = [known[type(config)] for known in mappings if type(config) in known]
+    if not kinds:
+        raise BadModel(
+            f"{source.id} ({source.family}) is not a causal language model",
+            code="model_unsupported",
+            lines=["transformers has no class of that architecture that continues text"],
+            try_=["docs/models.md lists what runs"],
+        )
+    kind = kinds[0][0] if isinstance(kinds[0], tuple) else kinds[0]
+    if type(config) in mappings[0] and getattr(kind, "config_class", None) is not type(config):
+        return auto  # it hands a text model's class the part about text
+    towers = {type(part) for part in _senses(config)} - {type(config.get_text_config())}
+    return _without(kind, towers) if towers else kind
+
+
+def refuse_unknown_packing(source: Source, packing: Packing) -> None:
+    """What transformers would load as if it were not packed: numbers without their scales."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    known = {name.removesuffix("_4bit") for name in AUTO_QUANTIZER_MAPPING}
+    if packing.method and packing.method not in known:
+        raise BadModel(
+            f"{source.id} comes packed as {packing.method}, which transformers cannot read",
+            code="model_unsupported",
+            lines=["by quant_method in its config.json; no weight was read"],
+            try_=[INSTEAD, "pip install -U transformers"],
+        )
+
+
+def _senses(config: Any) -> list[Any]:
+    """Settings of the parts that see and hear."""
+    found = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}) if not key.startswith("text"))
+    return [part for part in found if part is not None]
+
+
+def _without(kind: Any, towers: set[type]) -> Any:
+    """`kind` without its parts of these settings: they are built where nothing takes memory, and gone before a file is
+    read. Name and module stay: transformers finds by them how a checkpoint spells its tensors."""
+
+    from transformers import PreTrainedModel
+
+    def build(self: Any, config: Any, *more: Any, **named: Any) -> None:
+        kind.__init__(self, config, *more, **named)
+        for parent in list(self.modules()):
+            for name, part in list(parent.named_children()):
+                if isinstance(part, PreTrainedModel) and type(part.config) in towers:
+                    setattr(parent, name, None)
+
+    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
 
 
 def with_defaults(source: Source) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from os.path import exists, isdir  # unlike those of Path they say no to a name that cannot be
 from pathlib import Path
+from typing import Any
 
 from kvcli.errors import BadModel, writing
+from kvcli.models.headers import TensorHeader, WeightFile
 
 # of the hub: OWNER/NAME, or OWNER/NAME:FILE.gguf for one of its files
 ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<file>(?!.*\.\.)[\w-][\w./-]*\.gguf))?")
@@ -45,11 +48,41 @@ def _not_cached(name: str, at: str, offline: bool) -> BadModel:
 
 def download(name: str, file: str, revision: str | None, at: str) -> tuple[Path, str]:
     """The same, fetched. Raises BadModel."""
+    path = _fetched(name, revision, at, [file] if file else _DOWNLOAD)
+    if file and not exists(path / file):
+        raise BadModel(
+            f"{name} has no file {file}", code="model_not_found", try_=["look for its name at huggingface.co"]
+        )
+    return path / file, path.name
+
+
+def headers(name: str, revision: str | None, at: str) -> tuple[Path, str, tuple[WeightFile, ...]]:
+    """What `download` would bring but for the weights: of these only what their files announce. Raises BadModel."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    path = _fetched(name, revision, at, [pattern for pattern in _DOWNLOAD if "safetensors" not in pattern])
+    try:
+        found = HfApi().get_safetensors_metadata(name, revision=path.name).files_metadata
+    except (NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
+        said = str(error).splitlines()[0]
+        raise BadModel(
+            f"{at} has no weights whose headers can be read", code="model_incomplete", lines=[said]
+        ) from error
+    return path, path.name, tuple(_announced(path / file, one.tensors.items()) for file, one in sorted(found.items()))
+
+
+def _announced(file: Path, tensors: Iterable[tuple[str, Any]]) -> WeightFile:
+    sizes = {n: TensorHeader(t.dtype, tuple(t.shape), t.data_offsets[1] - t.data_offsets[0]) for n, t in tensors}
+    return WeightFile(file, sum(t.nbytes for t in sizes.values()), sizes)
+
+
+def _fetched(name: str, revision: str | None, at: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=[file] if file else _DOWNLOAD))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:  # what the hub's library makes of a connection that fails
         raise _no_network(f"{at} is not on this machine", error) from error
     except (HfHubHTTPError, OSError) as error:
@@ -62,11 +95,6 @@ def download(name: str, file: str, revision: str | None, at: str) -> tuple[Path,
             lines=[str(error).splitlines()[0]],
             try_=["check the name at huggingface.co", f"hf auth login, then hf download {name}"],
         ) from error
-    if file and not exists(path / file):
-        raise BadModel(
-            f"{name} has no file {file}", code="model_not_found", try_=["look for its name at huggingface.co"]
-        )
-    return path / file, path.name
 
 
 def _no_network(why: str, error: Exception) -> BadModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 from kvcli.errors import BadModel, UsageError
@@ -26,16 +25,6 @@ _STATE_FAMILIES = {
     "jamba",
     "zamba",
     "zamba2",
-}
-# Packages that transformers unpacks weights with, by the quant_method of a checkpoint: their modules, and their names.
-_UNPACKS = {
-    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
-    "awq": {"gptqmodel": "gptqmodel"},
-    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
-    "hqq": {"hqq": "hqq"},
-    "torchao": {"torchao": "torchao"},
-    "auto-round": {"auto_round": "auto-round"},
-    "aqlm": {"aqlm": "aqlm"},
 }
 _WRITES_TEXT = ("CausalLM", "ForConditionalGeneration", "LMHead", "ForImageTextToText")
 
@@ -100,26 +89,6 @@ def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> Non
         )
 
 
-def refuse_unpackable(name: str, config: Config, kind: str) -> None:
-    """A checkpoint that comes quantized, where what transformers needs for it is not installed."""
-    quantized = config.get("quantization_config")
-    if not isinstance(quantized, dict):
-        return
-    method = str(quantized.get("quant_method", ""))
-    wanted = _UNPACKS.get(method, {}) | ({} if kind == "cpu" else {"accelerate": "accelerate"})
-    missing = [package for module, package in wanted.items() if find_spec(module) is None]
-    if missing:
-        where, packages = ("" if kind == "cpu" else " on a GPU"), f"package{'s' * (len(missing) > 1)}"
-        ours = ["pip install 'kvcli[quantized]'"] * ("accelerate" in missing)
-        theirs = " ".join(package for package in missing if package != "accelerate")
-        raise BadModel(
-            f"{name} comes quantized, which{where} needs the {packages} {' and '.join(missing)}",
-            code="package_missing",
-            lines=[f"transformers reads {method or 'such'} weights with {'it' if len(missing) == 1 else 'them'}"],
-            try_=[*ours, *([f"pip install {theirs}"] if theirs else []), "the unquantized model with --quant int4"],
-        )
-
-
 def refuse_split(layers: int | str, kind: str, *, is_quantized: bool) -> None:
     """Layers that are to lie on a GPU, `auto` = all or what fits, where there is none, or none can be moved."""
     if layers == "auto":
@@ -149,7 +118,7 @@ def _encoder_decoder(config: Config, text: Config, family: str) -> list[str]:
 
 def _writes_no_text(config: Config, text: Config, family: str) -> list[str]:
     names = config.get("architectures") or []
-    if "vision_config" in config and "text_config" not in config:
+    if "vision_config" in config and "text_config" not in config and not config.get("vocab_size"):
         return ["its config has a vision part and no text decoder", f"architectures: {', '.join(names) or 'none'}"]
     if names and not any(mark in n for n in names for mark in _WRITES_TEXT):
         return [f"{names[0]} does not write text", "needed: a causal language model, such as LlamaForCausalLM"]

@@ -107,6 +107,15 @@ def find(
     return _checked(name, *hub.download(repo, file, revision, at), allow_pickle)
 
 
+def look_up(name: str, revision: str | None = None) -> Source:
+    """Of a hub id what its headers say: config and words are fetched, weights stay there."""
+    path, commit, files = hub.headers(name, revision, f"{name} at {revision}" if revision else name)
+    config = read_config(path, name)
+    _refuse(config, name, path)
+    hold(config, text_config(config), files, name)
+    return Source(name, path, commit, config, files, is_pickle=False)
+
+
 def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
     if file := _only_gguf(path, name) if path.is_dir() else path:
         return _checked_gguf(name, file, commit)

@@ -23,8 +23,7 @@ _READ = (".json", ".jinja", ".txt", ".model")
 
 def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Read it from the model's folder, with no limit of its own. Raises BadModel."""
-    if not found.has_words:
-        raise _unreadable(found, "its folder holds no vocabulary")
+    refuse_wordless(found)
     for file in sorted(f for f in found.path.iterdir() if f.suffix in _READ):
         try:
             with open_regular(file) as stream:
@@ -49,6 +48,12 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
         if tokenizer.chat_template:
             chats.start()
     return tokenizer
+
+
+def refuse_wordless(found: Source) -> None:
+    """A model whose text cannot be made ids, by the names of its files."""
+    if not found.has_words:
+        raise _unreadable(found, "its folder holds no vocabulary")
 
 
 def _unreadable(found: Source, said: str) -> BadModel:

@@ -17,6 +17,7 @@ from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
 from kvcli.schemas.heads import HeadsDocument
 from kvcli.schemas.listings import (
     CacheDocument,
+    CheckDocument,
     DoctorDocument,
     ModelsDocument,
     PathsDocument,
@@ -39,6 +40,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "error": ErrorDocument,
     "event": EventDocument,
     "models": ModelsDocument,
+    "check": CheckDocument,
     "suggestions": SuggestionsDocument,
     "profiles": ProfilesDocument,
     "doctor": DoctorDocument,

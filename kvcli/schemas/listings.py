@@ -87,6 +87,38 @@ class ModelsDocument(Json):
     models: list[ModelEntry]
 
 
+class CheckMemory(Json):
+    """What a run of so many tokens needs."""
+
+    ctx: Count = Field(description="tokens")
+    bytes: Bytes = Field(description="that must be free")
+    fits: bool
+
+
+class CheckDocument(Json):
+    """A model that runs, by its headers; one that does not ends in kvcli.error/1."""
+
+    schema_: Literal["kvcli.check/1"] = Field(default="kvcli.check/1", alias="schema")
+    model: str
+    path: str
+    family: str
+    is_decided: bool = Field(description="false: whether its attention is served shows when it is loaded")
+    context: Count | None = Field(description="the model's own limit, tokens")
+    numbers: str = Field(description="that it computes in")
+    quant: str = Field(description="load.quant of the profile, or what is chosen so that it fits")
+    packed: str | None = Field(description="how the weights of its files are packed; null where they are not")
+    unpacks: bool = Field(description="whether these become plain numbers while loading")
+    file_bytes: Bytes
+    weight_bytes: Bytes = Field(description="once loaded")
+    device: str
+    available_bytes: Bytes
+    profile: str
+    memory: list[CheckMemory] = Field(description="at 8,192 and at 32,768 tokens, or at the model's own limit")
+    drafts: list[SiblingEntry] = Field(description="models that can draft for it, the best first")
+    heads: list[str] = Field(description="what drafts in its own files, and how, or why it is not used")
+    notes: list[str]
+
+
 class Suggestion(Json):
     """A model of the list, and what it would be here."""
 

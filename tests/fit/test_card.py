@@ -25,6 +25,7 @@ from kvcli.fit.weights import of_shape
 from kvcli.kv.footprint import POSITION
 from kvcli.models import machine as this_machine
 from kvcli.models.machine import Found
+from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
 from kvcli.schemas.fit import CalibrationDocument
 from kvcli.settings.profile import Profile
@@ -33,7 +34,7 @@ from tests.fit.test_formulas import config
 
 MIB = 1 << 20
 LLAMA_8B = shape_of(config(32, 4096, 32, 8, 128, 14336, 128256))
-SUBJECT = Subject("8B", LLAMA_8B, of_shape(LLAMA_8B), "bfloat16", False, True, False, 16 * GIB)
+SUBJECT = Subject("8B", LLAMA_8B, of_shape(LLAMA_8B), "bfloat16", Packing(), True, False, 16 * GIB)
 NGRAM, BALANCED = Profile.load("ngram"), Profile.load("balanced")
 
 
@@ -153,7 +154,7 @@ def test_a_tied_head_is_there_twice_where_layers_are_split():
 def test_what_reads_parts_of_a_past_keeps_its_layers_together():
     """So an 8B model in full precision is refused, and not split, under a profile that packs keys and values."""
     assert not planned(BALANCED.replace(load={"quant": "none"}), 8).fits
-    quantized = replace(SUBJECT, is_quantized=True)
+    quantized = replace(SUBJECT, packing=Packing("awq"))
     assert not planned(NGRAM, 8, subject=quantized).fits
     with pytest.raises(UsageError, match="placed as a whole"):
         planned(NGRAM.replace(load={"layers_on_gpu": 3}), 8, subject=quantized)

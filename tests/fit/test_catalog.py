@@ -11,6 +11,7 @@ from kvcli.fit.plan import Facts, Subject, plan
 from kvcli.fit.room import Room
 from kvcli.models.catalog import CATALOG, TOKENS, choices
 from kvcli.models.machine import kept_free
+from kvcli.models.packing import Packing
 from kvcli.settings.profile import Profile
 
 GIB = 1 << 30
@@ -20,7 +21,7 @@ def planned(known, quant, available):
     """What `kvcli fit` says of it."""
     stays = known.package is not None and known.package.each < 1
     held = tuple(replace(h, is_gguf=stays, stays=h.packs) for h in weights.of_shape(known.shape))
-    subject = Subject(known.id, known.shape, held, "bfloat16", False, True, False, 2 * known.parameters)
+    subject = Subject(known.id, known.shape, held, "bfloat16", Packing(), True, False, 2 * known.parameters)
     profile = Profile.load("ngram").replace(load={"quant": quant})
     return plan(subject, profile, Room("cpu", available), min(TOKENS, known.shape.limit), Facts())
 

@@ -187,7 +187,7 @@ def configured(machine, *args, without=(), **changes):
         ({"quant_method": "awq", "bits": 4}, 4),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.127),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
-        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "fp8"}, 16),  # which loading unpacks
         ({"quant_method": "a new one"}, 16),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_config_that_says_how_weights_are_packed_is_believed(machine, packed, 
     linear = 4 * (2 * 256 * 256 + 2 * 64 * 256 + 3 * 512 * 256)
     rest = 2 * (2 * 1000 * 256 + 4 * 2 * 256)  # embeddings, head and norms stay as they are
     assert found["plans"][0]["weights"] == pytest.approx(rest + linear * bits / 8, rel=1e-3)
-    assert any("packed is not known" in note for note in found["notes"]) == (bits == 16)
+    assert any("packed is not known" in note for note in found["notes"]) == (packed["quant_method"] == "a new one")
 
 
 def test_what_loading_would_refuse_is_not_planned(machine):

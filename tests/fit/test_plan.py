@@ -254,9 +254,9 @@ def test_a_store_holds_the_longest_text_that_is_promised_and_no_longer_one(demo,
 
 def test_a_dtype_that_is_not_the_files_makes_a_second_copy_while_loading(demo):
     wide = planned(demo, PROFILES["exact"].replace(load={"dtype": "fp32"}))
-    assert wide.weights.converted
+    assert wide.weights.loaded
     assert wide.need.loading - wide.need.base > wide.need.weights + demo.files * 0.99
-    assert not planned(demo).weights.converted
+    assert not planned(demo).weights.loaded
 
 
 def test_mapped_files_count_in_the_peak_and_not_in_what_must_be_free(demo):

@@ -1,0 +1,170 @@
+"""Checkpoints as they are downloaded: with parts that see, and packed in few bits. Each runs, or is refused in time."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from kvcli.drafts.ngram import Ngram
+from kvcli.engine import weights
+from kvcli.engine.lm import LM
+from kvcli.engine.seam import _ours
+from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
+from kvcli.fit.plan import subject_of
+from kvcli.fit.weights import weigh
+from kvcli.models import packing, source
+from kvcli.models.packing import Packing
+from tests.all_families import config_of, lively, ours
+from tests.exact.table import prompt
+from tests.packed_checkpoints import FORMATS, edit_config, written
+
+ROOT = Path(__file__).parents[1]
+SEEING = ("mistral3", "qwen3_vl", "gemma3", "llava")
+NEW = 16  # tokens
+
+torch.set_num_threads(1)
+
+
+def held(lm: LM) -> int:
+    """Bytes of weights, without the tables of rotary embeddings."""
+    return lm.info.weight_bytes - sum(b.nbytes for name, b in lm.model.named_buffers() if "inv_freq" in name)
+
+
+def foretold(path: Path, number: int, quant: str = "none") -> int:
+    subject = subject_of(source.find(str(path)))
+    given = subject.packing.stays("cpu")
+    return weigh(subject.held, subject.shape, number=number, quant=quant, device="cpu", given=given).memory
+
+
+def refused(act: Callable[[], object]) -> KvcliError:
+    with pytest.raises((BadModel, UsageError)) as caught:
+        act()
+    return caught.value
+
+
+# ---- with parts that see ----
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_the_text_of_a_model_that_sees(tmp_path: Path, kind: str):
+    """Its text is that of `generate`, and what sees is not read: nothing could be made of it."""
+    config = config_of(kind)
+    model = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]._from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()  # fmt: skip
+    text = lively(model, NEW)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    sees = [name for name in stored if "vision_tower" in name or ".visual." in name]
+    stored |= dict.fromkeys(sees, torch.zeros(1))
+    save_file({n: t.clone() for n, t in stored.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    lm = LM.load(source.find(str(tmp_path)), device="cpu", dtype="fp32")
+    assert ours(lm, Ngram(adaptive=False, max=7).drafter(), prompt(), NEW) == text
+    assert lm.info.notes == (f"pictures and sound are not read: {len(sees)} tensors of parts for them stay on disk",)
+    assert foretold(tmp_path, 4) == pytest.approx(held(lm), abs=512)  # buffers of gemma
+
+
+# ---- packed ----
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return written(tmp_path, "fp8")
+
+
+def needs(name: str) -> None:
+    """Skip where the packages of a format are not installed."""
+    for module in ("accelerate", *(["compressed_tensors", "loguru"] if name.startswith("compressed") else [])):
+        pytest.importorskip(module)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
+def test_a_packed_file_gives_the_bits_of_what_it_unpacks_to(tmp_path: Path, name: str):
+    needs(name)
+    lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu")
+    plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu")
+    assert torch.equal(_ours(lm, range(3, 40)), _ours(plain, range(3, 40)))
+    assert held(lm) == held(plain)
+    assert "weights are unpacked to bfloat16" in lm.info.notes[-1]
+
+
+@pytest.mark.parametrize("name", ["fp8", "compressed-int4"])
+def test_what_is_unpacked_can_be_packed_again(tmp_path: Path, name: str):
+    needs(name)
+    lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu", quant="int8")
+    plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu", quant="int8")
+    assert torch.equal(_ours(lm, range(3, 40)), _ours(plain, range(3, 40)))
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
+def test_fit_knows_what_a_packed_file_unpacks_to(tmp_path: Path, name: str, quant: str):
+    """By headers alone: no package of the format is asked for."""
+    assert foretold(written(tmp_path, name), 2, quant) == foretold(tmp_path / "plain", 2, quant)
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "types"),
+    [
+        ({"quant_method": "fp8"}, ["accelerate"], "pip install 'kvcli[formats]'"),
+        ({"quant_method": "mxfp4"}, ["accelerate"], "pip install 'kvcli[formats]'"),
+        ({"quant_method": "compressed-tensors"}, ["compressed-tensors"], "pip install 'kvcli[formats]'"),
+        ({"load_in_4bit": True}, ["accelerate", "bitsandbytes"], "pip install bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 4}, ["optimum", "gptqmodel"], "pip install optimum gptqmodel"),
+        ({"quant_method": "awq", "bits": 4}, ["gptqmodel", "accelerate"], "pip install gptqmodel"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_before_a_weight_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], missing: list[str], types: str
+):
+    edit_config(folder, quantization_config=settings)
+    monkeypatch.setattr(packing, "find_spec", lambda name: None)
+    monkeypatch.setattr(weights, "loader_of", lambda *_: None)  # which nothing can be loaded with
+    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu"))
+    assert (error.code, error.exit, error.detail["missing"]) == ("package_missing", ExitStatus.BAD_MODEL, missing)
+    assert types in error.try_
+    assert not any("download" in line for line in error.try_)
+
+
+def test_on_a_gpu_what_stays_packed_is_placed_by_a_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packing, "find_spec", lambda name: None if name == "accelerate" else name)
+    hqq = Packing.of({"quantization_config": {"quant_method": "hqq"}})
+    assert (hqq.missing("cpu"), hqq.missing("cuda")) == ([], ["accelerate"])
+
+
+def test_what_extras_bring():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package in packing.EXTRA:
+        assert any(line.startswith(package) for line in extras["formats"])
+
+
+@pytest.mark.parametrize("method", ["modelopt", "nvfp4", "torchao", "eetq", "unnamed"])
+def test_what_nothing_reads_is_no_plain_numbers(folder: Path, method: str):
+    """transformers would take the numbers without their scales."""
+    edit_config(folder, quantization_config={"quant_method": method} if method != "unnamed" else {})
+    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu"))
+    assert error.code == "model_unsupported"
+    assert f"packed as {method}" in error.message
+
+
+def test_a_package_of_a_package_is_named_too(folder: Path):
+    error = weights._unloadable(source.find(str(folder)), "ModuleNotFoundError: No module named 'loguru'")
+    assert (error.code, error.try_) == ("package_missing", ("pip install -U loguru",))
+    error = weights._unloadable(source.find(str(folder)), "ImportError: requires x: `pip install 'x>=3'`")
+    assert error.try_ == ("pip install -U x>=3",)
+
+
+def test_numbers_that_stay_packed_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):
+    fp8 = Packing.of({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
+    assert fp8.unpacks("cpu")
+    monkeypatch.setattr(packing, "find_spec", lambda name: name)
+    assert fp8.stays("cuda")
+    assert fp8.unpacks("cpu")
